@@ -46,7 +46,9 @@ def read_text(path: str | Path) -> str:
     try:
         raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except FileNotFoundError:
-        raise ValueError(f"text must be an existing file, got {name}: check the path, or give - to read stdin") from None
+        raise ValueError(
+            f"text must be an existing file, got {name}: check the path, or give - to read stdin"
+        ) from None
     except IsADirectoryError:
         raise ValueError(f"text must be a file, got the folder {name}: name one file inside it") from None
     except OSError as error:
