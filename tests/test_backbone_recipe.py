@@ -1,0 +1,148 @@
+"""The recipe of the embedded backbone: a run can be stopped, continued and loaded."""
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+FOLDER = Path(__file__).parents[1] / "benchmarks" / "backbone"
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """The script as a module, with steps of 2 x 32 tokens and a clock by which every step takes one second."""
+    threads = torch.get_num_threads()
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module("train")
+    monkeypatch.setattr(module, "CONTEXT_TOKENS", 32)
+    monkeypatch.setattr(module, "BATCH_WINDOWS", 2)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    yield module
+    torch.set_num_threads(threads)
+    for name in ("train", "books"):
+        sys.modules.pop(name)
+
+
+@pytest.fixture
+def books(tmp_path):
+    """A directory of two books of made-up words, hard-wrapped."""
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 7))) for _ in range(100)]
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name in ("first", "second"):
+        lines = [" ".join(generator.choices(words, k=10)) for _ in range(200)]
+        (folder / f"{name}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+def arguments(books, out, *more):
+    return ["--books", str(books), "--out", str(out), "--threads", "1", *more]
+
+
+@pytest.mark.parametrize("arch", ["glu", "mlp"])
+def test_trains_resumes_and_loads(recipe, books, tmp_path, capsys, arch):
+    out = tmp_path / "out"
+    assert recipe.main(["--arch", arch, *arguments(books, out, "--minutes", "0.05")]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 3
+
+    held_out = ["--held-out", str(books), "--held-out-tokens", "100"]
+    again = arguments(books, out, "--minutes", "0.1", "--resume", *held_out)
+    assert recipe.main(["--arch", arch, *again]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["steps"], result["seconds"]) == (6, 6)
+    # Windows of 32, 32, 32 and 4 tokens a book, the first token of each unscored.
+    assert result["held_out"]["scored_tokens"] == 2 * (3 * 31 + 3)
+    assert f"| all | {result['held_out']['loss']:.3f} |" in (out / "README.md").read_text(encoding="utf-8")
+
+    model = AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert len(tokenizer) == model.config.vocab_size == result["vocabulary"]
+    text = (books / "first.txt").read_text(encoding="utf-8").replace("\n", " ")
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    encoded = {"first": torch.tensor(ids)}
+    reloaded = recipe.held_out_loss(model.float(), encoded, 100)
+    assert reloaded["loss"] == pytest.approx(result["held_out"]["by_book"]["first"], rel=1e-5)
+
+
+def test_a_killed_run_continues_bit_for_bit(recipe, books, tmp_path, monkeypatch):
+    command = ["--arch", "mlp", "--minutes", "0.1", "--checkpoint-minutes", "0.05"]
+    assert recipe.main([*command, *arguments(books, tmp_path / "whole")]) == 0
+
+    save_checkpoint = recipe.save_checkpoint
+
+    def save_and_die(path, state):
+        save_checkpoint(path, state)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe, "save_checkpoint", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        recipe.main([*command, *arguments(books, tmp_path / "parts")])
+    monkeypatch.setattr(recipe, "save_checkpoint", save_checkpoint)
+    assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["step"] == 3
+    assert recipe.main([*command, *arguments(books, tmp_path / "parts", "--resume")]) == 0
+
+    whole, parts = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("whole", "parts")
+    )
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_two_backbones_share_a_tokenizer(recipe, books, tmp_path):
+    assert recipe.main(["--arch", "glu", *arguments(books, tmp_path / "glu", "--minutes", "0.01")]) == 0
+    shared = ["--tokenizer", str(tmp_path / "glu")]
+    assert recipe.main(["--arch", "mlp", *arguments(books, tmp_path / "mlp", "--minutes", "0.01", *shared)]) == 0
+    first, second = (AutoTokenizer.from_pretrained(tmp_path / arch) for arch in ("glu", "mlp"))
+    assert first.get_vocab() == second.get_vocab()
+
+
+def test_a_pass_reads_every_window_once(recipe):
+    tokens = torch.arange(32 * 11 + 5)
+    steps = [recipe.training_batch(tokens, step, seed=0) for step in range(5)]  # 10 windows, 2 a step
+    read = torch.cat(steps).flatten().sort().values
+    assert torch.equal(read, torch.arange(int(read[0]), int(read[0]) + 320))
+    assert torch.equal(recipe.training_batch(tokens, 3, seed=0), steps[3])
+    assert not torch.equal(recipe.training_batch(tokens, 5, seed=0), steps[0])
+
+
+def test_learning_rate_follows_the_budget(recipe):
+    assert recipe.learning_rate_factor(0, 0.0) == 1 / recipe.WARMUP_STEPS
+    assert recipe.learning_rate_factor(1000, 0.4) == 1
+    assert recipe.learning_rate_factor(1000, 0.7) == pytest.approx(0.5)
+    assert recipe.learning_rate_factor(1000, 1.0) == 0
+
+
+def test_bad_input_ends_with_one_line(recipe, books, tmp_path, capsys):
+    def error_of(command):
+        assert recipe.main(command) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    out = tmp_path / "out"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    glu = ["--arch", "glu"]
+    assert error_of([*glu, *arguments(empty, out)]) == (
+        f"error: no .txt file in {empty}: give a directory of plain-text books"
+    )
+    assert error_of([*glu, *arguments(books, out, "--tokenizer", str(empty))]) == (
+        f"error: no tokenizer.json in {empty}: give the output folder of an earlier run"
+    )
+    assert error_of([*glu, *arguments(books, out, "--minutes", "0")]) == "error: --minutes must be more than 0, got 0"
+    assert recipe.main([*glu, *arguments(books, out, "--minutes", "0.01")]) == 0
+    assert error_of([*glu, *arguments(books, out)]) == (
+        f"error: {out / 'checkpoint.pt'} is there already: continue it with --resume, or choose another --out"
+    )
+    assert error_of(["--arch", "mlp", *arguments(books, out, "--resume")]) == (
+        f"error: {out / 'checkpoint.pt'} was made with arch='glu', this run has 'mlp': "
+        "give the same arguments, or another --out"
+    )
