@@ -1,0 +1,810 @@
+"""Test-time training: a document is read chunk by chunk, each chunk scored first and learned second.
+
+The paper's section on online memorisation. The trainer knows no adapter: it trains whatever parameters of a PEFT
+model require gradients, LOCAS, LoRA or another; a model without an adapter is only read.
+
+Axes: T tokens of the document, W window, S stride, N tokens scored in a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from . import checkpoint
+from .tuner import calibrate, empty_memories
+
+Context = Literal["recompute", "cache"]
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one chunk cost: the tokens [start, stop) of the document.
+
+    Attributes:
+        index: the chunk's number, from 0.
+        start: its first token's place in the document.
+        stop: the place after its last token.
+        tokens: how many of its tokens were scored; all but the document's first one.
+        nll_nats: their summed negative log-likelihood, in nats, before anything of the chunk was learned.
+        seconds: wall time of scoring and learning together.
+        learned: False where the memory is as it was before: nothing is trainable, or a loss or a gradient was not
+            finite.
+    """
+
+    index: int
+    start: int
+    stop: int
+    tokens: int
+    nll_nats: float
+    seconds: float
+    learned: bool
+
+
+class TestTimeTrainer:
+    """Reads a document and teaches the active adapter what it read (the paper's online memorisation).
+
+    The document is cut into chunks of `stride` tokens. A chunk is scored with at most `window - stride` tokens of
+    context before it, by the memory as it stands; then the memory learns the chunk. The forward pass that scores is
+    the one that is differentiated, so that one epoch costs one forward and one backward pass.
+
+    The adapter's parameters are changed in place; the base is not. Scores are taken in evaluation mode (dropout would
+    falsify them), each module's own mode stands again whenever a record is handed out.
+
+    Trained are the parameters that require gradients, if the model has a PEFT adapter. Without one, or with the
+    adapter disabled, the model is only read, and no graph is built.
+
+    Contexts:
+        "recompute": each chunk's context is fed again, as in the paper; gradients flow through it.
+        "cache": the context comes from a detached key/value cache that slides with the text, so that each token is
+            fed once. Its older entries were computed by the memory as it stood then. The cache keeps its positions
+            until the next chunk would pass the model's last one; then the context is fed once again, without
+            gradients, from position 0.
+
+    Args:
+        model: a transformers causal language model, plain or with a PEFT adapter in its layers.
+        window: W, the longest stretch of text that a prediction may rest on, in tokens; within the model's positions.
+        stride: S, the chunk's length in tokens, 1 <= S <= W. With S = W the only context is the one token before the
+            chunk, without which its first token could not be predicted.
+        learning_rate: the rate after the warm-up. None for a callable `optimizer`, which brings its own rates, or
+            where nothing is to be trained.
+        epochs: optimizer steps a chunk. The first step uses the scoring pass; each further one runs the chunk again.
+        context: "recompute" or "cache".
+        optimizer: "adamw", "adam", "sgd" or "muon" of torch.optim, or a callable that takes the list of parameters
+            and returns an optimizer. It is made at the first step and kept for the trainer's life.
+        warmup_steps: the first so many steps use 1/(n+1), 2/(n+1), ... n/(n+1) of the rate.
+        weight_decay: given to the named optimizers.
+        max_grad_norm: clips the gradients' total norm where not None. (LOCAS slots are clipped by their tuner.)
+
+    Raises:
+        TypeError, ValueError: in one line that names the argument, its rule, its value and the remedy.
+
+    Example:
+        >>> model = get_peft_model(base, LocasConfig(r=64))
+        >>> trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=4e-3)
+        >>> for chunk in trainer.read(input_ids):
+        ...     print(chunk.stop, trainer.perplexity)
+    """
+
+    __test__ = False  # the name starts with Test: pytest would collect it
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        window: int,
+        stride: int,
+        learning_rate: float | None,
+        epochs: int = 1,
+        context: Context = "recompute",
+        optimizer: str | OptimizerFactory = "adamw",
+        warmup_steps: int = 2,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+    ):
+        self.model = model
+        self._host = _Host(model)
+        self.window, self.stride = _whole("window", window, 1), _whole("stride", stride, 1)
+        self.epochs, self.warmup_steps = _whole("epochs", epochs, 1), _whole("warmup_steps", warmup_steps, 0)
+        self.learning_rate, self.weight_decay, self.max_grad_norm = learning_rate, weight_decay, max_grad_norm
+        self.context, self.optimizer_name = context, optimizer
+        self._check_settings()
+
+        self.position = 0
+        self.chunks: list[Chunk] = []
+        self.skipped_chunks = 0
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._rates: list[float] = []
+        self._steps = 0
+        self._cache = _SlidingCache(self._host, keep=max(window - stride, 1) - 1)
+        self._text: str | None = None
+        self._resumed_from: Path | None = None
+        self._reading = False
+        self._locks: dict[Path, checkpoint.Lock] = {}
+
+    def read(self, input_ids: Tensor) -> Iterator[Chunk]:
+        """Reads a document from `position` on, and yields each chunk's record after the chunk was learned.
+
+        The caller may stop at any record: memory, optimizer and position then stand after that chunk, and another
+        `read` of the same document goes on with the next one.
+
+        Args:
+            input_ids: LongTensor [T] or [1, T], T >= 2, on any device.
+
+        Returns:
+            An iterator over the records. It does its work as it is asked for them.
+
+        Raises:
+            TypeError, ValueError: at the call, for ids that are no document or not the one begun, or a merged memory.
+        """
+        ids = self._document(input_ids)
+        text = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
+        if self._text not in (None, text):
+            begun, remedy = "begun here", "call rewind() first, or make a new TestTimeTrainer"
+            if self._resumed_from is not None:
+                begun, remedy = f"begun in {str(self._resumed_from)!r}", "give that text, or choose another folder"
+            raise ValueError(
+                f"input_ids must be the document {begun} (sha256 {self._text[:12]}), got another one "
+                f"({text[:12]}): {remedy}"
+            )
+        self._text = text
+        return self._read(ids.to(self._host.device))
+
+    def rewind(self) -> None:
+        """Forgets the document, its records and its context; the memory and the optimizer stay as they are.
+
+        For reading a text once more, or another one with the same memory.
+        """
+        self.position, self.chunks, self.skipped_chunks = 0, [], 0
+        self._text, self._resumed_from = None, None
+        self._cache.clear()
+
+    @property
+    def perplexity(self) -> float:
+        """exp(sum of nll / number of scored tokens) over `chunks`; nan before the first scored token."""
+        tokens = sum(chunk.tokens for chunk in self.chunks)
+        if not tokens:
+            return math.nan
+        mean = math.fsum(chunk.nll_nats for chunk in self.chunks) / tokens
+        return torch.tensor(mean, dtype=torch.float64).exp().item()
+
+    def _read(self, ids: Tensor) -> Iterator[Chunk]:
+        self._reading = True
+        try:
+            while self.position < len(ids):
+                chunk = self._score_and_learn(ids, self.position, min(self.position + self.stride, len(ids)))
+                self.position = chunk.stop
+                self.chunks.append(chunk)
+                yield chunk
+        finally:
+            self._reading = False
+            self._release_locks()
+
+    def _score_and_learn(self, ids: Tensor, start: int, stop: int) -> Chunk:
+        began = time.perf_counter()
+        with _evaluating(self.model):
+            if not self.chunks:
+                prepare(self.model, ids[start:stop].unsqueeze(0))
+            parameters = self._parameters()
+            undo = self._snapshot(parameters) if self.epochs > 1 else None
+            targets = ids[max(start, 1) : stop]
+            nll_nats, learned, finite = 0.0, False, True
+            for epoch in range(self.epochs if len(targets) else 0):
+                with torch.set_grad_enabled(bool(parameters)):
+                    losses = token_losses(self._logits(ids, start, stop, len(targets)), targets)
+                if epoch == 0:
+                    nll_nats = losses.detach().double().sum().item()
+                    finite = math.isfinite(nll_nats)
+                if not losses.requires_grad:
+                    break
+                finite = learned = self._learn(losses.mean(), parameters)
+                if not finite:
+                    self.skipped_chunks += 1
+                    if undo is not None:
+                        undo()
+                    break
+            if finite:
+                self._cache.advance()
+            else:
+                self._cache.clear()  # what overflowed once would spoil every chunk that attends to it
+        return Chunk(len(self.chunks), start, stop, len(targets), nll_nats, time.perf_counter() - began, learned)
+
+    def _logits(self, ids: Tensor, start: int, stop: int, count: int) -> Tensor:
+        """Gives the logits [N, V] for the chunk's targets: token t is predicted where token t - 1 is fed."""
+        if self.context == "cache":
+            return self._cache.forward(ids, max(start - 1, 0), stop - 1, count)[0]
+        begin = max(0, start - max(self.window - self.stride, 1))
+        return self._host.logits(ids[begin : stop - 1].unsqueeze(0), count, use_cache=False)[0]
+
+    def _learn(self, loss: Tensor, parameters: list[nn.Parameter]) -> bool:
+        """Takes one optimizer step, or none where the loss or a gradient is not finite."""
+        if not torch.isfinite(loss):
+            return False
+        optimizer = self._ready_optimizer(parameters)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        finite = bool(torch.isfinite(norm))
+        if finite:
+            if self.max_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+            warmth = min(1.0, (self._steps + 1) / (self.warmup_steps + 1))
+            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
+                group["lr"] = rate * warmth
+            optimizer.step()
+            self._steps += 1
+        optimizer.zero_grad(set_to_none=True)
+        return finite
+
+    def _ready_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if self._optimizer is None:
+            if callable(self.optimizer_name):
+                self._optimizer = self.optimizer_name(parameters)
+            else:
+                make = _OPTIMIZERS[self.optimizer_name]
+                self._optimizer = make(parameters, self.learning_rate, self.weight_decay)
+            self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
+        if held != {id(parameter) for parameter in parameters}:
+            raise ValueError(
+                "model must train the same parameters from the first chunk to the last, got others than the optimizer "
+                "was made for: make a new TestTimeTrainer after switching or adding adapters"
+            )
+        return self._optimizer
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Gives what is to be trained; nothing for a plain model, whose own weights all require gradients."""
+        if not self._host.has_adapter():
+            return []
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _snapshot(self, parameters: list[nn.Parameter]) -> Callable[[], None]:
+        """Gives a function that brings memory and optimizer back to where they are now."""
+        values = [parameter.detach().clone() for parameter in parameters]
+        state = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer is not None else None
+        steps = self._steps
+
+        def undo() -> None:
+            with torch.no_grad():
+                for parameter, value in zip(parameters, values, strict=True):
+                    parameter.copy_(value)
+            self._steps = steps
+            if state is None:
+                self._optimizer = None
+            else:
+                self._optimizer.load_state_dict(state)
+
+        return undo
+
+    # Checkpoints
+
+    def save(self, directory: str | Path) -> Path:
+        """Writes all that a bit-identical continuation needs into a folder, in place of a former checkpoint.
+
+        Adapter, optimizer, warm-up, position, records, key/value cache and torch's random state, in one file that is
+        replaced as a whole (see `checkpoint.write`). Between two records of `read` the folder then stays locked for
+        other writers until the reading ends.
+
+        Args:
+            directory: the folder; made where it is missing.
+
+        Returns:
+            The checkpoint's path.
+
+        Raises:
+            ValueError: where another process or trainer writes there, or the optimizer's state is no tensors and JSON.
+            OSError: where it cannot be written; the former checkpoint stands.
+        """
+        directory = Path(directory)
+        self._lock(directory)
+        try:
+            return checkpoint.write(directory, self._tensors(), self._state())
+        finally:
+            if not self._reading:
+                self._release_locks()
+
+    def resume(self, directory: str | Path) -> bool:
+        """Takes up the checkpoint of a folder: `read` of the same document then goes on where it was saved.
+
+        Model, adapter configuration and settings must be those of the checkpoint. What it holds replaces the adapter's
+        weights, torch's random state and the trainer's own state.
+
+        Args:
+            directory: the folder. It stays locked for other writers until the reading ends.
+
+        Returns:
+            False where there is no checkpoint: nothing is changed then.
+
+        Raises:
+            ValueError: for a checkpoint of another model, adapter or setting, a damaged one, or one in use.
+        """
+        directory = Path(directory)
+        if not (directory / checkpoint.CHECKPOINT).exists():
+            return False
+        self._lock(directory)
+        try:
+            tensors, state = checkpoint.read(directory)
+            self._check_same_run(state["run"], directory)
+            self._restore(tensors, state)
+        except BaseException:
+            self._release_locks()
+            raise
+        self._resumed_from = directory
+        return True
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {}
+        for name in self._host.active_adapters():
+            for key, value in get_peft_model_state_dict(
+                self.model, adapter_name=name, save_embedding_layers=False
+            ).items():
+                tensors[f"adapter/{name}/{key}"] = value
+        known = {value.data_ptr() for value in tensors.values()}
+        trained = {id(parameter) for parameter in self._parameters()}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) in trained and parameter.data_ptr() not in known:
+                tensors[f"parameter/{name}"] = parameter
+        for number, entries in self._optimizer_state()["state"].items():
+            for key, value in entries.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{number}/{key}"] = value
+        for number, (keys, values) in enumerate(self._cache.layers or []):
+            tensors[f"cache/{number}/keys"], tensors[f"cache/{number}/values"] = keys, values
+        tensors["random/cpu"] = torch.get_rng_state()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            for number, value in enumerate(torch.cuda.get_rng_state_all()):
+                tensors[f"random/cuda/{number}"] = value
+        return {name: value.detach().cpu().clone() for name, value in tensors.items()}
+
+    def _state(self) -> dict:
+        optimizer = self._optimizer_state()
+        return {
+            "run": {**self._run(), "text": self._text},
+            "position": self.position,
+            "chunks": [asdict(chunk) for chunk in self.chunks],
+            "skipped_chunks": self.skipped_chunks,
+            "steps": self._steps,
+            "cache_layers": None if self._cache.layers is None else len(self._cache.layers),
+            "cache_position": self._cache.position,
+            "optimizer": {
+                "param_groups": optimizer["param_groups"],
+                "state": {
+                    str(number): {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
+                    for number, entries in optimizer["state"].items()
+                },
+            },
+        }
+
+    def _optimizer_state(self) -> dict:
+        return {"state": {}, "param_groups": []} if self._optimizer is None else self._optimizer.state_dict()
+
+    def _restore(self, tensors: dict[str, Tensor], state: dict) -> None:
+        def below(prefix: str) -> dict[str, Tensor]:
+            return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
+
+        for name in self._host.active_adapters():
+            set_peft_model_state_dict(self.model, below(f"adapter/{name}/"), adapter_name=name)
+        parameters = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, value in below("parameter/").items():
+                parameters[name].copy_(value)
+
+        saved = state["optimizer"]
+        if saved["param_groups"]:
+            entries = {int(number): dict(scalars) for number, scalars in saved["state"].items()}
+            for name, value in below("optimizer/").items():
+                number, key = name.split("/", 1)
+                entries[int(number)][key] = value
+            groups = [
+                {
+                    key: tuple(value) if key != "params" and isinstance(value, list) else value
+                    for key, value in g.items()
+                }
+                for g in saved["param_groups"]
+            ]
+            self._optimizer = None
+            self._ready_optimizer(self._parameters()).load_state_dict({"state": entries, "param_groups": groups})
+
+        self.position, self.skipped_chunks, self._steps = state["position"], state["skipped_chunks"], state["steps"]
+        self.chunks = [Chunk(**record) for record in state["chunks"]]
+        self._text = state["run"]["text"]
+        self._cache.clear()
+        if state["cache_layers"] is not None:
+            cache, device = below("cache/"), self._host.device
+            self._cache.layers = [
+                (cache[f"{number}/keys"].to(device), cache[f"{number}/values"].to(device))
+                for number in range(state["cache_layers"])
+            ]
+        self._cache.position = state["cache_position"]
+        torch.set_rng_state(tensors["random/cpu"])
+        cuda = below("random/cuda/")
+        if cuda and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all([cuda[str(number)] for number in range(len(cuda))])
+
+    def _run(self) -> dict:
+        """Says, as JSON can hold it, what a continuation must share with the run that was begun."""
+        return {
+            "settings": {
+                "window": self.window,
+                "stride": self.stride,
+                "learning_rate": self.learning_rate,
+                "epochs": self.epochs,
+                "context": self.context,
+                "optimizer": _name(self.optimizer_name),
+                "warmup_steps": self.warmup_steps,
+                "weight_decay": self.weight_decay,
+                "max_grad_norm": self.max_grad_norm,
+            },
+            "adapters": {name: self._host.adapter_config(name) for name in self._host.active_adapters()},
+            "base": self._host.fingerprint(),
+        }
+
+    def _check_same_run(self, theirs: dict, directory: Path) -> None:
+        ours = self._run()
+        if ours["base"] != theirs["base"]:
+            raise ValueError(
+                f"model must be the one of the checkpoint in {str(directory)!r}, got other base weights: "
+                "load that model in the same dtype, or choose another folder"
+            )
+        if ours["adapters"].keys() != theirs["adapters"].keys():
+            raise ValueError(
+                f"active adapters must be {sorted(theirs['adapters'])} as in the checkpoint in {str(directory)!r}, "
+                f"got {sorted(ours['adapters'])}: activate those, or choose another folder"
+            )
+        pairs = [("", ours["settings"], theirs["settings"])]
+        pairs += [
+            (f"adapter {name!r}: ", ours["adapters"][name], theirs["adapters"][name]) for name in ours["adapters"]
+        ]
+        for where, here, there in pairs:
+            for field in sorted(here.keys() | there.keys()):
+                if here.get(field) != there.get(field):
+                    raise ValueError(
+                        f"{where}{field} must be {there.get(field)!r} as in the checkpoint in {str(directory)!r}, got "
+                        f"{here.get(field)!r}: give the former value, or choose another folder"
+                    )
+
+    def _lock(self, directory: Path) -> None:
+        key = directory.resolve()
+        if key not in self._locks:
+            self._locks[key] = checkpoint.Lock(directory)
+
+    def _release_locks(self) -> None:
+        while self._locks:
+            self._locks.popitem()[1].release()
+
+    # Checks
+
+    def _check_settings(self) -> None:
+        if self.stride > self.window:
+            raise ValueError(
+                f"stride must be at most window, got stride {self.stride} with window {self.window}: "
+                "lower stride or raise window"
+            )
+        limit = self._host.positions
+        if limit is not None and self.window > limit:
+            raise ValueError(
+                f"window must be within the model's {limit} positions, got {self.window}: "
+                "lower window, and stride with it"
+            )
+        if self.context not in ("recompute", "cache"):
+            raise ValueError(f"context must be 'recompute' or 'cache', got {self.context!r}: choose one of the two")
+        if self.context == "cache":
+            self._host.check_cache()
+        if not callable(self.optimizer_name) and self.optimizer_name not in _OPTIMIZERS:
+            raise ValueError(
+                f"optimizer must be one of {', '.join(_OPTIMIZERS)}, or a callable that takes the parameters, got "
+                f"{self.optimizer_name!r}: choose one of them"
+            )
+        if self.learning_rate is None:
+            if not callable(self.optimizer_name) and self._parameters():
+                raise ValueError(
+                    "learning_rate must be a number above 0 where an adapter is trained, got None: give one, 1e-3 say"
+                )
+        elif not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"learning_rate must be a number above 0, got {self.learning_rate}: give one, 1e-3 say; "
+                "to read without learning, give the model without its adapter"
+            )
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"weight_decay must be 0 or a number above, got {self.weight_decay}: give 0 for none")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm}: give None for no clipping")
+
+    def _document(self, input_ids: Tensor) -> Tensor:
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(
+                f"input_ids must be a LongTensor of shape [T] or [1, T], got {type(input_ids).__name__}: "
+                "make one with torch.tensor"
+            )
+        if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            raise TypeError(f"input_ids must be integers, got {input_ids.dtype}: give token ids as a LongTensor")
+        if not (input_ids.ndim == 1 or (input_ids.ndim == 2 and input_ids.shape[0] == 1)):
+            raise ValueError(
+                f"input_ids must have the shape [T] or [1, T], got {list(input_ids.shape)}: "
+                "give one document at a time"
+            )
+        ids = input_ids.detach().reshape(-1).long()
+        if len(ids) < 2:
+            raise ValueError(f"input_ids must hold at least 2 tokens, got {len(ids)}: give a longer text")
+        low, high = ids.min().item(), ids.max().item()
+        if low < 0 or high >= self._host.vocabulary:
+            raise ValueError(
+                f"input_ids must lie in [0, {self._host.vocabulary}), the model's vocabulary, got "
+                f"{low if low < 0 else high}: use the model's own tokenizer"
+            )
+        if self._parameters() and self._host.is_merged():
+            raise ValueError(
+                "model must not have its adapter merged into the base, got a merged one, which cannot learn: "
+                "call unmerge_adapter() first"
+            )
+        return ids
+
+
+def prepare(model: nn.Module, input_ids: Tensor) -> None:
+    """Calibrates the active LOCAS memories that are still empty, on the first chunk alone.
+
+    Anything later in the document would leak into scores that are yet to be taken.
+
+    Args:
+        model: any model; nothing happens where there is no empty memory.
+        input_ids: LongTensor [1, N], the first chunk.
+    """
+    if empty_memories(model):
+        calibrate(model, [input_ids])
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Gives each token's negative log-likelihood, in fp32, without an fp32 copy of all the logits.
+
+    Forward and backward pass over the tokens in pieces, so that what a large vocabulary takes beyond the logits and
+    their gradient, both in the model's dtype, stays at a fixed size.
+
+    Args:
+        logits: [N, V], any floating dtype; float64 is kept.
+        targets: LongTensor [N].
+
+    Returns:
+        Tensor [N], in nats; differentiable once.
+    """
+    return _TokenLosses.apply(logits, targets.to(logits.device))
+
+
+class _TokenLosses(torch.autograd.Function):
+    PIECE = 2**23  # logits a piece: 32 MiB in fp32
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        norms = torch.cat([piece.to(dtype).logsumexp(dim=-1) for piece in logits.split(_TokenLosses.rows(logits))])
+        ctx.save_for_backward(logits, targets, norms)
+        return norms - logits.gather(1, targets.unsqueeze(1)).squeeze(1).to(dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, outer: Tensor):
+        logits, targets, norms = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        rows = _TokenLosses.rows(logits)
+        for begin in range(0, len(logits), rows):
+            part = slice(begin, begin + rows)
+            piece = (logits[part].to(norms.dtype) - norms[part].unsqueeze(1)).exp_()
+            piece.scatter_add_(1, targets[part].unsqueeze(1), -torch.ones_like(norms[part]).unsqueeze(1))
+            gradient[part] = piece.mul_(outer[part].unsqueeze(1))
+        return gradient, None
+
+    @staticmethod
+    def rows(logits: Tensor) -> int:
+        return max(1, _TokenLosses.PIECE // logits.shape[1])
+
+
+class _Host:
+    """What the trainer asks of a model: its limits, its adapter, and logits for some tokens."""
+
+    def __init__(self, model: nn.Module):
+        if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
+            raise TypeError(
+                f"model must be a transformers causal language model, got {type(model).__name__}: "
+                "load one with AutoModelForCausalLM"
+            )
+        if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+            method = model.active_peft_config.peft_type.value
+            raise ValueError(
+                f"model's adapter must lie in its layers, got the prompt method {method}: "
+                "use LOCAS, LoRA or another adapter made of weights"
+            )
+        self.model = model
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        self._accepts = inspect.signature(base.forward).parameters.keys()
+        self._config = base.config.get_text_config()
+        positions = getattr(self._config, "max_position_embeddings", None)
+        self.positions = positions if isinstance(positions, int) and positions > 0 else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def vocabulary(self) -> int:
+        return self.model.get_input_embeddings().weight.shape[0]
+
+    def logits(self, input_ids: Tensor, count: int, **kwargs) -> Tensor:
+        """Gives the logits [1, count, V] at the last `count` tokens of `input_ids` [1, n]."""
+        kwargs = {name: value for name, value in {"logits_to_keep": count, **kwargs}.items() if name in self._accepts}
+        return self.model(input_ids=input_ids, **kwargs).logits[:, -count:]
+
+    def check_cache(self) -> None:
+        """Refuses models whose context is more than keys and values that slide."""
+        layer_types = set(getattr(self._config, "layer_types", None) or ())
+        slides = layer_types <= {"full_attention", "sliding_attention"} and "past_key_values" in self._accepts
+        relative = self._config.model_type in ("bloom", "mpt")  # ALiBi: distances, no positions
+        if not slides or not ("position_ids" in self._accepts or relative):
+            raise ValueError(
+                f"context must be 'recompute' for {self._config.model_type}, got 'cache': "
+                "its layers keep more than keys and values that could slide with the text"
+            )
+
+    def has_adapter(self) -> bool:
+        return isinstance(self.model, PeftModel) or any(
+            isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for module in self.model.modules()
+        )
+
+    def is_merged(self) -> bool:
+        return any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer))
+
+    def active_adapters(self) -> list[str]:
+        names = {}
+        for module in self.model.modules():
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+                names.update(dict.fromkeys(module.active_adapters))
+        configs = getattr(self.model, "peft_config", None) or {}
+        return [name for name in names if name in configs]
+
+    def adapter_config(self, name: str) -> dict:
+        """Gives an adapter's configuration as JSON, without what does not change its arithmetic."""
+        config = self.model.peft_config[name].to_dict()
+        for field in (
+            "auto_mapping",
+            "base_model_name_or_path",
+            "inference_mode",
+            "peft_version",
+            "revision",
+            "task_type",
+        ):
+            config.pop(field, None)
+        return json.loads(
+            json.dumps(config, default=lambda x: sorted(x) if isinstance(x, (set, frozenset)) else str(x))
+        )
+
+    def fingerprint(self) -> str:
+        """Gives a hash over the base's parameters: names, shapes, dtypes, and the first few numbers of each."""
+        digest = hashlib.sha256()
+        adapters = [
+            (name + ".", ("base_layer.", "original_module."))
+            for name, module in self.model.named_modules()
+            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+        ]
+        for name, parameter in self.model.named_parameters():
+            if any(name.startswith(prefix) and not name[len(prefix) :].startswith(base) for prefix, base in adapters):
+                continue
+            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+            if parameter.device.type != "meta":
+                digest.update(repr(parameter.detach().reshape(-1)[:16].double().tolist()).encode())
+        return digest.hexdigest()
+
+
+class _SlidingCache:
+    """The keys and values of the last `keep` tokens that were fed, detached, with room for what comes next.
+
+    Attributes:
+        layers: (keys, values), each [1, heads, n, head size], n <= keep, one pair a layer; None: the context is not
+            known and has to be fed.
+        position: the position of the next token to be fed.
+    """
+
+    def __init__(self, host: _Host, keep: int):
+        self._host, self._keep = host, keep
+        self.clear()
+
+    def clear(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] | None = None
+        self.position = 0
+        self._fed: tuple[DynamicCache, int] | None = None
+
+    def forward(self, ids: Tensor, begin: int, end: int, count: int) -> Tensor:
+        """Feeds ids[begin:end] after the kept context, and gives the logits [1, count, V] of the last tokens.
+
+        The same tokens may be fed again; `advance` makes those that were fed last a part of the context.
+        """
+        limit = self._host.positions
+        if self.layers is None or (limit is not None and self.position + end - begin > limit):
+            self._feed_context(ids[max(0, begin - self._keep) : begin])
+        return self._feed(ids[begin:end], count)
+
+    def advance(self) -> None:
+        if self._fed is not None:
+            cache, self.position = self._fed
+            self.layers = [self._tail(layer.keys, layer.values) for layer in cache.layers] if self._keep else []
+            self._fed = None
+            if not self._keep:
+                self.position = 0
+
+    def _feed_context(self, ids: Tensor) -> None:
+        self.layers, self.position = [], 0
+        if len(ids):
+            with torch.no_grad():
+                self._feed(ids, 1)
+            self.advance()
+
+    def _feed(self, ids: Tensor, count: int) -> Tensor:
+        cache = DynamicCache(self.layers)  # without a config: plain layers, that keep what they are given
+        positions = torch.arange(self.position, self.position + len(ids), device=ids.device)
+        logits = self._host.logits(
+            ids.unsqueeze(0), count, past_key_values=cache, position_ids=positions.unsqueeze(0), use_cache=True
+        )
+        self._fed = cache, self.position + len(ids)
+        return logits
+
+    def _tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        # Clones: a view would keep the whole former storage, and its graph, alive.
+        return keys[..., -self._keep :, :].detach().clone(), values[..., -self._keep :, :].detach().clone()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _muon(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    other = next((tuple(parameter.shape) for parameter in parameters if parameter.ndim != 2), None)
+    if other is not None:
+        raise ValueError(f"optimizer 'muon' must have matrices only, got a parameter of shape {other}: use 'adamw'")
+    return torch.optim.Muon(parameters, lr=rate, weight_decay=weight_decay)
+
+
+_OPTIMIZERS = {
+    "adamw": lambda parameters, rate, decay: torch.optim.AdamW(parameters, lr=rate, weight_decay=decay),
+    "adam": lambda parameters, rate, decay: torch.optim.Adam(parameters, lr=rate, weight_decay=decay),
+    "sgd": lambda parameters, rate, decay: torch.optim.SGD(parameters, lr=rate, weight_decay=decay),
+    "muon": _muon,
+}
+
+
+def _name(optimizer: str | OptimizerFactory) -> str:
+    if isinstance(optimizer, str):
+        return optimizer
+    named = optimizer if hasattr(optimizer, "__qualname__") else type(optimizer)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def _whole(name: str, value: int, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}: give a whole number")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}: raise it")
+    return value
