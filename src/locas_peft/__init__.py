@@ -1,0 +1,20 @@
+"""Memory made of weights for language models: the LOCAS method as a PEFT tuner.
+
+Importing this package registers `PeftType.LOCAS` with PEFT and does nothing else.
+"""
+
+from .registration import register
+from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
+
+register()
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LocasConfig",
+    "LocasLayer",
+    "LocasModel",
+    "calibrate",
+    "empty_memories",
+    "rescale",
+]

@@ -1,0 +1,54 @@
+"""The only code that writes to PEFT's registries: it makes LOCAS a PEFT type like any other.
+
+PEFT keeps its methods in a closed `str` enum, `PeftType`, and in dictionaries keyed by its members. Plain string keys
+look up in those dictionaries too, but status reports, hot-swapping and mixed models format the member itself; so the
+enum gets a real member.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from peft import PeftType
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.utils import register_peft_method
+
+from .tuner import LocasConfig, LocasModel
+
+NAME = "LOCAS"
+
+
+def register() -> PeftType:
+    """Registers LOCAS with PEFT: type, config, tuner and the prefix `locas_`. A second call changes nothing.
+
+    Returns:
+        The member `PeftType.LOCAS`.
+    """
+    member = add_member(PeftType, NAME)
+    if member not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        register_peft_method(name=NAME.lower(), config_cls=LocasConfig, model_cls=LocasModel)
+    return member
+
+
+def add_member(enum: type[Enum], name: str) -> Enum:
+    """Adds a member whose value is its name to a `str` enum (Python 3.10 to 3.13), or returns the one that is there.
+
+    Args:
+        enum: a class that derives from `str` and `Enum`; it is mutated, for the life of the process.
+        name: the name, and the value, of the member.
+    """
+    if name in enum.__members__:
+        return enum[name]
+    member = str.__new__(enum, name)
+    member._name_ = name
+    member._value_ = name
+    member.__objclass__ = enum
+    member._sort_order_ = len(enum.__members__)
+    # From 3.12 on members are found as class attributes; the metaclass refuses this once the name is in the map.
+    setattr(enum, name, member)
+    enum._member_names_.append(name)
+    enum._member_map_[name] = member
+    enum._value2member_map_[name] = member
+    if hasattr(enum, "_hashable_values_"):  # 3.13: where `value in enum` looks first
+        enum._hashable_values_.append(name)
+    return member

@@ -1,0 +1,138 @@
+"""LocasConfig: what a memory is, in the fields that PEFT saves beside its weights."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+from peft.config import PeftConfig
+from peft.utils import PeftType
+
+from .initialization import STRATEGIES
+from .memory_file import check_memory_file
+
+
+@dataclass
+class LocasConfig(PeftConfig):
+    """Configuration of a LOCAS memory: a narrow FFN of width `r` beside each FFN of the host.
+
+    Args:
+        r: width R of the memory, in slots. A slot is one gate row, one up row and one down column.
+        target_modules: the FFNs that get a memory: names, suffixes of names, or a regular expression. `None` (and
+            "all-linear") finds every dense FFN of the language model by its structure.
+        exclude_modules: the FFNs that get none: names, suffixes, or a regular expression.
+        init_strategy: how gate and up rows are made: "topk", "bottomk" and "random" clone slots of the host,
+            "gaussian" draws unit vectors, "activation" takes normalised FFN inputs (the paper's table on
+            initialisation). "topk", "bottomk" and "activation" need a calibration pass.
+        scaling: multiplies tau, the paper's output scale (mean norm of the host's down columns, divided by R). 1.0 is
+            the paper's; `r` undoes the division.
+        max_slot_norm: the radius of the norm clip, projected after each optimizer step; 1.0 is the paper's, `None`
+            switches it off.
+        pad_to_multiple_of: merged FFNs are padded with zero neurons to a multiple of this width.
+        rank_pattern: other widths for some FFNs, from names or regular expressions to `r`.
+        layers_to_transform: indices of the layers that get a memory; `None` for all.
+        layers_pattern: the name of the module list that those indices count in, where it is not found by itself.
+        ffn_parts: names the parts of an FFN that we do not know: `{"gate": "w_gate", "up": "w_in", "down": "w_out",
+            "activation": "act"}`; `gate_up` instead of `gate` and `up` where one projection holds both; no `gate` for
+            a two-layer FFN; `activation` is an attribute of the FFN or one of transformers' activation names.
+        seed: of the strategies that draw.
+        init_weights: `False` fills gate, up and down with random numbers, so that the memory changes the output: for
+            tests only.
+        modules_to_save: modules outside the memory that are trained and saved in full.
+        trainable_token_indices: tokens whose embeddings are trained besides.
+        host: what the memory was made for (family, hidden size, number of FFNs, activation): filled in by us, checked
+            when the memory is loaded.
+        slots: the host slots that each FFN's memory was cloned from: filled in by us.
+
+    Raises:
+        TypeError, ValueError: a field holds what it cannot; the message names field, rule and value.
+    """
+
+    r: int = field(default=64, metadata={"help": "Width of the memory, in slots."})
+    target_modules: list[str] | str | None = field(
+        default=None, metadata={"help": "FFN modules that get a memory; None finds every dense FFN."}
+    )
+    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "FFN modules that get none."})
+    init_strategy: Literal["topk", "bottomk", "random", "gaussian", "activation"] = field(
+        default="topk", metadata={"help": "How gate and up rows are made."}
+    )
+    scaling: float = field(default=1.0, metadata={"help": "Multiplies tau, the output scale."})
+    max_slot_norm: float | None = field(default=1.0, metadata={"help": "Radius of the norm clip; None: no clip."})
+    pad_to_multiple_of: int | None = field(
+        default=None, metadata={"help": "Merged FFNs are zero-padded to a multiple of this width."}
+    )
+    rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Other widths for some FFNs."})
+    layers_to_transform: list[int] | int | None = field(
+        default=None, metadata={"help": "Indices of the layers that get a memory."}
+    )
+    layers_pattern: list[str] | str | None = field(
+        default=None, metadata={"help": "Name of the module list that layers_to_transform counts in."}
+    )
+    ffn_parts: dict[str, str] | None = field(default=None, metadata={"help": "Names of an unknown FFN's parts."})
+    seed: int = field(default=0, metadata={"help": "Seed of the strategies that draw."})
+    init_weights: bool = field(
+        default=True, metadata={"help": "False fills the memory with random numbers, for tests."}
+    )
+    modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules outside the memory that are trained and saved in full."}
+    )
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = field(
+        default=None, metadata={"help": "Tokens whose embeddings are trained besides."}
+    )
+    host: dict | None = field(default=None, metadata={"help": "What the memory was made for; filled in by itself."})
+    slots: dict[str, list[int]] | None = field(
+        default=None, metadata={"help": "Host slots that each memory was cloned from; filled in by itself."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.peft_type = PeftType.LOCAS
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            setattr(self, name, set(value) if isinstance(value, list | tuple) else value)
+        _check_width("r", self.r)
+        for pattern, r in self.rank_pattern.items():
+            _check_width(f"rank_pattern[{pattern!r}]", r)
+        if self.init_strategy not in STRATEGIES:
+            raise ValueError(
+                f"init_strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {self.init_strategy!r}."
+            )
+        if isinstance(self.scaling, bool) or not isinstance(self.scaling, int | float):
+            raise TypeError(f"scaling must be a number, got {self.scaling!r}.")
+        if not math.isfinite(self.scaling):
+            raise ValueError(f"scaling must be finite, got {self.scaling}.")
+        if self.max_slot_norm is not None and not self.max_slot_norm > 0:
+            raise ValueError(f"max_slot_norm must be above 0, or None for no clip, got {self.max_slot_norm}.")
+        if self.pad_to_multiple_of is not None:
+            _check_width("pad_to_multiple_of", self.pad_to_multiple_of)
+        if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
+            raise ValueError("layers_to_transform cannot be used when target_modules is a regular expression.")
+        if isinstance(self.target_modules, str) and self.layers_pattern is not None:
+            raise ValueError("layers_pattern cannot be used when target_modules is a regular expression.")
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError("layers_pattern needs layers_to_transform: set the layers that it counts.")
+        # A host given at construction was read from a memory's file, so the model must match it. One filled in later
+        # says what this memory was made for, and must not tie the config object to that model.
+        self._expected_host = self.host
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
+        """Reads a memory's config, and checks a local memory file against it before any model is touched.
+
+        Raises:
+            ValueError: the folder has no config, or its memory file is missing, truncated or tampered with.
+        """
+        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
+        if os.path.isdir(folder):
+            check_memory_file(folder, config)
+        return config
+
+
+def _check_width(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")

@@ -1,0 +1,543 @@
+"""The host's FFN, whatever its family: find its parts, read its activations, widen it and narrow it again.
+
+Families differ in names and in how the weights lie, not in what is computed. With A the FFN's input and `*` the
+elementwise product,
+
+    gated      FFN(A) = Wdown (act(Wgate A) * (Wup A))     gate/up/down, fused gate_up/down, w1/w3/w2, wi_0/wi_1/wo
+    two-layer  FFN(A) = Wdown act(Wup A + b) + c           c_fc/c_proj, fc1/fc2, dense_h_to_4h/dense_4h_to_h, ...
+
+The parts may be children of a module that is an FFN and nothing else, or sit on the decoder layer beside attention and
+norms (OPT). They are found by those names and by their shapes, and what was found is believed only after one random
+token gave the same output through our reading of the FFN as through the module's own forward.
+
+Axes: B batch, T tokens, D hidden size, F host FFN width, R memory width.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import align_module_device
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.integrations import dequantize_module_weight
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.pytorch_utils import Conv1D
+
+
+@dataclass(frozen=True)
+class FFNParts:
+    """The attribute names under which a module keeps the parts of an FFN."""
+
+    down: str
+    up: str | None = None
+    gate: str | None = None
+    gate_up: str | None = None  # one projection whose first F rows are the gate's, the other F the up's
+    activation: str | None = None  # an attribute, or a name that transformers knows; None: found
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.gate, self.up, self.gate_up, self.down) if name is not None)
+
+    @property
+    def inlet(self) -> str:
+        """The projection that receives the FFN's input (the up projection, fused or not)."""
+        return self.up or self.gate_up
+
+
+# Gated families first: what has a gate also has the up and down of a two-layer FFN.
+KNOWN_PARTS = (
+    FFNParts(gate="gate_proj", up="up_proj", down="down_proj"),
+    FFNParts(gate_up="gate_up_proj", down="down_proj"),
+    FFNParts(gate="w1", up="w3", down="w2", activation="silu"),
+    FFNParts(gate="wi_0", up="wi_1", down="wo"),
+    FFNParts(up="up_proj", down="down_proj"),
+    FFNParts(up="c_fc", down="c_proj"),
+    FFNParts(up="dense_h_to_4h", down="dense_4h_to_h"),
+    FFNParts(up="fc1", down="fc2"),
+    FFNParts(up="fc_in", down="fc_out"),
+    FFNParts(up="wi", down="wo"),
+)
+ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "activation_func", "gelu_impl")
+# Fields of a transformers config that hold the FFN's width.
+WIDTH_FIELDS = (
+    "intermediate_size",
+    "ffn_dim",
+    "n_inner",
+    "d_ff",
+    "ffn_hidden_size",
+    "encoder_ffn_dim",
+    "decoder_ffn_dim",
+)
+# What a model that sees or hears keeps beside its language model: no FFN in there gets a memory unless it is named.
+OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
+
+
+class HostFFN:
+    """One FFN of the host: its parts, its arithmetic, and the two operations that change its width.
+
+    Args:
+        owner: the module whose attributes the parts are.
+        parts: their names.
+        name: where the FFN lies in the model, for messages.
+
+    Raises:
+        ValueError: the parts are missing, are no projections, or their shapes do not make an FFN.
+    """
+
+    def __init__(self, owner: nn.Module, parts: FFNParts, name: str = "") -> None:
+        self.owner = owner
+        self.parts = parts
+        self.name = name or type(owner).__name__
+        missing = [part for part in parts.projections if not _is_projection(getattr(owner, part, None))]
+        if missing:
+            raise ValueError(
+                f"{self.name} ({type(owner).__name__}) has no projection named {', '.join(missing)}: "
+                f"it has {_describe_children(owner)}. Name its parts in ffn_parts."
+            )
+        self.is_flat = _owns_more_than(owner, parts)
+        self.hidden_size, rows = _in_out_features(self.projection(parts.inlet))
+        shapes = [_in_out_features(self.projection(part)) for part in parts.projections]
+        width = rows // 2 if parts.gate_up else rows
+        expected = [(self.hidden_size, rows)] * (len(shapes) - 1) + [(width, self.hidden_size)]
+        if shapes != expected:
+            raise ValueError(
+                f"{self.name}: the projections {', '.join(parts.projections)} map {shapes} (in, out), "
+                f"which is no FFN: expected {expected}. Name its parts in ffn_parts."
+            )
+        self.act = _find_activation(owner, parts)
+
+    @property
+    def width(self) -> int:
+        """F as it is now, merged memories included."""
+        return _in_out_features(self.down)[0]
+
+    @property
+    def gated(self) -> bool:
+        return self.parts.gate is not None or self.parts.gate_up is not None
+
+    @property
+    def activation_name(self) -> str:
+        return getattr(self.act, "__name__", None) or type(self.act).__name__
+
+    def projection(self, part: str) -> nn.Module:
+        """The host's own projection of that attribute name, under whatever adapters wrap it."""
+        module = getattr(self.owner, part)
+        return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+    @property
+    def inlet(self) -> nn.Module:
+        """The module that receives A; a hook on it sees the FFN's input."""
+        return getattr(self.owner, self.parts.inlet)
+
+    @property
+    def down(self) -> nn.Module:
+        """The module that receives M, the activation; a hook on it sees it."""
+        return self.projection(self.parts.down)
+
+    # ------------------------------------------------------------------ reading
+
+    def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Copies the gate rows and up rows of some slots.
+
+        Args:
+            slots: `LongTensor [R]`, indices below F.
+
+        Returns:
+            gate `[R, D]` (`None` for a two-layer FFN) and up `[R, D]`, float32.
+        """
+        if self.parts.gate_up:
+            rows = _rows_of(self.projection(self.parts.gate_up))
+            return rows[slots].float(), rows[slots + self.width].float()
+        gate = _rows_of(self.projection(self.parts.gate))[slots].float() if self.gated else None
+        return gate, _rows_of(self.projection(self.parts.up))[slots].float()
+
+    def mean_down_norm(self) -> float:
+        """The mean over slots of the norm of the slot's down column: tau times R (section "Output Scaling Factor").
+
+        NaN where the weights are on the meta device.
+        """
+        rows = _rows_of(self.down)  # [D, F]
+        return float("nan") if rows.is_meta else rows.float().norm(dim=0).mean().item()
+
+    @contextmanager
+    def observing(self, callback: Callable[[torch.Tensor], None]) -> Iterator[None]:
+        """Within the context, each forward of the FFN hands its activation M `[..., F]` to the callback."""
+        handle = self.down.register_forward_pre_hook(lambda module, args: callback(args[0]))
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    # ----------------------------------------------------------------- changing
+
+    def find_obstacle(self) -> str | None:
+        """Says why the FFN cannot be widened, or returns `None`: nothing is in the way."""
+        for part in self.parts.projections:
+            module = self.projection(part)
+            if getattr(self.owner, part) is not module and not _wraps_only_memory(getattr(self.owner, part)):
+                return f"{part} carries another adapter: merge or unload that one first"
+            weight = module.weight
+            if weight.is_meta or getattr(getattr(module, "_hf_hook", None), "offload", False):
+                return f"{part} is offloaded or on the meta device: load the base onto one device first"
+            if hasattr(weight, "full_tensor"):
+                return f"{part} is sharded across processes: gather the base first"
+            if type(module) not in (nn.Linear, Conv1D) or not weight.is_floating_point():
+                kind = type(module).__name__
+                return f"{part} is a {kind}, quantised or custom: load the base in a floating dtype first"
+        return None
+
+    @torch.no_grad()
+    def widen(self, gate: torch.Tensor | None, up: torch.Tensor, down: torch.Tensor) -> None:
+        """Appends R neurons. Parameters stay the same objects, with new data; `narrow` undoes it bit for bit.
+
+        Args:
+            gate: `[R, D]`, or `None` for a two-layer FFN.
+            up: `[R, D]`.
+            down: `[D, R]`, any output scale already in it.
+        """
+        width = self.width
+        if self.parts.gate_up:
+            fused = self.projection(self.parts.gate_up)
+            _insert_rows(fused, 2 * width, up)
+            _insert_rows(fused, width, gate)
+        else:
+            if self.gated:
+                _insert_rows(self.projection(self.parts.gate), width, gate)
+            _insert_rows(self.projection(self.parts.up), width, up)
+        _append_columns(self.down, down)
+        self._refresh_owner()
+
+    @torch.no_grad()
+    def narrow(self, start: int, stop: int) -> None:
+        """Cuts the neurons [start, stop) off again; the others keep their bits."""
+        if self.parts.gate_up:
+            fused = self.projection(self.parts.gate_up)
+            _remove_rows(fused, self.width + start, self.width + stop)
+            _remove_rows(fused, start, stop)
+        else:
+            if self.gated:
+                _remove_rows(self.projection(self.parts.gate), start, stop)
+            _remove_rows(self.projection(self.parts.up), start, stop)
+        _remove_columns(self.down, start, stop)
+        self._refresh_owner()
+
+    def pad(self, width: int) -> None:
+        """Appends neurons of zeros, which add nothing to the output, up to a width."""
+        missing = width - self.width
+        if missing > 0:
+            rows = self.down.weight.new_zeros(missing, self.hidden_size)
+            self.widen(rows if self.gated else None, rows, rows.T)
+
+    def _refresh_owner(self) -> None:
+        if isinstance(getattr(self.owner, "intermediate_size", None), int):
+            self.owner.intermediate_size = self.width
+
+    def verify(self) -> None:
+        """Sends one random token through the module and through our reading of it.
+
+        Skipped where the weights cannot be run (meta device) and where the FFN has no forward of its own.
+
+        Raises:
+            ValueError: the two outputs differ: the FFN does more than its parts say.
+        """
+        if self.is_flat or any(parameter.is_meta for parameter in self.owner.parameters()):
+            return
+        weight = next(self.owner.parameters())
+        dtype = weight.dtype if weight.is_floating_point() else torch.float32
+        token = torch.randn(1, 1, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        token = token.to(weight.device, dtype)
+        with torch.no_grad(), _evaluating(self.owner):
+            # Some FFNs also take the residual stream and add it (Bloom): zeros there.
+            own = self.owner(token, *[torch.zeros_like(token)] * (_count_required_inputs(self.owner) - 1))
+            read = self._forward(token)
+        if not isinstance(own, torch.Tensor) or (own - read).float().norm() > 0.02 * own.float().norm():
+            raise ValueError(
+                f"{self.name} ({type(self.owner).__name__}) computes something other than "
+                f"{'down(act(gate) * up)' if self.gated else 'down(act(up))'} of its parts "
+                f"{', '.join(self.parts.projections)}: a memory could not be merged into it. "
+                "Name its parts in ffn_parts, or exclude it with exclude_modules."
+            )
+
+    def _forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        down = getattr(self.owner, self.parts.down)
+        if self.parts.gate_up:
+            gate, up = getattr(self.owner, self.parts.gate_up)(hidden_states).chunk(2, dim=-1)
+            return down(self.act(gate) * up)
+        up = getattr(self.owner, self.parts.up)(hidden_states)
+        if self.gated:
+            return down(self.act(getattr(self.owner, self.parts.gate)(hidden_states)) * up)
+        return down(self.act(up))
+
+
+# ---------------------------------------------------------------------- finding
+
+
+def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str, HostFFN]:
+    """Finds the dense FFNs of a language model by their structure.
+
+    Args:
+        model: any module; adapters of any kind may already be in it.
+        parts: names of the parts, where they are none that we know (`LocasConfig.ffn_parts`).
+
+    Returns:
+        From the name of the module that a memory wraps (the FFN, or its down projection where the FFN sits flat on
+        the decoder layer) to the FFN, in the model's order. Experts, and FFNs of a vision or audio tower, are left out.
+    """
+    table = KNOWN_PARTS if parts is None else (to_parts(parts),)
+    found: dict[str, HostFFN] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) or _is_expert(name) or OTHER_MODALITIES.search(name):
+            continue
+        for candidate in table:
+            if all(_is_projection(getattr(module, part, None)) for part in candidate.projections):
+                host = _outermost_name(name)
+                try:
+                    ffn = HostFFN(module, candidate, host)
+                except ValueError:
+                    if parts is not None:
+                        raise
+                    continue
+                found[f"{host}.{candidate.down}" if ffn.is_flat else host] = ffn
+                break
+    found.pop("", None)
+    _verify_each_class(found)
+    return found
+
+
+def to_parts(names: dict[str, str]) -> FFNParts:
+    """Checks a user's names of an FFN's parts.
+
+    Raises:
+        ValueError: there is no down, neither up nor gate_up, or a name that is no part.
+    """
+    known = {"gate", "up", "gate_up", "down", "activation"}
+    unknown = sorted(set(names) - known)
+    if unknown or "down" not in names or ("up" in names) == ("gate_up" in names):
+        raise ValueError(
+            f"ffn_parts must name down and either up (with gate, if gated) or gate_up, and may name activation; "
+            f"got {dict(names)}."
+        )
+    return FFNParts(**names)
+
+
+def find_experts(model: nn.Module) -> list[str]:
+    """Names the modules that hold a mixture's experts."""
+    return [name for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
+
+
+def describe_without_ffn(model: nn.Module) -> str:
+    """What a model without a readable FFN has instead, for an error's message."""
+    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)), None)
+    return _describe_children(model if layers is None else layers[0])
+
+
+def _verify_each_class(found: dict[str, HostFFN]) -> None:
+    seen = set()
+    for ffn in found.values():
+        if (type(ffn.owner), ffn.parts) not in seen:
+            seen.add((type(ffn.owner), ffn.parts))
+            ffn.verify()
+
+
+def _outermost_name(name: str) -> str:
+    """'layers.0.mlp.base_layer' -> 'layers.0.mlp': the place where the FFN lay before an adapter wrapped it."""
+    return re.sub(r"(\.base_layer)+$", "", name)
+
+
+def _is_expert(name: str) -> bool:
+    return "experts" in name.split(".")
+
+
+def _is_projection(module: nn.Module | None) -> bool:
+    if isinstance(module, BaseTunerLayer):
+        module = module.get_base_layer()
+    if isinstance(module, nn.Linear | Conv1D):
+        return True
+    return isinstance(module, nn.Module) and all(hasattr(module, a) for a in ("in_features", "out_features", "weight"))
+
+
+def _wraps_only_memory(module: nn.Module) -> bool:
+    """Whether the only adapter on a projection is ours (the memory of a flat FFN wraps the down projection)."""
+    return (
+        isinstance(module, BaseTunerLayer)
+        and any(n.startswith("locas_") for n in module.adapter_layer_names)
+        and (module.base_layer is module.get_base_layer())
+    )
+
+
+def _owns_more_than(owner: nn.Module, parts: FFNParts) -> bool:
+    """Whether a module has parameters outside the FFN's parts, and so is a decoder layer and no FFN."""
+    own = set(parts.projections) | set(ACTIVATION_NAMES) | {parts.activation}
+    return any(name.split(".")[0] not in own for name, _ in owner.named_parameters())
+
+
+def _in_out_features(module: nn.Module) -> tuple[int, int]:
+    if isinstance(module, Conv1D):
+        return tuple(module.weight.shape)
+    return module.in_features, module.out_features
+
+
+def _find_activation(owner: nn.Module, parts: FFNParts) -> Callable[[torch.Tensor], torch.Tensor]:
+    names = (parts.activation,) if parts.activation else ACTIVATION_NAMES
+    for name in names:
+        activation = getattr(owner, name, None)
+        if callable(activation):
+            return activation
+    if parts.activation in ACT2FN:
+        return ACT2FN[parts.activation]
+    raise ValueError(
+        f"{type(owner).__name__} has no activation under {', '.join(names)}: name it in ffn_parts['activation'], "
+        "as an attribute or as one of transformers' activations."
+    )
+
+
+def _describe_children(module: nn.Module) -> str:
+    children = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
+    return children or f"no children ({type(module).__name__})"
+
+
+def _count_required_inputs(module: nn.Module) -> int:
+    parameters = inspect.signature(module.forward).parameters.values()
+    required = [
+        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return max(1, len(required))
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while, each module's own mode restored after it."""
+    modes = [(child, child.training) for child in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for child, training in modes:
+            child.training = training
+
+
+# ---------------------------------------------------------------------- weights
+
+
+def _rows_of(module: nn.Module) -> torch.Tensor:
+    """The weight `[out, in]` of a projection, dequantised and brought from where it is offloaded."""
+    with torch.no_grad(), align_module_device(module):
+        weight = dequantize_module_weight(module)
+        return weight.detach().T if isinstance(module, Conv1D) else weight.detach()
+
+
+def _insert_rows(module: nn.Module, at: int, rows: torch.Tensor) -> None:
+    """Inserts output rows `[R, in]` into a projection, with zeros in its bias."""
+    axis = 1 if isinstance(module, Conv1D) else 0
+    weight = module.weight
+    new = (rows.T if axis else rows).to(weight.device, weight.dtype)
+    before, after = weight.data.split([at, weight.shape[axis] - at], dim=axis)
+    weight.data = torch.cat([before, new, after], dim=axis)
+    if module.bias is not None:
+        bias = module.bias
+        bias.data = torch.cat([bias.data[:at], bias.data.new_zeros(len(rows)), bias.data[at:]])
+    _refresh_features(module)
+
+
+def _remove_rows(module: nn.Module, start: int, stop: int) -> None:
+    axis = 1 if isinstance(module, Conv1D) else 0
+    module.weight.data = _cut(module.weight.data, axis, start, stop)
+    if module.bias is not None:
+        module.bias.data = _cut(module.bias.data, 0, start, stop)
+    _refresh_features(module)
+
+
+def _append_columns(module: nn.Module, columns: torch.Tensor) -> None:
+    """Appends input columns `[out, R]` to a projection."""
+    axis = 0 if isinstance(module, Conv1D) else 1
+    weight = module.weight
+    new = (columns if axis else columns.T).to(weight.device, weight.dtype)
+    weight.data = torch.cat([weight.data, new], dim=axis)
+    _refresh_features(module)
+
+
+def _remove_columns(module: nn.Module, start: int, stop: int) -> None:
+    axis = 0 if isinstance(module, Conv1D) else 1
+    module.weight.data = _cut(module.weight.data, axis, start, stop)
+    _refresh_features(module)
+
+
+def _cut(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torch.Tensor:
+    before, _, after = tensor.split([start, stop - start, tensor.shape[axis] - stop], dim=axis)
+    return torch.cat([before, after], dim=axis)
+
+
+def _refresh_features(module: nn.Module) -> None:
+    if isinstance(module, Conv1D):
+        module.nx, module.nf = module.weight.shape
+    else:
+        module.out_features, module.in_features = module.weight.shape
+
+
+# ----------------------------------------------------------------- model config
+
+
+@dataclass
+class WidthGroup:
+    """FFNs of one original width, which one field of the model's config gives, and their width after merging."""
+
+    width: int
+    new_width: int
+    ffns: dict[str, HostFFN]
+
+
+def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> PretrainedConfig:
+    """A copy of a model's config with the FFNs' new widths, proven to build a model of just those shapes.
+
+    Raises:
+        ValueError: no field of the config makes a model whose FFNs have those widths.
+    """
+    config = copy.deepcopy(model.config)
+    for part in _language_configs(config):
+        for group in groups:
+            _set_width(part, group.width, group.new_width)
+    try:
+        with torch.device("meta"):
+            rebuilt = find_ffns(type(model)(copy.deepcopy(config)))
+    except Exception as error:  # whatever a config of an unknown family does with an odd width
+        raise ValueError(f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}") from None
+    for group in groups:
+        for name in group.ffns:
+            if name not in rebuilt or rebuilt[name].width != group.new_width:
+                raise ValueError(
+                    f"no field of {type(config).__name__} makes {name} {group.new_width} wide: in this family a "
+                    "memory can be used, merged and unmerged, but not unloaded into a plain checkpoint."
+                )
+    return config
+
+
+def copy_widths(source: PretrainedConfig, target: PretrainedConfig) -> None:
+    """Writes a widened config's fields into the model's own config object, which its modules share."""
+    for new, old in zip(_language_configs(source), _language_configs(target), strict=True):
+        for field in (*WIDTH_FIELDS, "block_auto_adjust_ff_dim"):
+            if hasattr(new, field) and getattr(new, field) != getattr(old, field):
+                setattr(old, field, getattr(new, field))
+
+
+def _language_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
+
+
+def _set_width(config: PretrainedConfig, width: int, new_width: int) -> None:
+    if getattr(config, "block_auto_adjust_ff_dim", False):  # LFM2 derives the width from intermediate_size
+        config.block_auto_adjust_ff_dim = False
+        config.intermediate_size = new_width
+        return
+    for field in WIDTH_FIELDS:
+        default = 4 * getattr(config, "hidden_size", 0)  # what GPT-2 takes for n_inner=None
+        if getattr(config, field, 0) in (width, None if width == default else width):
+            setattr(config, field, new_width)

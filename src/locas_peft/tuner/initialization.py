@@ -1,0 +1,193 @@
+"""How a memory's gate and up rows are made: calibration, which reads the host, and the strategies, which choose.
+
+Paper, section "Memory Initialization for Locas-GLU": over a calibration text, alpha_j = mean over tokens of |M_j| says
+how active the host's slot j is; the rows of the R most active slots are cloned and scaled to unit norm; the value
+matrix starts at zero, so that a fresh memory changes no output. The other strategies are the rows of the paper's table
+on initialisation.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import distributed as dist
+
+from .ffn import HostFFN
+
+
+class Calibration:
+    """What one FFN did over a calibration text: sums only, and at most R tokens' inputs. Padding does not count.
+
+    Args:
+        samples: how many tokens' inputs to keep, for strategies that start from inputs.
+        seed: of the choice of those tokens.
+    """
+
+    def __init__(self, samples: int = 0, seed: int = 0) -> None:
+        self.samples = samples
+        self.tokens = 0
+        self._activity: torch.Tensor | None = None  # [F] float64, sum over tokens of |M|
+        self._inputs: torch.Tensor | None = None  # [at most samples, D]
+        self._lots: torch.Tensor | None = None  # [at most samples] float64: the tokens with the largest lots are kept
+        rank = dist.get_rank() if _is_distributed() else 0
+        self._generator = torch.Generator().manual_seed((rank << 32) ^ seed)
+
+    @torch.no_grad()
+    def update(self, ffn_input: torch.Tensor, activation: torch.Tensor, token_mask: torch.Tensor | None) -> None:
+        """Counts the tokens of one forward.
+
+        Args:
+            ffn_input: A, `[..., D]`.
+            activation: M, `[..., F]`.
+            token_mask: `[B, T]`, nonzero where a token is no padding; ignored where it covers other tokens.
+        """
+        ffn_input, activation = ffn_input.flatten(0, -2), activation.flatten(0, -2)
+        if token_mask is not None and token_mask.dim() == 2 and token_mask.numel() == len(activation):
+            kept = token_mask.flatten().to(activation.device).bool()
+            ffn_input, activation = ffn_input[kept], activation[kept]
+        activity = activation.abs().sum(dim=0, dtype=torch.float32).double()
+        self._activity = activity if self._activity is None else self._activity + activity
+        self.tokens += len(activation)
+        if self.samples:
+            self._sample(ffn_input.float())
+
+    def _sample(self, inputs: torch.Tensor) -> None:
+        # Each token draws a lot and the largest stay: a uniform choice over a stream of unknown length, the same
+        # tokens in every layer.
+        lots = torch.rand(len(inputs), generator=self._generator, dtype=torch.float64)
+        if self._lots is not None:
+            lots, inputs = torch.cat([self._lots, lots]), torch.cat([self._inputs, inputs])
+        best = lots.topk(min(self.samples, len(lots))).indices
+        self._lots, self._inputs = lots[best], inputs[best.to(inputs.device)]
+
+    def importance(self) -> torch.Tensor:
+        """alpha `[F]`, float64: the mean of |M| over all tokens of all processes.
+
+        Raises:
+            ValueError: there were no tokens, or an activation was not finite.
+        """
+        if self._activity is None:
+            raise ValueError("calibration saw no tokens: give at least one batch with a token that is no padding.")
+        activity = self._activity.clone()
+        tokens = torch.tensor(float(self.tokens), dtype=torch.float64, device=activity.device)
+        if _is_distributed():
+            dist.all_reduce(activity)
+            dist.all_reduce(tokens)
+        if tokens == 0:
+            raise ValueError("calibration saw no tokens: give at least one batch with a token that is no padding.")
+        if not activity.isfinite().all():
+            raise ValueError(
+                "an FFN's activations are not finite on the calibration text: check the base and its dtype."
+            )
+        return activity / tokens
+
+    def inputs(self) -> torch.Tensor:
+        """The sampled FFN inputs `[at most samples, D]`, float32, the same on every process."""
+        inputs = self._inputs
+        if _is_distributed():
+            gathered: list = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, (self._lots, inputs.cpu()))
+            lots = torch.cat([g[0] for g in gathered])
+            best = lots.topk(min(self.samples, len(lots))).indices
+            inputs = torch.cat([g[1] for g in gathered])[best].to(inputs.device)
+        return inputs
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a memory starts from.
+
+    Args:
+        gate: `[R, D]` float32, unit rows; `None` for a two-layer memory.
+        up: `[R, D]` float32, unit rows.
+        slots: the host slots `[R]` that were cloned; `None` where none was.
+    """
+
+    gate: torch.Tensor | None
+    up: torch.Tensor
+    slots: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One way to make a memory's rows.
+
+    Args:
+        make: from the host FFN, the calibration (`None` where none is needed), R and a generator to the rows.
+        needs_calibration: whether `make` reads the calibration.
+        samples_inputs: whether the calibration must keep FFN inputs.
+        clones: whether the rows are the host's, so that R cannot exceed F.
+    """
+
+    make: Callable[[HostFFN, Calibration | None, int, torch.Generator], Rows]
+    needs_calibration: bool = True
+    samples_inputs: bool = False
+    clones: bool = True
+
+
+def clone_slots(ffn: HostFFN, slots: torch.Tensor) -> Rows:
+    """Clones slots of the host, each row scaled to unit norm ("Parameter Cloning for Key and Gate Matrices").
+
+    Args:
+        slots: `LongTensor [R]`.
+    """
+    gate, up = ffn.gate_and_up_rows(slots)
+    return Rows(gate=None if gate is None else to_unit_rows(gate), up=to_unit_rows(up), slots=slots)
+
+
+def to_unit_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Scales the rows of `[R, D]` to unit L2 norm; a row of zeros stays one."""
+    return torch.nn.functional.normalize(rows, dim=-1)
+
+
+def clone_most_active(ffn: HostFFN, calibration: Calibration, r: int, generator: torch.Generator) -> Rows:
+    """The paper's own: the R slots with the largest alpha, largest first."""
+    return clone_slots(ffn, calibration.importance().topk(r).indices)
+
+
+def clone_least_active(ffn: HostFFN, calibration: Calibration, r: int, generator: torch.Generator) -> Rows:
+    """The R slots with the smallest alpha, smallest first."""
+    return clone_slots(ffn, calibration.importance().topk(r, largest=False).indices)
+
+
+def clone_random(ffn: HostFFN, calibration: Calibration | None, r: int, generator: torch.Generator) -> Rows:
+    """R different slots, drawn uniformly."""
+    return clone_slots(ffn, torch.randperm(ffn.width, generator=generator)[:r].to(ffn.down.weight.device))
+
+
+def draw_gaussian(ffn: HostFFN, calibration: Calibration | None, r: int, generator: torch.Generator) -> Rows:
+    """Unit rows in random directions: nothing of the host."""
+    gate, up = (to_unit_rows(torch.randn(r, ffn.hidden_size, generator=generator)) for _ in range(2))
+    return Rows(gate=gate if ffn.gated else None, up=up)
+
+
+def take_activations(ffn: HostFFN, calibration: Calibration, r: int, generator: torch.Generator) -> Rows:
+    """Normalised FFN inputs of R tokens, as the keys of Locas-MLP are; gate and up start from the same ones.
+
+    A text with fewer than R tokens gives each of them several times.
+    """
+    calibration.importance()  # for its checks
+    inputs = calibration.inputs()
+    rows = to_unit_rows(inputs[torch.arange(r, device=inputs.device) % len(inputs)])
+    return Rows(gate=rows.clone() if ffn.gated else None, up=rows)
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "topk": Strategy(clone_most_active),
+    "bottomk": Strategy(clone_least_active),
+    "random": Strategy(clone_random, needs_calibration=False),
+    "gaussian": Strategy(draw_gaussian, needs_calibration=False, clones=False),
+    "activation": Strategy(take_activations, samples_inputs=True, clones=False),
+}
+
+
+def make_generator(seed: int, name: str) -> torch.Generator:
+    """A generator for one FFN: other numbers in each layer, the same ones in each process and run."""
+    return torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))

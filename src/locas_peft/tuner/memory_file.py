@@ -1,0 +1,76 @@
+"""The memory's file, looked at before it is believed: safetensors and JSON, nothing unpickled."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    from .config import LocasConfig
+
+PARTS = ("locas_gate", "locas_up", "locas_down")
+
+
+def check_memory_file(folder: str, config: LocasConfig) -> None:
+    """Checks the header of a memory's file against its config: readable, whole, and of the widths that are claimed.
+
+    Only the header is read. A folder with neither kind of weights is left to PEFT.
+
+    Raises:
+        ValueError: the file is pickled, truncated, or its tensors do not fit the config.
+    """
+    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
+    if not os.path.isfile(path):
+        if os.path.isfile(os.path.join(folder, WEIGHTS_NAME)):
+            raise ValueError(
+                f"{os.path.join(folder, WEIGHTS_NAME)} is a pickle, and a memory is never unpickled: "
+                f"save it as {SAFETENSORS_WEIGHTS_NAME}."
+            )
+        return
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error}): copy or save it again.") from None
+
+    layers: dict[str, dict[str, tuple[int, ...]]] = {}
+    for key, shape in shapes.items():
+        layer, part = _split_key(key)
+        if part:
+            layers.setdefault(layer, {})[part] = shape
+    if not layers:
+        raise ValueError(f"{path} holds no LOCAS memory: no tensor of it is named locas_up.")
+    hidden_size = (config.host or {}).get("hidden_size")
+    for layer, parts in layers.items():
+        name = layer.removeprefix("base_model.model.")
+        r = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
+        problem = _find_problem(parts, r, hidden_size)
+        if problem:
+            raise ValueError(f"{path} does not fit its config at {name}: {problem}. Save the memory again.")
+
+
+def _split_key(key: str) -> tuple[str, str]:
+    """'a.b.locas_up.weight' -> ('a.b', 'locas_up'); ('', '') for what is no part of a memory."""
+    head, _, last = key.rpartition(".")
+    if last == "weight":
+        layer, _, part = head.rpartition(".")
+        return (layer, part) if part in PARTS else ("", "")
+    return (head, last) if last == "locas_tau" else ("", "")
+
+
+def _find_problem(parts: dict[str, tuple[int, ...]], r: int, hidden_size: int | None) -> str | None:
+    for part in ("locas_up", "locas_down", "locas_tau"):
+        if part not in parts:
+            return f"{part} is missing"
+    if len(parts["locas_up"]) != 2:
+        return f"locas_up has shape {parts['locas_up']}, two dimensions expected"
+    d = hidden_size or parts["locas_up"][1]
+    expected = {"locas_gate": (r, d), "locas_up": (r, d), "locas_down": (d, r), "locas_tau": ()}
+    for part, shape in parts.items():
+        if shape != expected[part]:
+            return f"{part} has shape {list(shape)}, expected {list(expected[part])}"
+    return None
