@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -230,9 +231,9 @@ class TestTimeTrainer:
     def _logits(self, ids: Tensor, start: int, stop: int, count: int) -> Tensor:
         """Gives the logits [N, V] for the chunk's targets: token t is predicted where token t - 1 is fed."""
         if self.context == "cache":
-            return self._cache.forward(ids, max(start - 1, 0), stop - 1, count)[0]
+            return self._cache.forward(ids, max(start - 1, 0), stop - 1, count)
         begin = max(0, start - max(self.window - self.stride, 1))
-        return self._host.logits(ids[begin : stop - 1].unsqueeze(0), count, use_cache=False)[0]
+        return self._host.logits(ids[begin : stop - 1], count, use_cache=False)
 
     def _learn(self, loss: Tensor, parameters: list[nn.Parameter]) -> bool:
         """Takes one optimizer step, or none where the loss or a gradient is not finite."""
@@ -606,9 +607,13 @@ class _TokenLosses(torch.autograd.Function):
         rows = _TokenLosses.rows(logits)
         for begin in range(0, len(logits), rows):
             part = slice(begin, begin + rows)
-            piece = (logits[part].to(norms.dtype) - norms[part].unsqueeze(1)).exp_()
+            # In the gradient's own memory where its dtype allows: fresh pages are dear on a CPU.
+            out = gradient[part] if gradient.dtype == norms.dtype else None
+            piece = torch.sub(logits[part], norms[part].unsqueeze(1), out=out).exp_()
             piece.scatter_add_(1, targets[part].unsqueeze(1), -torch.ones_like(norms[part]).unsqueeze(1))
-            gradient[part] = piece.mul_(outer[part].unsqueeze(1))
+            piece.mul_(outer[part].unsqueeze(1))
+            if out is None:
+                gradient[part] = piece
         return gradient, None
 
     @staticmethod
@@ -646,10 +651,12 @@ class _Host:
     def vocabulary(self) -> int:
         return self.model.get_input_embeddings().weight.shape[0]
 
-    def logits(self, input_ids: Tensor, count: int, **kwargs) -> Tensor:
-        """Gives the logits [1, count, V] at the last `count` tokens of `input_ids` [1, n]."""
+    def logits(self, ids: Tensor, count: int, **kwargs) -> Tensor:
+        """Gives the logits [count, V] at the last `count` tokens of `ids` [n]."""
         kwargs = {name: value for name, value in {"logits_to_keep": count, **kwargs}.items() if name in self._accepts}
-        return self.model(input_ids=input_ids, **kwargs).logits[:, -count:]
+        # Neither an index nor a slice where a view does: the backward pass of those fills all the logits with zeros.
+        logits = self.model(input_ids=ids.unsqueeze(0), **kwargs).logits.squeeze(0)
+        return logits if len(logits) == count else logits[-count:]
 
     def check_cache(self) -> None:
         """Refuses models whose context is more than keys and values that slide."""
@@ -730,7 +737,7 @@ class _SlidingCache:
         self._fed: tuple[DynamicCache, int] | None = None
 
     def forward(self, ids: Tensor, begin: int, end: int, count: int) -> Tensor:
-        """Feeds ids[begin:end] after the kept context, and gives the logits [1, count, V] of the last tokens.
+        """Feeds ids[begin:end] after the kept context, and gives the logits [count, V] of the last tokens.
 
         The same tokens may be fed again; `advance` makes those that were fed last a part of the context.
         """
@@ -758,7 +765,7 @@ class _SlidingCache:
         cache = DynamicCache(self.layers)  # without a config: plain layers, that keep what they are given
         positions = torch.arange(self.position, self.position + len(ids), device=ids.device)
         logits = self._host.logits(
-            ids.unsqueeze(0), count, past_key_values=cache, position_ids=positions.unsqueeze(0), use_cache=True
+            ids, count, past_key_values=cache, position_ids=positions.unsqueeze(0), use_cache=True
         )
         self._fed = cache, self.position + len(ids)
         return logits
@@ -780,6 +787,14 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def _fused(
+    kind: type[torch.optim.Optimizer], parameters: list[nn.Parameter], rate: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    # One kernel over all parameters: unfused, a step over many small matrices costs a tenth of a chunk on a CPU.
+    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
+    return kind(parameters, lr=rate, weight_decay=weight_decay, fused=fused)
+
+
 def _muon(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.Optimizer:
     other = next((tuple(parameter.shape) for parameter in parameters if parameter.ndim != 2), None)
     if other is not None:
@@ -788,9 +803,9 @@ def _muon(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> t
 
 
 _OPTIMIZERS = {
-    "adamw": lambda parameters, rate, decay: torch.optim.AdamW(parameters, lr=rate, weight_decay=decay),
-    "adam": lambda parameters, rate, decay: torch.optim.Adam(parameters, lr=rate, weight_decay=decay),
-    "sgd": lambda parameters, rate, decay: torch.optim.SGD(parameters, lr=rate, weight_decay=decay),
+    "adamw": partial(_fused, torch.optim.AdamW),
+    "adam": partial(_fused, torch.optim.Adam),
+    "sgd": partial(_fused, torch.optim.SGD),
     "muon": _muon,
 }
 
