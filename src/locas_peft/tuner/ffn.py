@@ -289,7 +289,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
 
     Returns:
         From the name of the module that a memory wraps (the FFN, or its down projection where the FFN sits flat on
-        the decoder layer) to the FFN, in the model's order. Experts, and FFNs of a vision or audio tower, are left out.
+        the decoder layer) to the FFN, in the model's order. Experts, and FFNs of vision or audio towers, are left out.
     """
     table = KNOWN_PARTS if parts is None else (to_parts(parts),)
     found: dict[str, HostFFN] = {}

@@ -1,0 +1,72 @@
+"""One tiny, randomly initialised host a family of architectures: the case list that drives the tuner's tests."""
+
+from __future__ import annotations
+
+import torch
+import transformers as tf
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 64
+HIDDEN = 16
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 1, "intermediate_size": 24}
+_WHOLE = {**_COMMON, "intermediate_size": 24}
+
+FAMILIES: dict[str, tf.PretrainedConfig] = {
+    # gated: gate, up, down
+    "llama": tf.LlamaConfig(**_GROUPED),
+    "llama with biases": tf.LlamaConfig(**_GROUPED, mlp_bias=True),
+    "mistral": tf.MistralConfig(**_GROUPED),
+    "qwen2": tf.Qwen2Config(**_GROUPED),
+    "qwen3": tf.Qwen3Config(**_GROUPED, head_dim=8),
+    "gemma": tf.GemmaConfig(**_GROUPED, head_dim=8),
+    "gemma2": tf.Gemma2Config(**_GROUPED, head_dim=8),
+    "gemma3": tf.Gemma3TextConfig(**_GROUPED, head_dim=8),
+    "olmo": tf.OlmoConfig(**_GROUPED),
+    "olmo2": tf.Olmo2Config(**_GROUPED),
+    "granite": tf.GraniteConfig(**_GROUPED),
+    "smollm3": tf.SmolLM3Config(**_GROUPED),
+    # gated, gate and up in one projection
+    "phi3": tf.Phi3Config(**_GROUPED),
+    "glm4": tf.Glm4Config(**_GROUPED, head_dim=8),
+    # gated, w1, w3, w2; the width derived from intermediate_size
+    "lfm2": tf.Lfm2Config(**_GROUPED, block_multiple_of=4, layer_types=["conv", "full_attention"]),
+    # two layers, transposed Conv1D
+    "gpt2": tf.GPT2Config(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=2, n_positions=64),
+    # two layers, biases
+    "gpt_neox": tf.GPTNeoXConfig(**_WHOLE),
+    "phi": tf.PhiConfig(**_WHOLE),
+    "starcoder2": tf.Starcoder2Config(**_GROUPED),
+    "nemotron": tf.NemotronConfig(**_GROUPED, head_dim=8),
+    # two layers, flat on the decoder layer
+    "opt": tf.OPTConfig(**_COMMON, ffn_dim=24, word_embed_proj_dim=HIDDEN),
+    "opt with norms after": tf.OPTConfig(
+        **_COMMON, ffn_dim=24, word_embed_proj_dim=HIDDEN, do_layer_norm_before=False
+    ),
+}
+GATED = {"phi3", "glm4", "lfm2"} | set(list(FAMILIES)[: list(FAMILIES).index("phi3")])
+
+
+def make_host(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A host in evaluation mode, the same weights at each call, large enough that its FFNs matter."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(5)
+    return model.to(dtype).eval()
+
+
+def make_tokens(batch: int = 2, length: int = 12, seed: int = 1) -> torch.Tensor:
+    """`LongTensor [B, T]` of tokens that are no special ones."""
+    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
