@@ -179,8 +179,8 @@ class LocasModel(BaseTuner):
 
     def unmerge_adapter(self, adapter_names: list[str] | None = None) -> None:
         """Cuts merged memories off again, all or (beyond PEFT) the named ones; the base's bits are as they were."""
-        for layer in self._layers():
-            layer.unmerge(adapter_names)
+        for layer in self._tuner_layers():
+            _unmerge(layer, layer.merged_adapters if adapter_names is None else adapter_names)
 
     def _unload_and_optionally_merge(
         self,
@@ -232,20 +232,24 @@ class LocasModel(BaseTuner):
     @contextmanager
     def _all_or_none(self, adapter_names: list[str] | None) -> Iterator[None]:
         """Undoes the merges of a failed merge."""
-        before = {layer: list(layer.merged_adapters) for layer in self._layers()}
+        before = {layer: list(layer.merged_adapters) for layer in self._tuner_layers()}
         try:
-            for layer in before:
+            for layer in self._layers():
                 for name in layer.active_adapters if adapter_names is None else adapter_names:
                     if name in layer.locas_up and name not in layer.merged_adapters:
                         layer.check_mergeable(name)
             yield
         except Exception:
             for layer, merged in before.items():
-                layer.unmerge([name for name in layer.merged_adapters if name not in merged])
+                _unmerge(layer, [name for name in layer.merged_adapters if name not in merged])
             raise
 
     def _layers(self) -> list[LocasLayer]:
         return [module for module in self.model.modules() if isinstance(module, LocasLayer)]
+
+    def _tuner_layers(self) -> list[BaseTunerLayer]:
+        # Memories, and the trained tokens that PEFT merges along with them.
+        return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
 
     # ------------------------------------------------------- saving and loading
 
@@ -289,6 +293,18 @@ def _hand_out_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
 
 def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple:
     return args, {**kwargs, "adapter_names": adapter_names}
+
+
+def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
+    """Unmerges some adapters of a layer; PEFT's layers can only unmerge all, so the others are merged again."""
+    if isinstance(layer, LocasLayer):
+        layer.unmerge(adapter_names)
+        return
+    kept = [name for name in layer.merged_adapters if name not in adapter_names]
+    if kept != layer.merged_adapters:
+        layer.unmerge()
+        if kept:
+            layer.merge(adapter_names=kept)
 
 
 def _width_of(config: LocasConfig, name: str) -> int:
