@@ -202,9 +202,9 @@ class TestTimeTrainer:
     def _score_and_learn(self, ids: Tensor, start: int, stop: int) -> Chunk:
         began = time.perf_counter()
         with _evaluating(self.model):
-            if not self.chunks:
-                prepare(self.model, ids[start:stop].unsqueeze(0))
             parameters = self._parameters()
+            if parameters and not self.chunks:
+                prepare(self.model, ids[start:stop].unsqueeze(0))
             undo = self._snapshot(parameters) if self.epochs > 1 else None
             targets = ids[max(start, 1) : stop]
             nll_nats, learned, finite = 0.0, False, True

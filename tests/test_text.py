@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import locas_peft
+from locas_peft.text import python_reference, read_text, tokenize, unwrap
+
+BACKBONE = Path(locas_peft.__file__).parent / "backbone"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(BACKBONE)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("one\ntwo\n\nthree", "one two\n\nthree"),
+        ("\ufeffone\r\ntwo\r\n\r\nthree\r\n", "one two\n\nthree"),
+        ("one\rtwo\r\rthree", "one two\n\nthree"),
+        ("one\n \t\n\n\n  two  three  ", "one\n\ntwo three"),
+        (" \n\n ", ""),
+        ("", ""),
+    ],
+    ids=["unix", "bom and windows", "old mac", "blank lines that are not empty", "nothing but space", "empty"],
+)
+def test_unwrap_puts_each_paragraph_on_one_line(text, expected):
+    assert unwrap(text) == expected
+
+
+def test_unwrap_leaves_unwrapped_text_alone():
+    once = unwrap(python_reference())
+    assert unwrap(once) == once
+
+
+def test_read_text_gives_a_file_without_bom_and_carriage_returns(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_bytes("\ufeffnaïve\r\ntext".encode())
+    assert read_text(path) == read_text(str(path)) == "naïve\ntext"
+
+
+def test_read_text_reads_standard_input_for_a_dash(monkeypatch):
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO("from a pipe, naïve".encode())))
+    assert read_text("-") == "from a pipe, naïve"
+
+
+def test_read_text_names_what_is_wrong_with_a_file(tmp_path):
+    def error(path) -> str:
+        with pytest.raises(ValueError) as caught:
+            read_text(path)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    missing, empty, binary, latin = (tmp_path / name for name in ("missing", "empty", "binary", "latin"))
+    empty.write_text(" \n")
+    binary.write_bytes(b"a\0b")
+    latin.write_bytes("caf\u00e9 ".encode("latin-1"))
+    assert error(missing) == (
+        f"text must be an existing file, got {str(missing)!r}: check the path, or give - to read stdin"
+    )
+    assert error(tmp_path) == f"text must be a file, got the folder {str(tmp_path)!r}: name one file inside it"
+    assert error(empty) == (
+        f"text must not be empty, got nothing but whitespace in {str(empty)!r}: give a file with text in it"
+    )
+    assert error(binary) == (
+        f"text must be plain text, got zero bytes in {str(binary)!r}: export it as UTF-8 text first"
+    )
+    assert error(latin) == (
+        f"text must be UTF-8, got byte 0xe9 at offset 3 of {str(latin)!r}: "
+        "convert it, for instance with iconv -t UTF-8"
+    )
+
+
+def test_python_reference_is_long_and_ordered():
+    text = python_reference()
+    assert len(text) > 100_000
+    assert text.startswith('The "assert" statement')
+    assert text == python_reference()
+
+
+def test_tokenize_gives_one_sequence_without_special_tokens(tokenizer):
+    ids = tokenize(tokenizer, "Call me Ishmael.")
+    assert ids.dtype == torch.int64 and ids.ndim == 1
+    assert tokenizer.decode(ids) == "Call me Ishmael."
+    assert torch.equal(tokenize(tokenizer, "Call me Ishmael.", max_tokens=3), ids[:3])
+
+
+def test_tokenize_does_not_warn_of_long_texts(tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(tokenizer, "model_max_length", 4)
+    assert len(tokenize(tokenizer, "Call me Ishmael. Some years ago, never mind how long.")) > 4
+    assert not caplog.records
+
+
+def test_tokenize_refuses_what_cannot_be_scored(tokenizer):
+    with pytest.raises(ValueError, match="^text must have at least 2 tokens, got 1: give a longer text$"):
+        tokenize(tokenizer, "a")
+    with pytest.raises(ValueError, match="^text must have at least 2 tokens, got 0: give a longer text$"):
+        tokenize(tokenizer, "")
+    with pytest.raises(ValueError, match="^max_tokens must be at least 2, got 1: raise it, or leave it out$"):
+        tokenize(tokenizer, "Call me Ishmael.", max_tokens=1)
