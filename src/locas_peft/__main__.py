@@ -1,0 +1,5 @@
+"""`python -m locas_peft`: the `locas` command."""
+
+from .cli import main
+
+main()
