@@ -222,9 +222,14 @@ def memorize(
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
         readings = [finished]
     else:
-        readings = _read_all(
-            job, [settings], stderr, out, single=True, resume=resume, checkpoint_seconds=checkpoint_seconds
-        )
+        try:
+            readings = _read_all(
+                job, [settings], stderr, out, single=True, resume=resume, checkpoint_seconds=checkpoint_seconds
+            )
+        except KeyboardInterrupt:
+            if out is not None and methods.has_checkpoint(out):
+                stderr.print(f"{out} holds a checkpoint: the same command with --resume goes on from there")
+            raise
     _show(readings, stdout, stderr, json_file, None, "standard input" if text == "-" else text, as_list=False)
     if readings[0].memory_dir is not None:
         stdout.print(f"The memory is in {out}. Next: locas generate PROMPT --memory {out}, or locas inspect {out}")
@@ -603,12 +608,12 @@ def _split_methods(names: str) -> list[str]:
 def _check_vacant(out: Path, folders: Sequence[str], overwrite: bool) -> None:
     """Refuses to write over a memory, or over a reading that could be resumed."""
     from .loading import MEMORY_CONFIG
-    from .methods import CHECKPOINT_FOLDER
+    from .methods import has_checkpoint
 
     if overwrite:
         return
     for folder in (out / name for name in folders):
-        if (folder / CHECKPOINT_FOLDER).is_dir():
+        if has_checkpoint(folder):
             raise ValueError(
                 f"--out {str(folder)!r} holds an unfinished reading: go on with --resume, or give --overwrite"
             )

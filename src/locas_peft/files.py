@@ -78,10 +78,8 @@ def write_json(path: str | Path, value: Any) -> None:
 def format_json(value: Any) -> str:
     """Gives a value as indented JSON; NaN and infinities, which JSON does not have, become null."""
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
-    # Lists of numbers on one line each: strings in JSON hold no raw line breaks, so none can match.
-    return re.sub(
-        r"\[\n[^\[\]{}\"]*\]", lambda found: " ".join(found[0].split()).replace("[ ", "[").replace(" ]", "]"), text
-    )
+    # Lists of numbers on one line each. Strings in JSON hold no raw line breaks, so that none can match.
+    return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
 def check_output_file(option: str, path: str | Path) -> None:

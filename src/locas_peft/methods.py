@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from . import backbone
+from . import backbone, checkpoint
 from .evaluation.perplexity import at_marks, cumulative, perplexity
 from .files import staged, write_json
 from .loading import MEMORY_CONFIG
@@ -393,9 +393,41 @@ def save_memory(model: PeftModel, directory: str | Path, reading: Reading) -> No
         with staged(directory, last=MEMORY_CONFIG) as folder:
             # Embeddings are not trained here, and PEFT would ask the hub about them.
             model.save_pretrained(str(folder), save_embedding_layers=False)
+            (folder / "README.md").write_text(_make_card(config, reading), encoding="utf-8")
             write_json(folder / READING, reading.to_json())
     finally:
         config.base_model_name_or_path = name
+
+
+def _make_card(config: PeftConfig, reading: Reading) -> str:
+    """The model card: what the memory is and how it is loaded. PEFT's own is a form that waits to be filled in."""
+    settings = reading.settings
+    if backbone.is_embedded(settings.model):
+        load = "from locas_peft import backbone\n\nbase, tokenizer = backbone.load()"
+    else:
+        load = (
+            "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"
+            f"base = AutoModelForCausalLM.from_pretrained({settings.model!r})"
+        )
+    return f"""---
+base_model: {settings.model}
+library_name: peft
+tags:
+- locas
+---
+
+# A memory of one text
+
+A {config.peft_type.value} adapter (method {settings.method}, r={settings.r}, {reading.extra_parameters:,} parameters)
+for {settings.model}, made by reading {reading.curve[-1][0]:,} tokens. Perplexity while reading, each token scored
+before it was learned: {reading.perplexity:.2f}. All settings and figures are in `{READING}`.
+
+```python
+from peft import PeftModel
+{load}
+model = PeftModel.from_pretrained(base, "this folder")
+```
+"""
 
 
 def score(model: nn.Module, input_ids: torch.LongTensor, settings: Settings) -> float:
@@ -471,7 +503,7 @@ def find_finished(memory_dir: str | Path, settings: Settings, input_ids: torch.L
         ValueError: the folder holds the memory of another reading.
     """
     folder = Path(memory_dir)
-    if (folder / CHECKPOINT_FOLDER).is_dir() or not (folder / MEMORY_CONFIG).exists():
+    if has_checkpoint(folder) or not (folder / MEMORY_CONFIG).exists():
         return None
     remedy = "choose another folder, or give --overwrite"
     if not (folder / READING).exists():
@@ -486,6 +518,11 @@ def find_finished(memory_dir: str | Path, settings: Settings, input_ids: torch.L
     if reading.text_sha256 != _digest(input_ids[: settings.max_tokens]):
         raise ValueError(f"--out {str(folder)!r} holds the memory of another text: {remedy}")
     return reading
+
+
+def has_checkpoint(memory_dir: str | Path) -> bool:
+    """Says whether an unfinished reading waits in a memory's folder."""
+    return (Path(memory_dir) / CHECKPOINT_FOLDER / checkpoint.CHECKPOINT).exists()
 
 
 def _begin(

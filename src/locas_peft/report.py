@@ -32,7 +32,8 @@ def make_table(readings: Sequence[Reading], title: str | None = None) -> Table:
     """
     table = Table(title=title)
     table.add_column("method")
-    marks = sorted({mark for reading in readings for mark in reading.perplexity_at}, key=int)
+    end = min(reading.curve[-1][0] for reading in readings)
+    marks = sorted({mark for reading in readings for mark in reading.perplexity_at if int(mark) < end}, key=int)
     headers = ["r", "parameters", *(f"ppl at {_short(int(mark))}" for mark in marks), "perplexity", "time", "tokens/s"]
     for header in headers:
         table.add_column(header, justify="right")
