@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import transformers as tf
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -59,7 +61,9 @@ GATED = {"phi3", "glm4", "lfm2"} | set(list(FAMILIES)[: list(FAMILIES).index("ph
 def make_host(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A host in evaluation mode, the same weights at each call, large enough that its FFNs matter."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family], attn_implementation="eager")
+    # A copy: merging writes the new width into the config.
+    config = copy.deepcopy(FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 2:
@@ -67,6 +71,6 @@ def make_host(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     return model.to(dtype).eval()
 
 
-def make_tokens(batch: int = 2, length: int = 12, seed: int = 1) -> torch.Tensor:
+def make_tokens(batch: int = 4, length: int = 32, seed: int = 1) -> torch.Tensor:
     """`LongTensor [B, T]` of tokens that are no special ones."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

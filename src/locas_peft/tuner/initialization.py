@@ -33,7 +33,7 @@ class Calibration:
         self._inputs: torch.Tensor | None = None  # [at most samples, D]
         self._lots: torch.Tensor | None = None  # [at most samples] float64: the tokens with the largest lots are kept
         rank = dist.get_rank() if _is_distributed() else 0
-        self._generator = torch.Generator().manual_seed((rank << 32) ^ seed)
+        self._generator = make_generator(seed, f"process {rank}")
 
     @torch.no_grad()
     def update(self, ffn_input: torch.Tensor, activation: torch.Tensor, token_mask: torch.Tensor | None) -> None:
@@ -189,5 +189,6 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def make_generator(seed: int, name: str) -> torch.Generator:
-    """A generator for one FFN: other numbers in each layer, the same ones in each process and run."""
-    return torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    """A generator for one purpose, an FFN say: other numbers under each name, the same ones in each run."""
+    # Hashed together, since PyTorch's generator looks at 32 bits of a seed only.
+    return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))

@@ -1,0 +1,172 @@
+import pytest
+import torch
+import transformers as tf
+from families import HIDDEN, VOCABULARY, make_host, make_tokens
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
+from torch import nn
+
+from locas_peft import LocasConfig, calibrate
+from locas_peft.tuner.ffn import FFNParts, HostFFN, find_ffns, to_parts
+
+
+class OddFFN(nn.Module):
+    """A gated FFN under names of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.reader = nn.Linear(HIDDEN, 24, bias=False)
+        self.keeper = nn.Linear(HIDDEN, 24, bias=False)
+        self.writer = nn.Linear(24, HIDDEN, bias=False)
+        self.nonlinearity = nn.GELU()
+
+    def forward(self, hidden_states):
+        return self.writer(self.nonlinearity(self.keeper(hidden_states)) * self.reader(hidden_states))
+
+
+ODD_PARTS = {"gate": "keeper", "up": "reader", "down": "writer", "activation": "nonlinearity"}
+
+
+def make_odd_host():
+    host = make_host("llama")
+    for layer in host.model.layers:
+        layer.mlp = OddFFN()
+    return host
+
+
+def test_unknown_names_are_named_by_the_user():
+    host = make_odd_host()
+    expected = host(make_tokens()).logits
+    model = get_peft_model(host, LocasConfig(r=4, ffn_parts=ODD_PARTS))
+    assert model.peft_config["default"].target_modules == {"mlp"}
+    calibrate(model, [make_tokens()])
+    assert torch.equal(model(make_tokens()).logits, expected)
+
+
+def test_wrong_part_names_are_refused_by_one_random_token():
+    swapped = {**ODD_PARTS, "gate": "reader", "up": "keeper"}
+    with pytest.raises(ValueError, match=r"computes something other than down\(act\(gate\) \* up\) of its parts"):
+        get_peft_model(make_odd_host(), LocasConfig(r=4, ffn_parts=swapped))
+
+
+def test_model_without_known_ffn_says_what_it_has():
+    with pytest.raises(ValueError) as error:
+        get_peft_model(make_odd_host(), LocasConfig(r=4))
+    assert str(error.value) == (
+        "LlamaForCausalLM has no FFN that we can read; a layer of it has self_attn (LlamaAttention), mlp (OddFFN), "
+        "input_layernorm (LlamaRMSNorm), post_attention_layernorm (LlamaRMSNorm). Set target_modules to its FFNs and "
+        "ffn_parts to their parts."
+    )
+
+
+@pytest.mark.parametrize(
+    "parts", [{"up": "a"}, {"down": "b"}, {"up": "a", "gate_up": "c", "down": "b"}, {"up": "a", "down": "b", "x": "y"}]
+)
+def test_incomplete_part_names_are_refused(parts):
+    with pytest.raises(ValueError, match="ffn_parts must name down and either up"):
+        to_parts(parts)
+
+
+def test_target_that_is_no_ffn_is_refused_before_anything_is_replaced():
+    host = make_host("llama")
+    names = [name for name, _ in host.named_modules()]
+    with pytest.raises(ValueError) as error:
+        get_peft_model(host, LocasConfig(r=4, target_modules=["gate_proj"]))
+    assert str(error.value) == (
+        "target_modules matches model.layers.0.mlp.gate_proj (Linear), which is no dense FFN that we can read: "
+        "name FFNs (found: mlp), or the parts of this one in ffn_parts."
+    )
+    assert [name for name, _ in host.named_modules()] == names
+
+
+def make_mixture():
+    config = tf.Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=24,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        mlp_only_layers=[0],
+        pad_token_id=0,
+    )
+    return tf.AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_mixture_of_experts_is_named():
+    with pytest.raises(ValueError) as error:
+        get_peft_model(make_mixture(), LocasConfig(r=4))
+    assert str(error.value) == (
+        "Qwen3MoeForCausalLM is a mixture of experts (model.layers.1.mlp.experts and 0 more): set target_modules to "
+        "the dense FFNs that shall get a memory (found: 'model.layers.0.mlp')."
+    )
+
+
+def test_dense_ffns_of_a_mixture_can_be_named():
+    model = get_peft_model(make_mixture(), LocasConfig(r=4, target_modules=["model.layers.0.mlp"]))
+    assert model.base_model.targeted_module_names == ["model.layers.0.mlp"]
+
+
+def test_towers_of_other_modalities_get_no_memory():
+    class Tower(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.vision_tower = nn.ModuleDict({"mlp": OddFFN()})
+            self.language_model = make_host("llama")
+
+    assert list(find_ffns(Tower())) == ["language_model.model.layers.0.mlp", "language_model.model.layers.1.mlp"]
+
+
+def test_ffns_are_found_under_adapters():
+    host = make_host("llama")
+    inject_adapter_in_model(LoraConfig(target_modules=["gate_proj", "down_proj"]), host)
+    assert list(find_ffns(host)) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    model = get_peft_model(make_host("opt"), LocasConfig(r=4))
+    assert list(find_ffns(model.get_base_model())) == [
+        "model.decoder.layers.0.fc2",
+        "model.decoder.layers.1.fc2",
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama with biases", "phi3", "gpt2", "gpt_neox", "opt"])
+def test_narrow_undoes_widen_bit_for_bit(family):
+    host = make_host(family)
+    before = {name: p.clone() for name, p in host.state_dict().items()}
+    ffn = next(iter(find_ffns(host).values()))
+    width = ffn.width
+    first, second = (
+        (torch.randn(r, HIDDEN) if ffn.gated else None, torch.randn(r, HIDDEN), torch.randn(HIDDEN, r)) for r in (3, 5)
+    )
+    ffn.widen(*first)
+    ffn.widen(*second)
+    assert ffn.width == width + 8
+    ffn.narrow(width, width + 3)  # the first of the two
+    alone = {name: p.clone() for name, p in host.state_dict().items()}
+    ffn.narrow(width, width + 5)
+    assert all(torch.equal(p, before[name]) for name, p in host.state_dict().items())
+    ffn.widen(*second)
+    assert all(torch.equal(p, alone[name]) for name, p in host.state_dict().items())
+
+
+def test_padding_adds_nothing():
+    host = make_host("phi3")
+    expected = host(make_tokens()).logits
+    for ffn in find_ffns(host).values():
+        ffn.pad(32)
+    torch.testing.assert_close(host(make_tokens()).logits, expected, rtol=0, atol=1e-6)
+
+
+def test_verification_leaves_modes_and_the_global_generator_alone():
+    host = make_host("gpt2").train()
+    host.transformer.h[0].mlp.dropout.eval()
+    state = torch.get_rng_state()
+    find_ffns(host)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert host.transformer.h[0].mlp.training and not host.transformer.h[0].mlp.dropout.training
+
+
+def test_host_ffn_names_what_is_missing():
+    with pytest.raises(ValueError, match=r"mlp \(OddFFN\) has no projection named up_proj, down_proj: it has reader"):
+        HostFFN(OddFFN(), FFNParts(up="up_proj", down="down_proj"), "mlp")

@@ -1,0 +1,236 @@
+import socket
+import warnings
+
+import pytest
+import torch
+from families import HIDDEN, make_host, make_tokens
+from peft import get_peft_model
+
+from locas_peft import LocasConfig, LocasLayer, calibrate, empty_memories
+from locas_peft.tuner.initialization import STRATEGIES, Calibration
+
+CALIBRATED = [name for name, strategy in STRATEGIES.items() if strategy.needs_calibration]
+AT_ONCE = [name for name in STRATEGIES if name not in CALIBRATED]
+
+
+def make_model(family="llama", **kwargs):
+    return get_peft_model(make_host(family), LocasConfig(**{"r": 4, **kwargs}))
+
+
+def layers_of(model):
+    return [module for module in model.modules() if isinstance(module, LocasLayer)]
+
+
+def weights_of(model):
+    return torch.cat([w.detach().flatten() for layer in layers_of(model) for w in layer._weights("default")])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("strategy", list(STRATEGIES))
+def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family):
+    model = make_model(family, init_strategy=strategy)
+    assert empty_memories(model) == (["default"] if strategy in CALIBRATED else [])
+    if strategy in CALIBRATED:
+        calibrate(model, [make_tokens()])
+    for layer in layers_of(model):
+        *rows, down = layer._weights("default")
+        for weight in rows:
+            torch.testing.assert_close(weight.norm(dim=1), torch.ones(4))
+        assert not down.any()
+
+
+def test_bottomk_is_the_other_end_of_topk():
+    top, bottom = make_model(r=24), make_model(r=24, init_strategy="bottomk")
+    for model in (top, bottom):
+        calibrate(model, [make_tokens()])
+    for name, slots in top.peft_config["default"].slots.items():
+        assert slots == bottom.peft_config["default"].slots[name][::-1]
+
+
+def test_random_clones_different_slots_in_each_layer_and_the_same_again():
+    slots = make_model(init_strategy="random").peft_config["default"].slots
+    assert slots == make_model(init_strategy="random").peft_config["default"].slots
+    assert slots != make_model(init_strategy="random", seed=1).peft_config["default"].slots
+    first, second = slots.values()
+    assert first != second and all(len(set(s)) == 4 for s in slots.values())
+
+
+def test_activation_rows_are_normalised_ffn_inputs_of_the_same_tokens():
+    model = make_model(init_strategy="activation")
+    seen = {}
+    for layer in layers_of(model):
+        layer.base_layer.register_forward_pre_hook(
+            lambda module, args, name=layer.name: seen.__setitem__(name, args[0].flatten(0, -2))
+        )
+    calibrate(model, [make_tokens()])
+    chosen = []
+    for layer in layers_of(model):
+        gate, up, _ = layer._weights("default")
+        assert torch.equal(gate, up)
+        matches = up @ torch.nn.functional.normalize(seen[layer.name], dim=-1).T
+        torch.testing.assert_close(matches.max(dim=1).values, torch.ones(4))
+        chosen.append(matches.argmax(dim=1).tolist())
+    assert chosen[0] == chosen[1]
+
+
+def test_padding_is_excluded():
+    tokens, padding = make_tokens(), torch.zeros(4, 6, dtype=torch.long)
+    mask = torch.cat([torch.ones_like(tokens), padding], dim=1)
+    plain, padded = make_model(), make_model()
+    calibrate(plain, [tokens])
+    calibrate(padded, [{"input_ids": torch.cat([tokens, padding + 7], dim=1), "attention_mask": mask}])
+    assert torch.equal(weights_of(plain), weights_of(padded))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_first_training_forward_calibrates_as_calibrate_does(family):
+    tokens, padding = make_tokens(), torch.zeros(4, 6, dtype=torch.long)
+    batch = {
+        "input_ids": torch.cat([tokens, padding + 7], dim=1),
+        "attention_mask": torch.cat([torch.ones_like(tokens), padding], dim=1),
+    }
+    explicit, implicit = make_model(family), make_model(family)
+    for dropout in (m for m in implicit.modules() if isinstance(m, torch.nn.Dropout)):
+        dropout.p = 0.0
+    if family == "opt":
+        for layer in implicit.get_base_model().model.decoder.layers:
+            layer.dropout = 0.0
+    calibrate(explicit, [batch])
+    implicit.eval()
+    implicit(**batch)
+    assert empty_memories(implicit) == ["default"]  # not in evaluation mode
+    implicit.train()
+    loss = implicit(**batch, labels=batch["input_ids"]).loss
+    assert empty_memories(implicit) == []
+    assert torch.equal(weights_of(explicit), weights_of(implicit))
+    loss.backward()  # the very pass that calibrated can be learned from
+    assert all(layer.locas_down["default"].weight.grad.any() for layer in layers_of(implicit))
+
+
+def test_gradient_checkpointing_calibrates_once():
+    model, checkpointed = make_model(), make_model()
+    for m in (model, checkpointed):
+        m.train()
+    with warnings.catch_warnings():  # transformers has renamed what PEFT's users call
+        warnings.simplefilter("ignore", FutureWarning)
+        checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for m in (model, checkpointed):
+        m(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+    for a, b in zip(layers_of(model), layers_of(checkpointed), strict=True):
+        torch.testing.assert_close(a.locas_down["default"].weight.grad, b.locas_down["default"].weight.grad)
+
+
+def test_several_batches_are_one_mean():
+    tokens = make_tokens()
+    whole, parts = make_model(), make_model()
+    calibrate(whole, [tokens])
+    calibrate(parts, iter([tokens[:1], tokens[1:]]))
+    assert torch.equal(weights_of(whole), weights_of(parts))
+
+
+def test_calibration_costs_one_forward_without_the_head():
+    model = make_model()
+    calls = []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and "locas" not in name:
+            module.register_forward_hook(lambda m, a, o, name=name: calls.append(name))
+    calibrate(model, [make_tokens()])
+    assert len(calls) == len(set(calls)) == 2 * 7  # each projection of the two layers once; not the head
+
+
+def test_calibration_restores_modes():
+    model = make_model().train()
+    calibrate(model, [make_tokens()])
+    assert all(module.training for module in model.modules())
+
+
+def test_importance_is_the_mean_absolute_activation():
+    calibration = Calibration()
+    a, b = torch.randn(2, 3, 5), torch.randn(1, 4, 5)
+    calibration.update(torch.zeros(2, 3, 2), a, None)
+    calibration.update(torch.zeros(1, 4, 2), b, torch.tensor([[1, 0, 1, 1]]))
+    expected = torch.cat([a.flatten(0, 1), b[0, [0, 2, 3]]]).abs().mean(dim=0)
+    torch.testing.assert_close(calibration.importance().float(), expected)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ([], "calibration saw no tokens: give at least one batch with a token that is no padding."),
+        (
+            [{"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.zeros(1, 3)}],
+            "calibration saw no tokens: give at least one batch with a token that is no padding.",
+        ),
+    ],
+)
+def test_empty_calibration_is_refused(batches, message):
+    model = make_model()
+    with pytest.raises(ValueError) as error:
+        calibrate(model, batches)
+    assert str(error.value) == message
+    assert empty_memories(model) == ["default"] and not weights_of(model).any()
+
+
+@pytest.mark.parametrize("how", ["explicit", "implicit"])
+def test_nan_activations_are_refused_and_change_nothing(how):
+    model = make_model()
+    layers_of(model)[1].base_layer.up_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="activations are not finite on the calibration text"):
+        if how == "explicit":
+            calibrate(model, [make_tokens()])
+        else:
+            model.train()(input_ids=make_tokens())
+    assert empty_memories(model) == ["default"]
+    if how == "explicit":
+        assert not weights_of(model).any()
+
+
+def test_a_memory_that_has_learned_is_not_calibrated_away():
+    model = make_model()
+    calibrate(model, [make_tokens()])
+    layers_of(model)[0].locas_down["default"].weight.data.fill_(0.1)
+    before = weights_of(model)
+    with pytest.raises(ValueError, match="the memory 'default' has learned already: calibrating would lose it"):
+        calibrate(model, [make_tokens()])
+    assert torch.equal(weights_of(model), before)
+
+
+def test_no_memory_to_calibrate():
+    with pytest.raises(ValueError, match="the model has no LOCAS memory 'other' to calibrate"):
+        calibrate(make_model(), [make_tokens()], adapter_name="other")
+
+
+def test_only_the_named_memory_is_calibrated_and_the_others_are_silent_meanwhile():
+    model, reference = make_model(), make_model()
+    calibrate(reference, [make_tokens()])
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_weights=False), adapter_name="loud")
+    model.add_adapter("default", LocasConfig(r=4))
+    calibrate(model, [make_tokens()], adapter_name="default")
+    assert torch.equal(weights_of(model), weights_of(reference))
+
+
+def _calibrate_in_a_process(rank: int, port: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    for strategy in CALIBRATED:
+        model = make_model(init_strategy=strategy)
+        calibrate(model, [make_tokens()[2 * rank : 2 * rank + 2]])
+        torch.save(weights_of(model), f"{folder}/{strategy}-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_processes_choose_the_same_slots_as_one(tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(_calibrate_in_a_process, (port, str(tmp_path)), nprocs=2)
+    for strategy in CALIBRATED:
+        first, second = (torch.load(tmp_path / f"{strategy}-{rank}.pt") for rank in range(2))
+        assert torch.equal(first, second)
+        if strategy != "activation":  # which draws its tokens
+            model = make_model(init_strategy=strategy)
+            calibrate(model, [make_tokens()])
+            assert torch.equal(weights_of(model), first)
+
+
+def test_rows_have_the_hidden_size():
+    assert all(layer.locas_up["default"].weight.shape == (4, HIDDEN) for layer in layers_of(make_model()))
