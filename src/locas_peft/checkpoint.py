@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -108,12 +110,12 @@ class Lock:
 
     def __init__(self, directory: str | Path):
         self._path = Path(directory) / LOCK
-        self._file = None
+        self._release = lambda: None
         if fcntl is None:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._acquire()
+            self._release = weakref.finalize(self, _let_go, self._acquire(), self._path)
         except BlockingIOError:
             raise ValueError(
                 f"checkpoint folder must have one writer, got {str(self._path.parent)!r} which process "
@@ -123,13 +125,10 @@ class Lock:
             raise _explained(error, self._path.parent) from error
 
     def release(self) -> None:
-        """Gives the folder free; a second call does nothing."""
-        if self._file is not None:
-            _remove(self._path)
-            self._file.close()
-            self._file = None
+        """Gives the folder free; a second call does nothing. It happens by itself when the lock is forgotten."""
+        self._release()
 
-    def _acquire(self):
+    def _acquire(self) -> IO:
         while True:
             file = open(self._path, "a+", encoding="ascii")  # noqa: SIM115 - it stays open while the lock is held
             try:
@@ -144,7 +143,7 @@ class Lock:
                 raise
             file.close()
 
-    def _is_current(self, file) -> bool:
+    def _is_current(self, file: IO) -> bool:
         """A former holder may have removed the file between our opening it and our locking it."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self._path))
@@ -179,6 +178,11 @@ def _bring_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _let_go(file: IO, path: Path) -> None:
+    _remove(path)
+    file.close()
 
 
 def _remove(path: Path) -> None:

@@ -386,6 +386,7 @@ class TestTimeTrainer:
             "steps": self._steps,
             "cache_layers": None if self._cache.layers is None else len(self._cache.layers),
             "cache_position": self._cache.position,
+            "filled": {name: self._host.filled(name) for name in self._host.active_adapters()},
             "optimizer": {
                 "param_groups": optimizer["param_groups"],
                 "state": {
@@ -404,6 +405,8 @@ class TestTimeTrainer:
 
         for name in self._host.active_adapters():
             set_peft_model_state_dict(self.model, below(f"adapter/{name}/"), adapter_name=name)
+            for field, value in state["filled"][name].items():
+                setattr(self.model.peft_config[name], field, value)
         parameters = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, value in below("parameter/").items():
@@ -461,15 +464,15 @@ class TestTimeTrainer:
 
     def _check_same_run(self, theirs: dict, directory: Path) -> None:
         ours = self._run()
-        if ours["base"] != theirs["base"]:
-            raise ValueError(
-                f"model must be the one of the checkpoint in {str(directory)!r}, got other base weights: "
-                "load that model in the same dtype, or choose another folder"
-            )
         if ours["adapters"].keys() != theirs["adapters"].keys():
             raise ValueError(
                 f"active adapters must be {sorted(theirs['adapters'])} as in the checkpoint in {str(directory)!r}, "
                 f"got {sorted(ours['adapters'])}: activate those, or choose another folder"
+            )
+        if ours["base"] != theirs["base"]:
+            raise ValueError(
+                f"model must be the one of the checkpoint in {str(directory)!r}, got other base weights: "
+                "load that model in the same dtype, or choose another folder"
             )
         pairs = [("", ours["settings"], theirs["settings"])]
         pairs += [
@@ -621,6 +624,19 @@ class _TokenLosses(torch.autograd.Function):
         return max(1, _TokenLosses.PIECE // logits.shape[1])
 
 
+# Fields of an adapter's configuration: those that a LOCAS memory's calibration fills in, a part of the memory and not
+# of its settings, and those that change nothing of its arithmetic.
+_FILLED = ("slots",)
+_NO_ARITHMETIC = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "revision",
+    "task_type",
+)
+
+
 class _Host:
     """What the trainer asks of a model: its limits, its adapter, and logits for some tokens."""
 
@@ -688,18 +704,13 @@ class _Host:
     def adapter_config(self, name: str) -> dict:
         """Gives an adapter's configuration as JSON, without what does not change its arithmetic."""
         config = self.model.peft_config[name].to_dict()
-        for field in (
-            "auto_mapping",
-            "base_model_name_or_path",
-            "inference_mode",
-            "peft_version",
-            "revision",
-            "task_type",
-        ):
-            config.pop(field, None)
-        return json.loads(
-            json.dumps(config, default=lambda x: sorted(x) if isinstance(x, (set, frozenset)) else str(x))
-        )
+        config = {field: value for field, value in config.items() if field not in _NO_ARITHMETIC + _FILLED}
+        return json.loads(json.dumps(config, default=_plain))
+
+    def filled(self, name: str) -> dict:
+        """Gives those fields of an adapter's configuration that came with its weights."""
+        config = self.model.peft_config[name]
+        return {field: getattr(config, field) for field in _FILLED if hasattr(config, field)}
 
     def fingerprint(self) -> str:
         """Gives a hash over the base's parameters: names, shapes, dtypes, and the first few numbers of each."""
@@ -713,7 +724,8 @@ class _Host:
             if any(name.startswith(prefix) and not name[len(prefix) :].startswith(base) for prefix, base in adapters):
                 continue
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            if parameter.device.type != "meta":
+            trained = parameter.requires_grad and bool(adapters)
+            if not trained and parameter.device.type != "meta":
                 digest.update(repr(parameter.detach().reshape(-1)[:16].double().tolist()).encode())
         return digest.hexdigest()
 
@@ -808,6 +820,10 @@ _OPTIMIZERS = {
     "sgd": partial(_fused, torch.optim.SGD),
     "muon": _muon,
 }
+
+
+def _plain(value: object) -> object:
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def _name(optimizer: str | OptimizerFactory) -> str:
