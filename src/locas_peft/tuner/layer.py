@@ -80,6 +80,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.update_layer(adapter_name, config, r)
         clip_after_optimizer_steps(self)
 
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        clip_after_optimizer_steps(self)  # a copied or unpickled layer is trained too
+
     # ----------------------------------------------------------------- memories
 
     def update_layer(self, adapter_name: str, config: LocasConfig, r: int) -> None:
