@@ -86,8 +86,10 @@ def test_rows_are_unit_clones_and_values_zero(family):
     for layer in model.modules():
         if isinstance(layer, LocasLayer):
             slots = torch.tensor(model.peft_config["default"].slots[layer.name])
-            for weight, host_rows in zip(layer._weights("default")[-2::-1], layer.ffn.gate_and_up_rows(slots)[::-1]):
-                assert torch.equal(weight, torch.nn.functional.normalize(host_rows, dim=-1))
+            *rows, down = layer._weights("default")
+            host_rows = [host for host in layer.ffn.gate_and_up_rows(slots) if host is not None]
+            for weight, host in zip(rows, host_rows, strict=True):
+                assert torch.equal(weight, torch.nn.functional.normalize(host, dim=-1))
             assert not layer.has_learned("default")
 
 

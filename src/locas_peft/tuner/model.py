@@ -279,7 +279,7 @@ class LocasModel(BaseTuner):
         problem = _find_load_problem(model, adapter_name, remapped)
         if problem:
             _discard(model, adapter_name)
-            raise ValueError(f"the memory does not fit the model: {problem}. Load the base that it was made for.")
+            raise ValueError(f"the memory does not fit the model: {problem}.")
         return remapped
 
 
@@ -331,7 +331,7 @@ def _describe_host(model: nn.Module, ffns: dict[str, HostFFN]) -> dict[str, Any]
 
 
 def _list_differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
-    keys = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
+    keys = [key for key in {**found, **expected} if expected.get(key) != found.get(key)]
     return ", ".join(f"{key} {expected.get(key)!r}, this base has {found.get(key)!r}" for key in keys)
 
 
@@ -349,14 +349,14 @@ def _find_load_problem(model: nn.Module, adapter_name: str, state_dict: dict[str
     given = {key: tensor for key, tensor in state_dict.items() if re.search(r"\.locas_(gate|up|down|tau)\b", key)}
     given = {key if key in places else key.removeprefix("base_model.model."): given[key] for key in given}
     for key in places.keys() - given.keys():
-        return f"the file has no {key}"
+        return f"the file has no {key}; load the base that the memory was made for"
     for key, tensor in given.items():
         if key not in places:
-            return f"the model has no place for {key}"
+            return f"the model has no place for {key}; load the base that the memory was made for"
         if tuple(tensor.shape) != places[key]:
-            return f"{key} has shape {list(tensor.shape)}, the model expects {list(places[key])}"
+            return f"{key} has shape {list(tensor.shape)}, the model expects {list(places[key])}; check the config's r"
         if not tensor.isfinite().all():
-            return f"{key} holds values that are not finite"
+            return f"{key} holds values that are not finite; save or copy the memory again"
     return None
 
 
@@ -368,8 +368,8 @@ def _discard(model: nn.Module, adapter_name: str) -> None:
             if not layer.locas_up:
                 parent, _, child = name.rpartition(".")
                 setattr(model.get_submodule(parent), child, layer.release())
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     configs = model.peft_config
     configs.pop(adapter_name, None)
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not configs and hasattr(base, "peft_config"):
         del base.peft_config

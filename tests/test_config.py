@@ -1,0 +1,61 @@
+import pytest
+from peft import PeftConfig, PeftType
+
+from locas_peft import LocasConfig
+
+
+def test_round_trip(tmp_path):
+    config = LocasConfig(
+        r=8, init_strategy="gaussian", scaling=2.5, max_slot_norm=None, rank_pattern={"0.mlp": 2}, seed=3,
+        target_modules=["mlp"], pad_to_multiple_of=64, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    for loaded in (LocasConfig.from_pretrained(tmp_path), PeftConfig.from_pretrained(tmp_path)):
+        assert isinstance(loaded, LocasConfig)
+        assert loaded.to_dict() == config.to_dict()
+    assert loaded.peft_type is PeftType.LOCAS and loaded.target_modules == {"mlp"}
+
+
+def test_lists_become_sets():
+    config = LocasConfig(target_modules=["a", "b"], exclude_modules=["c"])
+    assert (config.target_modules, config.exclude_modules) == ({"a", "b"}, {"c"})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"r": 0}, ValueError, "r must be at least 1, got 0."),
+        ({"r": -3}, ValueError, "r must be at least 1, got -3."),
+        ({"r": 2.0}, TypeError, "r must be an integer, got 2.0."),
+        ({"r": True}, TypeError, "r must be an integer, got True."),
+        ({"rank_pattern": {"x": 0}}, ValueError, "rank_pattern['x'] must be at least 1, got 0."),
+        (
+            {"init_strategy": "best"},
+            ValueError,
+            "init_strategy must be one of 'topk', 'bottomk', 'random', 'gaussian', 'activation', got 'best'.",
+        ),
+        ({"scaling": "r"}, TypeError, "scaling must be a number, got 'r'."),
+        ({"scaling": float("nan")}, ValueError, "scaling must be finite, got nan."),
+        ({"max_slot_norm": 0}, ValueError, "max_slot_norm must be above 0, or None for no clip, got 0."),
+        ({"pad_to_multiple_of": 0}, ValueError, "pad_to_multiple_of must be at least 1, got 0."),
+        (
+            {"target_modules": ".*mlp", "layers_to_transform": [0]},
+            ValueError,
+            "layers_to_transform cannot be used when target_modules is a regular expression.",
+        ),
+        (
+            {"layers_pattern": "layers"},
+            ValueError,
+            "layers_pattern needs layers_to_transform: set the layers that it counts.",
+        ),
+    ],
+)
+def test_bad_fields_are_named(kwargs, error, message):
+    with pytest.raises(error) as caught:
+        LocasConfig(**kwargs)
+    assert str(caught.value) == message
+
+
+def test_unknown_fields_are_not_swallowed():
+    with pytest.raises(TypeError):
+        LocasConfig(rank=4)

@@ -1,0 +1,537 @@
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+import transformers as tf
+from families import VOCABULARY, make_host, make_tokens
+from peft import (
+    AutoPeftModelForCausalLM,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_layer_status,
+    get_model_status,
+    get_peft_model,
+    inject_adapter_in_model,
+)
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+
+from locas_peft import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
+from locas_peft.tuner.ffn import find_ffns
+
+
+def make_model(family="llama", name="default", **kwargs):
+    """A model with one memory that says something else than the base."""
+    config = LocasConfig(**{"r": 4, "init_strategy": "random", **kwargs})
+    model = get_peft_model(make_host(family), config, adapter_name=name)
+    teach(model, name)
+    return model
+
+
+def teach(model, name="default", seed=0):
+    """Gives a memory values, as if it had learned."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in layers_of(model):
+        if name in layer.locas_down:
+            weight = layer.locas_down[name].weight
+            weight.data = torch.randn(weight.shape, generator=generator).to(weight)
+            layer.locas_tau[name] = torch.tensor(1.0)
+
+
+def layers_of(model):
+    return [module for module in model.modules() if isinstance(module, LocasLayer)]
+
+
+@torch.no_grad()
+def logits(model, tokens=None, **kwargs):
+    return model(input_ids=make_tokens() if tokens is None else tokens, **kwargs).logits
+
+
+def snapshot(model):
+    return {name: p.clone() for name, p in model.state_dict().items()}
+
+
+def same(model, before):
+    after = model.state_dict()
+    return after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+# ------------------------------------------------------------------ PEFT's verbs
+
+
+def test_auto_peft_model_loads_from_the_folder_alone(tmp_path):
+    make_host("llama").save_pretrained(tmp_path / "base")
+    base = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    model = get_peft_model(base, LocasConfig(r=4, init_strategy="random", task_type="CAUSAL_LM"))
+    teach(model)
+    model.save_pretrained(tmp_path / "memory")
+    assert isinstance(PeftConfig.from_pretrained(tmp_path / "memory"), LocasConfig)
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "memory")
+    assert torch.equal(logits(loaded), logits(model.eval()))
+    loaded = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "memory", low_cpu_mem_usage=True)
+    assert torch.equal(logits(loaded), logits(model))
+    assert all(layer.locas_tau["default"].dtype == torch.float32 for layer in layers_of(loaded))
+
+
+def test_saved_file_holds_the_memory_and_nothing_else(tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    assert sum(t.numel() for t in tensors.values()) == 4 * 3 * 16 * 2 + 2  # r x 3 x D x layers, one tau a layer
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "adapter_model.safetensors",
+        "adapter_config.json",
+        "README.md",
+    }
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["peft_type"] == "LOCAS" and set(config["slots"]) == {
+        "model.layers.0.mlp",
+        "model.layers.1.mlp",
+    }
+
+
+def test_several_memories_switch_add_up_and_go(tmp_path):
+    model = make_model(name="first").eval()
+    base, first = logits(make_host("llama")), logits(model)
+    model.add_adapter("second", LocasConfig(r=2, init_strategy="gaussian"))
+    teach(model, "second", seed=1)
+    assert torch.equal(logits(model), first)
+    model.set_adapter("second")
+    second = logits(model)
+    model.base_model.set_adapter(["first", "second"])
+    both = logits(model)
+    assert len({float(x.sum()) for x in (base, first, second, both)}) == 4
+    model.set_adapter("second")
+    model.save_pretrained(tmp_path, selected_adapters=["second"])
+    with pytest.warns(UserWarning, match="Setting active adapter to first"):
+        model.delete_adapter("second")
+    assert not any("second" in name for name in model.state_dict())
+    assert "second" not in layers_of(model)[0].locas_tau and "second" not in layers_of(model)[0].locas_config
+    model.set_adapter("first")
+    assert torch.equal(logits(model), first)
+    model.load_adapter(tmp_path / "second", "again")
+    model.set_adapter("again")
+    assert torch.equal(logits(model), second)
+
+
+def test_rows_of_a_batch_may_use_different_memories():
+    for family in ("llama", "gpt2", "opt"):
+        model = make_model(family, name="first").eval()
+        model.add_adapter("second", LocasConfig(r=2, init_strategy="gaussian"))
+        teach(model, "second", seed=1)
+        expected = {"__base__": logits(make_host(family))}
+        for name in ("first", "second"):
+            model.set_adapter(name)
+            expected[name] = logits(model)
+        names = ["second", "__base__", "first", "second"]
+        mixed = logits(model, adapter_names=names)
+        for row, name in enumerate(names):
+            torch.testing.assert_close(mixed[row], expected[name][row], rtol=0, atol=1e-5)
+        generated = model.generate(
+            input_ids=make_tokens(), adapter_names=names, num_beams=2, max_new_tokens=3, do_sample=False
+        )
+        model.set_adapter("first")
+        alone = model.generate(input_ids=make_tokens()[2:3], num_beams=2, max_new_tokens=3, do_sample=False)
+        assert torch.equal(generated[2, : alone.shape[1]], alone[0])
+
+
+def test_adapter_names_are_checked():
+    model = make_model().eval()
+    with pytest.raises(ValueError, match=r"Trying to infer with non-existing adapter\(s\): nobody"):
+        logits(model, adapter_names=["nobody"] * 4)
+    with pytest.raises(ValueError, match="Length of `adapter_names` should be the same as the number of inputs"):
+        logits(model, adapter_names=["default"] * 3)
+    model.train()
+    with pytest.raises(ValueError, match="Cannot pass `adapter_names` when the model is in training mode."):
+        logits(model, adapter_names=["default"] * 4)
+    assert not any(layer._forward_pre_hooks for layer in layers_of(model))
+
+
+def test_status_reports():
+    model = make_model()
+    status = get_model_status(model)
+    assert (status.peft_types, status.adapter_model_type) == ({"default": "LOCAS"}, "LocasModel")
+    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
+    assert status.trainable_params == 4 * 3 * 16 * 2
+    layer_status = get_layer_status(model)[0]
+    assert (layer_status.name, layer_status.module_type) == ("model.model.layers.0.mlp", "locas.LocasLayer")
+
+
+def test_injection_and_transformers_own_verbs(tmp_path):
+    config = LocasConfig(r=4, init_strategy="random")
+    injected = inject_adapter_in_model(config, make_host("llama"))
+    teach(injected)
+    expected = logits(injected)
+    state = get_peft_model_state_dict(injected)
+    fresh = inject_adapter_in_model(LocasConfig(r=4), make_host("llama"))
+    assert set_peft_model_state_dict(fresh, state).unexpected_keys == []
+    assert torch.equal(logits(fresh), expected)
+
+    host = make_host("llama")
+    host.add_adapter(LocasConfig(r=4, init_strategy="random"), adapter_name="memory")
+    teach(host, "memory")
+    assert torch.equal(logits(host), expected)
+    host.disable_adapters()
+    assert torch.equal(logits(host), logits(make_host("llama")))
+    host.enable_adapters()
+    host.save_pretrained(tmp_path)
+    again = make_host("llama")
+    again.load_adapter(str(tmp_path), adapter_name="other")
+    assert torch.equal(logits(again), expected)
+    again.delete_adapter("other")
+    assert torch.equal(logits(again), logits(make_host("llama")))
+
+
+def test_modules_to_save_and_token_indices(tmp_path):
+    host = make_host("llama")
+    config = LocasConfig(r=4, init_strategy="random", modules_to_save=["lm_head"], trainable_token_indices=[5, 6])
+    model = get_peft_model(host, config)
+    teach(model)
+    with torch.no_grad():
+        model.get_base_model().lm_head.modules_to_save["default"].weight.add_(0.1)
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
+    assert torch.equal(logits(loaded), logits(model.eval()))
+    merged = loaded.merge_and_unload()
+    torch.testing.assert_close(logits(merged), logits(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "names"),
+    [
+        ({"layers_to_transform": [1]}, ["model.layers.1.mlp"]),
+        ({"layers_to_transform": 0, "layers_pattern": "layers"}, ["model.layers.0.mlp"]),
+        ({"exclude_modules": ["model.layers.0.mlp"]}, ["model.layers.1.mlp"]),
+        ({"target_modules": r".*\.0\.mlp"}, ["model.layers.0.mlp"]),
+        ({"target_modules": "all-linear"}, ["model.layers.0.mlp", "model.layers.1.mlp"]),
+    ],
+    ids=str,
+)
+def test_targets(kwargs, names):
+    assert make_model(**kwargs).base_model.targeted_module_names == names
+
+
+def test_rank_pattern_gives_widths_and_taus(tmp_path):
+    model = make_model(rank_pattern={"layers.1.mlp": 8})
+    assert [layer.locas_up["default"].out_features for layer in layers_of(model)] == [4, 8]
+    expected = logits(model.eval())
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(make_host("llama"), tmp_path)), expected)
+    merged = model.merge_and_unload()  # the narrower is padded
+    assert [ffn.width for ffn in find_ffns(merged).values()] == [32, 32]
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
+def test_half_bases(dtype, autocast_adapter_dtype):
+    config = LocasConfig(r=4, init_strategy="random")
+    model = get_peft_model(make_host("llama", dtype), config, autocast_adapter_dtype=autocast_adapter_dtype)
+    expected = torch.float32 if autocast_adapter_dtype else dtype
+    assert {w.dtype for layer in layers_of(model) for w in layer._weights("default")} == {expected}
+    teach(model)
+    assert logits(model).dtype == dtype
+    model.to(torch.bfloat16)
+    assert {layer.locas_tau["default"].dtype for layer in layers_of(model)} == {torch.float32}
+
+
+def test_autocast_trains():
+    model = make_model().train()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=make_tokens(), labels=make_tokens()).loss
+    loss.backward()
+    assert all(
+        p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad
+    )
+
+
+def test_rescale_is_undone():
+    model = make_model().eval()
+    before = logits(model)
+    with rescale(model, 0.0):
+        assert torch.equal(logits(model), logits(make_host("llama")))
+    with pytest.raises(RuntimeError), rescale(model, 2.0):
+        raise RuntimeError
+    assert torch.equal(logits(model), before)
+    with pytest.raises(ValueError, match="no LOCAS memory 'x' to rescale"), rescale(model, 1.0, "x"):
+        pass
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_copy_is_independent(family):
+    model = make_model(family).eval()
+    clone = copy.deepcopy(model)
+    expected = logits(model)
+    teach(model, seed=5)
+    assert torch.equal(logits(clone), expected) and not torch.equal(logits(model), expected)
+    clone.merge_and_unload()
+    assert isinstance(model.base_model, LocasModel) and layers_of(model)
+
+
+# ----------------------------------------------------------- beside other adapters
+
+
+def test_lora_first_then_a_memory_around_it():
+    host = inject_adapter_in_model(
+        LoraConfig(target_modules=["q_proj", "gate_proj"], init_lora_weights=False), make_host("llama")
+    )
+    with_lora = logits(host)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT: the model already has a peft_config
+        del host.peft_config
+        model = get_peft_model(host, LocasConfig(r=4, init_strategy="random"), adapter_name="memory")
+    torch.testing.assert_close(logits(model), with_lora)
+    teach(model, "memory")
+    model.set_adapter("memory")
+    with pytest.raises(ValueError) as error:
+        model.merge_adapter()
+    assert str(error.value) == (
+        "cannot merge into model.layers.0.mlp: gate_proj carries another adapter: merge or unload that one first."
+    )
+
+
+# ------------------------------------------------------------------------ merging
+
+
+def test_two_memories_merged_and_one_cut_out_again():
+    model = make_model(name="first").eval()
+    model.add_adapter("second", LocasConfig(r=3, init_strategy="gaussian"))
+    teach(model, "second", seed=1)
+    base = snapshot(model)
+    model.set_adapter("second")
+    second = logits(model)
+    model.merge_adapter(["first"])
+    with pytest.warns(UserWarning, match="Already following adapters were merged first"):
+        model.merge_adapter(["second"])
+    model.base_model.unmerge_adapter(["first"])
+    assert layers_of(model)[0].merged_adapters == ["second"]
+    torch.testing.assert_close(logits(model), second, rtol=0, atol=1e-5)
+    model.unmerge_adapter()
+    assert same(model, base)
+
+
+def test_merging_twice_says_so():
+    model = make_model()
+    model.merge_adapter()
+    with pytest.warns(UserWarning, match="All adapters are already merged, nothing to do"):
+        model.merge_adapter()
+
+
+def test_disabling_a_merged_memory_unmerges_it():
+    model = make_model().eval()
+    model.merge_adapter()
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(make_host("llama")))
+
+
+@pytest.mark.parametrize("verb", ["merge_adapter", "merge_and_unload", "save_pretrained"])
+def test_an_empty_memory_says_so(verb, tmp_path):
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    before = snapshot(model)
+    arguments = (tmp_path / "memory",) if verb == "save_pretrained" else ()
+    with pytest.raises(ValueError) as error:
+        getattr(model, verb)(*arguments)
+    participle = "saved" if verb == "save_pretrained" else "merged"
+    assert str(error.value) == (
+        f"the memory 'default' is empty: calibrate(model, batches) or train it before it is {participle}."
+    )
+    assert same(model, before) and empty_memories(model) == ["default"]
+    assert not list(tmp_path.glob("**/*.safetensors")) and not list(tmp_path.glob("**/*.json"))
+
+
+@pytest.mark.parametrize("verb", ["merge_adapter", "merge_and_unload"])
+def test_a_failed_safe_merge_leaves_all_as_it_was(verb):
+    model = make_model()
+    layers_of(model)[1].locas_down["default"].weight.data[0, 0] = torch.nan
+    before = {name: p for name, p in snapshot(model).items() if "locas" not in name}
+    with pytest.raises(ValueError) as error:
+        getattr(model, verb)(safe_merge=True)
+    assert str(error.value) == "NaNs detected in the merged weights. The adapter default seems to be broken"
+    assert all(torch.equal(model.state_dict()[name], p) for name, p in before.items())
+    assert not layers_of(model)[0].merged and layers_of(model)[0].ffn.width == 24
+
+
+def test_bases_that_cannot_be_widened_are_refused():
+    class Linear8bit(torch.nn.Linear):
+        pass
+
+    quantised = make_model()
+    layers_of(quantised)[1].ffn.owner.down_proj.__class__ = Linear8bit
+    with pytest.raises(ValueError) as error:
+        quantised.merge_adapter()
+    assert str(error.value) == (
+        "cannot merge into model.layers.1.mlp: down_proj is a Linear8bit, quantised or custom: load the base in a "
+        "floating dtype first."
+    )
+    assert not layers_of(quantised)[0].merged
+
+    meta = make_model()
+    layers_of(meta)[1].ffn.owner.to("meta")
+    with pytest.raises(
+        ValueError, match="gate_proj is offloaded or on the meta device: load the base onto one device"
+    ):
+        meta.merge_and_unload()
+    assert not layers_of(meta)[0].merged
+
+    sharded = make_model()
+    layers_of(sharded)[0].ffn.owner.up_proj.weight.full_tensor = None
+    with pytest.raises(ValueError, match="up_proj is sharded across processes: gather the base first"):
+        sharded.merge_adapter()
+
+
+def test_a_family_whose_config_has_no_width_cannot_be_unloaded_into_a_checkpoint():
+    config = tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2)
+    model = get_peft_model(tf.BloomForCausalLM(config).eval(), LocasConfig(r=4, init_strategy="random"))
+    teach(model)
+    expected = logits(model)
+    with pytest.raises(ValueError) as error:
+        model.merge_and_unload()
+    assert str(error.value) == (
+        "no field of BloomConfig makes transformer.h.0.mlp 68 wide: in this family a memory can be used, merged and "
+        "unmerged, but not unloaded into a plain checkpoint."
+    )
+    assert torch.equal(logits(model), expected)
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
+
+
+def test_offloaded_base_is_refused(tmp_path):
+    from accelerate import cpu_offload
+
+    model = make_model()
+    cpu_offload(model.get_base_model().model.layers[0], execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="is offloaded or on the meta device: load the base onto one device first"):
+        model.merge_adapter()
+
+
+def test_unload_leaves_no_hook():
+    for family in ("llama", "opt"):
+        host = make_host(family)
+        model = get_peft_model(host, LocasConfig(r=4))
+        assert host._forward_pre_hooks
+        assert model.unload() is host
+        assert not any(module._forward_pre_hooks for module in host.modules())
+        assert not hasattr(host, "peft_config")
+
+
+# -------------------------------------------------------------- files that do not fit
+
+
+@pytest.fixture
+def memory(tmp_path):
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+KEY = "base_model.model.model.layers.1.mlp.locas_up.weight"
+
+
+def test_truncated_file(memory):
+    path = memory / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-40])
+    assert_refused(memory, "is truncated or not a safetensors file", make_host("llama"))
+
+
+def test_file_that_is_no_safetensors(memory):
+    (memory / "adapter_model.safetensors").write_bytes(b"not a memory")
+    assert_refused(memory, "is truncated or not a safetensors file", make_host("llama"))
+
+
+def test_pickled_file_is_never_read(memory):
+    (memory / "adapter_model.safetensors").rename(memory / "adapter_model.bin")
+    assert_refused(memory, "is a pickle, and a memory is never unpickled: save it as", make_host("llama"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(KEY), r"at model.layers.1.mlp: locas_up is missing. Save the memory again."),
+        (lambda t: t.update({KEY: torch.ones(5, 16)}), r"locas_up has shape \[5, 16\], expected \[4, 16\]"),
+        (lambda t: t.update({KEY: torch.ones(4, 8)}), r"locas_up has shape \[4, 8\], expected \[4, 16\]"),
+        (
+            lambda t: t[KEY].fill_(torch.inf),
+            r"layers.1.mlp.locas_up\.(default|theirs)\.weight holds values that are not finite",
+        ),
+        (lambda t: [t.pop(k) for k in list(t) if "layers.1" in k], r"the file has no .*layers.1.mlp.locas_"),
+        (
+            lambda t: t.update(
+                {k.replace("layers.1", "layers.2"): v.clone() for k, v in t.items() if "layers.1" in k}
+            ),
+            r"the model has no place for .*layers.2.mlp.locas_",
+        ),
+        (lambda t: [t.pop(k) for k in list(t)], r"holds no LOCAS memory"),
+    ],
+    ids=["missing", "other r", "other D", "not finite", "layer missing", "layer too many", "empty"],
+)
+def test_tampered_tensors(memory, change, message):
+    rewrite(memory, change)
+    assert_refused(memory, message, make_host("llama"))
+
+
+@pytest.mark.parametrize(
+    ("family", "difference"),
+    [
+        ("qwen3", "model_type 'llama', this base has 'qwen3'"),
+        ("gpt2", "model_type 'llama', this base has 'gpt2', gated True, this base has False, activation"),
+    ],
+)
+def test_memory_of_another_family(memory, family, difference):
+    message = rf"this memory was made for another base \({difference}.*\): load the base that it was made for, or make"
+    assert_refused(memory, message, make_host(family))
+
+
+def test_memory_of_another_width_or_depth(memory):
+    for field, value, difference in (
+        ("hidden_size", 32, "hidden_size 16, this base has 32"),
+        ("num_hidden_layers", 3, "ffns 2, this base has 3"),
+    ):
+        config = make_host("llama").config
+        setattr(config, field, value)
+        assert_refused(memory, difference, tf.LlamaForCausalLM(config).eval())
+
+
+def assert_refused(memory, message, host):
+    """Loading raises one line; the host, and a model that has another memory already, are as they were."""
+    before, names = snapshot(host), [name for name, _ in host.named_modules()]
+    with pytest.raises(ValueError, match=message) as error:
+        PeftModel.from_pretrained(host, memory)
+    assert "\n" not in str(error.value)
+    assert same(host, before) and [name for name, _ in host.named_modules()] == names
+    assert not hasattr(host, "peft_config")
+
+    model = get_peft_model(host, LocasConfig(r=2, init_strategy="gaussian"), adapter_name="mine")
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        model.load_adapter(memory, "theirs")
+    assert same(model, before) and list(model.peft_config) == ["mine"]
+
+
+def test_one_config_object_serves_several_models():
+    config = LocasConfig(r=4)
+    for family in ("llama", "qwen3"):
+        model = get_peft_model(make_host(family), config)
+        calibrate(model, [make_tokens()])
+
+
+@pytest.mark.parametrize("strategy", ["topk", "bottomk", "random"])
+def test_r_above_the_host_s_width_where_cloning(strategy):
+    host = make_host("llama")
+    names = [name for name, _ in host.named_modules()]
+    with pytest.raises(ValueError) as error:
+        get_peft_model(host, LocasConfig(r=25, init_strategy=strategy))
+    assert str(error.value) == (
+        "r must be at most the host's width where slots are cloned, got r=25 for model.layers.0.mlp with 24 slots: "
+        "lower r, or set init_strategy='gaussian'."
+    )
+    assert [name for name, _ in host.named_modules()] == names
+    assert make_model(r=25, init_strategy="gaussian")
