@@ -4,6 +4,7 @@ Importing this package registers `PeftType.LOCAS` with PEFT and does nothing els
 """
 
 from .registration import register
+from .ttt import Chunk, TestTimeTrainer
 from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
 
 register()
@@ -11,9 +12,11 @@ register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "Chunk",
     "LocasConfig",
     "LocasLayer",
     "LocasModel",
+    "TestTimeTrainer",
     "calibrate",
     "empty_memories",
     "rescale",
