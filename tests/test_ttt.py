@@ -245,7 +245,12 @@ def test_one_step_follows_the_gradient_of_the_chunks_mean_loss(context):
             assert parameter.grad is None
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "muon", torch.optim.Adagrad])
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+
+
+@pytest.mark.parametrize(
+    "optimizer", ["adamw", "adam", "sgd", pytest.param("muon", marks=needs_muon), torch.optim.Adagrad]
+)
 def test_each_optimizer_changes_the_memory_and_nothing_else(optimizer):
     model = make_model("locas")
     rate = None if callable(optimizer) else 0.1
@@ -435,7 +440,7 @@ def test_a_gradient_that_is_not_finite_leaves_memory_and_optimizer_as_they_were(
     ("kind", "settings"),
     [
         ("locas", {"context": "cache"}),
-        ("locas", {"context": "recompute", "optimizer": "muon"}),
+        pytest.param("locas", {"context": "recompute", "optimizer": "muon"}, marks=needs_muon),
         ("lora", {"context": "cache", "epochs": 2, "max_grad_norm": 1.0, "weight_decay": 0.1}),
         ("lora", {"optimizer": "sgd"}),
         ("plain", {"context": "cache"}),
@@ -824,6 +829,7 @@ def test_switching_adapters_halfway_is_named():
     )
 
 
+@needs_muon
 def test_muon_takes_matrices_only():
     model = make_model("lora")
     model.get_base_model().model.norm.weight.requires_grad_(True)
@@ -831,4 +837,13 @@ def test_muon_takes_matrices_only():
         list(TestTimeTrainer(model, **SETTINGS, optimizer="muon").read(make_ids(8)))
     assert str(caught.value) == (
         "optimizer 'muon' must have matrices only, got a parameter of shape (16,): use 'adamw'"
+    )
+
+
+def test_muon_needs_a_torch_that_has_it(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon", raising=False)
+    with pytest.raises(ValueError) as caught:
+        list(make_trainer("lora", optimizer="muon").read(make_ids(8)))
+    assert str(caught.value) == (
+        f"optimizer 'muon' must have torch 2.9 or later, got {torch.__version__}: use 'adamw'"
     )

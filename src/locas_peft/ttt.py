@@ -808,6 +808,8 @@ def _fused(
 
 
 def _muon(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"optimizer 'muon' must have torch 2.9 or later, got {torch.__version__}: use 'adamw'")
     other = next((tuple(parameter.shape) for parameter in parameters if parameter.ndim != 2), None)
     if other is not None:
         raise ValueError(f"optimizer 'muon' must have matrices only, got a parameter of shape {other}: use 'adamw'")
