@@ -19,7 +19,7 @@ STATE = {"position": 3, "loss": 0.1 + 0.2, "none": None, "name": "naïve"}
 
 
 def make_program(text: str) -> list[str]:
-    """A Python command line in which `checkpoint` is loaded from its file: the package itself takes seconds to import."""
+    """A Python command line; `checkpoint` is loaded from its file, as the package itself takes seconds to import."""
     loading = f"""
         import importlib.util
         spec = importlib.util.spec_from_file_location("checkpoint", {checkpoint.__file__!r})
