@@ -1,4 +1,4 @@
-"""`python -m locas_peft`: the `locas` command."""
+"""`python -m locas_peft` is the `locas` command."""
 
 from .cli import main
 

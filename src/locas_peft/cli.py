@@ -35,7 +35,6 @@ app = typer.Typer(
     name="locas",
     help="A memory made of weights for language models: read a text, keep what was learned in a small file.",
     epilog="LOCAS_TRACEBACK=1 shows the traceback behind an error's one line.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -88,7 +87,15 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: the arguments; the process's own where None.
     """
-    app(args=args, prog_name="locas")
+    given = list(sys.argv[1:] if args is None else args)
+    usage_error = typer.BadParameter.__base__
+    try:
+        code = app(args=given or ["--help"], prog_name="locas", standalone_mode=False)
+    except usage_error as error:
+        place = "locas" if error.ctx is None else error.ctx.command_path
+        print(f"error: {_one_line(error.format_message()).rstrip('.')}: see {place} --help", file=sys.stderr)
+        code = 2
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
@@ -507,7 +514,8 @@ def _progress(stderr: Console) -> Iterator[Callable[[str, int], Callable[[Chunk]
     )
 
     def start(method: str, total: int) -> Callable[[Chunk], None]:
-        task = progress.add_task(method, total=total, perplexity="-", speed="-")
+        # Shown from the first chunk on: an error before it needs no empty bar above.
+        task = progress.add_task(method, total=total, visible=False, perplexity="-", speed="-")
         nll_nats, tokens, seconds = 0.0, 0, 0.0
 
         def update(chunk: Chunk) -> None:
@@ -517,7 +525,7 @@ def _progress(stderr: Console) -> Iterator[Callable[[str, int], Callable[[Chunk]
             seconds += chunk.seconds
             if tokens and seconds:
                 fields = {"perplexity": f"{perplexity(nll_nats, tokens):.2f}", "speed": f"{tokens / seconds:,.0f}"}
-                progress.update(task, completed=chunk.stop, **fields)
+                progress.update(task, completed=chunk.stop, visible=True, **fields)
 
         return update
 
@@ -661,9 +669,9 @@ def _explain(error: Exception) -> str | None:
         if is_disk_full(error) and error.strerror:
             where = f" while writing {error.filename}" if error.filename else ""
             return f"the disk is full{where}: free some space or choose another folder; nothing was left half-written"
-        return _one_line(error)
+        return _one_line(str(error))
     if isinstance(error, ValueError) or (isinstance(error, TypeError) and _is_ours(error)):
-        return _one_line(error)
+        return _one_line(str(error)) or type(error).__name__
     return None
 
 
@@ -675,5 +683,5 @@ def _is_ours(error: Exception) -> bool:
     return Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parent)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

@@ -186,7 +186,7 @@ class Reading:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Reading:
-        """Undoes `to_json`.
+        """Undoes `to_json`; a figure that JSON could not hold (null) comes back as NaN.
 
         Raises:
             ValueError: a key is missing or unknown.
@@ -198,7 +198,17 @@ class Reading:
             reading = cls(settings=settings, **value)
         except TypeError as error:
             raise ValueError(f"{READING} must be one that this version wrote ({error}): read the text again") from None
-        return dataclasses.replace(reading, curve=[tuple(point) for point in reading.curve])
+        return dataclasses.replace(
+            reading,
+            nll_nats=_or_nan(reading.nll_nats),
+            perplexity=_or_nan(reading.perplexity),
+            perplexity_at={mark: _or_nan(item) for mark, item in reading.perplexity_at.items()},
+            curve=[(tokens, _or_nan(item)) for tokens, item in reading.curve],
+        )
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 # ---------------------------------------------------------------------- methods

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,8 +110,13 @@ def plot(readings: Sequence[Reading], path: str | Path, title: str | None = None
 
 def _y_limits(readings: Sequence[Reading]) -> tuple[float, float]:
     """Limits that leave out the first twentieth of the text, where few tokens make the perplexity jump."""
-    values = [value for reading in readings for tokens, value in reading.curve if tokens >= reading.curve[-1][0] / 20]
-    return (min(values) / 1.05, max(values) * 1.05) if values else (1, 10)
+    values = [
+        value
+        for reading in readings
+        for tokens, value in reading.curve
+        if tokens >= reading.curve[-1][0] / 20 and math.isfinite(value)
+    ]
+    return (min(values) / 1.05, max(values) * 1.05) if values else (1.0, 10.0)
 
 
 def make_memory_table(memory: dict[str, Any]) -> Table:

@@ -1,0 +1,168 @@
+"""Loading: bases by name, memories by folder, and one line for each way in which they cannot be had."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from locas_peft import LocasConfig, backbone, calibrate, loading
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """A calibrated memory of the embedded backbone, r=4."""
+    model, _ = backbone.load()
+    model = get_peft_model(model, LocasConfig(r=4, task_type="CAUSAL_LM"))
+    calibrate(model, [torch.arange(32).unsqueeze(0)])
+    folder = tmp_path_factory.mktemp("memory")
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_llama():
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_the_backbone_is_at_hand():
+    model, tokenizer = loading.load_base(device="cpu")
+    assert (model.config.model_type, model.dtype, model.training) == ("qwen3", torch.float32, False)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert tokenizer.decode(tokenizer("A memory of weights")["input_ids"]) == "A memory of weights"
+    assert loading.load_base(backbone.NAME, dtype="bfloat16", device="cpu")[0].dtype == torch.bfloat16
+
+
+def test_the_backbone_is_known_by_its_folder_too():
+    assert backbone.is_embedded(backbone.NAME)
+    assert backbone.is_embedded(str(backbone.path()))
+    assert backbone.is_embedded("/elsewhere/site-packages/locas_peft/backbone")
+    assert not backbone.is_embedded("locas_peft/other")
+
+
+def test_a_folder_is_a_base():
+    model, _ = loading.load_base(str(backbone.path()) + "/../backbone/.", device="cpu")
+    assert model.config.hidden_size == 256
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("./none", "model must be an existing folder or a name on the hub, got './none': check the path"),
+        ("a/b/c", "model must be an existing folder or a name on the hub, got 'a/b/c': check the path"),
+        ("empty", "model must be a folder with a config.json, got 'empty': choose a saved model"),
+        ("memory", "model must be a base model, got the memory 'memory': name the model it was made for"),
+    ],
+)
+def test_what_is_no_base(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError) as raised:
+        loading.load_base(name, device="cpu")
+    assert str(raised.value) == message
+
+
+def test_a_broken_base_is_one_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "no such type"}')
+    with pytest.raises(ValueError) as raised:
+        loading.load_base(str(tmp_path), device="cpu")
+    assert str(raised.value).startswith(f"model {str(tmp_path)!r} cannot be loaded (")
+    assert str(raised.value).endswith("): give a causal LM with its tokenizer")
+    assert "\n" not in str(raised.value)
+
+
+def test_an_unreachable_hub_is_one_line(monkeypatch):
+    import huggingface_hub
+
+    def refuse(self, name, timeout):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", refuse)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    message = (
+        "model 'somebody/some-model' is no folder here, and the hub cannot be reached (ConnectionError): "
+        "give a folder, check the network, or leave --model out for the embedded backbone"
+    )
+    with pytest.raises(ValueError) as raised:
+        loading.load_base("somebody/some-model", device="cpu")
+    assert str(raised.value) == message
+
+
+def test_unknown_dtypes_and_devices():
+    with pytest.raises(ValueError, match="^dtype must be one of auto, float32, bfloat16, float16, got 'int3'$"):
+        loading.load_base(dtype="int3", device="cpu")
+    with pytest.raises(ValueError, match="^device must be one that torch can use, got 'abacus' "):
+        loading.load_base(device="abacus")
+
+
+def test_a_memory_loads_for_reading(memory):
+    base, _ = loading.load_base(device="cpu")
+    model = loading.load_memory(base, memory, pad_to_multiple_of=256)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.merge_and_unload().config.intermediate_size == 1024
+
+
+def test_a_memory_of_another_base_is_refused(memory, tmp_path):
+    with pytest.raises(ValueError, match="^this memory was made for another base "):
+        loading.load_memory(tiny_llama(), memory)
+    base, _ = loading.load_base(device="cpu")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as raised:
+        loading.load_memory(tiny_llama(), tmp_path)
+    assert str(raised.value).startswith(f"memory {str(tmp_path)!r} does not fit LlamaForCausalLM '' (")
+    assert str(raised.value).endswith("): load the base that it was made for")
+
+
+def test_fields_that_a_memory_does_not_have(tmp_path):
+    base, _ = loading.load_base(device="cpu")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    message = "^pad_to_multiple_of has no meaning for a memory of type LORA, got 8$"
+    with pytest.raises(ValueError, match=message):
+        loading.load_memory(loading.load_base(device="cpu")[0], tmp_path, pad_to_multiple_of=8)
+
+
+def test_a_memory_describes_itself(memory):
+    found = loading.describe_memory(memory)
+    assert (found["peft_type"], found["r"], found["init"], found["dtype"]) == ("LOCAS", 4, "topk", "float32")
+    assert found["parameters"] == 6 * (3 * 4 * 256 + 1)
+    assert found["bytes"] == (memory / "adapter_model.safetensors").stat().st_size
+    assert [layer["name"] for layer in found["layers"]] == [f"model.layers.{number}.mlp" for number in range(6)]
+    for layer in found["layers"]:
+        assert layer["r"] == 4
+        assert layer["tau"] > 0
+        assert len(layer["slots"]) == 4
+        assert layer["gate"]["mean"] == pytest.approx(1, rel=1e-5)
+        assert layer["up"]["max"] == pytest.approx(1, rel=1e-5)
+        assert layer["down"] == {"mean": 0.0, "max": 0.0}
+
+
+def test_damaged_memories(memory, tmp_path):
+    nothing = tmp_path / "nothing"
+    message = (
+        f"memory must be a folder that holds a memory, got {str(nothing)!r}, no folder: "
+        "make one with `locas memorize TEXT --out DIR`"
+    )
+    with pytest.raises(ValueError) as raised:
+        loading.describe_memory(nothing)
+    assert str(raised.value) == message
+    config = tmp_path / "adapter_config.json"
+    config.write_text("{")
+    with pytest.raises(ValueError, match="is not readable as JSON .*: copy or save the memory again$"):
+        loading.describe_memory(tmp_path)
+    config.write_text(json.dumps({"r": 4}))
+    with pytest.raises(ValueError, match="must name its peft_type, got none: copy or save the memory again$"):
+        loading.describe_memory(tmp_path)
+    config.write_text((memory / "adapter_config.json").read_text())
+    with pytest.raises(ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"):
+        loading.describe_memory(tmp_path)
+    whole = (memory / "adapter_model.safetensors").read_bytes()
+    (tmp_path / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match="is truncated or not a safetensors file .*: copy or save it again$"):
+        loading.describe_memory(tmp_path)
