@@ -105,6 +105,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
     def run(*args: Any, **options: Any) -> None:
         try:
             function(*args, **options)
+            sys.stdout.flush()
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(130) from None
@@ -113,6 +114,8 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
             if line is None or os.environ.get("LOCAS_TRACEBACK"):
                 raise
             print(f"error: {line}", file=sys.stderr)
+            if isinstance(error, OSError):
+                _give_up_stdout()
             raise typer.Exit(2) from None
 
     return app.command()(run)
@@ -514,7 +517,6 @@ def _progress(stderr: Console) -> Iterator[Callable[[str, int], Callable[[Chunk]
     )
 
     def start(method: str, total: int) -> Callable[[Chunk], None]:
-        # Shown from the first chunk on: an error before it needs no empty bar above.
         task = progress.add_task(method, total=total, visible=False, perplexity="-", speed="-")
         nll_nats, tokens, seconds = 0.0, 0, 0.0
 
@@ -525,12 +527,18 @@ def _progress(stderr: Console) -> Iterator[Callable[[str, int], Callable[[Chunk]
             seconds += chunk.seconds
             if tokens and seconds:
                 fields = {"perplexity": f"{perplexity(nll_nats, tokens):.2f}", "speed": f"{tokens / seconds:,.0f}"}
+                progress.start()
                 progress.update(task, completed=chunk.stop, visible=True, **fields)
 
         return update
 
-    with Progress(*columns, console=stderr) as progress:
+    # Begun with the first chunk: an error before it needs no empty bar above.
+    progress = Progress(*columns, console=stderr)
+    try:
         yield start
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 def _show(
@@ -673,6 +681,14 @@ def _explain(error: Exception) -> str | None:
     if isinstance(error, ValueError) or (isinstance(error, TypeError) and _is_ours(error)):
         return _one_line(str(error)) or type(error).__name__
     return None
+
+
+def _give_up_stdout() -> None:
+    """Sends what is left in stdout's buffer to nowhere where it cannot be written: Python would try once more."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_ours(error: Exception) -> bool:

@@ -1,0 +1,487 @@
+"""The command line: what it prints, what it writes, and with which code it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from locas_peft import backbone, cli, files, methods, text
+
+FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
+COMMANDS = ["demo", "memorize", "compare", "generate", "merge", "inspect"]
+MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command in an empty folder; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
+
+    def call(*args) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(arg) for arg in args])
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """A memory of the text's first tokens."""
+    folder = tmp_path_factory.mktemp("made")
+    (folder / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["memorize", str(folder / "text.txt"), "--out", str(folder / "memory"), "--r", "16", *FAST])
+    assert ended.value.code == 0
+    return folder / "memory"
+
+
+def names(folder) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_help_lists_the_commands():
+    result = CliRunner().invoke(cli.app, ["--help"])
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command):
+    result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "Usage: locas" in result.stdout or "Usage: root" in result.stdout
+
+
+def test_no_command_gives_help(run):
+    code, stdout, stderr = run()
+    assert (code, stderr) == (0, "")
+    assert "memorize" in stdout
+
+
+# ---------------------------------------------------------------------- memorize
+
+
+def test_memorize_writes_a_memory_and_json(run, tmp_path):
+    code, stdout, stderr = run("memorize", "text.txt", "--out", "a/memory", "--json", "r.json", "--r", 8, *FAST)
+    assert code == 0
+    assert "locas-glu" in stdout
+    assert "The memory is in a/memory. Next: locas generate PROMPT --memory a/memory" in stdout
+    assert names(tmp_path) == ["a", "r.json", "text.txt"]
+    assert names(tmp_path / "a") == ["memory"]
+    assert names(tmp_path / "a" / "memory") == MEMORY_FILES
+    value = json.loads((tmp_path / "r.json").read_text())
+    assert value == json.loads((tmp_path / "a" / "memory" / "reading.json").read_text())
+    assert {name: value[name] for name in ("method", "model", "r", "init", "learning_rate", "window", "stride")} == {
+        "method": "locas-glu",
+        "model": "locas_peft/tinybook-glu",
+        "r": 8,
+        "init": "topk",
+        "learning_rate": 2e-3,
+        "window": 128,
+        "stride": 64,
+    }
+    assert (value["scaling"], value["context"], value["scored_tokens"]) == (8.0, "cache", 299)
+    assert value["memory_dir"] == "a/memory"
+
+
+def test_the_backbone_reads_unwrapped_text(run, tmp_path):
+    (tmp_path / "wrapped.txt").write_text("one two\nthree four\nfive six seven eight\n")
+    (tmp_path / "flat.txt").write_text("one two three four five six seven eight")
+    figures = []
+    for arguments in (["wrapped.txt"], ["flat.txt"], ["wrapped.txt", "--no-unwrap"]):
+        code, stdout, _ = run("memorize", *arguments, "--method", "none", "--json", "-", "--device", "cpu")
+        assert code == 0
+        figures.append(json.loads(stdout)["nll_nats"])
+    assert figures[0] == figures[1] != figures[2]
+
+
+def test_none_saves_nothing_and_needs_no_folder(run, tmp_path):
+    code, stdout, stderr = run("memorize", "text.txt", "--method", "none", "--json", "-", *FAST)
+    assert code == 0
+    value = json.loads(stdout)
+    assert (value["memory_dir"], value["extra_parameters"], value["learning_rate"]) == (None, 0, None)
+    assert "perplexity" in stderr
+    assert names(tmp_path) == ["text.txt"]
+
+
+def test_reads_standard_input():
+    process = locas(
+        "memorize", "-", "--method", "none", "--json", "-", stdin="A text of a few words, read from a pipe."
+    )
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["scored_tokens"] > 5
+
+
+def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
+    arguments = [
+        "memorize",
+        "text.txt",
+        "--out",
+        "memory",
+        "--r",
+        4,
+        "--window",
+        64,
+        "--stride",
+        64,
+        "--device",
+        "cpu",
+    ]
+    assert run(*arguments, "--max-tokens", 100)[0] == 0
+    before = (tmp_path / "memory" / "adapter_model.safetensors").read_bytes()
+    code, stdout, stderr = run(*arguments, "--max-tokens", 120)
+    assert (code, stdout) == (2, "")
+    assert stderr == "error: --out 'memory' holds a memory: choose another folder, or give --overwrite\n"
+    code, _, stderr = run(*arguments, "--max-tokens", 120, "--resume")
+    assert (code, stderr) == (
+        2,
+        "error: max_tokens must be 100 as in the memory in 'memory', got 120: "
+        "choose another folder, or give --overwrite\n",
+    )
+    assert (tmp_path / "memory" / "adapter_model.safetensors").read_bytes() == before
+    code, stdout, stderr = run(*arguments, "--max-tokens", 100, "--resume")
+    assert (code, stderr) == (0, "memory holds the finished memory of this very reading: nothing is left to do\n")
+    (tmp_path / "memory" / "notes.txt").write_text("mine")
+    assert run(*arguments, "--max-tokens", 120, "--overwrite")[0] == 0
+    assert json.loads((tmp_path / "memory" / "reading.json").read_text())["max_tokens"] == 120
+    assert names(tmp_path / "memory") == sorted([*MEMORY_FILES, "notes.txt"])
+
+
+def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch):
+    arguments = ["memorize", "text.txt", "--r", 8, *FAST, "--checkpoint-seconds", 0]
+    assert run(*arguments, "--out", "whole")[0] == 0
+
+    call = methods._call
+
+    def interrupt(callback, chunk):
+        call(callback, chunk)
+        if chunk.index == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(methods, "_call", interrupt)
+    code, stdout, stderr = run(*arguments, "--out", "parts")
+    assert (code, stdout) == (130, "")
+    assert "parts holds a checkpoint: the same command with --resume goes on from there\n" in stderr
+    assert stderr.endswith("interrupted\n")
+    assert names(tmp_path / "parts") == ["checkpoint"]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+
+    code, _, stderr = run(*arguments, "--out", "parts")
+    assert (code, stderr) == (
+        2,
+        "error: --out 'parts' holds an unfinished reading: go on with --resume, or give --overwrite\n",
+    )
+    assert run(*arguments, "--out", "parts", "--resume")[0] == 0
+    assert names(tmp_path / "parts") == MEMORY_FILES
+    name = "adapter_model.safetensors"
+    assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    parts, whole = (json.loads((tmp_path / d / "reading.json").read_text()) for d in ("parts", "whole"))
+    assert parts["nll_nats"] == whole["nll_nats"]
+
+
+def test_resume_starts_afresh_where_there_is_nothing(run, tmp_path):
+    assert run("memorize", "text.txt", "--out", "memory", "--resume", "--r", 4, *FAST)[0] == 0
+    assert names(tmp_path / "memory") == MEMORY_FILES
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.txt"], "text must be an existing file, got 'none.txt': check the path, or give - to read stdin"),
+        (
+            ["empty.txt"],
+            "text must not be empty, got nothing but whitespace in 'empty.txt': give a file with text in it",
+        ),
+        (["short.txt"], "text must have at least 2 tokens, got 1: give a longer text"),
+        (["text.txt", "--method", "memo"], "method must be one of none, lora, locas-glu, locas-mlp, got 'memo'"),
+        (
+            ["text.txt", "--init", "zero"],
+            "init must be one of topk, bottomk, random, gaussian, activation, got 'zero'",
+        ),
+        (["text.txt", "--preset", "best"], "preset must be one of paper, tuned, got 'best'"),
+        (["text.txt", "--dtype", "int3"], "dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
+        (
+            ["text.txt", "--method", "locas-mlp"],
+            "method 'locas-mlp' needs two-layer FFNs, got Qwen3ForCausalLM with gated ones: use 'locas-glu'",
+        ),
+        (
+            ["text.txt", "--model", "./nowhere"],
+            "model must be an existing folder or a name on the hub, got './nowhere': check the path",
+        ),
+        (
+            ["text.txt", "--json", "no/r.json"],
+            "--json must lie in an existing folder, got 'no/r.json': make its folder first",
+        ),
+        (
+            ["text.txt", "--resume", "--overwrite"],
+            "--resume and --overwrite exclude each other: go on, or start afresh",
+        ),
+        (["text.txt", "--max-tokens", "1"], "Invalid value for '--max-tokens'"),
+        (["text.txt", "--r", "many"], "Invalid value for '--r'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, run, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    (tmp_path / "short.txt").write_text("a")
+    before = names(tmp_path)
+    code, stdout, stderr = run("memorize", *arguments, "--out", "memory", "--device", "cpu")
+    assert (code, stdout) == (2, "")
+    assert stderr.startswith(f"error: {message}")
+    assert stderr.count("\n") == 1
+    assert message.startswith("Invalid") or stderr == f"error: {message}\n"
+    assert names(tmp_path) == before
+
+
+def test_memorize_needs_a_folder(run):
+    code, _, stderr = run("memorize", "text.txt")
+    assert (code, stderr) == (
+        2,
+        "error: --out must name a folder for what locas-glu learns, got none: add --out DIR\n",
+    )
+
+
+def test_out_must_be_a_folder(run, tmp_path):
+    code, _, stderr = run("memorize", "text.txt", "--out", "text.txt")
+    path = str(tmp_path / "text.txt")
+    assert (code, stderr) == (2, f"error: --out must be a folder, got {path!r} (text.txt is a file): choose another\n")
+
+
+def test_unknown_options_and_commands(run):
+    code, _, stderr = run("memorise", "text.txt")
+    assert code == 2
+    assert stderr.startswith("error: No such command 'memorise'")
+    assert stderr.endswith(": see locas --help\n")
+    code, _, stderr = run("memorize")
+    assert (code, stderr) == (2, "error: Missing argument 'TEXT': see locas memorize --help\n")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
+    replace = os.replace
+
+    def fill(source, target):
+        if ".partial" in str(source):
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", fill)
+    code, _, stderr = run("memorize", "text.txt", "--out", "a/memory", "--r", 4, *FAST)
+    assert code == 2
+    assert stderr.splitlines()[-1].startswith("error: the disk is full while writing ")
+    assert stderr.endswith(": free some space or choose another folder; nothing was left half-written\n")
+    assert names(tmp_path) == ["text.txt"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
+def test_a_full_device_under_stdout_of_json(tmp_path):
+    (tmp_path / "text.txt").write_text("A text of a few words.")
+    with open("/dev/full", "w") as full:
+        process = locas("memorize", tmp_path / "text.txt", "--method", "none", "--json", "-", stdout=full)
+    assert process.returncode == 2
+    assert process.stderr.endswith(
+        "error: the disk is full: free some space or choose another folder; nothing was left half-written\n"
+    )
+
+
+def test_defects_keep_their_traceback(run, monkeypatch):
+    def defect(*args):
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(text, "read_text", lambda path: [] + 1)
+    monkeypatch.chdir("/")
+    with pytest.raises(TypeError):
+        cli.main(["memorize", "text.txt", "--method", "none"])
+    monkeypatch.setattr(text, "read_text", lambda path: {}["missing"])
+    with pytest.raises(KeyError):
+        cli.main(["memorize", "text.txt", "--method", "none"])
+
+
+def test_the_traceback_can_be_asked_for(run, monkeypatch):
+    monkeypatch.setenv("LOCAS_TRACEBACK", "1")
+    with pytest.raises(ValueError, match="text must be an existing file"):
+        cli.main(["memorize", "none.txt", "--method", "none"])
+
+
+# ---------------------------------------------------------------------- compare
+
+
+def test_compare_puts_methods_side_by_side(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, stdout, stderr = run(
+        "compare", "text.txt", "--methods", "none,locas-glu,lora", "--r", 8, "--out", "out", "--json", "r.json", *FAST
+    )
+    assert code == 0
+    values = json.loads((tmp_path / "r.json").read_text())
+    assert [value["method"] for value in values] == ["none", "locas-glu", "lora"]
+    assert [value["r"] for value in values] == [None, 8, 8]
+    assert [value["memory_dir"] for value in values] == [None, "out/locas-glu", "out/lora"]
+    assert values == json.loads((tmp_path / "out" / "readings.json").read_text())
+    assert values[1]["perplexity"] < values[0]["perplexity"]
+    assert values[1]["curve"][0] == pytest.approx(values[0]["curve"][0], rel=1e-5)
+    assert names(tmp_path / "out") == ["locas-glu", "lora", "perplexity.png", "readings.json"]
+    assert "1.00x" in stdout
+
+    code, stdout, stderr = run("compare", "text.txt", "--methods", "lora", "--out", "out", *FAST)
+    assert (code, stderr) == (
+        2,
+        "error: --out 'out/lora' holds a memory: choose another folder, or give --overwrite\n",
+    )
+
+
+def test_compare_without_out_writes_nothing(run, tmp_path):
+    code, stdout, _ = run("compare", "text.txt", "--methods", "none,lora", "--init", "random", *FAST)
+    assert code == 2
+    code, stdout, _ = run("compare", "text.txt", "--methods", "none,lora", "--r", 2, *FAST)
+    assert code == 0
+    assert "lora" in stdout
+    assert names(tmp_path) == ["text.txt"]
+
+
+def test_compare_reads_with_each_method_once(run):
+    code, _, stderr = run("compare", "text.txt", "--methods", "none,none")
+    assert (code, stderr) == (
+        2,
+        "error: --methods must name each method once, got 'none,none': drop the second mention\n",
+    )
+
+
+def test_order_does_not_matter(run, tmp_path):
+    figures = []
+    for order in ("locas-glu,lora", "lora,locas-glu"):
+        code, stdout, _ = run("compare", "text.txt", "--methods", order, "--r", 4, "--json", "-", *FAST)
+        assert code == 0
+        figures.append({value["method"]: value["nll_nats"] for value in json.loads(stdout)})
+    assert figures[0] == figures[1]
+
+
+# ---------------------------------------------------------------------- with a memory
+
+
+def test_generate_shows_both_texts(run, memory):
+    arguments = ["generate", "The expression", "--memory", memory, "--max-new-tokens", 8, "--device", "cpu"]
+    code, stdout, _ = run(*arguments)
+    assert code == 0
+    assert stdout.startswith("without the memory\nThe expression")
+    assert "\nwith the memory\nThe expression" in stdout
+    code, stdout, _ = run(*arguments, "--json", "-", "--temperature", 1.0, "--seed", 1)
+    first = json.loads(stdout)
+    assert first.keys() == {"prompt", "memory_dir", "without", "with"}
+    code, stdout, _ = run(*arguments, "--json", "-", "--temperature", 1.0, "--seed", 1)
+    assert json.loads(stdout) == first
+
+
+def test_generate_without_a_memory(run):
+    code, _, stderr = run("generate", "Once", "--memory", "nowhere")
+    assert (code, stderr) == (
+        2,
+        "error: memory must be a folder that holds a memory, got 'nowhere', no folder: "
+        "make one with `locas memorize TEXT --out DIR`\n",
+    )
+    code, _, stderr = run("generate", " ", "--memory", "nowhere")
+    assert (code, stderr) == (2, "error: PROMPT must not be empty: give the beginning of a text\n")
+
+
+def test_generate_stays_within_the_positions(run, memory):
+    code, _, stderr = run("generate", "Once", "--memory", memory, "--max-new-tokens", 2048, "--device", "cpu")
+    assert code == 2
+    assert stderr.startswith("error: prompt and --max-new-tokens must fit the model's 2048 positions, got ")
+
+
+def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
+    code, stdout, stderr = run("merge", memory, "--out", "merged", "--pad-to-multiple-of", 128)
+    assert (code, stderr) == (0, "")
+    assert "FFNs 896 wide" in stdout
+    assert names(tmp_path) == ["merged", "text.txt"]
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert (config["model_type"], config["intermediate_size"]) == ("qwen3", 896)
+    assert str(backbone.path()) not in json.dumps(config)
+
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    from peft import PeftModel
+
+    adapted = PeftModel.from_pretrained(backbone.load()[0], memory)
+    ids = torch.arange(1, 33).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.allclose(merged(ids).logits, adapted(ids).logits, atol=1e-4)
+
+    code, _, stderr = run("merge", memory, "--out", "merged")
+    assert (code, stderr) == (
+        2,
+        "error: --out must be a new or empty folder, got 'merged' with files in it: choose another\n",
+    )
+
+
+def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
+    from locas_peft import loading
+
+    monkeypatch.setattr(loading, "load_base", None)
+    code, stdout, stderr = run("inspect", memory, "--json", "i.json")
+    assert (code, stderr) == (0, "")
+    assert "locas_peft/tinybook-glu" in stdout
+    assert "model.layers.5.mlp" in stdout
+    value = json.loads((tmp_path / "i.json").read_text())
+    assert (value["peft_type"], value["r"], len(value["layers"])) == ("LOCAS", 16, 6)
+    assert value["parameters"] == 6 * (3 * 16 * 256 + 1)
+    assert all(layer["down"]["max"] <= 1 for layer in value["layers"])
+
+
+# ---------------------------------------------------------------------- demo and processes
+
+
+def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    for _ in range(2):  # a second run replaces what the first one wrote
+        code, stdout, _ = run("demo", "--out", "demo", "--max-tokens", 300, "--r", 4, "--device", "cpu")
+        assert code == 0
+    assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora", "perplexity.png"]
+    values = json.loads((tmp_path / "demo" / "demo.json").read_text())
+    assert [value["method"] for value in values] == ["none", "lora", "locas-glu"]
+    assert "loaded from demo/locas-glu and frozen, on the first 300 tokens once more: perplexity" in stdout
+    assert "Next: locas generate" in stdout
+
+
+def test_demo_does_not_overwrite_a_memory_that_is_not_its_own(run, tmp_path, memory):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "lora").symlink_to(memory)
+    code, _, stderr = run("demo", "--out", "mine")
+    assert (code, stderr) == (
+        2,
+        "error: --out 'mine/lora' holds a memory: choose another folder, or give --overwrite\n",
+    )
+
+
+def test_the_module_runs_as_a_command(memory, tmp_path):
+    process = locas("inspect", memory, "--json", "-")
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["r"] == 16
+    process = locas("memorize", tmp_path / "none.txt", "--out", tmp_path / "memory")
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert process.stderr.startswith("error: text must be an existing file, got ")
+    assert "Traceback" not in process.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def locas(*arguments, stdin: str = "", stdout=subprocess.PIPE) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "locas_peft", *map(str, arguments)],
+        input=stdin,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
