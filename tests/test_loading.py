@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from locas_peft import LocasConfig, backbone, calibrate, loading
 
@@ -118,6 +118,11 @@ def test_a_memory_of_another_base_is_refused(memory, tmp_path):
         loading.load_memory(tiny_llama(), tmp_path)
     assert str(raised.value).startswith(f"memory {str(tmp_path)!r} does not fit LlamaForCausalLM '' (")
     assert str(raised.value).endswith("): load the base that it was made for")
+    other = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(ValueError) as raised:
+        loading.load_memory(AutoModelForCausalLM.from_config(other), tmp_path)
+    message = f"memory {str(tmp_path)!r} does not fit GPT2LMHeadModel '' (it has other modules): "
+    assert str(raised.value) == message + "load the base that it was made for"
 
 
 def test_fields_that_a_memory_does_not_have(tmp_path):

@@ -85,5 +85,5 @@ def test_the_memory_table_has_a_row_for_each_ffn():
     layer = {"name": "layers.0.mlp", "r": 8, "tau": 0.025, "gate": norms, "up": norms, "down": norms}
     layers = [{**layer, "slots": [3, 1, 2, 9, 8, 7]}, {**layer, "name": "layers.1.mlp", "gate": None, "slots": None}]
     rows = render(report.make_memory_table({"layers": layers}))
-    assert rows[1] == ["layers.0.mlp", "8", "0.025", *["0.500", "1.000"] * 3, "3, 1, 2, 9, 8, ... (6)"]
+    assert rows[1] == ["layers.0.mlp", "8", "0.025", *["0.500", "1.000"] * 3, "3, 1, 2, 9, ... (6)"]
     assert rows[2] == ["layers.1.mlp", "8", "0.025", "-", "-", *["0.500", "1.000"] * 2, "-"]

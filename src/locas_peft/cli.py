@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DEMO_JSON, DEMO_PLOT = "demo.json", "perplexity.png"
 DEMO_METHODS = "none,lora,locas-glu"
-DEMO_PROMPT = "The for statement is used to"
+DEMO_PROMPT = "See also:"
 PASSAGE_TOKENS = 20_000
 
 app = typer.Typer(

@@ -73,10 +73,14 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(base, str(directory), config=config)
-    except (RuntimeError, UserWarning, SafetensorError) as error:
+    except (RuntimeError, UserWarning, ValueError, SafetensorError) as error:
+        if isinstance(error, ValueError) and not str(error).startswith("Target modules"):
+            raise
+        # PEFT lists every module name here, a screen of them.
+        reason = "it has other modules" if isinstance(error, ValueError) else _first_line(error)
         raise ValueError(
-            f"memory {str(directory)!r} does not fit {type(base).__name__} {base.name_or_path!r} "
-            f"({_first_line(error)}): load the base that it was made for"
+            f"memory {str(directory)!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason}): "
+            "load the base that it was made for"
         ) from error
 
 

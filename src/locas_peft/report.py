@@ -25,7 +25,7 @@ _LINES = {
 def make_table(readings: Sequence[Reading], title: str | None = None) -> Table:
     """Puts readings of one text side by side, a row each.
 
-    Time is relative to the reading with the method "none", where there is one.
+    Time is relative to the reading with the method "none", where there is one to compare with.
 
     Args:
         readings: at least one.
@@ -38,7 +38,7 @@ def make_table(readings: Sequence[Reading], title: str | None = None) -> Table:
     headers = ["r", "parameters", *(f"ppl at {_short(int(mark))}" for mark in marks), "perplexity", "time", "tokens/s"]
     for header in headers:
         table.add_column(header, justify="right")
-    baseline = next((reading for reading in readings if reading.method == "none"), None)
+    baseline = next((reading for reading in readings if reading.method == "none" and len(readings) > 1), None)
     best = min(reading.perplexity for reading in readings)
     for reading in readings:
         perplexity = f"{reading.perplexity:.2f}"
@@ -126,7 +126,7 @@ def make_memory_table(memory: dict[str, Any]) -> Table:
         memory: what `loading.describe_memory` returns, with at least one layer.
     """
     table = Table()
-    table.add_column("FFN")
+    table.add_column("FFN", overflow="fold")
     for header in ("r", "tau", "gate mean", "max", "up mean", "max", "down mean", "max"):
         table.add_column(header, justify="right")
     table.add_column("cloned from slots")
@@ -141,7 +141,7 @@ def _norm(norms: dict[str, float] | None, which: str) -> str:
     return "-" if norms is None else f"{norms[which]:.3f}"
 
 
-def _list_slots(slots: list[int] | None, shown: int = 5) -> str:
+def _list_slots(slots: list[int] | None, shown: int = 4) -> str:
     if not slots:
         return "-"
     return ", ".join(map(str, slots[:shown])) + (f", ... ({len(slots)})" if len(slots) > shown else "")
