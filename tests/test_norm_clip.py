@@ -1,5 +1,8 @@
 """Every slot's rows and column stay in the unit ball, whoever takes the optimizer's step."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 import transformers as tf
@@ -83,6 +86,15 @@ def test_memories_that_are_not_trained_are_left_alone():
     before = slot_norms(model, "still")
     train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=50.0))
     assert torch.equal(slot_norms(model, "still"), before) and before.max() > 2
+
+
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_copies_are_clipped_too(how):
+    model = how(make_model())
+    train(model, torch.optim.SGD(model.parameters(), lr=50.0))
+    assert_clipped(model)
 
 
 def test_layers_that_are_gone_are_forgotten():
