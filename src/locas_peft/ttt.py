@@ -30,9 +30,12 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from . import checkpoint
+from .objectives import WEIGHTINGS, divergences
 from .tuner import calibrate, empty_memories
 
 Context = Literal["recompute", "cache"]
+Objective = Literal["nll", "distill"]
+TokenWeighting = Literal["uniform", "loss"]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -94,6 +97,12 @@ class TestTimeTrainer:
         warmup_steps: the first so many steps use 1/(n+1), 2/(n+1), ... n/(n+1) of the rate.
         weight_decay: given to the named optimizers.
         max_grad_norm: clips the gradients' total norm where not None. (LOCAS slots are clipped by their tuner.)
+        objective: "nll" teaches the text's own next tokens. "distill" teaches the next-token distributions of a
+            teacher: the same backbone, its adapter disabled, reading the chunk with a longer context. What it costs
+            is one more forward pass a chunk, over `teacher_window` tokens. Scores are the same measure under both.
+        teacher_window: the longest stretch that the teacher's predictions rest on, in tokens, from `window` to the
+            model's positions. None: four windows, or as many positions as there are. For "distill" only.
+        token_weighting: "uniform", or "loss": each token of a chunk counts in proportion to its own loss.
 
     Raises:
         TypeError, ValueError: in one line that names the argument, its rule, its value and the remedy.
@@ -120,6 +129,9 @@ class TestTimeTrainer:
         warmup_steps: int = 2,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
+        objective: Objective = "nll",
+        teacher_window: int | None = None,
+        token_weighting: TokenWeighting = "uniform",
     ):
         self.model = model
         self._host = _Host(model)
@@ -127,7 +139,10 @@ class TestTimeTrainer:
         self.epochs, self.warmup_steps = _whole("epochs", epochs, 1), _whole("warmup_steps", warmup_steps, 0)
         self.learning_rate, self.weight_decay, self.max_grad_norm = learning_rate, weight_decay, max_grad_norm
         self.context, self.optimizer_name = context, optimizer
+        self.objective, self.teacher_window, self.token_weighting = objective, teacher_window, token_weighting
         self._check_settings()
+        if objective == "distill" and teacher_window is None:
+            self.teacher_window = min(4 * window, self._host.positions or 4 * window)
 
         self.position = 0
         self.chunks: list[Chunk] = []
@@ -208,15 +223,20 @@ class TestTimeTrainer:
             undo = self._snapshot(parameters) if self.epochs > 1 else None
             targets = ids[max(start, 1) : stop]
             nll_nats, learned, finite = 0.0, False, True
+            distilled = self.objective == "distill" and parameters and len(targets)
+            teacher = self._teacher_logits(ids, start, stop, len(targets)) if distilled else None
             for epoch in range(self.epochs if len(targets) else 0):
                 with torch.set_grad_enabled(bool(parameters)):
-                    losses = token_losses(self._logits(ids, start, stop, len(targets)), targets)
+                    logits = self._logits(ids, start, stop, len(targets))
+                    losses = token_losses(logits if teacher is None else logits.detach(), targets)
                 if epoch == 0:
                     nll_nats = losses.detach().double().sum().item()
                     finite = math.isfinite(nll_nats)
-                if not losses.requires_grad:
+                if not logits.requires_grad:
                     break
-                finite = learned = self._learn(losses.mean(), parameters)
+                if teacher is not None:
+                    losses = divergences(logits, teacher)
+                finite = learned = self._learn(WEIGHTINGS[self.token_weighting](losses), parameters)
                 if not finite:
                     self.skipped_chunks += 1
                     if undo is not None:
@@ -234,6 +254,13 @@ class TestTimeTrainer:
             return self._cache.forward(ids, max(start - 1, 0), stop - 1, count)
         begin = max(0, start - max(self.window - self.stride, 1))
         return self._host.logits(ids[begin : stop - 1], count, use_cache=False)
+
+    @torch.no_grad()
+    def _teacher_logits(self, ids: Tensor, start: int, stop: int, count: int) -> Tensor:
+        """Gives the teacher's logits [N, V]: the base alone, after `teacher_window - stride` tokens of context."""
+        begin = max(0, start - max(self.teacher_window - self.stride, 1))
+        with _without_adapter(self.model):
+            return self._host.logits(ids[begin : stop - 1], count, use_cache=False)
 
     def _learn(self, loss: Tensor, parameters: list[nn.Parameter]) -> bool:
         """Takes one optimizer step, or none where the loss or a gradient is not finite."""
@@ -457,6 +484,9 @@ class TestTimeTrainer:
                 "warmup_steps": self.warmup_steps,
                 "weight_decay": self.weight_decay,
                 "max_grad_norm": self.max_grad_norm,
+                "objective": self.objective,
+                "teacher_window": self.teacher_window,
+                "token_weighting": self.token_weighting,
             },
             "adapters": {name: self._host.adapter_config(name) for name in self._host.active_adapters()},
             "base": self._host.fingerprint(),
@@ -532,6 +562,30 @@ class TestTimeTrainer:
             raise ValueError(f"weight_decay must be 0 or a number above, got {self.weight_decay}: give 0 for none")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm}: give None for no clipping")
+        if self.token_weighting not in WEIGHTINGS:
+            raise ValueError(
+                f"token_weighting must be one of {', '.join(WEIGHTINGS)}, got {self.token_weighting!r}: "
+                "choose one of them"
+            )
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        if self.objective not in ("nll", "distill"):
+            raise ValueError(f"objective must be 'nll' or 'distill', got {self.objective!r}: choose one of the two")
+        if self.teacher_window is None:
+            return
+        if self.objective != "distill":
+            raise ValueError(
+                f"teacher_window has a meaning for the objective 'distill' only, got {self.teacher_window} with "
+                f"{self.objective!r}: leave it out"
+            )
+        _whole("teacher_window", self.teacher_window, 1)
+        limit = self._host.positions
+        if self.teacher_window < self.window or (limit is not None and self.teacher_window > limit):
+            raise ValueError(
+                f"teacher_window must be from window ({self.window}) to the model's {limit} positions, got "
+                f"{self.teacher_window}: the teacher sees at least what the pupil sees"
+            )
 
     def _document(self, input_ids: Tensor) -> Tensor:
         if not isinstance(input_ids, Tensor):
@@ -797,6 +851,23 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+@contextmanager
+def _without_adapter(model: nn.Module) -> Iterator[None]:
+    """Switches all adapters off. PEFT's own `disable_adapter` would also touch which parameters require gradients."""
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not module._disable_adapters
+    ]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def _fused(
