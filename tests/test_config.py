@@ -32,7 +32,7 @@ def test_lists_become_sets():
         (
             {"init_strategy": "best"},
             ValueError,
-            "init_strategy must be one of 'topk', 'bottomk', 'random', 'gaussian', 'activation', got 'best'.",
+            "init_strategy must be one of 'topk', 'bottomk', 'random', 'gaussian', 'activation', 'write', got 'best'.",
         ),
         ({"scaling": "r"}, TypeError, "scaling must be a number, got 'r'."),
         ({"scaling": float("nan")}, ValueError, "scaling must be finite, got nan."),

@@ -5,7 +5,17 @@ Importing this package registers `PeftType.LOCAS` with PEFT and does nothing els
 
 from .registration import register
 from .ttt import Chunk, TestTimeTrainer
-from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
+from .tuner import (
+    LocasConfig,
+    LocasLayer,
+    LocasModel,
+    SlotWriter,
+    calibrate,
+    compress,
+    empty_memories,
+    rescale,
+    write_tokens,
+)
 
 register()
 
@@ -16,8 +26,11 @@ __all__ = [
     "LocasConfig",
     "LocasLayer",
     "LocasModel",
+    "SlotWriter",
     "TestTimeTrainer",
     "calibrate",
+    "compress",
     "empty_memories",
     "rescale",
+    "write_tokens",
 ]

@@ -15,7 +15,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from transformers import DynamicCache
 
 from . import checkpoint
 from .objectives import WEIGHTINGS, divergences
-from .tuner import calibrate, empty_memories
+from .tuner import SlotWriter, calibrate, empty_memories
 
 Context = Literal["recompute", "cache"]
 Objective = Literal["nll", "distill"]
@@ -97,6 +97,8 @@ class TestTimeTrainer:
         warmup_steps: the first so many steps use 1/(n+1), 2/(n+1), ... n/(n+1) of the rate.
         weight_decay: given to the named optimizers.
         max_grad_norm: clips the gradients' total norm where not None. (LOCAS slots are clipped by their tuner.)
+        writer: writes tokens of each chunk into a two-layer LOCAS memory, from the scoring pass and its gradient,
+            after the optimizer's step. With a writer, `learning_rate=None` says that the memory is not trained too.
         objective: "nll" teaches the text's own next tokens. "distill" teaches the next-token distributions of a
             teacher: the same backbone, its adapter disabled, reading the chunk with a longer context. What it costs
             is one more forward pass a chunk, over `teacher_window` tokens. Scores are the same measure under both.
@@ -129,6 +131,7 @@ class TestTimeTrainer:
         warmup_steps: int = 2,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
+        writer: SlotWriter | None = None,
         objective: Objective = "nll",
         teacher_window: int | None = None,
         token_weighting: TokenWeighting = "uniform",
@@ -138,7 +141,7 @@ class TestTimeTrainer:
         self.window, self.stride = _whole("window", window, 1), _whole("stride", stride, 1)
         self.epochs, self.warmup_steps = _whole("epochs", epochs, 1), _whole("warmup_steps", warmup_steps, 0)
         self.learning_rate, self.weight_decay, self.max_grad_norm = learning_rate, weight_decay, max_grad_norm
-        self.context, self.optimizer_name = context, optimizer
+        self.context, self.optimizer_name, self.writer = context, optimizer, writer
         self.objective, self.teacher_window, self.token_weighting = objective, teacher_window, token_weighting
         self._check_settings()
         if objective == "distill" and teacher_window is None:
@@ -216,7 +219,7 @@ class TestTimeTrainer:
 
     def _score_and_learn(self, ids: Tensor, start: int, stop: int) -> Chunk:
         began = time.perf_counter()
-        with _evaluating(self.model):
+        with _evaluating(self.model), self._recording():
             parameters = self._parameters()
             if parameters and not self.chunks:
                 prepare(self.model, ids[start:stop].unsqueeze(0))
@@ -242,6 +245,8 @@ class TestTimeTrainer:
                     if undo is not None:
                         undo()
                     break
+            if learned and self.writer is not None:
+                self._follow_slots(self.writer.write(losses.detach()).moved or {})
             if finite:
                 self._cache.advance()
             else:
@@ -266,6 +271,11 @@ class TestTimeTrainer:
         """Takes one optimizer step, or none where the loss or a gradient is not finite."""
         if not torch.isfinite(loss):
             return False
+        if self.learning_rate is None and self.writer is not None:
+            loss.backward()
+            for parameter in parameters:
+                parameter.grad = None
+            return self.writer.is_finite()
         optimizer = self._ready_optimizer(parameters)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -282,6 +292,19 @@ class TestTimeTrainer:
             self._steps += 1
         optimizer.zero_grad(set_to_none=True)
         return finite
+
+    def _recording(self) -> AbstractContextManager:
+        return nullcontext() if self.writer is None else self.writer.recording()
+
+    @torch.no_grad()
+    def _follow_slots(self, moved: dict[nn.Parameter, tuple[int, Tensor]]) -> None:
+        """Lets the optimizer's state go where slots of a memory went; it is zero for slots that are new."""
+        for parameter, (dim, places) in moved.items() if self._optimizer is not None else ():
+            for entry in self._optimizer.state.get(parameter, {}).values():
+                if isinstance(entry, Tensor) and entry.shape == parameter.shape:
+                    followed = entry.index_select(dim, places.clamp(min=0))
+                    followed.index_fill_(dim, (places < 0).nonzero().squeeze(1), 0.0)
+                    entry.copy_(followed)
 
     def _ready_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         if self._optimizer is None:
@@ -484,6 +507,7 @@ class TestTimeTrainer:
                 "warmup_steps": self.warmup_steps,
                 "weight_decay": self.weight_decay,
                 "max_grad_norm": self.max_grad_norm,
+                "writer": None if self.writer is None else self.writer.settings,
                 "objective": self.objective,
                 "teacher_window": self.teacher_window,
                 "token_weighting": self.token_weighting,
@@ -549,7 +573,7 @@ class TestTimeTrainer:
                 f"{self.optimizer_name!r}: choose one of them"
             )
         if self.learning_rate is None:
-            if not callable(self.optimizer_name) and self._parameters():
+            if not callable(self.optimizer_name) and self._parameters() and self.writer is None:
                 raise ValueError(
                     "learning_rate must be a number above 0 where an adapter is trained, got None: give one, 1e-3 say"
                 )

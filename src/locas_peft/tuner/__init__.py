@@ -1,9 +1,24 @@
 """The PEFT tuner: config, layer and model, and what they stand on. Nothing here imports from outside this folder."""
 
+from .compression import compress
 from .config import LocasConfig
 from .initialization import STRATEGIES
 from .layer import LocasLayer
 from .memories import calibrate, empty_memories, rescale
 from .model import LocasModel
+from .nlsvd import nl_svd
+from .writing import SlotWriter, write_tokens
 
-__all__ = ["STRATEGIES", "LocasConfig", "LocasLayer", "LocasModel", "calibrate", "empty_memories", "rescale"]
+__all__ = [
+    "STRATEGIES",
+    "LocasConfig",
+    "LocasLayer",
+    "LocasModel",
+    "SlotWriter",
+    "calibrate",
+    "compress",
+    "empty_memories",
+    "nl_svd",
+    "rescale",
+    "write_tokens",
+]

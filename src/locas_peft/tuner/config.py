@@ -25,7 +25,12 @@ class LocasConfig(PeftConfig):
         exclude_modules: the FFNs that get none: names, suffixes, or a regular expression.
         init_strategy: how gate and up rows are made: "topk", "bottomk" and "random" clone slots of the host,
             "gaussian" draws unit vectors, "activation" takes normalised FFN inputs (the paper's table on
-            initialisation). "topk", "bottomk" and "activation" need a calibration pass.
+            initialisation). "topk", "bottomk" and "activation" need a calibration pass. "write" leaves all slots of a
+            two-layer memory free, to be written in closed form while reading (`SlotWriter`, `write_tokens`).
+        variant: "auto" gives the memory the host's structure. "mlp" is the paper's Locas-MLP, two layers: on a
+            two-layer host the same as "auto", on a gated one an experiment, with ReLU, that cannot be merged.
+        gated_host_experiment: has to be True for variant "mlp" on a host with gated FFNs, which the paper says it
+            suits less.
         scaling: multiplies tau, the paper's output scale (mean norm of the host's down columns, divided by R). 1.0 is
             the paper's; `r` undoes the division.
         max_slot_norm: the radius of the norm clip, projected after each optimizer step; 1.0 is the paper's, `None`
@@ -55,8 +60,14 @@ class LocasConfig(PeftConfig):
         default=None, metadata={"help": "FFN modules that get a memory; None finds every dense FFN."}
     )
     exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "FFN modules that get none."})
-    init_strategy: Literal["topk", "bottomk", "random", "gaussian", "activation"] = field(
+    init_strategy: Literal["topk", "bottomk", "random", "gaussian", "activation", "write"] = field(
         default="topk", metadata={"help": "How gate and up rows are made."}
+    )
+    variant: Literal["auto", "mlp"] = field(
+        default="auto", metadata={"help": "Structure of the memory: the host's, or two layers (Locas-MLP)."}
+    )
+    gated_host_experiment: bool = field(
+        default=False, metadata={"help": "Allows variant 'mlp' on a host with gated FFNs."}
     )
     scaling: float = field(default=1.0, metadata={"help": "Multiplies tau, the output scale."})
     max_slot_norm: float | None = field(default=1.0, metadata={"help": "Radius of the norm clip; None: no clip."})
@@ -99,6 +110,8 @@ class LocasConfig(PeftConfig):
             raise ValueError(
                 f"init_strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {self.init_strategy!r}."
             )
+        if self.variant not in ("auto", "mlp"):
+            raise ValueError(f"variant must be one of 'auto', 'mlp', got {self.variant!r}.")
         if isinstance(self.scaling, bool) or not isinstance(self.scaling, int | float):
             raise TypeError(f"scaling must be a number, got {self.scaling!r}.")
         if not math.isfinite(self.scaling):

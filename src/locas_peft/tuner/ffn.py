@@ -76,6 +76,7 @@ WIDTH_FIELDS = (
     "encoder_ffn_dim",
     "decoder_ffn_dim",
 )
+WIDENABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # What a model that sees or hears keeps beside its language model: no FFN in there gets a memory unless it is named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 
@@ -189,8 +190,10 @@ class HostFFN:
                 return f"{part} is offloaded or on the meta device: load the base onto one device first"
             if hasattr(weight, "full_tensor"):
                 return f"{part} is sharded across processes: gather the base first"
-            if type(module) not in (nn.Linear, Conv1D) or not weight.is_floating_point():
-                kind = type(module).__name__
+            # Quantisers subclass the layer, the parameter or the tensor; float8 weights come with scales.
+            plain = isinstance(module, nn.Linear | Conv1D) and type(weight) is nn.Parameter
+            if not plain or type(weight.data) is not torch.Tensor or weight.dtype not in WIDENABLE_DTYPES:
+                kind = f"{type(module).__name__} of {weight.dtype}"
                 return f"{part} is a {kind}, quantised or custom: load the base in a floating dtype first"
         return None
 

@@ -124,12 +124,14 @@ class Strategy:
         needs_calibration: whether `make` reads the calibration.
         samples_inputs: whether the calibration must keep FFN inputs.
         clones: whether the rows are the host's, so that R cannot exceed F.
+        written: whether the memory starts with no rows at all, and is written slot by slot (`writing.py`).
     """
 
     make: Callable[[HostFFN, Calibration | None, int, torch.Generator], Rows]
     needs_calibration: bool = True
     samples_inputs: bool = False
     clones: bool = True
+    written: bool = False
 
 
 def clone_slots(ffn: HostFFN, slots: torch.Tensor) -> Rows:
@@ -179,12 +181,18 @@ def take_activations(ffn: HostFFN, calibration: Calibration, r: int, generator: 
     return Rows(gate=rows.clone() if ffn.gated else None, up=rows)
 
 
+def leave_empty(ffn: HostFFN, calibration: Calibration | None, r: int, generator: torch.Generator) -> Rows:
+    """R free slots, for a two-layer memory that is written while reading (Locas-MLP)."""
+    return Rows(gate=None, up=torch.zeros(r, ffn.hidden_size))
+
+
 STRATEGIES: dict[str, Strategy] = {
     "topk": Strategy(clone_most_active),
     "bottomk": Strategy(clone_least_active),
     "random": Strategy(clone_random, needs_calibration=False),
     "gaussian": Strategy(draw_gaussian, needs_calibration=False, clones=False),
     "activation": Strategy(take_activations, samples_inputs=True, clones=False),
+    "write": Strategy(leave_empty, needs_calibration=False, clones=False, written=True),
 }
 
 

@@ -7,11 +7,13 @@ Scaling Factor"):
     gated      output = FFN(A) + tau * Wdown (act(Wgate A) * (Wup A))
     two-layer  output = FFN(A) + tau * Wdown act(Wup A)
 
-`act` is the host's own activation: only then is a merged memory exactly R more neurons of the host.
+`act` is the host's own activation: only then is a merged memory exactly R more neurons of the host. A two-layer memory
+beside a gated FFN (variant "mlp", an experiment) has ReLU and cannot be merged.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,6 +76,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.calibration: Calibration | None = None
         # The padding of the forward under way, for calibration: [B, T], nonzero where a token counts.
         self.token_mask: torch.Tensor | None = None
+        # While set, each forward with gradients shows A and the layer's output to it (writing slots).
+        self.recorder: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._filled: set[str] = set()  # memories known to have rows, so that training need not look again
         self._ffn_input: torch.Tensor | None = None
         self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input) if ffn.is_flat else None
@@ -90,7 +94,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Adds a memory of width `r` to this FFN; it changes no output until it has learned."""
         d = self.ffn.hidden_size
         self.locas_config[adapter_name] = config
-        if self.ffn.gated:
+        if self.ffn.gated and config.variant != "mlp":
             self.locas_gate[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_up[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_down[adapter_name] = nn.Linear(r, d, bias=False)
@@ -109,16 +113,21 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             return
         for weight in weights:
             nn.init.zeros_(weight) if config.init_weights else nn.init.normal_(weight)
-        if config.init_weights and not STRATEGIES[config.init_strategy].needs_calibration:
+        strategy = STRATEGIES[config.init_strategy]
+        if config.init_weights and not strategy.needs_calibration and not strategy.written:
             self.fill(adapter_name, None)
 
     def _weights(self, adapter_name: str) -> list[nn.Parameter]:
         """The memory's gate and up `[R, D]` (no gate in a two-layer memory) and down `[D, R]`."""
+        return [module.weight for module in self.projections(adapter_name)]
+
+    def projections(self, adapter_name: str) -> list[nn.Linear]:
+        """A memory's gate (where it has one), up and down."""
         dicts = (self.locas_gate, self.locas_up, self.locas_down)
-        return [weights[adapter_name].weight for weights in dicts if adapter_name in weights]
+        return [modules[adapter_name] for modules in dicts if adapter_name in modules]
 
     def is_empty(self, adapter_name: str) -> bool:
-        """Whether a memory still waits for its calibration: all its up rows are zero."""
+        """Whether a memory still waits for its calibration, or its first slot: all its up rows are zero."""
         if adapter_name in self._filled:
             return False
         weight = self.locas_up[adapter_name].weight
@@ -126,6 +135,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self._filled.add(adapter_name)
             return False
         return True
+
+    def is_written(self, adapter_name: str) -> bool:
+        """Whether a memory's slots are written while reading, so that an empty one needs no calibration."""
+        return STRATEGIES[self.locas_config[adapter_name].init_strategy].written
 
     def has_learned(self, adapter_name: str) -> bool:
         """Whether a memory's value matrix has left zero."""
@@ -157,7 +170,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def load_rows(self, adapter_name: str, rows: Rows) -> None:
         """Writes rows into a memory, sets its values to zero, and notes which slots of the host they are."""
         config = self.locas_config[adapter_name]
-        if rows.gate is not None:
+        if rows.gate is not None and adapter_name in self.locas_gate:
             self.locas_gate[adapter_name].weight.copy_(rows.gate)
         self.locas_up[adapter_name].weight.copy_(rows.up)
         self.locas_down[adapter_name].weight.zero_()
@@ -203,24 +216,35 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             return self.base_layer(hidden_states, *args, **kwargs)
 
         memories = [name for name in self.active_adapters if name in self.locas_up]
-        waiting = [name for name in memories if self.training and self.is_empty(name)]
+        waiting = [n for n in memories if self.training and not self.is_written(n) and self.is_empty(n)]
         if waiting:
             result = self._forward_and_fill(waiting, ffn_input, hidden_states, *args, **kwargs)
         else:
             result = self.base_layer(hidden_states, *args, **kwargs)
         for name in memories:
             result = result + self._recall(name, ffn_input).to(result.dtype)
+        if self.recorder is not None and torch.is_grad_enabled():
+            if not result.requires_grad:
+                result = result.detach().requires_grad_()
+            self.recorder(ffn_input, result)
         return result
 
     def _recall(self, adapter_name: str, ffn_input: torch.Tensor) -> torch.Tensor:
         """tau * Locas(A): a memory's output `[B, T, D]`, in the memory's dtype."""
-        up, down = self.locas_up[adapter_name], self.locas_down[adapter_name]
+        return self.locas_down[adapter_name](self.activate(adapter_name, ffn_input)) * self.scale(adapter_name)
+
+    def activate(self, adapter_name: str, ffn_input: torch.Tensor) -> torch.Tensor:
+        """M of a memory's slots, `[..., R]` in the memory's dtype, for A `[..., D]`."""
+        up = self.locas_up[adapter_name]
         ffn_input = self._cast_input_dtype(ffn_input, up.weight.dtype)
-        if self.ffn.gated:
-            activation = self.ffn.act(self.locas_gate[adapter_name](ffn_input)) * up(ffn_input)
-        else:
-            activation = self.ffn.act(up(ffn_input))
-        return down(activation) * self.scale(adapter_name)
+        act = self.activation_of(adapter_name)
+        if adapter_name in self.locas_gate:
+            return act(self.locas_gate[adapter_name](ffn_input)) * up(ffn_input)
+        return act(up(ffn_input))
+
+    def activation_of(self, adapter_name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A memory's activation: the host's, but ReLU for a two-layer memory beside a gated FFN."""
+        return torch.relu if self.ffn.gated and adapter_name not in self.locas_gate else self.ffn.act
 
     def scale(self, adapter_name: str) -> torch.Tensor:
         """The factor on a memory's output, a float32 scalar: tau times the config's `scaling`."""
@@ -284,7 +308,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def neurons(self, adapter_name: str) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """A memory as neurons of the host: gate `[R, D]` or `None`, up `[R, D]`, down times its scale `[D, R]`."""
         *rows, down = self._weights(adapter_name)
-        gate = rows[0] if self.ffn.gated else None
+        gate = rows[0] if adapter_name in self.locas_gate else None
         return gate, rows[-1], (down.float() * self.scale(adapter_name)).to(down.dtype)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -312,6 +336,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if self.is_empty(adapter_name):
             raise ValueError(
                 f"the memory '{adapter_name}' is empty: calibrate(model, batches) or train it before it is merged."
+            )
+        if self.ffn.gated and adapter_name not in self.locas_gate:
+            raise ValueError(
+                f"cannot merge '{adapter_name}' into {self.name}: a two-layer memory (variant 'mlp') is no part of a "
+                "gated FFN; keep it as an adapter, or use variant='auto'."
             )
         obstacle = self.ffn.find_obstacle()
         if obstacle:
@@ -342,8 +371,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     # ------------------------------------------------------------ PEFT's questions
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module):
-        # An FFN has no weight of its own; its down projection knows device and dtype, quantised or not.
-        return super()._get_base_layer_device_and_dtype(self.ffn.down)
+        # An FFN has no weight of its own; its down projection knows device and dtype, quantised or not. Offloaded
+        # weights are on the meta device between forwards; the memory stays where they are computed with.
+        device, dtype = super()._get_base_layer_device_and_dtype(self.ffn.down)
+        hook = getattr(self.ffn.down, "_hf_hook", None)
+        if getattr(hook, "offload", False):
+            device = torch.device(hook.execution_device)
+        return device, dtype
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         # PEFT moves the dictionaries that it finds in this tuple, to the base's dtype too: tau stays float32.

@@ -45,6 +45,8 @@ def calibrate(
     if not any(layers.values()):
         raise ValueError(f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to calibrate.")
     for name, its_layers in layers.items():
+        if any(layer.is_written(name) for layer in its_layers):
+            raise ValueError(f"the memory '{name}' is written while reading, not calibrated: use SlotWriter.")
         if any(layer.has_learned(name) for layer in its_layers):
             raise ValueError(f"the memory '{name}' has learned already: calibrating would lose it. Add a new adapter.")
         _calibrate_one(model, batches, name, its_layers)
@@ -93,13 +95,16 @@ def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[st
     """Names the memories that still wait for their calibration.
 
     Args:
-        model: any module; one without LOCAS memories has none that are empty.
+        model: any module; one without LOCAS memories has none that are empty. Those of the strategy "write" wait for
+            their first slot, not for a calibration, and are not named.
         adapter_name: look at this one only; `None` for the active ones.
     """
     return [
         name
         for name in _names(model, adapter_name)
-        if any(name in layer.locas_up and layer.is_empty(name) for layer in _layers(model))
+        if any(
+            name in layer.locas_up and not layer.is_written(name) and layer.is_empty(name) for layer in _layers(model)
+        )
     ]
 
 

@@ -79,6 +79,7 @@ class LocasModel(BaseTuner):
 
     def _prepare_model(self, peft_config: LocasConfig, model: nn.Module) -> None:
         # All that can be refused is refused here, before a module is replaced.
+        experiment = False
         for name, module in model.named_modules():
             if not name or isinstance(module, BaseTunerLayer) or re.search(r"\.base_layer(\.|$)", name):
                 continue
@@ -86,12 +87,19 @@ class LocasModel(BaseTuner):
             if not matched or isinstance(matched, _ExcludedModule):
                 continue
             ffn = self._find_ffn(name, module, peft_config)
+            experiment |= _check_variant(peft_config, name, ffn)
             r = _width_of(peft_config, name)
             if STRATEGIES[peft_config.init_strategy].clones and r > ffn.width:
                 raise ValueError(
                     f"r must be at most the host's width where slots are cloned, got r={r} for {name} with "
                     f"{ffn.width} slots: lower r, or set init_strategy='gaussian'."
                 )
+        if experiment:
+            warnings.warn(
+                "variant 'mlp' beside gated FFNs is an experiment: the paper finds that inputs of such hosts separate "
+                "poorly under ReLU, and the memory cannot be merged.",
+                stacklevel=2,
+            )
 
     def _find_ffn(self, name: str, module: nn.Module, peft_config: LocasConfig) -> HostFFN:
         if name in self._ffns:
@@ -305,6 +313,25 @@ def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
         layer.unmerge()
         if kept:
             layer.merge(adapter_names=kept)
+
+
+def _check_variant(config: LocasConfig, name: str, ffn: HostFFN) -> bool:
+    """Refuses a structure that does not suit an FFN; says whether it is the experiment beside a gated one."""
+    if not ffn.gated:
+        return False
+    if config.variant != "mlp":
+        if STRATEGIES[config.init_strategy].written:
+            raise ValueError(
+                f"init_strategy={config.init_strategy!r} needs a two-layer memory, got the gated FFN {name}: use "
+                "'topk', or variant='mlp' with gated_host_experiment=True."
+            )
+        return False
+    if not config.gated_host_experiment:
+        raise ValueError(
+            f"variant 'mlp' needs two-layer FFNs, got the gated FFN {name}: leave variant at 'auto', or set "
+            "gated_host_experiment=True to try it all the same."
+        )
+    return True
 
 
 def _width_of(config: LocasConfig, name: str) -> int:

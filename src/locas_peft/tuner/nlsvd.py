@@ -1,0 +1,205 @@
+"""NL-SVD: a two-layer memory of R slots folded into one of n slots. Pure functions of tensors.
+
+Paper, appendix "Non-Linear SVD for Memory Compression of Locas-MLP". In the paper's orientation a memory is
+
+    f(A) = V^T phi(K^T A),    K [D, R] the keys, V [R, D] the values,
+
+so slot i is column i of K and row i of V. The paper speaks of rows and of columns of both; what it means is one norm a
+slot, since f does not change when a slot's key is shrunk and its value stretched by the same factor (phi = ReLU):
+
+    alpha_i = |column i of K|,  beta_i = |row i of V|,  s_i = alpha_i beta_i,  K~ = K diag(s_i / alpha_i)
+    K~ = U Sigma W^T;  the probes p_1 ... p_n are the first n columns of U;  v_j = f(p_j)
+
+Three points where the text is loose or wrong, and what is done here:
+
+- Sign. An eigenvector is known up to its sign, and ReLU sees one side of it: f(p) and f(-p) are different values.
+  Both are asked, and the side at which the memory says more, by the norm of its output, is kept. The other side is
+  lost.
+- "Identical on the span of the probes" does not follow. The reduced memory equals f at each probe and, phi being
+  positively homogeneous, on the ray through it. Between the rays f is not additive: for two keys at 60 degrees in the
+  plane, full rank n = 2, the two functions differ at p_1 + p_2 (`tests/test_nlsvd.py` has the numbers). Keys that are
+  orthogonal already, with distinct scales, do come back whole.
+- Other activations. With phi(0) = 0 and v_j = f(rho p_j) / phi(rho), the reduced memory equals f at rho p_j, for any
+  one rho > 0. Nothing holds on the rest of the ray, and the scales s_i no longer say all: a GELU is not homogeneous.
+
+Axes: D hidden size, R slots, n slots after the reduction; leading dimensions (layers) are a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ReducedMemory(NamedTuple):
+    """What `nl_svd` makes of a memory.
+
+    Attributes:
+        key: K' `[..., D, n]`; its kept columns are the orthonormal probes, strongest first.
+        value: V' `[..., n, D]`.
+        strength: `[..., n]`, the singular values of K~ that go with the probes, in descending order.
+        kept: BoolTensor `[..., n]`; False where there was no n-th direction. Such slots are zero in key and value.
+        flipped: BoolTensor `[..., n]`; True where the probe is the eigenvector's other side. (The solver's own choice
+            of side is arbitrary: this says that both were tried, not more.)
+    """
+
+    key: Tensor
+    value: Tensor
+    strength: Tensor
+    kept: Tensor
+    flipped: Tensor
+
+
+def nl_svd(
+    key: Tensor,
+    value: Tensor,
+    rank: int,
+    *,
+    activation: Callable[[Tensor], Tensor] = torch.relu,
+    probe_norm: float = 1.0,
+    threshold: float | None = None,
+) -> ReducedMemory:
+    """Reduces a two-layer memory to `rank` slots that answer as it does at `rank` orthonormal probes.
+
+    Paper, appendix on NL-SVD, algorithm "Non-Linear SVD for Two-Layer FFN Memory Compression"; see the module's
+    docstring for where this departs from it and for what holds. All of it is done in the dtype of the arguments, with
+    the eigenvectors of the smaller of K~ K~^T and K~^T K~.
+
+    Args:
+        key: K `[..., D, R]`, float32 or float64.
+        value: V `[..., R, D]`, same dtype and leading dimensions.
+        rank: n, from 1 to R. Beyond min(D, R) there are no more directions: those slots come back as zeros.
+        activation: phi, with phi(0) = 0.
+        probe_norm: rho, the norm at which the probes are fed. The paper's is 1; ReLU gives the same for every rho,
+            another activation is matched best where the FFN's inputs are.
+        threshold: directions whose singular value is at most this share of the largest one are dropped; None for
+            four times the square root of the dtype's precision (1.4e-3 in float32), below which a Gram matrix
+            resolves nothing.
+
+    Returns:
+        The reduced memory, in the dtype of the arguments.
+
+    Raises:
+        TypeError: half precision, or key and value of different dtypes.
+        ValueError: shapes that are no memory, a rank out of range, values that are not finite, an empty memory, or
+            a `probe_norm` at which the activation is 0.
+
+    Example:
+        >>> key, value = torch.randn(16, 8), torch.randn(8, 16)
+        >>> reduced = nl_svd(key, value, 4)
+        >>> reduced.key.shape, reduced.value.shape
+        (torch.Size([16, 4]), torch.Size([4, 16]))
+    """
+    _check(key, value, rank)
+    unit = activation(key.new_tensor(float(probe_norm)))
+    if not unit.isfinite() or unit == 0 or not probe_norm > 0:
+        raise ValueError(f"probe_norm must be above 0 and activate, got {probe_norm} with activation {unit.item()}.")
+    if threshold is None:
+        threshold = 4 * torch.finfo(key.dtype).eps ** 0.5
+
+    scale = key.norm(dim=-2) * value.norm(dim=-1)  # s [..., R]
+    if not scale.any():
+        raise ValueError("key and value must hold a slot that is not zero, got an empty memory: write one first.")
+    weighted = torch.nn.functional.normalize(key, dim=-2) * scale.unsqueeze(-2)  # K~
+    probes, strength, kept = _leading_directions(weighted, rank, threshold)
+
+    # One product serves both sides: K^T (-p) = -(K^T p).
+    reach = probe_norm * (key.mT @ probes)  # [..., R, n]
+    value_here = activation(reach).mT @ value / unit
+    value_there = activation(-reach).mT @ value / unit
+    flipped = value_there.norm(dim=-1) > value_here.norm(dim=-1)
+    new_value = torch.where(flipped.unsqueeze(-1), value_there, value_here)
+    probes = torch.where(flipped.unsqueeze(-2), -probes, probes)
+    new_value = new_value * kept.unsqueeze(-1)
+    return ReducedMemory(_pad(probes, rank, -1), _pad(new_value, rank, -2), *_pad_all(rank, strength, kept, flipped))
+
+
+def recall(key: Tensor, value: Tensor, inputs: Tensor, activation: Callable[[Tensor], Tensor] = torch.relu) -> Tensor:
+    """f(A) = V^T phi(K^T A), the memory's output `[..., N, D]`.
+
+    Args:
+        key: K `[..., D, R]`.
+        value: V `[..., R, D]`.
+        inputs: A, N of them as rows, `[..., N, D]`.
+        activation: phi.
+    """
+    return activation(inputs @ key) @ value
+
+
+def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The first left singular vectors `[..., D, n]` of K~, their singular values and which of them to believe.
+
+    n is `rank`, or fewer where the matrix has no more directions.
+    """
+    d, r = weighted.shape[-2:]
+    n = min(rank, d, r)
+    # Sizes of the order of 1, so that the squares in the Gram matrix neither overflow nor vanish.
+    size = weighted.flatten(-2).norm(dim=-1)[..., None, None].clamp(min=torch.finfo(weighted.dtype).tiny)
+    unit = weighted / size
+    wide = r > d
+    gram = unit @ unit.mT if wide else unit.mT @ unit
+    with _one_thread(gram.device):
+        squares, vectors = torch.linalg.eigh(gram)
+    squares, vectors = squares.flip(-1)[..., :n], vectors.flip(-1)[..., :n]
+    strength = squares.clamp(min=0).sqrt()
+    kept = (strength > threshold * strength[..., :1]) & (strength > 0)
+    if not wide:
+        # U = K~ W / Sigma. Weak directions come out slightly slanted: one step towards the nearest orthonormal set.
+        vectors = torch.nn.functional.normalize(unit @ vectors, dim=-2) * kept.unsqueeze(-2)
+        for _ in range(2):
+            vectors = 1.5 * vectors - 0.5 * vectors @ (vectors.mT @ vectors)
+    vectors = torch.nn.functional.normalize(vectors, dim=-2) * kept.unsqueeze(-2)
+    return vectors, strength * size.squeeze(-1), kept
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """LAPACK on one thread of the CPU: on busy cores several wait for each other, ten times over."""
+    if device.type != "cpu":
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _pad(tensor: Tensor, length: int, dim: int) -> Tensor:
+    missing = length - tensor.shape[dim]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
+
+
+def _pad_all(length: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(_pad(tensor, length, -1) for tensor in tensors)
+
+
+def _check(key: Tensor, value: Tensor, rank: int) -> None:
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"{name} must be float32 or float64, got {tensor.dtype}: NL-SVD has no meaning in half precision; "
+                f"give {name}.float()."
+            )
+    if key.dtype != value.dtype:
+        raise TypeError(f"key and value must have one dtype, got {key.dtype} and {value.dtype}: convert one of them.")
+    if key.dim() < 2 or value.shape != key.mT.shape:
+        raise ValueError(
+            f"key must be [..., D, R] and value [..., R, D], got {list(key.shape)} and {list(value.shape)}: "
+            "transpose one of them."
+        )
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"rank must be an int, got {rank!r}: give a whole number of slots.")
+    if not 1 <= rank <= key.shape[-1]:
+        raise ValueError(f"rank must be from 1 to the memory's width {key.shape[-1]}, got {rank}: lower it.")
+    if not (key.isfinite().all() and value.isfinite().all()):
+        raise ValueError("key and value must be finite, got NaN or infinity: load or write the memory again.")
