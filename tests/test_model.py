@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import transformers as tf
+from accelerate import cpu_offload
 from families import VOCABULARY, make_host, make_tokens
 from peft import (
     AutoPeftModelForCausalLM,
@@ -355,16 +356,16 @@ def test_a_failed_safe_merge_leaves_all_as_it_was(verb):
 
 
 def test_bases_that_cannot_be_widened_are_refused():
-    class Linear8bit(torch.nn.Linear):
+    class Int8Parameter(torch.nn.Parameter):
         pass
 
     quantised = make_model()
-    layers_of(quantised)[1].ffn.owner.down_proj.__class__ = Linear8bit
+    layers_of(quantised)[1].ffn.owner.down_proj.weight.__class__ = Int8Parameter
     with pytest.raises(ValueError) as error:
         quantised.merge_adapter()
     assert str(error.value) == (
-        "cannot merge into model.layers.1.mlp: down_proj is a Linear8bit, quantised or custom: load the base in a "
-        "floating dtype first."
+        "cannot merge into model.layers.1.mlp: down_proj is a Linear of torch.float32, quantised or custom: load the "
+        "base in a floating dtype first."
     )
     assert not layers_of(quantised)[0].merged
 
@@ -398,11 +399,17 @@ def test_a_family_whose_config_has_no_width_cannot_be_unloaded_into_a_checkpoint
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
 
 
-def test_offloaded_base_is_refused(tmp_path):
-    from accelerate import cpu_offload
-
-    model = make_model()
-    cpu_offload(model.get_base_model().model.layers[0], execution_device=torch.device("cpu"))
+def test_an_offloaded_base_gets_the_same_memory_but_is_not_merged():
+    reference = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    calibrate(reference, [make_tokens()])
+    host = cpu_offload(make_host("llama"), execution_device=torch.device("cpu"))
+    model = get_peft_model(host, LocasConfig(r=4))
+    calibrate(model, [make_tokens()])
+    for layer, expected in zip(layers_of(model), layers_of(reference), strict=True):
+        assert all(map(torch.equal, layer._weights("default")[:2], expected._weights("default")[:2]))
+    for taught in (model, reference):
+        teach(taught)
+    assert torch.equal(logits(model), logits(reference))
     with pytest.raises(ValueError, match="is offloaded or on the meta device: load the base onto one device first"):
         model.merge_adapter()
 
