@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 from locas_peft import backbone, loading, methods, text
 from locas_peft.files import format_json
 from locas_peft.methods import Reading, Settings, attached, choose_marks, find_finished, read_with, score
+from locas_peft.tuner import STRATEGIES
 
 CONTRACT = {
     "method",
@@ -313,7 +314,7 @@ def test_presets_know_every_method(preset):
     [
         ("memo", {}, "method must be one of none, lora, locas-glu, locas-mlp, got 'memo'"),
         ("lora", {"preset": "best"}, "preset must be one of paper, tuned, got 'best'"),
-        ("locas-glu", {"init": "zero"}, "init must be one of topk, bottomk, random, gaussian, activation, got 'zero'"),
+        ("locas-glu", {"init": "zero"}, f"init must be one of {', '.join(STRATEGIES)}, got 'zero'"),
         ("lora", {"init": "topk"}, "init has no meaning for the method 'lora', got topk: leave it out"),
         ("none", {"r": 8}, "r has no meaning for the method 'none', got 8: leave it out"),
         ("lora", {"r": 0}, "r must be at least 1, got 0: raise it, or leave it out"),

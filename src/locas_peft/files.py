@@ -59,20 +59,33 @@ def staged(directory: str | Path, last: str | None = None) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def staged_file(path: str | Path) -> Iterator[Path]:
+    """Gives the path of a new file to write; it becomes `path`, in one step, when the block ends without an error.
+
+    After an error it is removed, and a file that was there is untouched.
+
+    Raises:
+        OSError: the disk is full, or the file cannot be written.
+    """
+    path = Path(os.path.abspath(path))
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: str | Path, value: Any) -> None:
     """Writes a value as indented JSON (UTF-8), replacing the file in one step. NaN and infinities become null.
 
     Raises:
         OSError: the file cannot be written; one that was there is untouched.
     """
-    path = Path(os.path.abspath(path))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with staged_file(path) as temporary:
         temporary.write_text(format_json(value) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def format_json(value: Any) -> str:

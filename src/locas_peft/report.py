@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from .files import staged_file
+
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
     from .methods import Reading
 
 # One colour and dash a method, the same in every plot; a method without an entry takes what is left.
@@ -68,18 +72,7 @@ def plot(readings: Sequence[Reading], path: str | Path, title: str | None = None
         ModuleNotFoundError: matplotlib, which comes with the extra `plot`, is not installed.
         OSError: the file cannot be written; one that was there is untouched.
     """
-    try:
-        # The figure alone, not pyplot: no window system is asked for and no global state is left.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "matplotlib must be installed for plots: pip install matplotlib (or the extra 'plot' of locas_peft)"
-        ) from None
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, axes = make_figure()
     for reading in readings:
         colour, dash = _LINES.get(reading.method, (None, "-"))
         tokens, values = zip(*reading.curve, strict=True)
@@ -98,14 +91,37 @@ def plot(readings: Sequence[Reading], path: str | Path, title: str | None = None
     if title:
         axes.set_title(title)
 
-    path = Path(os.path.abspath(path))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    save_figure(figure, path)
+
+
+def make_figure() -> tuple[Figure, Axes]:
+    """Gives an empty figure of one plot, without a window system and without global state.
+
+    Raises:
+        ModuleNotFoundError: matplotlib, which comes with the extra `plot`, is not installed.
+    """
     try:
+        # The figure alone, not pyplot: no window system is asked for and no global state is left.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "matplotlib must be installed for plots: pip install matplotlib (or the extra 'plot' of locas_peft)"
+        ) from None
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Writes a figure as PNG, replacing the file in one step.
+
+    Raises:
+        OSError: the file cannot be written; one that was there is untouched.
+    """
+    with staged_file(path) as temporary:
         figure.savefig(temporary, format="png", metadata={"Software": None})
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _y_limits(readings: Sequence[Reading]) -> tuple[float, float]:
