@@ -29,7 +29,7 @@ from .evaluation.perplexity import at_marks, cumulative, perplexity
 from .files import staged, write_json
 from .loading import MEMORY_CONFIG
 from .ttt import Chunk, TestTimeTrainer
-from .tuner import STRATEGIES, LocasConfig
+from .tuner import STRATEGIES, LocasConfig, SlotWriter
 from .tuner.ffn import find_ffns
 
 CHECKPOINT_FOLDER = "checkpoint"
@@ -42,16 +42,26 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "none": {},
         "lora": {"r": 64, "learning_rate": 1e-3},
         "locas-glu": {"r": 64, "init": "topk", "learning_rate": 4e-3, "scaling": 1.0},
-        "locas-mlp": {"r": 64, "init": "topk", "learning_rate": 4e-3, "scaling": 1.0},
+        "locas-mlp": {
+            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r"},
+            **{"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8},
+        },
     },
     # With tau undivided ("r" stands for the width itself): the norm clip binds later and the memory learns more.
     "tuned": {
         "none": {},
         "lora": {"r": 64, "learning_rate": 1e-3},
         "locas-glu": {"r": 64, "init": "topk", "learning_rate": 2e-3, "scaling": "r"},
-        "locas-mlp": {"r": 64, "init": "topk", "learning_rate": 2e-3, "scaling": "r"},
+        "locas-mlp": {
+            **{"r": 64, "init": "write", "learning_rate": 2e-3, "scaling": "r"},
+            **{"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8},
+        },
     },
 }
+
+
+UPDATES = ("bp", "nlsvd")
+"""How a written memory goes on: trained by gradient descent, or only written and folded."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,10 @@ class Settings:
         init: strategy that makes a memory's gate and up rows.
         learning_rate: of AdamW.
         scaling: multiplies tau, which is divided by `r`.
+        update: of a memory that is written (init "write"): "bp" also trains the slots, "nlsvd" only writes and folds
+            them by NL-SVD. A memory that is not written is trained, whatever this says.
+        epsilon: length of a written value.
+        slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
         window: tokens that the model sees at once, context and chunk.
         stride: tokens of a chunk.
         context: "cache" keeps the context's keys and values, "recompute" reads the whole window again.
@@ -85,6 +99,9 @@ class Settings:
     init: str | None = None
     learning_rate: float | None = None
     scaling: float | None = None
+    update: str | None = None
+    epsilon: float | None = None
+    slots_per_chunk: int | None = None
     window: int = 512
     stride: int = 256
     context: str = "cache"
@@ -98,7 +115,9 @@ class Settings:
         _check_choice("preset", self.preset, PRESETS)
         if self.init is not None:
             _check_choice("init", self.init, STRATEGIES)
-        for name in ("r", "stride", "epochs", "max_tokens"):
+        if self.update is not None:
+            _check_choice("update", self.update, UPDATES)
+        for name in ("r", "stride", "epochs", "max_tokens", "slots_per_chunk"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}: raise it, or leave it out")
@@ -107,7 +126,7 @@ class Settings:
                 f"window must be at least the stride ({self.stride}), got {self.window}: the window holds the chunk; "
                 "raise it, or lower the stride"
             )
-        for name in ("learning_rate", "scaling"):
+        for name in ("learning_rate", "scaling", "epsilon"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a finite number above 0, got {value}: leave it out for the preset's")
@@ -136,12 +155,26 @@ class Settings:
             if name in given and name not in values:
                 raise ValueError(f"{name} has no meaning for the method {method!r}, got {given[name]}: leave it out")
         values.update(given)
+        _drop_what_is_not_used(values, given)
         if values.get("scaling") == "r":
             values["scaling"] = float(values["r"])
         return cls(method=method, preset=preset, **values)
 
 
-METHOD_FIELDS = ("r", "init", "learning_rate", "scaling")
+def _drop_what_is_not_used(values: dict[str, Any], given: dict[str, Any]) -> None:
+    """Takes out a preset's values that another setting leaves without a meaning, and refuses given ones."""
+    rules = [
+        ("init", values.get("init"), values.get("init") != "write", ("update", "epsilon", "slots_per_chunk")),
+        ("update", values.get("update"), values.get("update") == "nlsvd", ("learning_rate",)),
+    ]
+    for field, value, applies, names in rules:
+        for name in names if applies else ():
+            if name in given:
+                raise ValueError(f"{name} has no meaning with {field}={value!r}, got {given[name]}: leave it out")
+            values.pop(name, None)
+
+
+METHOD_FIELDS = ("r", "init", "learning_rate", "scaling", "update", "epsilon", "slots_per_chunk")
 """The settings that not every method has."""
 
 
@@ -347,7 +380,7 @@ def read_with(
     if settings.method == "none":
         memory_dir = checkpoint_dir = None
     with attached(base, settings) as model:
-        trainer = _make_trainer(model, settings)
+        trainer = make_trainer(model, settings)
         if checkpoint_dir is not None and resume:
             trainer.resume(checkpoint_dir)
         for chunk in trainer.chunks:
@@ -475,7 +508,19 @@ def choose_marks(tokens: int) -> list[int]:
     return [mark for mark in range(step, 4 * step + 1, step) if mark <= tokens]
 
 
-def _make_trainer(model: nn.Module, settings: Settings) -> TestTimeTrainer:
+def make_trainer(model: nn.Module, settings: Settings) -> TestTimeTrainer:
+    """Makes the trainer of a reading: a memory that is to be written comes with its writer.
+
+    Args:
+        model: what `attached` gives.
+        settings: how the text is read.
+    """
+    writer = None
+    if settings.init == "write":
+        fold = "nlsvd" if settings.update == "nlsvd" else "refit"
+        slots = {"epsilon": settings.epsilon, "slots_per_chunk": settings.slots_per_chunk}
+        slots = {name: value for name, value in slots.items() if value is not None}
+        writer = SlotWriter(model, fold=fold, **slots)
     return TestTimeTrainer(
         model,
         window=settings.window,
@@ -483,6 +528,7 @@ def _make_trainer(model: nn.Module, settings: Settings) -> TestTimeTrainer:
         learning_rate=settings.learning_rate,
         epochs=settings.epochs,
         context=settings.context,
+        writer=writer,
     )
 
 

@@ -31,7 +31,7 @@ from transformers import DynamicCache
 
 from . import checkpoint
 from .objectives import WEIGHTINGS, divergences
-from .tuner import SlotWriter, calibrate, empty_memories
+from .tuner import SlotWriter, calibrate, empty_memories, unwritten_memories
 
 Context = Literal["recompute", "cache"]
 Objective = Literal["nll", "distill"]
@@ -632,6 +632,11 @@ class TestTimeTrainer:
             raise ValueError(
                 f"input_ids must lie in [0, {self._host.vocabulary}), the model's vocabulary, got "
                 f"{low if low < 0 else high}: use the model's own tokenizer"
+            )
+        if self.writer is None and self._parameters() and unwritten_memories(self.model):
+            raise ValueError(
+                f"writer must be given for the memory {unwritten_memories(self.model)[0]!r}, which has no slots to be "
+                "trained: give writer=SlotWriter(model), or another init_strategy"
             )
         if self._parameters() and self._host.is_merged():
             raise ValueError(

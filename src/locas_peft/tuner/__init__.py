@@ -4,7 +4,7 @@ from .compression import compress
 from .config import LocasConfig
 from .initialization import STRATEGIES
 from .layer import LocasLayer
-from .memories import calibrate, empty_memories, rescale
+from .memories import calibrate, empty_memories, rescale, unwritten_memories
 from .model import LocasModel
 from .nlsvd import nl_svd
 from .writing import SlotWriter, write_tokens
@@ -20,5 +20,6 @@ __all__ = [
     "empty_memories",
     "nl_svd",
     "rescale",
+    "unwritten_memories",
     "write_tokens",
 ]

@@ -108,6 +108,15 @@ def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[st
     ]
 
 
+def unwritten_memories(model: nn.Module) -> list[str]:
+    """Names the active memories of the strategy "write" that have no slot yet: training alone would leave them so."""
+    return [
+        name
+        for name in _names(model, None)
+        if all(layer.is_written(name) and layer.is_empty(name) for layer in _layers(model) if name in layer.locas_up)
+    ]
+
+
 @contextmanager
 def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None) -> Iterator[None]:
     """Within the context, the output of a memory is multiplied by a number: 0 silences it, 1 changes nothing.

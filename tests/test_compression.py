@@ -1,0 +1,163 @@
+"""Memories reduced to fewer slots: what they still say, and what a user may do with them afterwards."""
+
+import pytest
+import torch
+from families import make_host, make_tokens
+from peft import PeftModel, get_peft_model
+
+from locas_peft import LocasConfig, LocasLayer, TestTimeTrainer, compress
+from locas_peft.tuner.compression import refit_slots
+from locas_peft.tuner.nlsvd import nl_svd
+
+
+def make_memory(family, r=8, seed=0, **kwargs):
+    model = get_peft_model(make_host(family), LocasConfig(r=r, init_strategy="gaussian", scaling=float(r), **kwargs))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in layers_of(model):
+            down = layer.locas_down["default"].weight
+            down.copy_(0.3 * torch.randn(down.shape, generator=generator))
+    return model.eval()
+
+
+def layers_of(model):
+    return [module for module in model.modules() if isinstance(module, LocasLayer)]
+
+
+@torch.no_grad()
+def logits_of(model, ids):
+    return model(input_ids=ids).logits
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "opt", "gpt2"])
+def test_refitting_at_full_width_changes_nothing(family):
+    model, ids = make_memory(family, r=4), make_tokens(4, 32)
+    expected = logits_of(model, ids)
+    compress(model, 4, batches=[ids])
+    torch.testing.assert_close(logits_of(model, ids), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_slots_that_say_the_same_are_folded_without_loss(family):
+    model, ids = make_memory(family), make_tokens(4, 32)
+    with torch.no_grad():
+        for layer in layers_of(model):
+            for module in layer.projections("default")[:-1]:
+                module.weight[4:] = module.weight[:4]
+    expected = logits_of(model, ids)
+    compress(model, 4, batches=[ids])
+    torch.testing.assert_close(logits_of(model, ids), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_the_refit_is_the_least_squares_solution():
+    generator = torch.Generator().manual_seed(0)
+    activation, value = torch.randn(40, 6, generator=generator), torch.randn(6, 5, generator=generator)
+    slots, fitted = refit_slots(activation.T @ activation, value, 3)
+    target = activation @ value
+    expected = torch.linalg.lstsq(activation[:, slots], target).solution
+    torch.testing.assert_close(fitted, expected, rtol=1e-4, atol=1e-5)
+    # The first slot is the one that takes away most; no other single slot leaves less.
+    left = [
+        (target - column @ torch.linalg.lstsq(column, target).solution).norm()
+        for column in activation.T.unsqueeze(-1).unbind()
+    ]
+    assert torch.stack(left).argmin() == slots[0]
+
+
+def test_the_refit_of_layers_is_each_layers_own():
+    generator = torch.Generator().manual_seed(0)
+    activation, value = torch.randn(2, 40, 6, generator=generator), torch.randn(2, 6, 5, generator=generator)
+    slots, fitted = refit_slots(activation.mT @ activation, value, 3)
+    for place in range(2):
+        alone = refit_slots(activation[place].T @ activation[place], value[place], 3)
+        assert torch.equal(slots[place], alone[0])
+        torch.testing.assert_close(fitted[place], alone[1], rtol=1e-4, atol=1e-5)
+
+
+def test_more_slots_say_more():
+    ids = make_tokens(4, 32)
+    errors = []
+    for rank in (2, 4, 6):
+        model = make_memory("llama")
+        expected = logits_of(model, ids)
+        compress(model, rank, batches=[ids])
+        errors.append((logits_of(model, ids) - expected).norm().item())
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_padding_does_not_count():
+    ids = make_tokens(2, 16)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    padded, plain = make_memory("llama"), make_memory("llama")
+    compress(padded, 4, batches=[{"input_ids": ids, "attention_mask": mask}])
+    compress(plain, 4, batches=[ids[:1], ids[1:, :6]])
+    for one, other in zip(layers_of(padded), layers_of(plain), strict=True):
+        for a, b in zip(one.projections("default"), other.projections("default"), strict=True):
+            torch.testing.assert_close(a.weight, b.weight, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_layer_memories_are_folded_by_nl_svd(dtype):
+    model = make_memory("gpt_neox").to(dtype)
+    layer = layers_of(model)[0]
+    up, down = (module.weight.detach().clone() for module in layer.projections("default"))
+    tau = layer.locas_tau["default"].clone()
+    compress(model, 3)
+    reduced = nl_svd(up.float().T, down.float().T, 3, activation=layer.ffn.act, probe_norm=4.0)
+    torch.testing.assert_close(layer.locas_up["default"].weight, reduced.key.T.to(dtype))
+    torch.testing.assert_close(layer.locas_down["default"].weight, reduced.value.T.to(dtype))
+    assert torch.equal(layer.locas_tau["default"], tau)
+
+
+@pytest.mark.parametrize("family, text", [("llama", True), ("gpt_neox", True), ("gpt_neox", False)])
+def test_a_compressed_memory_is_saved_loaded_merged_and_trained(family, text, tmp_path):
+    model, ids = make_memory(family, rank_pattern={"layers.0.mlp": 6}), make_tokens(2, 16)
+    compress(model, 4, batches=[ids] if text else None)
+    config = model.peft_config["default"]
+    assert config.r == 4 and config.rank_pattern == {}
+    expected = logits_of(model, ids)
+    model.save_pretrained(tmp_path / "memory")
+    loaded = PeftModel.from_pretrained(make_host(family), tmp_path / "memory").eval()
+    assert torch.equal(logits_of(loaded, ids), expected)
+    list(TestTimeTrainer(model, window=8, stride=4, learning_rate=1e-3).read(ids[0]))
+    merged = loaded.merge_and_unload()
+    torch.testing.assert_close(logits_of(merged, ids), expected, rtol=1e-3, atol=1e-3)
+
+
+def test_bad_input_leaves_the_memory_as_it_was():
+    ids = make_tokens(2, 8)
+    model = make_memory("llama")
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    for arguments, error, message in [
+        ({"rank": 9, "batches": [ids]}, ValueError, "rank must be from 1 to the memory's width 8, got 9: lower it"),
+        ({"rank": 0, "batches": [ids]}, ValueError, "rank must be from 1 to the memory's width 8, got 0"),
+        ({"rank": 2.0, "batches": [ids]}, TypeError, "rank must be an int, got 2.0"),
+        ({"rank": 4}, ValueError, "NL-SVD needs a memory of two layers, got one with gates: give batches"),
+        ({"rank": 4, "method": "nlsvd", "batches": [ids]}, ValueError, "NL-SVD needs a memory of two layers"),
+        ({"rank": 4, "method": "refit"}, ValueError, "method 'refit' needs a text, got batches=None"),
+        ({"rank": 4, "method": "svd"}, ValueError, "method must be one of 'nlsvd', 'refit', got 'svd'"),
+        ({"rank": 4, "batches": []}, ValueError, "batches must hold a text that the memory 'default' is active on"),
+        ({"rank": 4, "adapter_name": "other"}, ValueError, "no single LOCAS memory 'other' to compress"),
+    ]:
+        with pytest.raises(error, match=message):
+            compress(model, **arguments)
+    assert model.peft_config["default"].r == 8
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[key]), key
+
+
+def test_memories_that_cannot_be_compressed_are_refused():
+    with pytest.raises(ValueError, match="the memory 'default' is empty: train or write it before"):
+        compress(get_peft_model(make_host("gpt2"), LocasConfig(r=4, init_strategy="gaussian")), 2)
+    broken = make_memory("gpt2")
+    with torch.no_grad():
+        layers_of(broken)[1].locas_down["default"].weight[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="the memory 'default' holds values that are not finite"):
+        compress(broken, 2)
+    merged = make_memory("gpt2")
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match="is merged: call unmerge_adapter"):
+        compress(merged, 2)
+    with pytest.raises(ValueError, match="no single LOCAS memory 'that is active' to compress"):
+        compress(make_host("gpt2"), 2)

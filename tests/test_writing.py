@@ -1,0 +1,340 @@
+"""Writing slots in closed form, and the cycle of writing and folding."""
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES, GATED, make_host, make_tokens
+from peft import PeftModel, get_peft_model
+from torch.nn.functional import cosine_similarity, normalize
+
+from locas_peft import LocasConfig, LocasLayer, SlotWriter, TestTimeTrainer, calibrate, empty_memories, write_tokens
+from locas_peft.tuner.writing import make_slots
+
+TWO_LAYER = [family for family in FAMILIES if family not in GATED]
+
+
+def make_model(family="gpt_neox", r=16, **kwargs):
+    host = make_host(family)
+    return get_peft_model(host, LocasConfig(r=r, init_strategy="write", scaling=float(r), **kwargs))
+
+
+def layers_of(model):
+    return [module for module in model.modules() if isinstance(module, LocasLayer)]
+
+
+def ups(model):
+    return torch.stack([layer.locas_up["default"].weight.detach() for layer in layers_of(model)])
+
+
+def downs(model):
+    return torch.stack([layer.locas_down["default"].weight.detach() for layer in layers_of(model)])
+
+
+@torch.no_grad()
+def log_likelihoods(model, ids):
+    logits = model(input_ids=ids[None, :-1]).logits[0]
+    return logits.double().log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def inputs_and_gradients(model, ids, place):
+    """A and G `[L, D]` of one token's log-likelihood, by hand: one backward pass for that token alone."""
+    inputs, gradients = [], []
+    for layer in layers_of(model):
+        layer.recorder = lambda a, out: (
+            inputs.append(a.detach().flatten(0, -2)[place]),
+            out.register_hook(lambda g: gradients.insert(0, g.detach().flatten(0, -2)[place])),
+        )
+    logits = model(input_ids=ids[None, : place + 1]).logits[0]
+    logits.log_softmax(-1)[place, ids[place + 1]].backward()
+    for layer in layers_of(model):
+        layer.recorder = None
+    model.zero_grad()
+    return torch.stack(inputs), torch.stack(gradients)
+
+
+@pytest.mark.parametrize("family", TWO_LAYER)
+def test_writing_a_token_raises_its_likelihood(family):
+    model = make_model(family)
+    ids = make_tokens(1, 12)[0]
+    before = log_likelihoods(model, ids)[-1]
+    # The last token alone: what came before it has no slot, so that nothing else changes.
+    writer = SlotWriter(model, epsilon=1e-3, tokens="evenly", slots_per_chunk=1, fold="nlsvd")
+    with writer.recording():
+        logits = model(input_ids=ids[None, :-1]).logits[0]
+        loss = -logits.log_softmax(-1)[-1, ids[-1]]
+        loss.backward()
+    written = writer.write(loss.detach()[None])
+    assert written.slots == writer.taken == 1 and not written.folded
+    assert log_likelihoods(model, ids)[-1] > before
+
+
+def test_the_change_of_every_layer_is_along_its_gradient():
+    model = make_model()
+    ids = make_tokens(1, 10)[0]
+    place = len(ids) - 2
+    inputs, gradients = inputs_and_gradients(model, ids, place)
+    keys, values = make_slots(inputs[:, None], gradients[:, None], 0.01)
+    changes = []
+    for layer, a, key, value in zip(layers_of(model), inputs, keys[:, 0], values[:, 0], strict=True):
+        with torch.no_grad():
+            layer.locas_up["default"].weight[0] = key
+            layer.locas_down["default"].weight[:, 0] = value / layer.scale("default")
+            changes.append(layer._recall("default", a[None])[0])
+    for change, value, a, gradient, layer in zip(
+        changes, values[:, 0], inputs, gradients, layers_of(model), strict=True
+    ):
+        torch.testing.assert_close(cosine_similarity(change, gradient, dim=0), torch.tensor(1.0))
+        torch.testing.assert_close(change, layer.ffn.act(a.norm()) * value, rtol=1e-4, atol=1e-7)
+
+
+def test_slots_are_the_papers():
+    generator = torch.Generator().manual_seed(0)
+    inputs, gradients = torch.randn(3, 5, 8, generator=generator), torch.randn(3, 5, 8, generator=generator)
+    keys, values = make_slots(inputs, gradients, 0.25)
+    torch.testing.assert_close(keys.norm(dim=-1), torch.ones(3, 5))
+    torch.testing.assert_close(values.square().sum(dim=(0, 2)).sqrt(), torch.full((5,), 0.25))  # over layers and D
+    ratio = values / gradients
+    torch.testing.assert_close(ratio, ratio[:1, :, :1].expand_as(ratio))  # one factor a token, the same in all layers
+    keys, values = make_slots(torch.zeros(2, 1, 4), torch.zeros(2, 1, 4), 1.0)
+    assert not keys.any() and not values.any()
+
+
+def test_a_written_slot_holds_what_token_by_token_gives_for_the_last_token():
+    # The last token's gradient of the sum is its own; an earlier one's also holds what it does for later tokens.
+    model = make_model(r=32)
+    ids = make_tokens(1, 10)[0]
+    single_inputs, single_gradients = inputs_and_gradients(model, ids, 8)
+    write_tokens(model, ids, epsilon=0.01)
+    keys, values = make_slots(single_inputs[:, None], single_gradients[:, None], 0.01)
+    scales = torch.stack([layer.scale("default") for layer in layers_of(model)])[:, None]
+    torch.testing.assert_close(ups(model)[:, 8], keys[:, 0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(downs(model)[:, :, 8] * scales, values[:, 0], rtol=1e-3, atol=1e-5)
+
+
+def test_keys_are_unit_inputs_and_the_rest_stays_free():
+    model = make_model(r=32)
+    before = copy.deepcopy(model.state_dict())
+    written = write_tokens(model, make_tokens(1, 12)[0], epsilon=0.01)
+    assert written.slots == 11
+    assert ups(model)[:, 11:].any() == downs(model)[:, :, 11:].any() == torch.tensor(False)
+    torch.testing.assert_close(ups(model)[:, :11].norm(dim=-1), torch.ones(2, 11))
+    for key, tensor in model.state_dict().items():
+        if ".locas_" not in key:
+            assert torch.equal(tensor, before[key]), key
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(p.requires_grad == (".locas_" in name) for name, p in model.named_parameters())
+
+
+def test_which_tokens_are_written():
+    model = make_model(r=32)
+    ids = make_tokens(1, 13)[0]
+    inputs = {}
+    for tokens, count in (("all", 12), ("evenly", 4), ("highest-loss", 4)):
+        fresh = make_model(r=32)
+        assert write_tokens(fresh, ids, tokens=tokens, slots_per_chunk=4).slots == count
+        inputs[tokens] = ups(fresh)[0, :count]
+    losses = -log_likelihoods(model, ids)
+    hardest = losses.topk(4).indices.sort().values
+    torch.testing.assert_close(inputs["highest-loss"], inputs["all"][hardest])
+    torch.testing.assert_close(inputs["evenly"], inputs["all"][[2, 5, 8, 11]])
+
+
+@pytest.mark.parametrize("fold", ["nlsvd", "refit"])
+def test_the_cycle_stays_within_its_capacity(fold):
+    model = make_model(r=8)
+    tensors = [module.weight for layer in layers_of(model) for module in layer.projections("default")]
+    places = [tensor.data_ptr() for tensor in tensors]
+    writer = SlotWriter(model, slots_per_chunk=2, fold=fold)
+    rate = None if fold == "nlsvd" else 1e-3
+    trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=rate, writer=writer)
+    taken = []
+    for chunk in trainer.read(make_tokens(1, 40)[0]):
+        assert chunk.learned
+        taken.append(writer.taken)
+    assert taken == [2, 4, 6, 8, 6, 8, 6, 8, 6, 8] and writer.folds == 3
+    assert places == [tensor.data_ptr() for tensor in tensors]
+    assert all(tensor.isfinite().all() for tensor in tensors)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_refit_fold_answers_as_before_on_what_it_saw():
+    model = make_model(r=8)
+    layers = layers_of(model)
+    with torch.no_grad():  # eight slots, four of them copies: four say the same
+        for layer in layers:
+            rows = normalize(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), dim=1)
+            layer.locas_up["default"].weight.copy_(rows.repeat(2, 1))
+            layer.locas_down["default"].weight.copy_(
+                0.1 * torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+            )
+    writer = SlotWriter(model, fold="refit")
+    inputs = torch.randn(len(layers), 30, 16, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        before = [layer._recall("default", a) for layer, a in zip(layers, inputs, strict=True)]
+        moved = writer._fold(inputs, None)
+        after = [layer._recall("default", a) for layer, a in zip(layers, inputs, strict=True)]
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-5)
+    assert writer.taken == 4
+    for weight, (dim, source) in moved.items():
+        assert weight.shape[dim] == len(source) == 8
+        assert sorted(source[:4] % 4) == [0, 1, 2, 3] and (source[4:] == -1).all()
+
+
+def test_the_optimizers_state_follows_the_slots():
+    model = make_model(r=8)
+    writer = SlotWriter(model, slots_per_chunk=4)
+    trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=1e-3, writer=writer)
+    ids = make_tokens(1, 40)[0]
+    reading = trainer.read(ids)
+    next(reading), next(reading), next(reading)
+    assert writer.folds == 1
+    for layer in layers_of(model):
+        up, down = layer.locas_up["default"].weight, layer.locas_down["default"].weight
+        for weight, dim in ((up, 0), (down, 1)):
+            entry = trainer._optimizer.state[weight]["exp_avg"]
+            kept, fresh = entry.split(4, dim=dim)
+            assert kept.any() and not fresh.any()
+
+
+def test_free_slots_stay_free_under_training():
+    model = make_model(r=16)
+    writer = SlotWriter(model, slots_per_chunk=1)
+    trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=1e-2, writer=writer)
+    for _ in trainer.read(make_tokens(1, 24)[0]):
+        taken = writer.taken
+        assert not ups(model)[:, taken:].any() and not downs(model)[:, :, taken:].any()
+    assert taken == 6
+
+
+def test_reading_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
+    ids = make_tokens(1, 40)[0]
+
+    def trainer_of(model):
+        writer = SlotWriter(model, slots_per_chunk=2)
+        return TestTimeTrainer(model, window=8, stride=4, learning_rate=1e-3, writer=writer)
+
+    whole = make_model(r=8)
+    chunks = list(trainer_of(whole).read(ids))
+    first = trainer_of(make_model(r=8))
+    for chunk in first.read(ids):
+        if chunk.index == 5:
+            break
+    first.save(tmp_path)
+    model = make_model(r=8)
+    second = trainer_of(model)
+    assert second.resume(tmp_path)
+    list(second.read(ids))
+    assert [c.nll_nats for c in second.chunks] == [c.nll_nats for c in chunks]
+    assert torch.equal(ups(model), ups(whole)) and torch.equal(downs(model), downs(whole))
+
+    other = make_model(r=8)
+    writer = SlotWriter(other, slots_per_chunk=1)
+    with pytest.raises(ValueError, match="writer must be"):
+        TestTimeTrainer(other, window=8, stride=4, learning_rate=1e-3, writer=writer).resume(tmp_path)
+
+
+def test_a_written_memory_is_saved_loaded_and_merged(tmp_path):
+    model = make_model(r=16)
+    ids = make_tokens(1, 12)
+    with pytest.raises(ValueError, match="is empty"):
+        model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is empty"):
+        model.merge_adapter()
+    assert empty_memories(model) == []
+    with pytest.raises(ValueError, match="is written while reading, not calibrated"):
+        calibrate(model, [ids])
+    write_tokens(model, ids[0], epsilon=0.1)
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        assert not torch.allclose(expected, make_host("gpt_neox")(input_ids=ids).logits)
+    model.save_pretrained(tmp_path / "memory")
+    loaded = PeftModel.from_pretrained(make_host("gpt_neox"), tmp_path / "memory")
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, expected)
+        merged = loaded.merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        plain = type(merged).from_pretrained(tmp_path / "merged").eval()
+        torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_beside_a_gated_host_as_an_experiment(tmp_path):
+    with pytest.raises(ValueError, match="gated_host_experiment=True to try it"):
+        make_model("llama", variant="mlp")
+    with pytest.raises(ValueError, match="needs a two-layer memory, got the gated FFN"):
+        make_model("llama")
+    with pytest.warns(UserWarning, match="beside gated FFNs is an experiment"):
+        model = make_model("llama", variant="mlp", gated_host_experiment=True)
+    ids = make_tokens(1, 12)
+    write_tokens(model, ids[0], epsilon=0.1)
+    layer = layers_of(model)[0]
+    a = torch.randn(3, 16)
+    up, down = layer.locas_up["default"].weight, layer.locas_down["default"].weight
+    torch.testing.assert_close(layer._recall("default", a), torch.relu(a @ up.T) @ down.T * layer.scale("default"))
+    with pytest.raises(ValueError, match="is no part of a gated FFN; keep it as an adapter"):
+        model.merge_adapter()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="is an experiment"):
+        loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, expected)
+
+
+def test_variant_mlp_is_the_hosts_own_structure_on_two_layer_hosts():
+    model = get_peft_model(make_host("gpt2"), LocasConfig(r=4, variant="mlp", init_strategy="gaussian"))
+    assert all(len(layer.projections("default")) == 2 for layer in layers_of(model))
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"epsilon": 0}, "epsilon must be a finite number above 0, got 0"),
+        ({"tokens": "some"}, "tokens must be one of 'highest-loss', 'evenly', 'all', got 'some'"),
+        ({"fold": "half"}, "fold must be one of 'nlsvd', 'refit', got 'half'"),
+        ({"slots_per_chunk": 0}, "slots_per_chunk must be a whole number of at least 1, got 0"),
+        ({"adapter_name": "other"}, "the model has no LOCAS memory 'other' to write into"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        SlotWriter(make_model(), **kwargs)
+
+
+def test_memories_that_cannot_be_written_are_refused():
+    gated = get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="gaussian"))
+    with pytest.raises(ValueError, match="must have two layers to be written, got gates beside"):
+        SlotWriter(gated)
+    with pytest.raises(ValueError, match="must have one width, got"):
+        SlotWriter(make_model(rank_pattern={"layers.0.mlp": 8}))
+    with pytest.raises(ValueError, match="must be one LOCAS memory, got none that is active"):
+        SlotWriter(make_host("gpt_neox"))
+    silent = get_peft_model(make_host("gpt_neox"), LocasConfig(r=4, init_strategy="write", scaling=0.0))
+    with pytest.raises(ValueError, match="output scale above 0"):
+        SlotWriter(silent)
+    with pytest.raises(ValueError, match=r"input_ids must be \[T\] or \[1, T\] with T >= 2, got \[1\]"):
+        write_tokens(make_model(), torch.tensor([3]))
+
+
+def test_a_memory_without_slots_is_not_read_with_in_vain():
+    model = make_model()
+    trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=1e-3)
+    with pytest.raises(ValueError, match="writer must be given for the memory 'default', which has no slots"):
+        trainer.read(make_tokens(1, 12)[0])
+    write_tokens(model, make_tokens(1, 6)[0])  # a written one may be trained without
+    assert all(chunk.learned for chunk in trainer.read(make_tokens(1, 12)[0]))
+
+
+def test_what_is_not_finite_is_not_written():
+    model = make_model()
+    write_tokens(model, make_tokens(1, 6)[0])
+    before = ups(model).clone(), downs(model).clone()
+    writer = SlotWriter(model)
+    with pytest.raises(ValueError, match="needs a forward and a backward pass inside recording"):
+        writer.write(torch.zeros(3))
+    with writer.recording():
+        model(input_ids=make_tokens(1, 6)).logits.sum().mul(float("nan")).backward()
+    with pytest.raises(ValueError, match="must be finite to be written, got NaN"):
+        writer.write(torch.zeros(3))
+    assert torch.equal(ups(model), before[0]) and torch.equal(downs(model), before[1])
