@@ -1,0 +1,82 @@
+"""F1: agrees with a scorer that is written here from the protocol's words alone."""
+
+from __future__ import annotations
+
+import random
+import string
+
+import pytest
+from nltk.stem.porter import PorterStemmer
+
+from locas_peft.evaluation.f1 import abstains, answer_f1, token_f1, tokens_of
+
+
+def protocol_f1(prediction: str, gold: str, category: int) -> float:
+    """The protocol, step by step, with lists and loops."""
+    stemmer = PorterStemmer()
+
+    def words(text):
+        text = text.replace(",", "")
+        text = text.lower()
+        text = "".join(character for character in text if character not in string.punctuation)
+        return [stemmer.stem(word) for word in text.split() if word not in ("a", "an", "the", "and")]
+
+    def f1(one, other):
+        one, other = words(one), words(other)
+        left, hits = list(other), 0
+        for word in one:
+            if word in left:
+                left.remove(word)
+                hits += 1
+        if hits == 0:
+            return 0.0
+        precision, recall = hits / len(one), hits / len(other)
+        return 2 * precision * recall / (precision + recall)
+
+    if category == 1:
+        golds = [item.strip() for item in gold.split(",")]
+        items = [item.strip() for item in prediction.split(",")]
+        return sum(max(f1(item, one) for item in items) for one in golds) / len(golds)
+    if category == 3:
+        return f1(prediction, gold.split(";")[0].strip())
+    return -f1(prediction, gold) if category == 5 else f1(prediction, gold)
+
+
+WORDS = (
+    "The a and AN running ran runs, 7 May, 2023 dogs; dog's pottery-class, swimming Caroline's e.g. flies flying "
+    "1,000 psychology counselling certification ; , . — café No"
+).split(" ")
+
+
+@pytest.mark.parametrize("category", [1, 2, 3, 4, 5])
+def test_agrees_with_the_protocol(category):
+    draw = random.Random(category)
+    texts = [" ".join(draw.choices(WORDS, k=draw.randint(0, 7))) for _ in range(400)]
+    for prediction, gold in zip(texts, reversed(texts), strict=True):
+        expected = protocol_f1(prediction, gold, category)
+        assert answer_f1(prediction, gold, category) == pytest.approx(expected, abs=1e-6)
+
+
+def test_tokens_are_stemmed_without_articles_commas_and_marks():
+    assert tokens_of("The dogs, and A runner's 1,000 kites!") == ["dog", "runner", "1000", "kite"]
+
+
+def test_known_values():
+    assert token_f1("in May", "7 May 2023") == pytest.approx(0.4)
+    assert token_f1("Dogs running", "the dog ran") == pytest.approx(0.5)
+    assert token_f1("the", "a") == 0.0 == token_f1("", "word")
+    assert token_f1("word word", "word") == pytest.approx(2 / 3)
+    assert answer_f1("cats, dogs", "dog, cat, fish", 1) == pytest.approx(2 / 3)
+    assert answer_f1("likely yes", "Likely yes; she said so", 3) == 1.0
+    assert answer_f1("yes", "Likely yes; she said so", 4) < 1.0
+    assert answer_f1("grey parrot", "a grey parrot", 5) == -1.0
+
+
+def test_abstaining_is_in_the_official_words():
+    assert abstains("That is NOT MENTIONED here.") and abstains("No information available")
+    assert not abstains("I do not know")
+
+
+def test_a_category_that_is_none_is_one_line():
+    with pytest.raises(ValueError, match=r"^category must be 1 to 5, got 6: see the release's categories$"):
+        answer_f1("a", "b", 6)

@@ -1,0 +1,195 @@
+"""Forgetting: pairs are read and scored, drift is a divergence, and what is disabled is as before to the last bit."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from contextlib import nullcontext
+
+import pytest
+import torch
+from families import make_host, make_tokens
+from peft import LoraConfig, get_peft_model
+
+from locas_peft import LocasConfig, TestTimeTrainer, backbone
+from locas_peft.evaluation.forgetting import Drift, by_paradigm, measure_drift, read_blimp, score_pairs
+from locas_peft.evaluation.harness import evaluate_tasks
+from locas_peft.evaluation.scoring import encode_pair, score_targets
+
+PAIRS = {
+    "agreement": [("The dogs bark.", "The dogs barks."), ("She sings.", "She sing."), ("We go.", "We goes.")],
+    "islands": [("What did you see?", "What did you see it?")],
+}
+
+
+def write_pairs(directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, pairs in PAIRS.items():
+        lines = [
+            json.dumps({"UID": name, "field": "syntax", "sentence_good": good, "sentence_bad": bad})
+            for good, bad in pairs
+        ]
+        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return directory
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_pairs(tmp_path / "blimp" / "data")
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    return backbone.load()
+
+
+def test_folder_and_zip_hold_the_same_pairs(folder, tmp_path):
+    archive = tmp_path / "blimp.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        for path in folder.iterdir():
+            file.write(path, f"data/{path.name}")
+            file.writestr(f"__MACOSX/data/._{path.name}", b"\x00\x05")
+    pairs, problems = read_blimp(folder.parent)
+    assert not problems and read_blimp(archive) == (pairs, [])
+    assert [(pair.paradigm, pair.good) for pair in pairs] == [
+        (name, good) for name, rows in PAIRS.items() for good, _ in rows
+    ]
+    assert [pair.paradigm for pair in read_blimp(archive, limit_pairs=1)[0]] == ["agreement", "islands"]
+
+
+def test_a_broken_pair_is_left_out_with_its_place(folder):
+    with (folder / "islands.jsonl").open("a") as file:
+        file.write('{"sentence_good": "Only one."}\nnot json\n[1]\n')
+    pairs, problems = read_blimp(folder)
+    assert len(pairs) == 4
+    assert problems == [
+        f"islands.jsonl:{line} must hold sentence_good and sentence_bad: pair left out" for line in (2, 3, 4)
+    ]
+
+
+def test_files_without_pairs_are_one_line(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"^BLiMP must be a zip file or a folder, got .*, which does not exist: check"
+    ):
+        read_blimp(tmp_path / "none.zip")
+    with pytest.raises(
+        ValueError, match=r"^BLiMP must hold pairs in \.jsonl files, got none in .*: give the release's"
+    ):
+        read_blimp(tmp_path)
+    (tmp_path / "text.zip").write_text("no zip")
+    with pytest.raises(ValueError, match=r"^BLiMP must be a zip file or a folder, got .*: copy it again$"):
+        read_blimp(tmp_path / "text.zip")
+    with pytest.raises(ValueError, match=r"^limit_pairs must be at least 1, got 0: raise it, or leave it out$"):
+        read_blimp(tmp_path, 0)
+
+
+def test_a_pairs_score_is_its_sentences_total_nll(folder, embedded):
+    model, tokenizer = embedded
+    pairs, _ = read_blimp(folder)
+    scores = score_pairs(model, tokenizer, pairs)
+    alone = score_targets(model, [encode_pair(tokenizer, "", pairs[1].bad)])[0]
+    assert scores[1].bad_nll_nats == pytest.approx(alone.nll_nats, rel=1e-5)
+    assert alone.tokens == len(tokenizer("She sing.")["input_ids"]), "the first token is foretold too"
+    shares = by_paradigm(scores)
+    assert list(shares) == ["agreement", "islands"]
+    assert shares["agreement"] == sum(score.right for score in scores[:3]) / 3
+
+
+def make_model(kind: str):
+    host = make_host("llama")
+    torch.manual_seed(1)
+    if kind == "lora":
+        return get_peft_model(host, LoraConfig(r=4, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return get_peft_model(host, LocasConfig(r=4, scaling=4.0))
+
+
+@pytest.mark.parametrize("kind", ["lora", "locas"])
+def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
+    ids, plain = make_tokens(1, 50)[0], make_host("llama")
+    before = measure_drift(plain, nullcontext, ids, 16, 8)
+    assert before.kl_nats == 0 and before.nll_nats == before.reference_nll_nats
+    assert before.tokens == 49 and set(before.chunk_kl_nats) == {0.0}
+    model = make_model(kind)
+    trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=0.02)
+    for _ in trainer.read(make_tokens(1, 60, seed=9)[0]):
+        pass
+    model.eval()
+    after = measure_drift(model, model.disable_adapter, ids, 16, 8)
+    assert after.kl_nats > 0 and after.nll_nats != before.nll_nats
+    assert after.reference_sha256 == before.reference_sha256
+    assert after.reference_nll_nats == before.nll_nats
+    assert after.kl_per_token == pytest.approx(
+        sum(kl * n for kl, n in zip(after.chunk_kl_nats, [7, *[8] * 5, 2], strict=True)) / 49
+    )
+    assert Drift.from_json(json.loads(json.dumps(after.to_json()))) == after
+
+
+def test_drift_is_the_kl_from_the_reference_to_the_model():
+    ids, model = make_tokens(1, 9)[0], make_model("lora")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.05)
+        q = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+        with model.disable_adapter():
+            p = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
+    expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum").item()
+    assert measure_drift(model, model.disable_adapter, ids, 16, 16).kl_nats == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_text_of_one_token_is_one_line():
+    with pytest.raises(ValueError, match=r"^input_ids must be of shape \[T\] with T >= 2, got \[1\]: give more text$"):
+        measure_drift(make_host("llama"), nullcontext, torch.tensor([3]), 16, 8)
+
+
+TASK = """
+task: tiny_questions
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+  cache_dir: {cache}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["{{{{good}}}}", "{{{{bad}}}}"]
+doc_to_target: 0
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+@pytest.fixture
+def task_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    rows = [
+        {"question": "The dogs", "good": "are here.", "bad": "is here."},
+        {"question": "She", "good": "was glad.", "bad": "were glad."},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "tiny.yaml").write_text(TASK.format(data=tmp_path / "rows.jsonl", cache=tmp_path / "cache"))
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")  # the harness's own
+def test_the_harness_runs_on_the_live_model_with_its_memory(task_folder):
+    base, tokenizer = backbone.load()
+    plain = evaluate_tasks(base, tokenizer, ["tiny_questions"], include_path=task_folder)
+    assert plain["tiny_questions"]["acc"] in (0.0, 0.5, 1.0)
+    model = get_peft_model(base, LocasConfig(r=4)).eval()
+    seen = []
+    layer = next(module for name, module in model.named_modules() if name.endswith("mlp"))
+    layer.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    with_memory = evaluate_tasks(model, tokenizer, ["tiny_questions"], include_path=task_folder)
+    assert with_memory["tiny_questions"]["acc"] == plain["tiny_questions"]["acc"], "a fresh memory changes nothing"
+    assert set(seen) == {"LocasLayer"}, "the memory's own layers were run"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_task_that_the_harness_does_not_know_is_one_line(embedded):
+    with pytest.raises(ValueError, match=r"^task must be one that lm-eval knows, got 'mmluu': did you mean .*mmlu"):
+        evaluate_tasks(*embedded, ["mmluu"])

@@ -1,0 +1,215 @@
+"""LoCoMo's data: the release's form is read, what is no LoCoMo is named with its place, the rest is kept."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from locomo_data import make_sample, make_samples, write_samples
+
+from locas_peft.evaluation.cloze import OTHERS, find_spans
+from locas_peft.evaluation.locomo import (
+    PROMPTS,
+    choose_conversations,
+    dialogue,
+    dialogue_lines,
+    make_prompt,
+    read_locomo,
+    read_prompts,
+)
+
+
+@pytest.fixture
+def conversations(tmp_path):
+    return read_locomo(write_samples(tmp_path, make_samples()))[0]
+
+
+def test_the_releases_form_is_read_whole(tmp_path):
+    conversations, problems = read_locomo(write_samples(tmp_path, make_samples()))
+    assert not problems
+    assert [conversation.sample_id for conversation in conversations] == ["talk-1", "talk-2"]
+    first = conversations[0]
+    assert first.speakers == ("Ida", "Ben")
+    assert list(first.turns) == ["D1:1", "D1:2", "D2:1", "D2:2"]
+    assert [question.category for question in first.questions] == [1, 2, 3, 4, 4, 5]
+    assert first.questions[4].answer == "1", "numbers are answers too"
+    assert first.questions[5].answer == "grey parrot", "of category 5 the trap"
+    assert first.questions[3].evidence == ("D2:1", "D1:2"), "two ids in one entry"
+
+
+def test_a_dialogue_has_its_dates_speakers_and_photos(conversations):
+    assert dialogue(conversations[0]).splitlines() == [
+        "Session 1, 9:00 am on 1 March, 2023",
+        "Ida: I bought a grey parrot yesterday, and a cage.",
+        "Ben: Lovely! I baked bread. [photo: a loaf]",
+        "",
+        "Session 2, 8:30 pm on 4 April, 2023",
+        "Ben: We moved to Lisbon last week.",
+        "Ida: Paint the kitchen blue, it calms everybody.",
+    ]
+
+
+def test_sessions_come_in_their_numbers_order(tmp_path):
+    sample = make_sample()
+    sample["conversation"]["session_10"] = [{"speaker": "Ida", "dia_id": "D10:1", "text": "Bye."}]
+    conversation = read_locomo(write_samples(tmp_path, [sample]))[0][0]
+    assert dialogue_lines(conversation)[-2:] == ["Session 10", "Ida: Bye."]
+
+
+def broken(**changes) -> dict:
+    return {**copy.deepcopy(make_sample("talk-3")), **changes}
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ("text", r"^talks\.json\[1\] must have a 'conversation', got none: sample left out$"),
+        (broken(conversation={"speaker_a": "Ida"}), r"^talks\.json\[1\]\.conversation must have a session with turns"),
+        (broken(conversation={"session_1": []}), r"^talks\.json\[1\]\.conversation must have a session with turns"),
+        (broken(sample_id="../up"), r"^talks\.json\[1\]\.sample_id must be letters, digits, - and _, got '\.\./up'"),
+        (broken(sample_id="talk-1"), r"^talks\.json\[1\]\.sample_id must be unique, got 'talk-1' again: sample left"),
+    ],
+)
+def test_a_conversation_that_cannot_be_used_is_left_out_with_its_place(tmp_path, sample, message):
+    conversations, problems = read_locomo(write_samples(tmp_path, [make_sample(), sample]))
+    assert [conversation.sample_id for conversation in conversations] == ["talk-1"]
+    assert len(problems) == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problems[0])
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        (
+            {"question": "Who?", "category": 4},
+            r"\.qa\[1\] must have an 'answer' \(category 4\), got None: question left",
+        ),
+        (
+            {"question": "Who?", "category": 5, "answer": "No"},
+            r"must have an 'adversarial_answer' \(category 5\), got None",
+        ),
+        ({"question": "Who?", "category": 4, "answer": " "}, r"must have an 'answer' \(category 4\), got ' '"),
+        (
+            {"question": "Who?", "category": 6, "answer": "x"},
+            r"\.qa\[1\]\.category must be 1 to 5, got 6: question left",
+        ),
+        ({"question": "", "category": 4, "answer": "x"}, r"\.qa\[1\] must have a 'question', got {'question': ''"),
+        ("Who?", r"\.qa\[1\] must have a 'question', got 'Who\?'"),
+    ],
+)
+def test_a_question_that_cannot_be_asked_is_left_out_with_its_place(tmp_path, question, message):
+    sample = make_sample()
+    sample["qa"][1] = question
+    conversations, problems = read_locomo(write_samples(tmp_path, [sample]))
+    assert [found.index for found in conversations[0].questions] == [0, 2, 3, 4, 5]
+    assert len(problems) == 1
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problems[0])
+
+
+def test_a_broken_turn_costs_that_turn_alone(tmp_path):
+    sample = make_sample()
+    del sample["conversation"]["session_1"][0]["text"]
+    conversations, problems = read_locomo(write_samples(tmp_path, [sample]))
+    assert list(conversations[0].turns) == ["D1:2", "D2:1", "D2:2"]
+    assert problems[0].startswith("talks.json[0].conversation.session_1[0] must have dia_id, speaker and text")
+
+
+@pytest.mark.parametrize("content", ["not json", "[]", '{"a": 1}', "[1, 2]", "3", '[{"conversation": {}}]'])
+def test_a_file_that_is_no_locomo_is_one_line(tmp_path, content):
+    path = tmp_path / "other.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^LoCoMo data must .* give the release's locomo10\.json") as caught:
+        read_locomo(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"^LoCoMo data must be an existing file, got .*none\.json': check the path$"):
+        read_locomo(tmp_path / "none.json")
+
+
+def test_conversations_are_chosen_by_name(conversations):
+    assert [c.sample_id for c in choose_conversations(conversations, ["talk-2"])] == ["talk-2"]
+    assert choose_conversations(conversations, None) == conversations
+    with pytest.raises(ValueError, match=r"^conversation must be one of talk-1, talk-2, got 'talk-9': choose"):
+        choose_conversations(conversations, ["talk-9"])
+
+
+def test_prompts_hold_the_question_and_with_context_the_dialogue(conversations):
+    first = conversations[0]
+    temporal = first.questions[1]
+    bare, full = (make_prompt(first, temporal, setting) for setting in ("no-context", "full-context"))
+    assert temporal.question in bare and temporal.question in full
+    assert dialogue(first) in full and "Lisbon" not in bare
+    assert PROMPTS["hint-2"] in full and PROMPTS["hint-2"] not in make_prompt(
+        first, first.questions[0], "full-context"
+    )
+    assert "other text" in make_prompt(first, temporal, "full-context", text="other text")
+    with pytest.raises(ValueError, match=r"^setting must be one of no-context, full-context, got 'half'$"):
+        make_prompt(first, temporal, "half")
+
+
+def test_prompts_are_data(tmp_path, conversations):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"no-context": "Q: {question} A:"}), encoding="utf-8")
+    prompts = read_prompts(path)
+    assert make_prompt(conversations[0], conversations[0].questions[0], "no-context", prompts=prompts) == (
+        "Q: What did Ida buy? A:"
+    )
+    assert prompts["full-context"] == PROMPTS["full-context"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", r"^prompts must be an object of texts"),
+        ('{"no-context": 3}', r"^prompts must be an object of texts"),
+        ('{"some-context": "{question}"}', r"^prompts must be named no-context, .* got 'some-context' in"),
+        ('{"no-context": "Say something."}', r"^prompt 'no-context' must have {question} .* got no placeholders"),
+        ('{"full-context": "{question}"}', r"^prompt 'full-context' must have {dialogue}, {question}"),
+        ('{"no-context": "{question} {who}"}', r"may have {hint}, {question}, {speaker_a}, {speaker_b}, got .*{who}"),
+        ("{", r"^prompts must be a JSON file"),
+    ],
+)
+def test_bad_prompts_are_one_line(tmp_path, content, message):
+    path = tmp_path / "prompts.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        read_prompts(path)
+
+
+def test_spans_stand_word_for_word_in_their_turns(conversations):
+    spans = find_spans(conversations[0])
+    found = [(span.prompt, span.text, span.category) for span in spans]
+    assert found == [
+        ("Ida: I bought a ", "grey parrot", 1),
+        ("Ida: I bought a grey parrot yesterday, and a ", "cage", 1),
+        ("Ben: We moved to ", "Lisbon", 4),
+    ]
+    for span in spans:
+        turn = conversations[0].turns[span.dia_id]
+        assert f"{turn.speaker}: {' '.join(turn.text.split())}".startswith(span.prompt + span.text)
+
+
+def test_a_span_counts_once_and_traps_never(tmp_path):
+    sample = make_sample()
+    sample["qa"].append({"question": "Which city?", "answer": "Lisbon", "evidence": ["D2:1"], "category": 4})
+    sample["qa"].append({"question": "Again?", "answer": "arrot", "evidence": ["D1:1"], "category": 4})
+    spans = find_spans(read_locomo(write_samples(tmp_path, [sample]))[0][0])
+    assert [span.text for span in spans] == ["grey parrot", "cage", "Lisbon"]
+
+
+def test_the_others_come_from_the_seed_and_are_never_the_span_itself(tmp_path):
+    sample = make_sample()
+    words = "bread kitchen everybody Paint calms baked".split()
+    turns = {word: "D1:2" if word in ("bread", "baked") else "D2:2" for word in words}
+    sample["qa"] += [{"question": "?", "answer": w, "evidence": [turns[w]], "category": 4} for w in words]
+    conversation = read_locomo(write_samples(tmp_path, [sample]))[0][0]
+    spans = find_spans(conversation, seed=1)
+    assert spans == find_spans(conversation, seed=1)
+    assert spans != find_spans(conversation, seed=2)
+    for span in spans:
+        assert len(set(span.others)) == OTHERS and span.text not in span.others
