@@ -45,6 +45,18 @@ def test_the_backbone_is_known_by_its_folder_too():
     assert not backbone.is_embedded("locas_peft/other")
 
 
+def test_the_backbone_with_two_layer_ffns_is_embedded_too():
+    folder = str(backbone.path(backbone.MLP_NAME))
+    assert backbone.name_of(folder) == backbone.MLP_NAME and backbone.is_embedded(folder)
+    assert backbone.name_of(str(backbone.path())) == backbone.NAME
+    assert backbone.name_of("gpt2") == "gpt2" and not backbone.is_embedded("gpt2")
+    model, tokenizer = loading.load_base(folder, device="cpu")
+    assert model.config.model_type == "gpt_neox" and model.config.hidden_act == "relu"
+    assert tokenizer.get_vocab() == backbone.load()[1].get_vocab()
+    with pytest.raises(ValueError, match="name must be one of locas_peft/tinybook-glu, locas_peft/tinybook-mlp"):
+        backbone.load(name="locas_peft/other")
+
+
 def test_a_folder_is_a_base():
     model, _ = loading.load_base(str(backbone.path()) + "/../backbone/.", device="cpu")
     assert model.config.hidden_size == 256

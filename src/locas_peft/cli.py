@@ -431,7 +431,7 @@ def _prepare(
     if unwrap if unwrap is not None else embedded:
         content = text.unwrap(content)
     input_ids = text.tokenize(tokenizer, content, max_tokens)
-    return _Job(backbone.NAME if embedded else name, base, tokenizer, input_ids, embedded)
+    return _Job(backbone.name_of(name), base, tokenizer, input_ids, embedded)
 
 
 def _make_settings(names: Sequence[str], job: _Job, *, preset: str, **given: Any) -> list[Settings]:

@@ -26,7 +26,7 @@ def load_base(
     """Loads a causal LM and its tokenizer, frozen and in evaluation mode.
 
     Args:
-        name: `backbone.NAME` for the embedded backbone, a folder, or a name on the hub.
+        name: `backbone.NAME` or `backbone.MLP_NAME` for an embedded backbone, a folder, or a name on the hub.
         dtype: "float32", "bfloat16", "float16", or "auto": the one that the weights are stored in (float32 for the
             embedded backbone).
         device: a torch device, or "auto": CUDA where there is one, else the CPU.
@@ -38,7 +38,7 @@ def load_base(
         raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
     place = choose_device(device)
     if backbone.is_embedded(name):
-        model, tokenizer = backbone.load(DTYPES.get(dtype), place)
+        model, tokenizer = backbone.load(DTYPES.get(dtype), place, backbone.name_of(name))
     else:
         source = _find_source(name)
         try:

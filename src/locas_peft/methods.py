@@ -446,7 +446,9 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
     """The model card: what the memory is and how it is loaded. PEFT's own is a form that waits to be filled in."""
     settings = reading.settings
     if backbone.is_embedded(settings.model):
-        load = "from locas_peft import backbone\n\nbase, tokenizer = backbone.load()"
+        known = backbone.name_of(settings.model)
+        which = "" if known == backbone.NAME else f"name={known!r}"
+        load = f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({which})"
     else:
         load = (
             "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"

@@ -1,7 +1,8 @@
-"""The embedded backbone: tinybook-glu, a 5.8M-parameter Qwen3-architecture model of English books.
+"""The embedded backbones: two small models of English books, one with gated FFNs and one with two-layer FFNs.
 
-It comes with the package, so that the `locas` command, the examples and the tests need no network. It writes period
-prose with no sense in it and answers no questions: it is there to be taught.
+They come with the package, so that the `locas` command, the examples and the tests need no network. They write period
+prose with no sense in it and answer no questions: they are there to be taught. tinybook-glu (Qwen3 architecture) is the
+default everywhere; tinybook-mlp (GPT-NeoX with ReLU) is the host for Locas-MLP. They share a tokenizer.
 """
 
 from __future__ import annotations
@@ -14,27 +15,45 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NAME = "locas_peft/tinybook-glu"
-"""What stands for this backbone in a memory's config: the folder differs from one machine to the next."""
+"""What stands for the default backbone in a memory's config: the folder differs from one machine to the next."""
+
+MLP_NAME = "locas_peft/tinybook-mlp"
+"""The same for the backbone with two-layer FFNs."""
+
+_FOLDERS = {NAME: ("locas_peft", "backbone"), MLP_NAME: ("locas_peft", "backbone", "tinybook_mlp")}
 
 
-def path() -> Path:
-    """Gives the folder with the backbone's weights, config and tokenizer, as transformers loads them."""
-    return Path(__file__).resolve().parent
+def path(name: str = NAME) -> Path:
+    """Gives the folder with a backbone's weights, config and tokenizer, as transformers loads them.
+
+    Args:
+        name: `NAME` or `MLP_NAME`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if name not in _FOLDERS:
+        raise ValueError(f"name must be one of {', '.join(_FOLDERS)}, got {name!r}: choose one of them")
+    return Path(__file__).resolve().parent.joinpath(*_FOLDERS[name][2:])
 
 
 def load(
-    dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    dtype: torch.dtype | None = None, device: torch.device | str | None = None, name: str = NAME
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads the backbone in evaluation mode, without the network.
+    """Loads a backbone in evaluation mode, without the network.
 
     Its texts must have one paragraph a line, as `locas_peft.text.unwrap` makes them: it has seen no others.
 
     Args:
         dtype: of the weights; float32 where None (they are stored in bfloat16).
         device: where the weights go; the CPU where None.
+        name: `NAME` or `MLP_NAME`.
 
     Returns:
         The model (vocabulary 4,096, hidden size 256, 6 layers, at most 2,048 positions) and its tokenizer.
+
+    Raises:
+        ValueError: the name is neither.
 
     Example:
         >>> from locas_peft import backbone
@@ -42,14 +61,22 @@ def load(
         >>> model.config.hidden_size
         256
     """
+    folder = path(name)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(path(), dtype=dtype or torch.float32, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(path(), local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return (model.to(device) if device is not None else model).eval(), tokenizer
 
 
 def is_embedded(name: str) -> bool:
-    """Says whether a recorded model name means this backbone: `NAME`, or its folder in any installation."""
-    return name == NAME or Path(name).parts[-2:] == ("locas_peft", "backbone")
+    """Says whether a recorded model name means one of these backbones: its name, or its folder in any installation."""
+    return name_of(name) in _FOLDERS
+
+
+def name_of(name: str) -> str:
+    """Gives the name of the backbone that a name or a folder in any installation means; other names as they are."""
+    if name in _FOLDERS:
+        return name
+    return next((known for known, end in _FOLDERS.items() if Path(name).parts[-len(end) :] == end), name)
