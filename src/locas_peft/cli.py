@@ -87,6 +87,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Args:
         args: the arguments; the process's own where None.
     """
+    from . import cli_eval  # noqa: F401 (adds `locas eval` to `app`)
+
     given = list(sys.argv[1:] if args is None else args)
     usage_error = typer.BadParameter.__base__
     try:
@@ -98,8 +100,8 @@ def main(args: Sequence[str] | None = None) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Makes a function a command of `app` whose foreseeable errors end with one line and exit code 2."""
+def _command(function: Callable[..., None], to: typer.Typer = app) -> Callable[..., None]:
+    """Makes a function a command of `to` whose foreseeable errors end with one line and exit code 2."""
 
     @functools.wraps(function)
     def run(*args: Any, **options: Any) -> None:
@@ -118,7 +120,7 @@ def _command(function: Callable[..., None]) -> Callable[..., None]:
                 _give_up_stdout()
             raise typer.Exit(2) from None
 
-    return app.command()(run)
+    return to.command()(run)
 
 
 @_command

@@ -510,12 +510,13 @@ def choose_marks(tokens: int) -> list[int]:
     return [mark for mark in range(step, 4 * step + 1, step) if mark <= tokens]
 
 
-def make_trainer(model: nn.Module, settings: Settings) -> TestTimeTrainer:
+def make_trainer(model: nn.Module, settings: Settings, **options: Any) -> TestTimeTrainer:
     """Makes the trainer of a reading: a memory that is to be written comes with its writer.
 
     Args:
         model: what `attached` gives.
         settings: how the text is read.
+        options: further arguments of `TestTimeTrainer`, such as `objective`.
     """
     writer = None
     if settings.init == "write":
@@ -531,6 +532,7 @@ def make_trainer(model: nn.Module, settings: Settings) -> TestTimeTrainer:
         epochs=settings.epochs,
         context=settings.context,
         writer=writer,
+        **options,
     )
 
 

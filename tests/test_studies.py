@@ -1,0 +1,315 @@
+"""The studies and `locas eval`: what is written, what is done twice, what goes on where it was broken off."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from locomo_data import make_samples, write_samples
+from typer.testing import CliRunner
+
+from locas_peft import backbone, cli, cli_eval
+from locas_peft.evaluation.f1 import answer_f1
+from locas_peft.evaluation.locomo import read_locomo
+from locas_peft.methods import Settings
+from locas_peft.studies import locomo as locomo_study
+from locas_peft.studies.documents import load_column, read_documents
+from locas_peft.studies.run import Recipe, make_memory, name_method, split_method, with_memory
+
+FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
+BOOK = "\n\n".join(f"The {word} of the house was old, and nobody went there." for word in ("door", "roof", "garden"))
+RECORD = {"sample_id", "question", "category", "answer", "prediction", "f1"}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs `locas eval` in an empty folder; returns exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    write_samples(tmp_path, make_samples())
+    (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
+    (tmp_path / "other.txt").write_text("He came from the sea and said nothing of it to her.", encoding="utf-8")
+    pairs = [{"UID": "u", "sentence_good": "She sings.", "sentence_bad": "She sing."}] * 2
+    (tmp_path / "blimp").mkdir()
+    (tmp_path / "blimp" / "u.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+
+    def call(*args) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["eval", *map(str, args)])
+        captured = capsys.readouterr()
+        return ended.value.code, captured.out, captured.err
+
+    return call
+
+
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def locomo_run(tmp_path_factory):
+    """One run of the LoCoMo study that several tests look at."""
+    folder = tmp_path_factory.mktemp("locomo")
+    data = write_samples(folder, make_samples())
+    args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "5", *FAST]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    assert ended.value.code == 0
+    return folder, args
+
+
+def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
+    folder, _ = locomo_run
+    files = sorted(
+        path.relative_to(folder / "out/locomo") for path in (folder / "out/locomo").rglob("*.memory-*.json")
+    )
+    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 3 settings
+    assert len(files) == 2 * (1 + 2 * 2) * 3
+    for path in files:
+        if path.parts[0] == "predictions":
+            records = read(folder / "out/locomo" / path)
+            assert len(records) == 6
+            for record in records:
+                assert RECORD <= record.keys()
+                assert record["f1"] == answer_f1(record["prediction"], record["answer"], record["category"])
+    figures = read(folder / "out/locomo.json")
+    assert figures["answers"].keys() == {"none", "lora", "locas-glu"}
+    assert figures["answers"]["none"].keys() == {"no-context", "full-context"}
+    assert figures["answers"]["lora"]["no-context"].keys() == {"right", "wrong"}
+    assert figures["answers"]["lora"]["no-context"]["right"]["adversarial"]["n"] == 2
+    assert figures["cloze"]["spans"] == 6
+    assert figures["cloze"]["methods"]["locas-glu"]["right_minus_wrong"]["n"] == 6
+    assert figures["cloze"]["differences"][0]["method"] == "locas-glu"
+
+
+def test_right_minus_wrong_is_what_the_files_say(locomo_run):
+    folder, _ = locomo_run
+    cloze = folder / "out/locomo/cloze/lora"
+    differences = []
+    for own, other in (("talk-1", "talk-2"), ("talk-2", "talk-1")):
+        right, wrong = (read(cloze / f"{own}.memory-{name}.json") for name in (own, other))
+        differences += [w["nll_per_token"] - r["nll_per_token"] for r, w in zip(right, wrong, strict=True)]
+    mean = read(folder / "out/locomo.json")["cloze"]["methods"]["lora"]["right_minus_wrong"]["mean"]
+    assert mean == pytest.approx(sum(differences) / len(differences))
+
+
+def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp_path):
+    folder, args = locomo_run
+    again = tmp_path / "again"
+    shutil.copytree(folder / "out", again)
+    lost = again / "locomo/predictions/locas-glu/talk-1.no-context.memory-talk-1.json"
+    expected = read(lost)
+    lost.write_text(json.dumps(expected[:2]))
+    shutil.rmtree(again / "locomo/memories/lora")
+    kept = again / "locomo/predictions/none/talk-1.no-context.memory-none.json"
+    stamp = kept.stat().st_mtime_ns
+    before = read(again / "locomo.json")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(again) if arg == str(folder / "out") else arg for arg in args])
+    assert ended.value.code == 0
+    assert read(lost) == expected
+    assert kept.stat().st_mtime_ns == stamp, "what was there was not done again"
+    after = read(again / "locomo.json")
+    assert after["answers"] == before["answers"] and after["cloze"] == before["cloze"]
+    teaching = after["teachings"]["lora"]["talk-1"]
+    assert teaching["perplexity"] == before["teachings"]["lora"]["talk-1"]["perplexity"]
+
+
+def test_a_folder_of_another_run_is_refused(locomo_run, run, tmp_path):
+    folder, args = locomo_run
+    code, _, err = run(*args[1:], "--readings", "2")
+    assert code == 2
+    assert err.startswith("error: recipe: readings must be 1 as in the results in ")
+    assert err.endswith("got 2: choose another folder, or give --overwrite\n")
+    code, _, err = run(*args[1:], "--lr", "0.5")
+    assert code == 2 and "learning_rate must be" in err
+
+
+def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
+    samples = make_samples()
+    del samples[0]["qa"][1]["answer"]
+    samples.append({"conversation": {}})
+    write_samples(tmp_path, samples)
+    code, _, err = run("locomo", "talks.json", "--setting", "cloze", "--method", "locas-glu", "--out", "o", *FAST)
+    assert code == 0
+    assert "talks.json[0].qa[1] must have an 'answer' (category 2), got None: question left out" in err
+    assert "talks.json[2].conversation must have a session with turns" in err
+    assert len(read(tmp_path / "o/locomo.json")["left_out"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["locomo", "book.txt"], "error: LoCoMo data must be readable as JSON, got 'book.txt'"),
+        (["locomo", "none.json"], "error: LoCoMo data must be an existing file, got 'none.json': check the path"),
+        (
+            ["locomo", "talks.json", "--setting", "half"],
+            "error: setting must be one of no-context, full-context, cloze",
+        ),
+        (["locomo", "talks.json", "--conversations", "talk-9"], "error: conversation must be one of talk-1, talk-2"),
+        (
+            ["locomo", "talks.json", "--method", "lorax"],
+            "error: method must be one of none, lora, locas-glu, locas-mlp",
+        ),
+        (["locomo", "talks.json", "--method", "lora@0"], "error: method must be NAME, NAME@WIDTH, NAME:RATE or both"),
+        (["locomo", "talks.json", "--method", "none@4"], "error: r has no meaning for the method 'none', got 4"),
+        (["locomo", "talks.json", "--method", "lora,lora"], "error: --method must name each once, got 'lora,lora'"),
+        (["locomo", "talks.json", "--objective", "kl"], "error: objective must be one of nll, distill, got 'kl'"),
+        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT, --blimp PATH or --tasks"),
+        (
+            ["forgetting", "book.txt", "--blimp", "none.zip"],
+            "error: BLiMP must be a zip file or a folder, got 'none.zip'",
+        ),
+        (["forgetting", "none.txt", "--blimp", "blimp"], "error: text must be an existing file, got 'none.txt'"),
+        (["perplexity"], "error: give either TEXT files or --dataset NAME, one of the two"),
+        (["perplexity", "empty"], "error: folder must hold .txt files, got none in 'empty': name another, or a file"),
+        (["perplexity", "book.txt", "--long-window", "4096"], "error: --long-window must be within the model's 2048"),
+        (["report", "empty"], "error: folders must hold figures of locas eval, got none in 'empty'"),
+        (["locomo"], "error: Missing argument 'DATA.json': see locas eval locomo --help"),
+    ],
+)
+def test_bad_input_is_one_line(run, tmp_path, args, message):
+    (tmp_path / "empty").mkdir()
+    code, out, err = run(*args)
+    assert code == 2 and out == ""
+    assert err.splitlines()[-1].startswith(message)
+    assert not (tmp_path / "locas-eval.json").exists() and "Traceback" not in err
+
+
+def test_full_context_keeps_the_newest_lines_that_fit(tmp_path):
+    model, tokenizer = backbone.load()
+    sample = make_samples()[0]
+    talk = sample["conversation"]
+    talk["session_1"] = talk["session_1"] * 1 + [
+        {"speaker": "Ida", "dia_id": f"D1:{n}", "text": "The sea was grey and the boats lay still."}
+        for n in range(3, 200)
+    ]
+    conversation = read_locomo(write_samples(tmp_path, [sample]))[0][0]
+    plan = locomo_study.Plan(max_new_tokens=8)
+    prompts, dropped = locomo_study.make_prompts(model, tokenizer, conversation, "full-context", plan)
+    assert dropped > 0 and max(map(len, prompts)) <= 2048 - 8
+    assert max(map(len, prompts)) > 2048 - 8 - 40, "no more is left out than must be"
+    text = tokenizer.decode(prompts[0])
+    assert "Paint the kitchen blue" in text and "grey parrot" not in text
+    assert locomo_study.make_prompts(model, tokenizer, conversation, "no-context", plan)[1] == 0
+
+
+def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
+    args = ["forgetting", "book.txt", "--unread", "other.txt", "--blimp", "blimp", "--out", "o", *FAST]
+    code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")
+    assert code == 0 and "equal to before, to the last bit" in out
+    figures = read(tmp_path / "o/forgetting.json")
+    assert figures["after"].keys() == {"lora", "locas-glu"}
+    for found in figures["after"].values():
+        assert found["disabled_is_before"] is True
+        assert found["disabled_perplexity"] == figures["before"]["unread_perplexity"]
+        assert found["unread_perplexity"] != figures["before"]["unread_perplexity"]
+        assert found["kl_per_token"]["other"]["mean_over_tokens"] > 0
+        assert found["blimp_drop"]["n"] == 2
+    stamp = (tmp_path / "o/forgetting/after-lora.json").stat().st_mtime_ns
+    code, _, _ = run(*args, "--method", "none,lora,locas-glu,locas-glu@2", "--lr", "0.02")
+    assert code == 0
+    assert (tmp_path / "o/forgetting/after-lora.json").stat().st_mtime_ns == stamp
+    assert read(tmp_path / "o/forgetting.json")["methods"]["locas-glu@2"]["r"] == 2
+
+
+def test_a_memory_that_was_not_switched_off_would_show(run, tmp_path, monkeypatch):
+    from contextlib import nullcontext
+
+    from peft import PeftModel
+
+    monkeypatch.setattr(PeftModel, "disable_adapter", lambda self: nullcontext())
+    code, out, _ = run(
+        "forgetting", "book.txt", "--unread", "other.txt", "--method", "lora", "--lr", "0.02", "--out", "o", *FAST
+    )
+    assert code == 0 and "differs in unread" in out
+    assert read(tmp_path / "o/forgetting.json")["after"]["lora"]["disabled_is_before"] is False
+
+
+def test_perplexity_of_several_documents(run, tmp_path):
+    code, out, _ = run("perplexity", "book.txt", "other.txt", "--out", "o", "--long-window", "64", *FAST)
+    assert code == 0 and "all tokens" in out
+    figures = read(tmp_path / "o/perplexity.json")
+    assert figures["readings"].keys() == {"none", "lora", "locas-glu", "long"}
+    rows = figures["readings"]["locas-glu"]
+    tokens = {name: row["scored_tokens"] for name, row in rows.items()}
+    weighted = sum(row["nll_nats"] for row in rows.values()) / sum(tokens.values())
+    assert figures["means"]["locas-glu"]["perplexity"] == pytest.approx(torch.tensor(weighted).exp().item(), rel=1e-5)
+    assert figures["methods"]["long"]["window"] == 64
+    alone = read(tmp_path / "o/perplexity/locas-glu/other.json")
+    code, _, _ = run("perplexity", "other.txt", "--out", "alone", "--method", "locas-glu", *FAST)
+    fresh = read(tmp_path / "alone/perplexity/locas-glu/other.json")
+    assert fresh["nll_nats"] == alone["nll_nats"], "a fresh memory for each document"
+
+
+def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, tmp_path):
+    folder, _ = locomo_run
+    run("forgetting", "book.txt", "--unread", "other.txt", "--blimp", "blimp", "--out", "o", *FAST)
+    run("perplexity", "book.txt", "--out", "o", *FAST)
+    code, out, _ = run("report", folder / "out", "o", "--out", "report.md")
+    assert code == 0 and out.startswith("Written: report.md, ")
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    for title in ("## LoCoMo", "## Forgetting", "## Perplexity", "| locas-glu |", "right - wrong", "BLiMP"):
+        assert title in text
+    plots = sorted(path.name for path in tmp_path.glob("*.png"))
+    assert len(plots) == 3 and all(f"({name})" in text for name in plots)
+
+
+def test_methods_are_named_with_width_and_rate():
+    assert split_method("lora@16:2e-3") == ("lora", 16, 0.002)
+    assert split_method("none") == ("none", None, None)
+    assert name_method("lora@16:2e-3") == "lora@16-lr2e-3"
+    for spec in ("lora@x", "lora:", "lora:-1", "@4", ""):
+        with pytest.raises(ValueError, match=r"^method must be NAME, NAME@WIDTH, NAME:RATE or both, got "):
+            split_method(spec)
+
+
+@pytest.mark.parametrize("method", ["lora", "locas-glu"])
+def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
+    base, tokenizer = backbone.load()
+    base.requires_grad_(False)
+    weights = {name: value.clone() for name, value in base.state_dict().items()}
+    ids = tokenizer(BOOK, return_tensors="pt")["input_ids"][0]
+    settings = Settings.from_preset(method, window=32, stride=16, r=4)
+    recipe = Recipe(readings=2, token_weighting="loss")
+    teaching = make_memory(base, ids, settings, recipe, tmp_path / "memory")
+    assert len(teaching["perplexity"]) == 2 and teaching["perplexity"][1] < teaching["perplexity"][0]
+    assert teaching == make_memory(base, ids, settings, recipe, tmp_path / "memory")
+    with with_memory(base, tmp_path / "memory") as model, torch.no_grad():
+        changed = model(ids.unsqueeze(0)).logits
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert base.state_dict().keys() == weights.keys()
+    assert all(torch.equal(weights[name], value) for name, value in base.state_dict().items())
+    with torch.no_grad():
+        assert not torch.equal(base(ids.unsqueeze(0)).logits, changed)
+
+
+def test_readings_must_be_one_or_more():
+    with pytest.raises(ValueError, match=r"^readings must be at least 1, got 0: a text is read once or more$"):
+        Recipe(readings=0)
+
+
+def test_documents_from_files_folders_and_datasets(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.txt").write_text("first")
+    assert read_documents([str(tmp_path)]) == {"a": "first", "b": "second"}
+    assert read_documents([str(tmp_path)], limit=1) == {"a": "first"}
+    with pytest.raises(ValueError, match=r"^documents must have different names, got 'a' twice: rename "):
+        read_documents([str(tmp_path), str(tmp_path / "a.txt")])
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    lines = [json.dumps({"text": text}) for text in ("one", " ", "three")]
+    (rows / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    assert load_column(str(rows), "test", "text") == {"test-0": "one", "test-2": "three"}
+    assert load_column(str(rows), "test", "text", limit=1) == {"test-0": "one"}
+    with pytest.raises(
+        ValueError, match=r"^dataset .* cannot be read \(column must be one of text, got 'words'\): check"
+    ):
+        load_column(str(rows), "test", "words")
+
+
+@pytest.mark.parametrize("command", ["perplexity", "locomo", "forgetting", "report"])
+def test_every_command_has_help(command):
+    result = CliRunner().invoke(cli_eval.eval_app, [command, "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0 and "--out" in result.stdout
