@@ -96,6 +96,9 @@ def test_slots_are_the_papers():
     torch.testing.assert_close(values.square().sum(dim=(0, 2)).sqrt(), torch.full((5,), 0.25))  # over layers and D
     ratio = values / gradients
     torch.testing.assert_close(ratio, ratio[:1, :, :1].expand_as(ratio))  # one factor a token, the same in all layers
+    _, values = make_slots(inputs, gradients, 0.25, "chunk")
+    torch.testing.assert_close(values / gradients, (values / gradients)[:1, :1, :1].expand(3, 5, 8))
+    torch.testing.assert_close(values.square().sum(dim=(0, 2)).mean().sqrt(), torch.tensor(0.25))
     keys, values = make_slots(torch.zeros(2, 1, 4), torch.zeros(2, 1, 4), 1.0)
     assert not keys.any() and not values.any()
 
@@ -292,6 +295,7 @@ def test_variant_mlp_is_the_hosts_own_structure_on_two_layer_hosts():
     [
         ({"epsilon": 0}, "epsilon must be a finite number above 0, got 0"),
         ({"tokens": "some"}, "tokens must be one of 'highest-loss', 'evenly', 'all', got 'some'"),
+        ({"normalization": "layer"}, "normalization must be one of 'token', 'chunk', got 'layer'"),
         ({"fold": "half"}, "fold must be one of 'nlsvd', 'refit', got 'half'"),
         ({"slots_per_chunk": 0}, "slots_per_chunk must be a whole number of at least 1, got 0"),
         ({"adapter_name": "other"}, "the model has no LOCAS memory 'other' to write into"),

@@ -85,13 +85,13 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
     """
     full = gram.double()
     target = full @ value.double()  # M^T M V
-    # Keeps the fit finite where slots are (nearly) silent or the same on this text.
-    ridge = 1e-8 * full.diagonal(dim1=-2, dim2=-1).amax(dim=-1).clamp(min=torch.finfo(full.dtype).tiny)
+    # Keeps the fit finite where slots are (nearly) silent or the same on this text: above float32's noise in M^T M.
+    ridge = 1e-6 * full.diagonal(dim1=-2, dim2=-1).amax(dim=-1).clamp(min=torch.finfo(full.dtype).tiny)
     rest, left = full.clone(), target.clone()
     chosen = []
     taken = torch.zeros(full.shape[:-1], dtype=torch.bool, device=full.device)
     for _ in range(rank):
-        own = rest.diagonal(dim1=-2, dim2=-1)
+        own = rest.diagonal(dim1=-2, dim2=-1).clamp(min=0)
         gain = left.square().sum(dim=-1) / (own + ridge[..., None])
         slot = torch.where(taken, -1.0, gain).argmax(dim=-1, keepdim=True)
         chosen.append(slot)

@@ -13,8 +13,9 @@ slot, since f does not change when a slot's key is shrunk and its value stretche
 Three points where the text is loose or wrong, and what is done here:
 
 - Sign. An eigenvector is known up to its sign, and ReLU sees one side of it: f(p) and f(-p) are different values.
-  Both are asked, and the side at which the memory says more, by the norm of its output, is kept. The other side is
-  lost.
+  Both sides are tried and the one is kept at which the slots say more, by the sum of their squared outputs; what the
+  memory says on the other side is lost. That rule gave smaller errors on text than the norm of f(+-p), than the side
+  on which more inputs lie, and than half as many probes with both sides of each (`benchmarks/LOG.md`).
 - "Identical on the span of the probes" does not follow. The reduced memory equals f at each probe and, phi being
   positively homogeneous, on the ray through it. Between the rays f is not additive: for two keys at 60 degrees in the
   plane, full rank n = 2, the two functions differ at p_1 + p_2 (`tests/test_nlsvd.py` has the numbers). Keys that are
@@ -109,12 +110,12 @@ def nl_svd(
 
     # One product serves both sides: K^T (-p) = -(K^T p).
     reach = probe_norm * (key.mT @ probes)  # [..., R, n]
-    value_here = activation(reach).mT @ value / unit
-    value_there = activation(-reach).mT @ value / unit
-    flipped = value_there.norm(dim=-1) > value_here.norm(dim=-1)
-    new_value = torch.where(flipped.unsqueeze(-1), value_there, value_here)
-    probes = torch.where(flipped.unsqueeze(-2), -probes, probes)
-    new_value = new_value * kept.unsqueeze(-1)
+    weight = value.square().sum(dim=-1, keepdim=True)
+    here, there = ((weight * activation(sign * reach).square()).sum(dim=-2) for sign in (1, -1))
+    flipped = there > here
+    side = 1 - 2 * flipped.to(key.dtype).unsqueeze(-2)
+    probes = probes * side
+    new_value = activation(reach * side).mT @ value / unit * kept.unsqueeze(-1)
     return ReducedMemory(_pad(probes, rank, -1), _pad(new_value, rank, -2), *_pad_all(rank, strength, kept, flipped))
 
 

@@ -9,7 +9,10 @@ slot moves that output by phi(|A^i|) v, uphill. One forward and one backward pas
 of all its tokens. The log-likelihoods are summed before the backward pass, so each G_t also holds what token t does
 for the later ones through attention; the paper writes one token at a time, at the price of one backward pass each.
 
-Where the paper leaves room:
+Where the paper leaves room, or is left:
+- Length. The paper's values all have one length, so that a token the model knew weighs as much as a surprise.
+  `normalization="chunk"` divides by the root of the mean of |G|^2 over a chunk's tokens instead: the sum of the slots
+  is then a step of gradient descent. It learned more where all tokens were written (`benchmarks/LOG.md`).
 - Units. The paper has tau for Locas-GLU alone. Here every memory's output is multiplied by tau * `scaling`, and what
   is stored is v / (tau * scaling): a written slot does to the output what the formula says, in every layer alike,
   whatever r is. The norm clip bounds what is stored, at the next optimizer step; with `scaling=r` its ball has about
@@ -38,6 +41,7 @@ from .nlsvd import nl_svd
 
 Tokens = Literal["highest-loss", "evenly", "all"]
 Fold = Literal["nlsvd", "refit"]
+Normalization = Literal["token", "chunk"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class SlotWriter:
         epsilon: the length of a written value over all layers together, at the FFNs' outputs.
         tokens: which tokens of a chunk: the "highest-loss" ones, "evenly" spaced ones, or "all".
         slots_per_chunk: how many tokens of a chunk; it has no meaning for "all".
+        normalization: what |G| is: "token", each token's own as in the paper, or "chunk", the root mean square of
+            the tokens that are written together.
         fold: how a full memory is brought to half: "nlsvd", or "refit" (the slots that say most about the chunk at
             hand, their values fitted to what the whole memory answered), which suits a memory that is also trained.
         adapter_name: which memory; `None` for the active one.
@@ -91,6 +97,7 @@ class SlotWriter:
         epsilon: float = 0.01,
         tokens: Tokens = "highest-loss",
         slots_per_chunk: int = 8,
+        normalization: Normalization = "token",
         fold: Fold = "refit",
         adapter_name: str | None = None,
     ) -> None:
@@ -98,11 +105,14 @@ class SlotWriter:
             raise ValueError(f"epsilon must be a finite number above 0, got {epsilon}: give 0.01, say.")
         if tokens not in _CHOICES:
             raise ValueError(f"tokens must be one of {', '.join(map(repr, _CHOICES))}, got {tokens!r}.")
+        if normalization not in ("token", "chunk"):
+            raise ValueError(f"normalization must be one of 'token', 'chunk', got {normalization!r}.")
         if fold not in ("nlsvd", "refit"):
             raise ValueError(f"fold must be one of 'nlsvd', 'refit', got {fold!r}.")
         if isinstance(slots_per_chunk, bool) or not isinstance(slots_per_chunk, int) or slots_per_chunk < 1:
             raise ValueError(f"slots_per_chunk must be a whole number of at least 1, got {slots_per_chunk!r}.")
         self.epsilon, self.tokens, self.slots_per_chunk, self.fold = epsilon, tokens, slots_per_chunk, fold
+        self.normalization = normalization
         self.adapter_name, self._layers = _find_memory(model, adapter_name)
         self.folds = 0
         self._inputs: list[Tensor | None] = []
@@ -111,7 +121,8 @@ class SlotWriter:
     @property
     def settings(self) -> dict[str, float | int | str]:
         """What a continuation of a reading must share: plain values, by name."""
-        return {name: getattr(self, name) for name in ("epsilon", "tokens", "slots_per_chunk", "fold", "adapter_name")}
+        names = ("epsilon", "tokens", "slots_per_chunk", "normalization", "fold", "adapter_name")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def capacity(self) -> int:
@@ -173,7 +184,7 @@ class SlotWriter:
         if not (inputs.isfinite().all() and gradients.isfinite().all()):
             raise ValueError("FFN inputs and gradients must be finite to be written, got NaN or infinity.")
         chosen = _CHOICES[self.tokens](losses, min(self.slots_per_chunk, self.capacity // 2 or 1))
-        keys, values = make_slots(inputs[:, chosen], gradients[:, chosen], self.epsilon)
+        keys, values = make_slots(inputs[:, chosen], gradients[:, chosen], self.epsilon, self.normalization)
         written, folded, moved = 0, False, None
         room = max(1, self.capacity // 2)
         for key, value in zip(keys.split(room, dim=1), values.split(room, dim=1), strict=True):
@@ -215,7 +226,7 @@ class SlotWriter:
             new_keys, new_values = reduced.key, reduced.value
         else:
             slots = torch.stack([la.activate(name, x) for la, x in zip(self._layers, inputs, strict=True)]).float()
-            chosen, new_values = refit_slots(slots.mT @ slots, values, rank)
+            chosen, new_values = refit_slots(slots.mT.double() @ slots.double(), values, rank)
             new_keys = keys.gather(2, chosen[:, None].expand(-1, keys.shape[1], -1))
             places[:, :rank] = chosen
         moved = {}
@@ -238,6 +249,7 @@ def write_tokens(
     epsilon: float = 0.01,
     tokens: Tokens = "all",
     slots_per_chunk: int = 8,
+    normalization: Normalization = "token",
     fold: Fold = "nlsvd",
     adapter_name: str | None = None,
 ) -> Written:
@@ -246,7 +258,8 @@ def write_tokens(
     Args:
         model: a causal language model with a two-layer LOCAS memory, which is mutated; nothing else is.
         input_ids: LongTensor `[T]` or `[1, T]`, T >= 2.
-        epsilon, tokens, slots_per_chunk, fold, adapter_name: as for `SlotWriter`; the text is one chunk.
+        epsilon, tokens, slots_per_chunk, normalization, fold, adapter_name: as for `SlotWriter`, for which the text is
+            one chunk.
 
     Raises:
         ValueError: as `SlotWriter` and its `write` do, or a text that is no `[T]` of two tokens or more.
@@ -258,6 +271,7 @@ def write_tokens(
         epsilon=epsilon,
         tokens=tokens,
         slots_per_chunk=slots_per_chunk,
+        normalization=normalization,
         fold=fold,
         adapter_name=adapter_name,
     )
@@ -281,18 +295,23 @@ def write_tokens(
     return writer.write(losses.detach())
 
 
-def make_slots(inputs: Tensor, gradients: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+def make_slots(
+    inputs: Tensor, gradients: Tensor, epsilon: float, normalization: Normalization = "token"
+) -> tuple[Tensor, Tensor]:
     """The closed form: unit keys, and values that are epsilon long over all layers of a token together.
 
     Args:
         inputs: A `[L, N, D]`.
         gradients: G `[L, N, D]`, of the log-likelihood with respect to the FFNs' outputs.
         epsilon: the length.
+        normalization: "token", or "chunk": then epsilon is the root mean square of the tokens' lengths.
 
     Returns:
         keys `[L, N, D]` and values `[L, N, D]`; zeros where an input or a token's whole gradient is zero.
     """
     length = gradients.norm(dim=-1, keepdim=True).norm(dim=0, keepdim=True)
+    if normalization == "chunk":
+        length = length.square().mean(dim=1, keepdim=True).sqrt()
     values = epsilon * gradients / length.clamp(min=torch.finfo(gradients.dtype).tiny)
     return nn.functional.normalize(inputs, dim=-1), values
 
