@@ -36,6 +36,15 @@ def test_staging_keeps_other_files_and_replaces_its_own(tmp_path):
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["new"]
 
 
+def test_an_existing_folder_is_staged_inside_itself(tmp_path):
+    volume = tmp_path / "volume"  # its parent may be another disk, or not writable
+    volume.mkdir()
+    with staged(volume) as folder:
+        assert folder.parent == volume
+        (folder / "file").write_text("whole")
+    assert [path.name for path in volume.iterdir()] == ["file"]
+
+
 def test_the_last_entry_moves_last(tmp_path, monkeypatch):
     moved = []
     replace = os.replace

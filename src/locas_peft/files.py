@@ -18,8 +18,9 @@ from typing import Any
 def staged(directory: str | Path, last: str | None = None) -> Iterator[Path]:
     """Gives a new folder to write into; its entries move to `directory` when the block ends without an error.
 
-    The new folder lies beside `directory`, on the same disk, so that moving needs no space. After an error it is
-    removed, with the parent folders that were made for it. Other files in `directory` stay.
+    The new folder lies inside `directory` where that exists, else beside it: on the same disk, so that moving needs
+    no space. After an error it is removed, with the parent folders that were made for it. Other files in `directory`
+    stay.
 
     Args:
         directory: where the entries go in the end; made where it does not exist, parents too.
@@ -36,6 +37,8 @@ def staged(directory: str | Path, last: str | None = None) -> Iterator[Path]:
     directory = Path(os.path.abspath(directory))
     made = _make_parents(directory)
     staging = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    if directory.is_dir():  # a mounted volume is another disk than its parent, which may not be writable either
+        staging = directory / f".{os.getpid()}.partial"
     try:
         staging.mkdir()
         yield staging
