@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -100,13 +101,14 @@ class LocasConfig(PeftConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PeftType.LOCAS
+        self._check_types()
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             setattr(self, name, set(value) if isinstance(value, list | tuple) else value)
         _check_width("r", self.r)
         for pattern, r in self.rank_pattern.items():
             _check_width(f"rank_pattern[{pattern!r}]", r)
-        if self.init_strategy not in STRATEGIES:
+        if not isinstance(self.init_strategy, str) or self.init_strategy not in STRATEGIES:
             raise ValueError(
                 f"init_strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {self.init_strategy!r}."
             )
@@ -130,6 +132,31 @@ class LocasConfig(PeftConfig):
         # says what this memory was made for, and must not tie the config object to that model.
         self._expected_host = self.host
 
+    def _check_types(self) -> None:
+        """Checks what JSON could hold in the place of lists, objects and regular expressions."""
+        for name in ("target_modules", "exclude_modules"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                _check_pattern(name, value)
+            elif value is not None and not _holds_only(value, str):
+                raise TypeError(f"{name} must be names, or one name or regular expression, got {value!r}.")
+        if self.modules_to_save is not None and not _holds_only(self.modules_to_save, str):
+            raise TypeError(f"modules_to_save must be a list of names, got {self.modules_to_save!r}.")
+        layers = self.layers_to_transform
+        if layers is not None and not isinstance(layers, int) and not _holds_only(layers, int):
+            raise TypeError(f"layers_to_transform must be an index or a list of them, got {layers!r}.")
+        for name in ("rank_pattern", "ffn_parts", "host", "slots"):
+            value = getattr(self, name)
+            if not isinstance(value, dict) and (value is not None or name == "rank_pattern"):
+                raise TypeError(f"{name} must be a dictionary, got {value!r}.")
+        for pattern in self.rank_pattern:
+            _check_pattern("rank_pattern", pattern)
+        if self.ffn_parts and not _holds_only(list(self.ffn_parts.values()), str):
+            raise TypeError(f"ffn_parts must name attributes, got {self.ffn_parts!r}.")
+        radius = self.max_slot_norm
+        if radius is not None and (isinstance(radius, bool) or not isinstance(radius, int | float)):
+            raise TypeError(f"max_slot_norm must be a number, or None for no clip, got {radius!r}.")
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
         """Reads a memory's config, and checks a local memory file against it before any model is touched.
@@ -142,6 +169,17 @@ class LocasConfig(PeftConfig):
         if os.path.isdir(folder):
             check_memory_file(folder, config)
         return config
+
+
+def _holds_only(values: object, kind: type) -> bool:
+    return isinstance(values, list | tuple | set) and all(isinstance(value, kind) for value in values)
+
+
+def _check_pattern(name: str, pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"{name} must hold regular expressions, got {pattern!r}: {error}.") from None
 
 
 def _check_width(name: str, value: int) -> None:
