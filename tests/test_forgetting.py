@@ -11,7 +11,7 @@ import torch
 from families import make_host, make_tokens
 from peft import LoraConfig, get_peft_model
 
-from locas_peft import LocasConfig, TestTimeTrainer, backbone
+from locas_peft import LocasConfig, TestTimeTrainer, backbone, cli
 from locas_peft.evaluation.forgetting import Drift, by_paradigm, measure_drift, read_blimp, score_pairs
 from locas_peft.evaluation.harness import evaluate_tasks
 from locas_peft.evaluation.scoring import encode_pair, score_targets
@@ -189,7 +189,43 @@ def test_the_harness_runs_on_the_live_model_with_its_memory(task_folder):
     assert set(seen) == {"LocasLayer"}, "the memory's own layers were run"
 
 
+@pytest.mark.slow  # the harness reads all its task files
 @pytest.mark.filterwarnings("ignore")
 def test_a_task_that_the_harness_does_not_know_is_one_line(embedded):
     with pytest.raises(ValueError, match=r"^task must be one that lm-eval knows, got 'mmluu': did you mean .*mmlu"):
         evaluate_tasks(*embedded, ["mmluu"])
+
+
+def test_a_folder_of_tasks_that_is_none_is_one_line(embedded):
+    with pytest.raises(ValueError, match=r"^include_path must be a folder with task files, got 'nowhere': check the"):
+        evaluate_tasks(*embedded, ["mmlu"], include_path="nowhere")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tasks_on_the_command_line(task_folder, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("The door of the house was old, and nobody went there. " * 4, encoding="utf-8")
+    shared = ["eval", "forgetting", str(tmp_path / "book.txt"), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    small = ["--method", "locas-glu", "--r", "4", "--window", "32", "--stride", "16"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*shared, *small, "--tasks", "tiny_questions", "--include-path", str(task_folder), "--limit", "1"])
+    assert ended.value.code == 0
+    figures = json.loads((tmp_path / "out" / "forgetting.json").read_text(encoding="utf-8"))
+    after = figures["after"]["locas-glu"]
+    assert after["tasks"]["tiny_questions"]["acc"] in (0.0, 1.0)
+    assert after["disabled_is_before"] and "tiny_questions acc" in capsys.readouterr().out
+
+
+@pytest.mark.slow  # the harness reads all its task files
+@pytest.mark.filterwarnings("ignore")
+def test_an_unknown_task_ends_before_any_work(task_folder, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("The door of the house was old, and nobody went there.", encoding="utf-8")
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(
+            ["eval", "forgetting", str(tmp_path / "book.txt"), "--out", str(out)]
+            + ["--tasks", "tiny_questionz", "--include-path", str(task_folder)]
+        )
+    assert ended.value.code == 2
+    line = "error: task must be one that lm-eval knows, got 'tiny_questionz': did you mean tiny_questions"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(line)
+    assert not out.exists()

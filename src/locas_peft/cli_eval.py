@@ -267,6 +267,7 @@ def forgetting(
 ) -> None:
     """Forgetting: grammar, unread text and drift from the base, before and after a book, and with the memory off."""
     from .evaluation.forgetting import read_blimp
+    from .evaluation.harness import find_tasks
     from .studies.documents import read_documents
     from .studies.forgetting import Plan, run_forgetting
     from .studies.report import print_forgetting
@@ -278,8 +279,10 @@ def forgetting(
     if not (unread or blimp or tasks):
         raise ValueError("something must be measured: give --unread TEXT, --blimp PATH or --tasks LIST")
     names = () if tasks is None else _split(tasks, "--tasks")
-    if names and importlib.util.find_spec("lm_eval") is None:
-        raise ValueError("--tasks needs lm-evaluation-harness: install the extra 'eval' of locas_peft")
+    if names:
+        if importlib.util.find_spec("lm_eval") is None:
+            raise ValueError("--tasks needs lm-evaluation-harness: install the extra 'eval' of locas_peft")
+        find_tasks(names, include_path)
     pairs, problems = ([], []) if blimp is None else read_blimp(blimp, limit_pairs)
     for line in problems:
         stderr.print(line, markup=False)

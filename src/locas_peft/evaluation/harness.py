@@ -7,10 +7,52 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+
+def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> TaskManager:
+    """Looks tasks up by their names, before any work is done for them.
+
+    Args:
+        tasks: names of tasks or groups that the harness knows ("mmlu", ...), or that `include_path` defines.
+        include_path: a folder with task files (YAML) of one's own.
+
+    Returns:
+        The harness's manager, which knows them.
+
+    Raises:
+        ValueError: the harness knows no such task, or there is no such folder.
+        ModuleNotFoundError: it is not installed.
+    """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise ValueError(f"include_path must be a folder with task files, got {str(include_path)!r}: check the path")
+    folder = None if include_path is None else str(include_path)
+    if folder is not None:
+        own = _index(folder, defaults=False)
+        if set(tasks) <= set(own.all_subtasks):
+            return own
+    manager = _index(folder, defaults=True)
+    for task in tasks:
+        if task not in manager.all_tasks:
+            near = difflib.get_close_matches(task, manager.all_tasks, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else "see `lm-eval ls tasks` for those that it knows"
+            raise ValueError(f"task must be one that lm-eval knows, got {task!r}: {hint}")
+    return manager
+
+
+@cache
+def _index(include_path: str | None, defaults: bool) -> TaskManager:
+    """The harness reads thousands of files to learn its own tasks: once a process, and only if need be."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path, include_defaults=defaults)
 
 
 def evaluate_tasks(
@@ -45,14 +87,8 @@ def evaluate_tasks(
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
-    for task in tasks:
-        if task not in manager.all_tasks:
-            near = difflib.get_close_matches(task, manager.all_tasks, n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else "see `lm-eval ls tasks` for those that it knows"
-            raise ValueError(f"task must be one that lm-eval knows, got {task!r}: {hint}")
+    manager = find_tasks(tasks, include_path)
     host = HFLM(
         pretrained=model,
         tokenizer=tokenizer,
