@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from locas_peft import LocasConfig, backbone, calibrate, loading
@@ -137,6 +138,39 @@ def test_a_memory_of_another_base_is_refused(memory, tmp_path):
     assert str(raised.value) == message + "load the base that it was made for"
 
 
+def test_a_memory_s_file_is_checked_before_anything_is_made(memory, tmp_path):
+    def write(**fields):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, **fields}))
+
+    config = json.loads((memory / "adapter_config.json").read_text())
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes((memory / "adapter_model.safetensors").read_bytes())
+    base = loading.load_base(device="cpu")[0]
+    write(r=10**9, init_strategy="gaussian")
+    for look in (loading.describe_memory, lambda folder: loading.load_memory(base, folder)):
+        with pytest.raises(ValueError, match="does not fit its config at model.layers.0.mlp: "):
+            look(tmp_path)
+    write(modules_to_save=["lm_head"])
+    with pytest.raises(ValueError, match="no tensor is for modules_to_save. Save the memory again.$"):
+        loading.load_memory(base, tmp_path)
+    write(trainable_token_indices=[1])
+    with pytest.raises(ValueError, match="no tensor is for trainable_token_indices. Save the memory again.$"):
+        loading.load_memory(base, tmp_path)
+    for fields, message in (
+        ({"peft_type": "NOPE"}, "must name a peft_type that PEFT has, got 'NOPE': update peft$"),
+        ({"base_model_name_or_path": 5}, "must name its base by a string, got 5: copy or save the memory again$"),
+    ):
+        write(**fields)
+        with pytest.raises(ValueError, match=message):
+            loading.load_memory(base, tmp_path)
+    write()
+    torch.save(load_file(weights), tmp_path / "adapter_model.bin")
+    weights.unlink()
+    with pytest.raises(ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"):
+        loading.load_memory(base, tmp_path)
+    assert not hasattr(base, "peft_config")
+
+
 def test_fields_that_a_memory_does_not_have(tmp_path):
     base, _ = loading.load_base(device="cpu")
     get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
@@ -181,5 +215,5 @@ def test_damaged_memories(memory, tmp_path):
         loading.describe_memory(tmp_path)
     whole = (memory / "adapter_model.safetensors").read_bytes()
     (tmp_path / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="is truncated or not a safetensors file .*: copy or save it again$"):
+    with pytest.raises(ValueError, match=r"is truncated or not a safetensors file .*: copy or save it again\.$"):
         loading.describe_memory(tmp_path)

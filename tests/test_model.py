@@ -477,12 +477,46 @@ def test_pickled_file_is_never_read(memory):
             r"the model has no place for .*layers.2.mlp.locas_",
         ),
         (lambda t: [t.pop(k) for k in list(t)], r"holds no LOCAS memory"),
+        (lambda t: t.update({KEY: t[KEY].to(torch.int8)}), r"is of torch.int8, a floating dtype of 16 bits or more"),
+        (lambda t: t.update({KEY: t[KEY].to(torch.float8_e4m3fn)}), r"is of torch.float8_e4m3fn, a floating dtype"),
+        (
+            lambda t: t.update({"base_model.model.model.norm.weight": torch.ones(16)}),
+            r"model\.norm\.weight is a weight of the base and no part of a memory",
+        ),
+        (
+            lambda t: t.update({KEY.replace("locas_up", "base_layer.up_proj"): torch.ones(24, 16)}),
+            r"base_layer\.up_proj\.weight is a weight of the base and no part of a memory",
+        ),
     ],
-    ids=["missing", "other r", "other D", "not finite", "layer missing", "layer too many", "empty"],
+    ids=[
+        "missing",
+        "other r",
+        "other D",
+        "not finite",
+        "layer missing",
+        "layer too many",
+        "empty",
+        "int8",
+        "float8",
+        "norm",
+        "wrapped",
+    ],
 )
 def test_tampered_tensors(memory, change, message):
     rewrite(memory, change)
     assert_refused(memory, message, make_host("llama"))
+
+
+def test_a_refused_memory_leaves_no_wrapper_and_no_hook(tmp_path):
+    model = make_model(modules_to_save=["lm_head"], trainable_token_indices=[5])
+    model.save_pretrained(tmp_path)
+    rewrite(tmp_path, lambda tensors: tensors[KEY].fill_(torch.nan))
+    host = make_host("llama")
+    names = [name for name, _ in host.named_modules()]
+    with pytest.raises(ValueError, match="not finite"):
+        PeftModel.from_pretrained(host, tmp_path)
+    assert [name for name, _ in host.named_modules()] == names
+    assert not host._forward_pre_hooks and torch.equal(logits(host), logits(make_host("llama")))
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import backbone
+from .tuner import LocasConfig
 
 MEMORY_CONFIG = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,7 +66,11 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         ValueError: the folder holds no memory, or one that was made for another base.
     """
     read_memory_config(directory)
+    if not (Path(directory) / SAFETENSORS_WEIGHTS_NAME).is_file():  # PEFT would take a pickle in its place
+        raise ValueError(f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again")
     config = PeftConfig.from_pretrained(str(directory))
+    # Once more by its own class, which checks the file before anything of the claimed width is made.
+    config = type(config).from_pretrained(str(directory))
     for name, value in fields.items():
         if not hasattr(config, name):
             raise ValueError(f"{name} has no meaning for a memory of type {config.peft_type.value}, got {value!r}")
@@ -103,6 +109,11 @@ def read_memory_config(directory: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not readable as JSON ({error}): copy or save the memory again") from None
     if not isinstance(config, dict) or "peft_type" not in config:
         raise ValueError(f"{path} must name its peft_type, got none: copy or save the memory again")
+    if not isinstance(config["peft_type"], str) or config["peft_type"] not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        raise ValueError(f"{path} must name a peft_type that PEFT has, got {config['peft_type']!r}: update peft")
+    base = config.get("base_model_name_or_path")
+    if base is not None and not isinstance(base, str):
+        raise ValueError(f"{path} must name its base by a string, got {base!r}: copy or save the memory again")
     return config
 
 
@@ -126,6 +137,8 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     path = directory / SAFETENSORS_WEIGHTS_NAME
     if not path.is_file():
         raise ValueError(f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again")
+    if config["peft_type"] == "LOCAS":
+        LocasConfig.from_pretrained(str(directory))  # for its checks
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}

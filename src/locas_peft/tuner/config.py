@@ -149,6 +149,8 @@ class LocasConfig(PeftConfig):
             value = getattr(self, name)
             if not isinstance(value, dict) and (value is not None or name == "rank_pattern"):
                 raise TypeError(f"{name} must be a dictionary, got {value!r}.")
+        if self.slots and not all(_holds_only(slots, int) for slots in self.slots.values()):
+            raise TypeError("slots must be lists of indices, got something else.")
         for pattern in self.rank_pattern:
             _check_pattern("rank_pattern", pattern)
         if self.ffn_parts and not _holds_only(list(self.ffn_parts.values()), str):

@@ -44,6 +44,14 @@ def check_memory_file(folder: str, config: LocasConfig) -> None:
             layers.setdefault(layer, {})[part] = shape
     if not layers:
         raise ValueError(f"{path} holds no LOCAS memory: no tensor of it is named locas_up.")
+    # Where these are missing PEFT stops halfway, with a KeyError. (A classifier has one of several names.)
+    claimed = {
+        "modules_to_save": [f".{name}." for name in config.modules_to_save or ()],
+        "trainable_token_indices": [".trainable_tokens_delta"] if config.trainable_token_indices else [],
+    }
+    for field, marks in claimed.items():
+        if marks and not any(mark in f".{key}" for key in shapes for mark in marks):
+            raise ValueError(f"{path} does not fit its config: no tensor is for {field}. Save the memory again.")
     hidden_size = (config.host or {}).get("hidden_size")
     for layer, parts in layers.items():
         name = layer.removeprefix("base_model.model.")

@@ -6,7 +6,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from .config import LocasConfig
 from .ffn import (
+    WIDENABLE_DTYPES,
     HostFFN,
     WidthGroup,
     copy_widths,
@@ -284,7 +285,7 @@ class LocasModel(BaseTuner):
         cls, model: nn.Module, config: LocasConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        problem = _find_load_problem(model, adapter_name, remapped)
+        problem = _find_load_problem(model, adapter_name, remapped) or _find_base_weight(model, remapped)
         if problem:
             _discard(model, adapter_name)
             raise ValueError(f"the memory does not fit the model: {problem}.")
@@ -382,8 +383,33 @@ def _find_load_problem(model: nn.Module, adapter_name: str, state_dict: dict[str
             return f"the model has no place for {key}; load the base that the memory was made for"
         if tuple(tensor.shape) != places[key]:
             return f"{key} has shape {list(tensor.shape)}, the model expects {list(places[key])}; check the config's r"
+        if tensor.dtype not in WIDENABLE_DTYPES:
+            return f"{key} is of {tensor.dtype}, a floating dtype of 16 bits or more expected; save the memory again"
         if not tensor.isfinite().all():
             return f"{key} holds values that are not finite; save or copy the memory again"
+    return None
+
+
+def _find_base_weight(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> str | None:
+    """Finds a tensor that would replace a weight of the base: of those only embeddings travel with an adapter."""
+    allowed: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, LocasLayer):
+            allowed.update(
+                id(tensor) for name, tensor in module.state_dict(keep_vars=True).items() if "locas_" in name
+            )
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            allowed.update(map(id, module.state_dict(keep_vars=True).values()))
+        for embedding in (
+            ("get_input_embeddings", "get_output_embeddings") if isinstance(module, PreTrainedModel) else ()
+        ):
+            with suppress(NotImplementedError, AttributeError):  # a part of the model may have none, or no answer
+                allowed.update(map(id, getattr(module, embedding)().state_dict(keep_vars=True).values()))
+    own = model.state_dict(keep_vars=True)
+    for key in state_dict:
+        for name in (key, key.removeprefix("base_model.model.")):
+            if name in own and id(own[name]) not in allowed:
+                return f"{key} is a weight of the base and no part of a memory; get the file from whom you trust"
     return None
 
 
@@ -398,5 +424,15 @@ def _discard(model: nn.Module, adapter_name: str) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     configs = model.peft_config
     configs.pop(adapter_name, None)
-    if not configs and hasattr(base, "peft_config"):
+    if configs:
+        return
+    for name, module in list(model.named_modules()):
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            parent, _, child = name.rpartition(".")
+            plain = module.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
+            setattr(model.get_submodule(parent), child, plain)
+    for key, hook in list(base._forward_pre_hooks.items()):
+        if hook is _hand_out_token_mask:
+            del base._forward_pre_hooks[key], base._forward_pre_hooks_with_kwargs[key]
+    if hasattr(base, "peft_config"):
         del base.peft_config
