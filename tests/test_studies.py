@@ -195,6 +195,18 @@ def test_full_context_keeps_the_newest_lines_that_fit(tmp_path):
     assert locomo_study.make_prompts(model, tokenizer, conversation, "no-context", plan)[1] == 0
 
 
+def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
+    samples = make_samples()
+    for turn in samples[0]["conversation"]["session_1"]:
+        turn["text"] *= 200
+    write_samples(tmp_path, samples)
+    code, out, _ = run("locomo", "talks.json", "--setting", "full-context", "--method", "none", "--out", "o", *FAST)
+    assert code == 0
+    assert "oldest lines left out" in out and "talk-1, full-context" in out and "talk-2, full-context" not in out
+    figures = read(tmp_path / "o/locomo.json")["answers"]["none"]["full-context"]["none"]
+    assert figures["dropped_lines"]["talk-1"] > 0 == figures["dropped_lines"]["talk-2"]
+
+
 def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
     args = ["forgetting", "book.txt", "--unread", "other.txt", "--blimp", "blimp", "--out", "o", *FAST]
     code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")

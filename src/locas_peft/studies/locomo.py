@@ -229,7 +229,7 @@ def _ask(
                 "abstains": abstains(text),
                 "memory": unit.memory,
                 "setting": unit.setting,
-                "dropped_turns": dropped,
+                "dropped_lines": dropped,
             }
         write_records(unit.path, [records[index] for index in sorted(records)])
         advance(len(batch))
@@ -335,10 +335,10 @@ def _summarize_answers(
                     references=[record["answer"] for record in records],
                     categories=[record["category"] for record in records],
                 )
-                dropped = {record["sample_id"]: record["dropped_turns"] for record in records}
+                dropped = {record["sample_id"]: record["dropped_lines"] for record in records}
                 figures.setdefault(method, {}).setdefault(setting, {})[which] = {
                     **metric.compute(),
-                    "dropped_turns": dropped,
+                    "dropped_lines": dropped,
                 }
     return figures
 

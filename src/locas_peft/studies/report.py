@@ -143,6 +143,18 @@ def _locomo_sheets(figures: dict[str, Any]) -> list[Sheet]:
                 rows.append([f"{method}, {setting}" + ("" if memory == "none" else f", {memory} memory"), *cells])
     if rows:
         sheets.append(Sheet("LoCoMo answers: F1 in %, adversarial: negative F1 with the trap", ["", *names], rows))
+    dropped = {
+        (setting, sample_id): lines
+        for settings in figures["answers"].values()
+        for setting, groups in settings.items()
+        for found in groups.values()
+        for sample_id, lines in found["dropped_lines"].items()
+        if lines
+    }
+    if dropped:
+        rows = [[f"{sample_id}, {setting}", str(lines)] for (setting, sample_id), lines in sorted(dropped.items())]
+        title = "The model's positions do not hold these dialogues: oldest lines left out"
+        sheets.append(Sheet(title, ["", "lines"], rows))
     cloze = figures.get("cloze")
     if cloze:
         rows = [["base", "", "", "", _percent(cloze["base"]["first"]), ""]]
