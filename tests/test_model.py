@@ -261,6 +261,27 @@ def test_rescale_is_undone():
         pass
 
 
+def test_replicas_of_data_parallel_do_not_calibrate():
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4)).train()
+    hidden_states = torch.randn(2, 3, 16)
+    with pytest.raises(ValueError, match="cannot calibrate itself under DataParallel: calibrate"):
+        layers_of(model)[0]._replicate_for_data_parallel()(hidden_states)
+    assert empty_memories(model) == ["default"]
+    model = get_peft_model(make_host("opt"), LocasConfig(r=4, init_strategy="random"))
+    with pytest.raises(ValueError, match="layers.0.fc2 cannot run under DataParallel"):
+        layers_of(model)[0]._replicate_for_data_parallel()(hidden_states)
+
+
+def test_one_config_object_may_serve_two_memories_of_a_model():
+    config = LocasConfig(r=4)
+    model = get_peft_model(make_host("llama"), config, adapter_name="first")
+    calibrate(model, [make_tokens(seed=1)], "first")
+    slots = dict(model.peft_config["first"].slots)
+    model.add_adapter("second", config)
+    calibrate(model, [make_tokens(seed=7, length=4)], "second")
+    assert model.peft_config["first"].slots == slots != model.peft_config["second"].slots
+
+
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_a_copy_is_independent(family):
     model = make_model(family).eval()

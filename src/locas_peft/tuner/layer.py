@@ -204,6 +204,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """
         adapter_names = kwargs.pop("adapter_names", None)
         ffn_input = self._take_ffn_input() if self.ffn.is_flat else hidden_states
+        if getattr(self, "_is_replica", False):
+            self._check_replica()
         if self.calibration is not None:
             return self._forward_counted(self.calibration, ffn_input, hidden_states, *args, **kwargs)
         if self.disable_adapters:
@@ -289,6 +291,21 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 rows = [row for row, row_name in enumerate(adapter_names) if row_name == name]
                 outputs[rows] += self._recall(name, inputs[rows]).to(outputs.dtype)
         return outputs.reshape(result.shape)
+
+    def _check_replica(self) -> None:
+        # torch.nn.DataParallel, which Trainer takes on several GPUs: what a replica writes is lost, and its hooks are
+        # the original's.
+        waiting = [n for n in self.active_adapters if n in self.locas_up and not self.is_written(n)]
+        if self.training and any(self.is_empty(name) for name in waiting):
+            raise ValueError(
+                "a memory cannot calibrate itself under DataParallel: calibrate(model, batches) first, or train with "
+                "DistributedDataParallel (torchrun)."
+            )
+        if self.ffn.is_flat:
+            raise ValueError(
+                f"{self.name} cannot run under DataParallel, since its FFN has no module of its own: train with "
+                "DistributedDataParallel (torchrun), or on one device."
+            )
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
         self._ffn_input = args[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 import warnings
@@ -138,6 +139,11 @@ class LocasModel(BaseTuner):
             child.release()
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        config = self.peft_config[adapter_name]
+        if any(other is config for name, other in self.peft_config.items() if name != adapter_name):
+            # One object for two memories: each notes slots of its own.
+            self.peft_config[adapter_name] = copy.copy(config)
+            self.peft_config[adapter_name].slots = None
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if self._mask_hook is None:
             self._mask_hook = model.register_forward_pre_hook(_hand_out_token_mask, with_kwargs=True)
