@@ -281,6 +281,39 @@ def test_two_layer_hosts_have_their_own_method():
     assert str(raised.value) == message
 
 
+@pytest.mark.parametrize("given", [{}, {"update": "nlsvd"}, {"init": "topk"}], ids=["bp", "nlsvd", "topk"])
+def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
+    ids = torch.randint(0, 64, (200,), generator=torch.Generator().manual_seed(0))
+    settings = Settings.from_preset("locas-mlp", r=4, window=32, stride=16, **given)
+    reading = read_with(tiny_two_layer_host(), ids, settings, memory_dir=tmp_path / "memory")
+    assert reading.skipped_chunks == 0 and math.isfinite(reading.perplexity)
+    torch.manual_seed(0)
+    model = loading.load_memory(tiny_two_layer_host(), tmp_path / "memory")
+    with torch.no_grad():
+        expected = model(input_ids=ids[None, :32]).logits
+        assert not torch.equal(expected, tiny_two_layer_host()(input_ids=ids[None, :32]).logits)
+        merged = model.merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        torch.testing.assert_close(plain(input_ids=ids[None, :32]).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_written_memory_does_not_use_is_left_out():
+    bp, nlsvd = Settings.from_preset("locas-mlp"), Settings.from_preset("locas-mlp", update="nlsvd")
+    topk = Settings.from_preset("locas-mlp", init="topk")
+    assert (bp.init, bp.update) == ("write", "bp") and bp.learning_rate and bp.epsilon
+    assert nlsvd.learning_rate is None and nlsvd.epsilon
+    assert topk.learning_rate and (topk.update, topk.epsilon, topk.slots_per_chunk) == (None, None, None)
+    with pytest.raises(ValueError, match="^learning_rate has no meaning with update='nlsvd', got 0.1: leave it out$"):
+        Settings.from_preset("locas-mlp", update="nlsvd", learning_rate=0.1)
+    with pytest.raises(ValueError, match="^epsilon has no meaning with init='topk', got 0.1: leave it out$"):
+        Settings.from_preset("locas-mlp", init="topk", epsilon=0.1)
+    with pytest.raises(ValueError, match="^update must be one of bp, nlsvd, got 'sgd'$"):
+        Settings.from_preset("locas-mlp", update="sgd")
+    with pytest.raises(ValueError, match="^update has no meaning for the method 'locas-glu', got bp: leave it out$"):
+        Settings.from_preset("locas-glu", update="bp")
+
+
 def test_gated_hosts_refuse_the_two_layer_method(base, input_ids):
     message = "method 'locas-mlp' needs two-layer FFNs, got Qwen3ForCausalLM with gated ones: use 'locas-glu'"
     with pytest.raises(ValueError) as raised:
