@@ -528,6 +528,14 @@ def test_tampered_tensors(memory, change, message):
     assert_refused(memory, message, make_host("llama"))
 
 
+def test_a_bad_state_does_not_take_a_memory_out_of_its_model():
+    for model in (make_model(), get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="random"))):
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="the file has no"):
+            set_peft_model_state_dict(model, {})
+        assert same(model, before) and list(model.peft_config) == ["default"]
+
+
 def test_a_refused_memory_leaves_no_wrapper_and_no_hook(tmp_path):
     model = make_model(modules_to_save=["lm_head"], trainable_token_indices=[5])
     model.save_pretrained(tmp_path)

@@ -293,7 +293,8 @@ class LocasModel(BaseTuner):
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         problem = _find_load_problem(model, adapter_name, remapped) or _find_base_weight(model, remapped)
         if problem:
-            _discard(model, adapter_name)
+            if _is_arriving(model, config, adapter_name):
+                _discard(model, adapter_name)
             raise ValueError(f"the memory does not fit the model: {problem}.")
         return remapped
 
@@ -417,6 +418,17 @@ def _find_base_weight(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> 
             if name in own and id(own[name]) not in allowed:
                 return f"{key} is a weight of the base and no part of a memory; get the file from whom you trust"
     return None
+
+
+def _is_arriving(model: nn.Module, config: LocasConfig, adapter_name: str) -> bool:
+    """Whether a memory was put into the model for the file that could not be loaded: one that was there stays."""
+    downs = [
+        m.locas_down[adapter_name].weight
+        for m in model.modules()
+        if isinstance(m, LocasLayer)
+        if adapter_name in m.locas_down
+    ]
+    return config._expected_host is not None and not any(not down.is_meta and bool(down.any()) for down in downs)
 
 
 def _discard(model: nn.Module, adapter_name: str) -> None:
