@@ -312,6 +312,8 @@ def test_memories_that_cannot_be_written_are_refused():
         SlotWriter(gated)
     with pytest.raises(ValueError, match="must have one width, got"):
         SlotWriter(make_model(rank_pattern={"layers.0.mlp": 8}))
+    with pytest.raises(ValueError, match="r must be at least 2 for a memory that is written, got 1"):
+        SlotWriter(make_model(r=1))
     with pytest.raises(ValueError, match="must be one LOCAS memory, got none that is active"):
         SlotWriter(make_host("gpt_neox"))
     silent = get_peft_model(make_host("gpt_neox"), LocasConfig(r=4, init_strategy="write", scaling=0.0))

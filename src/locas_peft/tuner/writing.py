@@ -132,8 +132,11 @@ class SlotWriter:
     @property
     def taken(self) -> int:
         """How many slots hold something: the places before the first one that is free in all layers."""
-        keys, values = self._memory()
-        used = (keys.any(dim=-2) | values.any(dim=-1)).any(dim=0).nonzero()
+        used = torch.zeros(self.capacity, dtype=torch.bool)
+        for layer in self._layers:
+            up, down = layer.locas_up[self.adapter_name].weight, layer.locas_down[self.adapter_name].weight
+            used |= (up.any(dim=1) | down.any(dim=0)).cpu()
+        used = used.nonzero()
         return 0 if not len(used) else int(used[-1]) + 1
 
     @contextmanager
@@ -177,16 +180,17 @@ class SlotWriter:
         if any(tensor is None for tensor in (*self._inputs, *self._gradients)) or not self._inputs:
             raise ValueError("write needs a forward and a backward pass inside recording(): run them first.")
         count = len(losses)
-        inputs = torch.stack([tensor[-count:].float() for tensor in self._inputs])  # [L, N, D]
+        device = self._inputs[0].device
+        inputs = torch.stack([tensor[-count:].to(device).float() for tensor in self._inputs])  # [L, N, D]
         # What was differentiated is a loss: uphill in the log-likelihood is the other way.
-        gradients = -torch.stack([tensor[-count:].float() for tensor in self._gradients])
+        gradients = -torch.stack([tensor[-count:].to(device).float() for tensor in self._gradients])
         self._inputs, self._gradients = [], []
         if not (inputs.isfinite().all() and gradients.isfinite().all()):
             raise ValueError("FFN inputs and gradients must be finite to be written, got NaN or infinity.")
-        chosen = _CHOICES[self.tokens](losses, min(self.slots_per_chunk, self.capacity // 2 or 1))
+        chosen = _CHOICES[self.tokens](losses, min(self.slots_per_chunk, self.capacity // 2)).to(device)
         keys, values = make_slots(inputs[:, chosen], gradients[:, chosen], self.epsilon, self.normalization)
         written, folded, moved = 0, False, None
-        room = max(1, self.capacity // 2)
+        room = self.capacity // 2
         for key, value in zip(keys.split(room, dim=1), values.split(room, dim=1), strict=True):
             if self.taken + key.shape[1] > self.capacity:
                 moved, folded = self._fold(inputs, moved), True
@@ -197,26 +201,22 @@ class SlotWriter:
     def _memory(self) -> tuple[Tensor, Tensor]:
         """K `[L, D, R]` and V `[L, R, D]` in float32, the values as they are stored."""
         name = self.adapter_name
-        keys = torch.stack([layer.locas_up[name].weight.detach().float().T for layer in self._layers])
-        values = torch.stack([layer.locas_down[name].weight.detach().float().T for layer in self._layers])
-        return keys, values
+        device = self._layers[0].locas_up[name].weight.device
+        keys = [layer.locas_up[name].weight.detach().to(device).float().T for layer in self._layers]
+        values = [layer.locas_down[name].weight.detach().to(device).float().T for layer in self._layers]
+        return torch.stack(keys), torch.stack(values)
 
     def _store(self, start: int, keys: Tensor, values: Tensor) -> None:
         stop = start + keys.shape[1]
         for place, layer in enumerate(self._layers):
-            scale = layer.scale(self.adapter_name)
-            layer.locas_up[self.adapter_name].weight[start:stop] = keys[place].to(
-                layer.locas_up[self.adapter_name].weight.dtype
-            )
-            down = layer.locas_down[self.adapter_name].weight
-            down[:, start:stop] = (values[place] / scale).T.to(down.dtype)
+            up, down = layer.locas_up[self.adapter_name].weight, layer.locas_down[self.adapter_name].weight
+            up[start:stop] = keys[place].to(up)
+            down[:, start:stop] = (values[place].to(down.device) / layer.scale(self.adapter_name)).T.to(down.dtype)
 
     def _fold(self, inputs: Tensor, before: dict | None) -> dict[nn.Parameter, tuple[int, Tensor]]:
         """Brings the memory to half its capacity, in place; says where slots came from."""
         keys, values = self._memory()
-        rank, name = max(1, self.capacity // 2), self.adapter_name
-        if self.capacity == 1:
-            raise ValueError("a memory of one slot cannot be folded: raise r to at least 2.")
+        rank, name = self.capacity // 2, self.adapter_name
         places = torch.full((len(self._layers), self.capacity), -1, device=keys.device)
         if self.fold == "nlsvd":
             # One activation for all: they are layers of one host.
@@ -225,7 +225,12 @@ class SlotWriter:
             reduced = nl_svd(keys, values, rank, activation=activation, probe_norm=probe_norm)
             new_keys, new_values = reduced.key, reduced.value
         else:
-            slots = torch.stack([la.activate(name, x) for la, x in zip(self._layers, inputs, strict=True)]).float()
+            slots = torch.stack(
+                [
+                    layer.activate(name, seen.to(layer.locas_up[name].weight.device)).to(keys.device).float()
+                    for layer, seen in zip(self._layers, inputs, strict=True)
+                ]
+            )
             chosen, new_values = refit_slots(slots.mT.double() @ slots.double(), values, rank)
             new_keys = keys.gather(2, chosen[:, None].expand(-1, keys.shape[1], -1))
             places[:, :rank] = chosen
@@ -234,10 +239,10 @@ class SlotWriter:
             up, down = layer.locas_up[name].weight, layer.locas_down[name].weight
             up.zero_()
             down.zero_()
-            up[:rank] = new_keys[place].T.to(up.dtype)
-            down[:, :rank] = new_values[place].T.to(down.dtype)
+            up[:rank] = new_keys[place].T.to(up)
+            down[:, :rank] = new_values[place].T.to(down)
             for weight, dim in ((up, 0), (down, 1)):
-                moved[weight] = (dim, _follow(places[place], before and before[weight][1]))
+                moved[weight] = (dim, _follow(places[place].to(weight.device), before and before[weight][1]))
         self.folds += 1
         return moved
 
@@ -357,6 +362,10 @@ def _find_memory(model: nn.Module, adapter_name: str | None) -> tuple[str, list[
     widths = sorted({layer.locas_up[names[0]].out_features for layer in layers})
     if len(widths) > 1:
         raise ValueError(f"all layers of a written memory must have one width, got {widths}: leave out rank_pattern.")
+    if widths[0] < 2:
+        raise ValueError(
+            "r must be at least 2 for a memory that is written, got 1: one slot cannot be folded to half."
+        )
     if any(float(layer.scale(names[0])) == 0 for layer in layers):
         raise ValueError(f"the memory {names[0]!r} must have an output scale above 0 to be written: raise scaling.")
     return names[0], layers
