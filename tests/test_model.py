@@ -261,6 +261,17 @@ def test_rescale_is_undone():
         pass
 
 
+def test_a_decoder_s_tokens_are_not_masked_by_its_encoder_s_padding():
+    config = tf.T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    config.decoder_start_token_id = 0
+    model = get_peft_model(tf.T5ForConditionalGeneration(config), LocasConfig(r=4)).train()
+    mask = (torch.arange(32) < 16).long().expand(4, 32)
+    model(input_ids=make_tokens(), attention_mask=mask, labels=make_tokens())
+    encoder, decoder = layers_of(model)
+    assert encoder.token_mask is mask and decoder.token_mask is None
+    assert empty_memories(model) == []
+
+
 def test_replicas_of_data_parallel_do_not_calibrate():
     model = get_peft_model(make_host("llama"), LocasConfig(r=4)).train()
     hidden_states = torch.randn(2, 3, 16)

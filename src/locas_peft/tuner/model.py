@@ -302,9 +302,11 @@ class LocasModel(BaseTuner):
 def _hand_out_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Before a training-mode forward of the host: tells its memories which tokens are padding."""
     if module.training:
+        two_texts = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
         for layer in module.modules():
             if isinstance(layer, LocasLayer):
-                layer.token_mask = kwargs.get("attention_mask")
+                decoding = two_texts and "decoder" in layer.name.split(".")
+                layer.token_mask = kwargs.get("decoder_attention_mask" if decoding else "attention_mask")
 
 
 def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple:
