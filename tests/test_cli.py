@@ -300,6 +300,16 @@ def test_a_full_device_under_stdout_of_json(tmp_path):
     assert "Traceback" not in process.stderr
 
 
+def test_memory_that_cannot_be_had_is_one_line(run, monkeypatch):
+    def fail(path):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1024000000000 bytes.")
+
+    monkeypatch.setattr(text, "read_text", fail)
+    code, _, err = run("memorize", "text.txt", "--out", "memory")
+    assert (code, err.count("\n")) == (2, 1)
+    assert err.startswith("error: the machine is out of memory: lower --r or --window")
+
+
 def test_defects_keep_their_traceback(run, monkeypatch):
     def defect(*args):
         raise TypeError("unsupported operand")

@@ -673,6 +673,8 @@ def _explain(error: Exception) -> str | None:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return "the device is out of memory: lower --window, or choose another --dtype or --device"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return "the machine is out of memory: lower --r or --window, or choose another --dtype"
     if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
         from .files import is_disk_full
 
