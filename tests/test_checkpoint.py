@@ -127,6 +127,12 @@ def test_a_folder_that_is_a_file_is_named(tmp_path):
         assert str(caught.value) == message
 
 
+def test_what_is_no_file_is_named(tmp_path):
+    (tmp_path / checkpoint.CHECKPOINT).mkdir()
+    with pytest.raises(ValueError, match="^checkpoint must be a file, got .*: remove it, or choose another folder$"):
+        checkpoint.read(tmp_path)
+
+
 def test_damaged_and_foreign_files_are_named(tmp_path):
     def error() -> str:
         with pytest.raises(ValueError) as caught:

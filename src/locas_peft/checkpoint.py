@@ -75,6 +75,8 @@ def read(directory: str | Path) -> tuple[dict[str, Tensor], dict] | None:
     path = Path(directory) / CHECKPOINT
     if not path.exists():
         return None
+    if not path.is_file():
+        raise ValueError(f"checkpoint must be a file, got {str(path)!r}: remove it, or choose another folder")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             metadata = file.metadata() or {}
