@@ -25,6 +25,14 @@ def weights_of(model):
     return torch.cat([w.detach().flatten() for layer in layers_of(model) for w in layer._weights("default")])
 
 
+def test_several_memories_are_calibrated_from_one_generator():
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4), adapter_name="first")
+    model.add_adapter("second", LocasConfig(r=2))
+    model.base_model.set_adapter(["first", "second"])
+    calibrate(model, (tokens for tokens in [make_tokens()]))
+    assert empty_memories(model) == []
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("strategy", CALIBRATED + AT_ONCE)
 def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family):

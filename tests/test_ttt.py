@@ -637,6 +637,44 @@ def test_another_text_is_refused(tmp_path):
     assert str(caught.value) == message.format(f"in {str(tmp_path)!r}", digest, other_digest, remedy)
 
 
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda tensors, state: state.pop("position"),
+        lambda tensors, state: state.update(position="x"),
+        lambda tensors, state: state.update(position=3),
+        lambda tensors, state: state.update(steps="x"),
+        lambda tensors, state: state.update(chunks=[1]),
+        lambda tensors, state: state.update(cache_layers=9),
+        lambda tensors, state: state["optimizer"].update(param_groups=[{}]),
+        lambda tensors, state: tensors.update({"cache/1/values": torch.zeros(3, 5)}),
+        lambda tensors, state: tensors.update({"optimizer/5/exp_avg": torch.zeros(3, 5)}),
+        lambda tensors, state: tensors.pop("random/cpu"),
+        lambda tensors, state: tensors.update(
+            {"parameter/base_model.model.model.embed_tokens.weight": torch.zeros(VOCABULARY, 16)}
+        ),
+    ],
+)
+def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
+    ids = make_ids(32)
+    trainer = make_trainer(context="cache")
+    next(trainer.read(ids))
+    trainer.save(tmp_path)
+    tensors, state = checkpoint.read(tmp_path)
+    tamper(tensors, state)
+    trainer._release_locks()
+    checkpoint.write(tmp_path, tensors, state)
+    fresh = make_trainer(context="cache")
+    before = weights_of(fresh.model)
+    with pytest.raises(
+        ValueError, match="^checkpoint must be whole, got the damaged file .*: delete it to start afresh$"
+    ):
+        fresh.resume(tmp_path)
+    assert_same_weights(weights_of(fresh.model), before)
+    assert (fresh.position, fresh.chunks, fresh._optimizer) == (0, [], None)
+    assert len(list(fresh.read(ids))) == 4
+
+
 def test_a_checkpoint_holds_tensors_and_json_only(tmp_path):
     trainer = make_trainer("locas", context="cache")
     list(trainer.read(make_ids(24)))

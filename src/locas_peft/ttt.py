@@ -394,8 +394,24 @@ class TestTimeTrainer:
         self._lock(directory)
         try:
             tensors, state = checkpoint.read(directory)
-            self._check_same_run(state["run"], directory)
-            self._restore(tensors, state)
+            undo, former = self._snapshot(self._parameters()), (vars(self).copy(), torch.get_rng_state())
+            cache, buffers = vars(self._cache).copy(), [(b, b.clone()) for b in self.model.buffers()]
+            try:
+                self._check_same_run(state["run"], directory)
+                self._restore(tensors, state)
+            except Exception as error:
+                undo()
+                vars(self).update(former[0])
+                vars(self._cache).update(cache)
+                torch.set_rng_state(former[1])
+                for buffer, value in buffers:
+                    buffer.data.copy_(value)
+                if isinstance(error, ValueError):
+                    raise
+                raise ValueError(
+                    f"checkpoint must be whole, got the damaged file {str(directory / checkpoint.CHECKPOINT)!r} "
+                    f"({type(error).__name__}: {error}): delete it to start afresh"
+                ) from None
         except BaseException:
             self._release_locks()
             raise
@@ -457,7 +473,7 @@ class TestTimeTrainer:
             set_peft_model_state_dict(self.model, below(f"adapter/{name}/"), adapter_name=name)
             for field, value in state["filled"][name].items():
                 setattr(self.model.peft_config[name], field, value)
-        parameters = dict(self.model.named_parameters())
+        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}  # never the base's
         with torch.no_grad():
             for name, value in below("parameter/").items():
                 parameters[name].copy_(value)
@@ -476,10 +492,18 @@ class TestTimeTrainer:
                 for g in saved["param_groups"]
             ]
             self._optimizer = None
-            self._ready_optimizer(self._parameters()).load_state_dict({"state": entries, "param_groups": groups})
+            trained = self._parameters()
+            # An optimizer of the caller's may order parameters, and shape its state, as it likes.
+            for number, entry in () if callable(self.optimizer_name) else entries.items():
+                for value in entry.values():
+                    if isinstance(value, Tensor) and value.ndim and value.shape != trained[number].shape:
+                        raise TypeError(f"the optimizer's state has shape {list(value.shape)} for parameter {number}")
+            self._ready_optimizer(trained).load_state_dict({"state": entries, "param_groups": groups})
 
         self.position, self.skipped_chunks, self._steps = state["position"], state["skipped_chunks"], state["steps"]
         self.chunks = [Chunk(**record) for record in state["chunks"]]
+        if self.position != (self.chunks[-1].stop if self.chunks else 0) or not isinstance(self._steps, int):
+            raise TypeError("position, records and steps contradict each other")
         self._text = state["run"]["text"]
         self._cache.clear()
         if state["cache_layers"] is not None:
@@ -488,6 +512,10 @@ class TestTimeTrainer:
                 (cache[f"{number}/keys"].to(device), cache[f"{number}/values"].to(device))
                 for number in range(state["cache_layers"])
             ]
+            if any(
+                entry.ndim != 4 or entry.shape[:3] != k.shape[:3] for k, v in self._cache.layers for entry in (k, v)
+            ):
+                raise TypeError("keys and values of the cache do not belong together")
         self._cache.position = state["cache_position"]
         torch.set_rng_state(tensors["random/cpu"])
         cuda = below("random/cuda/")
@@ -744,7 +772,8 @@ class _Host:
 
     @property
     def device(self) -> torch.device:
-        return self.model.get_input_embeddings().weight.device
+        device = self.model.get_input_embeddings().weight.device
+        return torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate moves the tokens
 
     @property
     def vocabulary(self) -> int:

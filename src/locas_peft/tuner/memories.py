@@ -49,6 +49,8 @@ def calibrate(
             raise ValueError(f"the memory '{name}' is written while reading, not calibrated: use SlotWriter.")
         if any(layer.has_learned(name) for layer in its_layers):
             raise ValueError(f"the memory '{name}' has learned already: calibrating would lose it. Add a new adapter.")
+    batches = list(batches) if len(layers) > 1 else batches  # a generator gives its batches once
+    for name, its_layers in layers.items():
         _calibrate_one(model, batches, name, its_layers)
 
 
@@ -62,6 +64,8 @@ def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[
         for batch in batches:
             inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
             device = model.get_input_embeddings().weight.device
+            if device.type == "meta":  # offloaded: accelerate moves the inputs
+                device = inputs["input_ids"].device
             inputs = {key: inputs[key].to(device) for key in ("input_ids", "attention_mask") if key in inputs}
             for layer in layers:
                 layer.token_mask = inputs.get("attention_mask")
