@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "locas_peft"
 # A room may import the rooms after it, and those in front of the bar as well as its neighbours behind it.
 FLOORS = [
-    "cli|cli_eval",
+    "cli",
     "studies",
     "report|methods",
     "loading",

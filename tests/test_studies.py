@@ -10,7 +10,7 @@ import torch
 from locomo_data import make_samples, write_samples
 from typer.testing import CliRunner
 
-from locas_peft import backbone, cli, cli_eval
+from locas_peft import backbone, cli
 from locas_peft.evaluation.f1 import answer_f1
 from locas_peft.evaluation.locomo import read_locomo
 from locas_peft.methods import Settings
@@ -323,5 +323,5 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
 
 @pytest.mark.parametrize("command", ["perplexity", "locomo", "forgetting", "report"])
 def test_every_command_has_help(command):
-    result = CliRunner().invoke(cli_eval.eval_app, [command, "--help"], env={"COLUMNS": "200"})
+    result = CliRunner().invoke(cli.eval_app, [command, "--help"], env={"COLUMNS": "200"})
     assert result.exit_code == 0 and "--out" in result.stdout

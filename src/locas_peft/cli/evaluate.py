@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from .cli import (
+from .job import Job, count_positions, make_settings
+from .options import (
     Context,
     Device,
     Dtype,
@@ -28,24 +28,16 @@ from .cli import (
     Unwrap,
     Width,
     Window,
-    _command,
-    _Job,
-    _make_consoles,
-    _make_settings,
-    _positions,
-    _quieten,
-    app,
 )
+from .shell import make_consoles, one_line_errors, quieten
 
 if TYPE_CHECKING:
-    from .methods import Settings
-    from .studies.run import Recipe, Start
+    from ..methods import Settings
+    from ..studies.run import Recipe, Start
 
 eval_app = typer.Typer(
     name="eval", help="Measure what memories hold and what they cost: the protocols, resumable.", no_args_is_help=True
 )
-app.add_typer(eval_app, name="eval")
-_eval_command = functools.partial(_command, to=eval_app)
 
 Out = Annotated[Path, typer.Option(help="Where JSON and memories go; a broken run goes on there.", metavar="DIR")]
 Methods = Annotated[
@@ -64,7 +56,7 @@ BatchTokens = Annotated[int, typer.Option(help="Tokens scored at once, padding i
 BatchSize = Annotated[int, typer.Option(help="Questions or documents at once.", min=1)]
 
 
-@_eval_command
+@one_line_errors
 def perplexity(
     texts: Annotated[
         list[str] | None, typer.Argument(help="UTF-8 text files, or folders of .txt files.", metavar="[TEXT]...")
@@ -99,12 +91,12 @@ def perplexity(
     """Online perplexity: each token scored before it is learned, a fresh memory for each document."""
     import dataclasses
 
-    from .studies.documents import load_column, read_documents
-    from .studies.perplexity import run_perplexity
-    from .studies.report import print_perplexity
-    from .studies.run import without_memory
-    from .text import tokenize
-    from .text import unwrap as unwrap_text
+    from ..studies.documents import load_column, read_documents
+    from ..studies.perplexity import run_perplexity
+    from ..studies.report import print_perplexity
+    from ..studies.run import without_memory
+    from ..text import tokenize
+    from ..text import unwrap as unwrap_text
 
     stdout, stderr = _begin(out)
     if bool(texts) == (dataset is not None):
@@ -118,7 +110,7 @@ def perplexity(
         context=context, max_tokens=max_tokens, seed=seed,
     )  # fmt: skip
     if long_window is not None:
-        limit = _positions(job.base)
+        limit = count_positions(job.base)
         if limit is not None and long_window > limit:
             raise ValueError(
                 f"--long-window must be within the model's {limit} positions, got {long_window}: lower it"
@@ -135,7 +127,7 @@ def perplexity(
     _point_to(stdout, out, "perplexity")
 
 
-@_eval_command
+@one_line_errors
 def locomo(
     data: Annotated[Path, typer.Argument(help="LoCoMo's JSON.", metavar="DATA.json")],
     out: Out = Path("locas-eval"),
@@ -176,10 +168,10 @@ def locomo(
     """LoCoMo: what a memory of a dialogue knows, against the base, TempLoRA and the memory of another dialogue."""
     import dataclasses
 
-    from .evaluation.locomo import PROMPTS, choose_conversations, read_locomo, read_prompts
-    from .studies.locomo import Plan, run_locomo
-    from .studies.report import print_locomo
-    from .studies.run import digest_file
+    from ..evaluation.locomo import PROMPTS, choose_conversations, read_locomo, read_prompts
+    from ..studies.locomo import Plan, run_locomo
+    from ..studies.report import print_locomo
+    from ..studies.run import digest_file
 
     stdout, stderr = _begin(out)
     plan = Plan(
@@ -222,7 +214,7 @@ def locomo(
     _point_to(stdout, out, "locomo")
 
 
-@_eval_command
+@one_line_errors
 def forgetting(
     book: Annotated[str, typer.Argument(help="What the memory reads: a UTF-8 text file.", metavar="BOOK")],
     out: Out = Path("locas-eval"),
@@ -266,13 +258,13 @@ def forgetting(
     overwrite: Overwrite = False,
 ) -> None:
     """Forgetting: grammar, unread text and drift from the base, before and after a book, and with the memory off."""
-    from .evaluation.forgetting import read_blimp
-    from .evaluation.harness import find_tasks
-    from .studies.documents import read_documents
-    from .studies.forgetting import Plan, run_forgetting
-    from .studies.report import print_forgetting
-    from .text import read_text, tokenize
-    from .text import unwrap as unwrap_text
+    from ..evaluation.forgetting import read_blimp
+    from ..evaluation.harness import find_tasks
+    from ..studies.documents import read_documents
+    from ..studies.forgetting import Plan, run_forgetting
+    from ..studies.report import print_forgetting
+    from ..text import read_text, tokenize
+    from ..text import unwrap as unwrap_text
 
     stdout, stderr = _begin(out)
     recipe = _recipe(readings, objective, teacher_window, token_weighting)
@@ -317,7 +309,7 @@ def forgetting(
     _point_to(stdout, out, "forgetting")
 
 
-@_eval_command
+@one_line_errors
 def report(
     folders: Annotated[list[Path], typer.Argument(help="What the other commands wrote with --out.", metavar="DIR...")],
     out: Annotated[Path, typer.Option(help="The Markdown file; plots lie beside it.", metavar="FILE")] = Path(
@@ -325,10 +317,10 @@ def report(
     ),
 ) -> None:
     """One Markdown file with tables and plots from the JSON of one or more runs."""
-    from .files import check_output_file
-    from .studies.report import write_report
+    from ..files import check_output_file
+    from ..studies.report import write_report
 
-    stdout, stderr = _make_consoles(None)
+    stdout, stderr = make_consoles(None)
     check_output_file("--out", out)
     written = write_report(folders, out, remark=stderr.print)
     stdout.print(f"Written: {', '.join(str(path) for path in written)}", markup=False)
@@ -338,35 +330,35 @@ def report(
 
 
 def _begin(out: Path) -> tuple[Console, Console]:
-    from .files import check_output_directory
+    from ..files import check_output_directory
 
     for name in ("datasets", "evaluate", "nltk", "scipy"):
         if importlib.util.find_spec(name) is None:
             raise ValueError(f"locas eval needs {name}: install the extra 'eval' of locas_peft")
     check_output_directory("--out", out)
-    _quieten()
-    return _make_consoles(None)
+    quieten()
+    return make_consoles(None)
 
 
-def _load(model: str | None, dtype: str, device: str) -> _Job:
+def _load(model: str | None, dtype: str, device: str) -> Job:
     import torch
 
-    from . import backbone, loading
+    from .. import backbone, loading
 
     name = model or backbone.NAME
     embedded = backbone.is_embedded(name)
     base, tokenizer = loading.load_base(name, dtype, device)
-    return _Job(backbone.name_of(name), base, tokenizer, torch.empty(0, dtype=torch.long), embedded)
+    return Job(backbone.name_of(name), base, tokenizer, torch.empty(0, dtype=torch.long), embedded)
 
 
-def _describe(job: _Job) -> dict[str, Any]:
+def _describe(job: Job) -> dict[str, Any]:
     return {"model": job.name, "dtype": str(job.base.dtype).removeprefix("torch.")}
 
 
-def _settings_of(specs: str, job: _Job, preset: str, **given: Any) -> dict[str, Settings]:
+def _settings_of(specs: str, job: Job, preset: str, **given: Any) -> dict[str, Settings]:
     """Makes the settings of each method in the list; what a method does not have is not given to it."""
-    from .methods import METHOD_FIELDS, METHODS, PRESETS
-    from .studies.run import name_method, split_method
+    from ..methods import METHOD_FIELDS, METHODS, PRESETS
+    from ..studies.run import name_method, split_method
 
     methods: dict[str, Settings] = {}
     for spec in _split(specs, "--method"):
@@ -377,12 +369,12 @@ def _settings_of(specs: str, job: _Job, preset: str, **given: Any) -> dict[str, 
         fields = {**given, **{field: value for field, value in own.items() if value is not None}}
         known = PRESETS.get(preset, {}).get(name, {})
         kept = {f: v for f, v in fields.items() if f not in METHOD_FIELDS or f in known or own.get(f) is not None}
-        (methods[name_method(spec)],) = _make_settings([name], job, preset=preset, **kept)
+        (methods[name_method(spec)],) = make_settings([name], job, preset=preset, **kept)
     return methods
 
 
 def _recipe(readings: int, objective: str, teacher_window: int | None, token_weighting: str) -> Recipe:
-    from .studies.run import Recipe
+    from ..studies.run import Recipe
 
     return Recipe(readings, objective, teacher_window, token_weighting)
 
