@@ -55,15 +55,14 @@ class Row:
         return ", ".join(parts) or "-"
 
 
-NLSVD = Row("Locas-MLP + NL-SVD", "write", None, writer={"fold": "nlsvd", "epsilon": 0.01})
-BP = Row("Locas-MLP + BP", "write", 2e-3, writer={"fold": "refit", "epsilon": 0.01})
-LORA = Row("TempLoRA", "lora", 1e-3)
-REFIT = Row(
-    "Locas-MLP, written + refit",
-    "write",
-    writer={"fold": "refit", "tokens": "all", "normalization": "chunk", "epsilon": 0.01},
-)
-TOPK = Row("top-K cloning", "topk", 2e-3)
+# The best of the sweep on book 2118, 30,000 tokens (benchmarks/README.md).
+CHUNKWISE = {"fold": "refit", "tokens": "all", "normalization": "chunk"}
+LORA = Row("TempLoRA", "lora", 2e-3)
+NLSVD = Row("Locas-MLP + NL-SVD", "write", None, writer={"fold": "nlsvd", "epsilon": 0.001})
+BP = Row("Locas-MLP + BP", "write", 4e-3, writer={"fold": "refit", "epsilon": 0.01})
+BP_CHUNKWISE = Row("Locas-MLP + BP", "write", 2e-3, writer={**CHUNKWISE, "epsilon": 0.03})
+REFIT = Row("Locas-MLP, written + refit", "write", writer={**CHUNKWISE, "epsilon": 0.1})
+TOPK = Row("top-K cloning", "topk", 1.6e-2)
 
 ROWS = [
     Row("none"),
@@ -73,15 +72,17 @@ ROWS = [
     NLSVD,
     REFIT,
     BP,
+    BP_CHUNKWISE,
     TOPK,
 ]
 SWEEP = [
     *(replace(LORA, learning_rate=rate) for rate in (1e-3, 2e-3, 4e-3)),
-    *(replace(TOPK, learning_rate=rate) for rate in (4e-3, 8e-3, 1.6e-2)),
-    *(replace(BP, learning_rate=rate) for rate in (1e-3, 2e-3, 4e-3)),
-    replace(BP, writer={**BP.writer, "epsilon": 0.1}),
-    *(replace(NLSVD, writer={**NLSVD.writer, "epsilon": epsilon}) for epsilon in (0.003, 0.01)),
-    *(replace(REFIT, writer={**REFIT.writer, "epsilon": epsilon}) for epsilon in (0.01, 0.03)),
+    *(replace(TOPK, learning_rate=rate) for rate in (4e-3, 8e-3, 1.6e-2, 3.2e-2)),
+    *(replace(BP, learning_rate=rate) for rate in (1e-3, 2e-3, 4e-3, 8e-3)),
+    replace(BP, learning_rate=2e-3, writer={**BP.writer, "epsilon": 0.1}),
+    *(replace(BP_CHUNKWISE, learning_rate=rate) for rate in (2e-3, 4e-3)),
+    *(replace(NLSVD, writer={**NLSVD.writer, "epsilon": epsilon}) for epsilon in (0.001, 0.003, 0.01)),
+    *(replace(REFIT, writer={**REFIT.writer, "epsilon": epsilon}) for epsilon in (0.01, 0.03, 0.1)),
 ]
 
 
@@ -169,6 +170,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stride", type=int, default=256)
     parser.add_argument("--context", choices=["recompute", "cache"], default="recompute")
     parser.add_argument("--sweep", action="store_true", help="the settings to choose from, in place of the rows")
+    parser.add_argument("--only", type=int, nargs="*", help="numbers of the rows to read with, from 0")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args(argv)
 
@@ -180,7 +182,10 @@ def main() -> None:
     ids = tokenize(tokenizer, unwrap(arguments.book.read_text(encoding="utf-8")), arguments.tokens)
     arguments.marks = [mark for mark in MARKS if mark <= len(ids)]
     began = time.perf_counter()
-    results = read_in_turns([Row("none"), *SWEEP] if arguments.sweep else ROWS, arguments, ids)
+    rows = [Row("none"), *SWEEP] if arguments.sweep else ROWS
+    if arguments.only:
+        rows = [rows[number] for number in arguments.only]
+    results = read_in_turns(rows, arguments, ids)
     read = results[0]["tokens"]
     print(to_table(results, [mark for mark in arguments.marks if mark <= read]))
     summary = {

@@ -53,7 +53,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "lora": {"r": 64, "learning_rate": 1e-3},
         "locas-glu": {"r": 64, "init": "topk", "learning_rate": 2e-3, "scaling": "r"},
         "locas-mlp": {
-            **{"r": 64, "init": "write", "learning_rate": 2e-3, "scaling": "r"},
+            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r"},
             **{"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8},
         },
     },
