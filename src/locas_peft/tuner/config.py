@@ -10,6 +10,7 @@ from typing import Literal
 
 from peft.config import PeftConfig
 from peft.utils import PeftType
+from peft.utils.other import get_pattern_key
 
 from .initialization import STRATEGIES
 from .memory_file import check_memory_file
@@ -158,6 +159,10 @@ class LocasConfig(PeftConfig):
         radius = self.max_slot_norm
         if radius is not None and (isinstance(radius, bool) or not isinstance(radius, int | float)):
             raise TypeError(f"max_slot_norm must be a number, or None for no clip, got {radius!r}.")
+
+    def width_of(self, name: str) -> int:
+        """R of the memory at the FFN of that name in the model: `rank_pattern`'s, or else `r`."""
+        return self.rank_pattern.get(get_pattern_key(self.rank_pattern, name), self.r)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING
 
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
-from peft.utils.other import get_pattern_key
 from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
@@ -55,8 +54,7 @@ def check_memory_file(folder: str, config: LocasConfig) -> None:
     hidden_size = (config.host or {}).get("hidden_size")
     for layer, parts in layers.items():
         name = layer.removeprefix("base_model.model.")
-        r = config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
-        problem = _find_problem(parts, r, hidden_size)
+        problem = _find_problem(parts, config.width_of(name), hidden_size)
         if problem:
             raise ValueError(f"{path} does not fit its config at {name}: {problem}. Save the memory again.")
 

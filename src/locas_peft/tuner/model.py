@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _ExcludedModule
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
-from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -90,7 +90,7 @@ class LocasModel(BaseTuner):
                 continue
             ffn = self._find_ffn(name, module, peft_config)
             experiment |= _check_variant(peft_config, name, ffn)
-            r = _width_of(peft_config, name)
+            r = peft_config.width_of(name)
             if STRATEGIES[peft_config.init_strategy].clones and r > ffn.width:
                 raise ValueError(
                     f"r must be at most the host's width where slots are cloned, got r={r} for {name} with "
@@ -122,7 +122,7 @@ class LocasModel(BaseTuner):
         current_key: str,
         parameter_name: str | None = None,
     ) -> None:
-        r = _width_of(peft_config, current_key)
+        r = peft_config.width_of(current_key)
         if isinstance(target, LocasLayer):
             target.update_layer(adapter_name, peft_config, r)
             return
@@ -342,10 +342,6 @@ def _check_variant(config: LocasConfig, name: str, ffn: HostFFN) -> bool:
             "gated_host_experiment=True to try it all the same."
         )
     return True
-
-
-def _width_of(config: LocasConfig, name: str) -> int:
-    return config.rank_pattern.get(get_pattern_key(config.rank_pattern, name), config.r)
 
 
 def _to_suffixes(ffns: dict[str, HostFFN], model: nn.Module) -> set[str]:
