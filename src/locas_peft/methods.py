@@ -447,7 +447,7 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
     settings = reading.settings
     if backbone.is_embedded(settings.model):
         known = backbone.name_of(settings.model)
-        which = "" if known == backbone.NAME else f"name={known!r}"
+        which = "" if known == backbone.NAME else f'name="{known}"'
         load = f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({which})"
     else:
         load = (
