@@ -28,7 +28,7 @@ class Sheet:
     def to_rich(self) -> Table:
         table = Table(title=self.title, title_justify="left")
         for number, header in enumerate(self.headers):
-            table.add_column(header, justify="right" if number else "left")
+            table.add_column(header, justify="right" if number else "left", no_wrap=not number)
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -250,6 +250,7 @@ def _draw_forgetting(figures: dict[str, Any], path: Path) -> bool:
         axes.annotate(name, (gain, rise), xytext=(5, 5), textcoords="offset points")
     axes.set_xlabel("perplexity gained while reading the book")
     axes.set_ylabel("perplexity lost on unread text")
+    axes.plot(0, 0, "k+", label="base")  # from there on: what a point is worth is its slope
     axes.margins(0.15)
     axes.grid(alpha=0.25)
     axes.set_title("Gain against forgetting")
