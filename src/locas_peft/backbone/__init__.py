@@ -1,8 +1,8 @@
 """The embedded backbones: two small models of English books, one with gated FFNs and one with two-layer FFNs.
 
 They come with the package, so that the `locas` command, the examples and the tests need no network. They write period
-prose with no sense in it and answer no questions: they are there to be taught. tinybook-glu (Qwen3 architecture) is the
-default everywhere; tinybook-mlp (GPT-NeoX with ReLU) is the host for Locas-MLP. They share a tokenizer.
+prose with no sense in it and answer no questions: they are there to be taught. tinybook-glu (Qwen3 architecture) is
+the default everywhere; tinybook-mlp (GPT-NeoX with ReLU) is the host for Locas-MLP. They share a tokenizer.
 """
 
 from __future__ import annotations
