@@ -200,6 +200,25 @@ def test_the_optimizers_state_follows_the_slots():
             assert kept.any() and not fresh.any()
 
 
+def test_a_chunk_whose_gradients_overflow_is_read_and_not_written():
+    model = make_model(r=8)
+    writer = SlotWriter(model)
+    trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=1e-3, writer=writer)
+
+    def overflow(module, args, output):
+        if output.requires_grad:
+            output.register_hook(lambda gradient: gradient * float("inf"))
+
+    # Free slots have gradients of zero whatever arrives, so that the optimizer's own check sees nothing.
+    handle = layers_of(model)[1].register_forward_hook(overflow)
+    reading = trainer.read(make_tokens(1, 16)[0])
+    next(reading)
+    assert writer.taken == 0
+    handle.remove()
+    next(reading)
+    assert writer.taken == 4 and ups(model).isfinite().all() and downs(model).isfinite().all()
+
+
 def test_free_slots_stay_free_under_training():
     model = make_model(r=16)
     writer = SlotWriter(model, slots_per_chunk=1)

@@ -245,7 +245,7 @@ class TestTimeTrainer:
                     if undo is not None:
                         undo()
                     break
-            if learned and self.writer is not None:
+            if learned and self.writer is not None and self.writer.is_finite():
                 self._follow_slots(self.writer.write(losses.detach()).moved or {})
             if finite:
                 self._cache.advance()
