@@ -1,0 +1,76 @@
+"""What the README says holds: its example and the examples run, its commands and files exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import locas_peft
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def run(*arguments: str, folder: Path) -> str:
+    result = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_setup_commands_are_two():
+    commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("pip install")]
+    assert commands == [
+        'pip install -c constraints.txt ".[plot]" && locas demo',
+        'pip install -c constraints.txt -e ".[dev]" && python -m pytest',
+    ]
+
+
+def test_the_example_is_short():
+    (example,) = blocks("python")
+    assert len(example.splitlines()) <= 25
+
+
+def test_commands_of_the_table_exist():
+    named = set(re.findall(r"^\| `locas ([a-z]+)", README, flags=re.MULTILINE)) | {"demo"}
+    help_text = run("-m", "locas_peft", "--help", folder=ROOT)
+    assert named and all(re.search(rf"\b{name}\b", help_text) for name in named)
+
+
+def test_files_of_the_tree_exist():
+    tree = re.search(r"```\n(src/locas_peft/.*?)```", README, flags=re.DOTALL)[1]
+    for line in tree.splitlines():
+        names = re.split(r"\s{2,}", line.strip())[0]
+        for name in names.split(", "):
+            folder = ROOT / "src" / "locas_peft" if line.startswith("  ") else ROOT
+            assert (folder / name).exists(), name
+
+
+def test_public_names_exist():
+    for name in re.findall(r"^from locas_peft import (.+)$", README, flags=re.MULTILINE):
+        assert all(hasattr(locas_peft, part.strip()) or part.strip() == "backbone" for part in name.split(","))
+    assert all(hasattr(locas_peft, name) for name in locas_peft.__all__)
+
+
+@pytest.mark.slow
+def test_the_example_prints_what_it_says(tmp_path):
+    (example,) = blocks("python")
+    output = run("-c", example, folder=tmp_path)
+    shown = README.split("```python")[1].split("```text\n")[1].split("```")[0]
+    numbers = [re.findall(r"[\d.,]+", text) for text in (output, shown)]
+    assert len(numbers[0]) == len(numbers[1])
+    assert float(numbers[0][-1]) < float(numbers[0][1])  # the perplexity fell
+    assert (tmp_path / "memory" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "merged" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_run(example, tmp_path):
+    short = {"sft_trainer.py": ("--steps", "3")}.get(example.name, ("--tokens", "4000"))
+    assert run(str(example), *short, folder=tmp_path)
