@@ -5,8 +5,9 @@
     python benchmarks/overhead.py --device cuda --dtype bfloat16
 
 The bare base, the base with an active memory, and the base with the memory merged are timed in turn, in one process
-and on the same weights; each ratio is the median over rounds of that round's ratio to the bare base. A wall clock
-cannot tell the merged model's R more neurons from noise, so their share of the parameters stands beside it.
+and on the same weights. Two figures each: the ratio of the fastest rounds, which other programs disturb least, and the
+median over rounds of that round's ratio. Logits are made for the last token only: the head would hide the rest. A wall
+clock cannot tell the merged model's R more neurons from noise, so their share of the parameters stands beside it.
 """
 
 from __future__ import annotations
@@ -128,10 +129,11 @@ def main() -> None:
         saved_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
     merged = copy.deepcopy(memory).merge_and_unload()
 
-    models = {"bare": bare, "memory": memory, "merged": merged}
+    # The merged model has weights of its own; so has what it is held against, since where weights lie costs time too.
+    models = {"bare": bare, "memory": memory, "bare copy": copy.deepcopy(bare), "merged": merged}
     with torch.no_grad():
         forward = race(
-            {name: lambda model=model: model(input_ids=tokens) for name, model in models.items()},
+            {name: lambda model=model: model(input_ids=tokens, logits_to_keep=1) for name, model in models.items()},
             arguments.rounds,
             device,
         )
@@ -150,15 +152,22 @@ def main() -> None:
             device,
         )
 
-    def ratio(seconds: dict[str, list[float]], name: str) -> list[float]:
-        return [a / b for a, b in zip(seconds[name], seconds["bare"], strict=True)]
+    def ratio(seconds: dict[str, list[float]], name: str, base: str = "bare") -> dict[str, float]:
+        rounds = [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
+        return {
+            "fastest": min(seconds[name]) / min(seconds[base]),
+            "median": statistics.median(rounds),
+            "min": min(rounds),
+            "max": max(rounds),
+        }
 
     base_parameters = sum(p.numel() for p in bare.parameters())
     rows = [
         (f"forward of {arguments.tokens} tokens, active memory", ratio(forward, "memory")),
-        (f"forward of {arguments.tokens} tokens, merged", ratio(forward, "merged")),
+        (f"forward of {arguments.tokens} tokens, merged", ratio(forward, "merged", "bare copy")),
         (f"generation of {arguments.new_tokens} tokens, active memory", ratio(generate, "memory")),
-        (f"generation of {arguments.new_tokens} tokens, merged", ratio(generate, "merged")),
+        (f"generation of {arguments.new_tokens} tokens, merged", ratio(generate, "merged", "bare copy")),
+        ("a copy of the bare base / the bare base, generation", ratio(generate, "bare copy")),
         ("calibration / forward of the base without its head", ratio(calibration, "calibrate")),
     ]
     extra = sum(p.numel() for name, p in memory.named_parameters() if "locas_" in name)
@@ -171,7 +180,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "rounds": arguments.rounds,
         "torch": torch.__version__,
-        "ratios": {name: {"median": statistics.median(r), "min": min(r), "max": max(r)} for name, r in rows},
+        "ratios": dict(rows),
         "base_forward_seconds": statistics.median(forward["bare"]),
         "base_generation_seconds": statistics.median(generate["bare"]),
         "extra_parameters": extra,
@@ -179,9 +188,9 @@ def main() -> None:
         "saved_bytes": saved_bytes,
         "import_seconds": measure_import(),
     }
-    print("| against the bare base | median | min | max |\n|---|---|---|---|")
+    print("| against the bare base | fastest rounds | median round | least | most |\n|---|---|---|---|---|")
     for name, r in result["ratios"].items():
-        print(f"| {name} | {r['median']:.3f} | {r['min']:.3f} | {r['max']:.3f} |")
+        print(f"| {name} | {r['fastest']:.3f} | {r['median']:.3f} | {r['min']:.3f} | {r['max']:.3f} |")
     print(f"\nextra parameters: {extra:,} ({extra / base_parameters:.2%} of the base); saved: {saved_bytes:,} bytes")
     print(f"import locas_peft adds {result['import_seconds']:.2f} s to import peft, transformers\n")
     print(json.dumps(result))
