@@ -32,6 +32,7 @@ from transformers import DynamicCache
 from . import checkpoint
 from .objectives import WEIGHTINGS, divergences
 from .tuner import SlotWriter, calibrate, empty_memories, unwritten_memories
+from .tuner.passes import evaluating
 
 Context = Literal["recompute", "cache"]
 Objective = Literal["nll", "distill"]
@@ -219,7 +220,7 @@ class TestTimeTrainer:
 
     def _score_and_learn(self, ids: Tensor, start: int, stop: int) -> Chunk:
         began = time.perf_counter()
-        with _evaluating(self.model), self._recording():
+        with evaluating(self.model), self._recording():
             parameters = self._parameters()
             if parameters and not self.chunks:
                 prepare(self.model, ids[start:stop].unsqueeze(0))
@@ -897,18 +898,6 @@ class _SlidingCache:
     def _tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         # Clones: a view would keep the whole former storage, and its graph, alive.
         return keys[..., -self._keep :, :].detach().clone(), values[..., -self._keep :, :].detach().clone()
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .layer import LocasLayer
 from .nlsvd import nl_svd
+from .passes import evaluating, to_inputs
 
 
 def compress(
@@ -177,20 +178,15 @@ def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batche
         return count
 
     handles = [layer.locas_down[name].register_forward_pre_hook(counter(i)) for i, layer in enumerate(layers)]
-    training = [module for module in model.modules() if module.training]
-    model.eval()
     try:
-        for batch in batches:
-            inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-            device = model.get_input_embeddings().weight.device
-            inputs = {key: inputs[key].to(device) for key in ("input_ids", "attention_mask") if key in inputs}
-            mask = inputs.get("attention_mask")
-            model(**inputs)
+        with evaluating(model):
+            for batch in batches:
+                inputs = to_inputs(model, batch)
+                mask = inputs.get("attention_mask")
+                model(**inputs)
     finally:
         for handle in handles:
             handle.remove()
-        for module in training:
-            module.training = True
     if any(gram is None for gram in grams):
         raise ValueError(f"batches must hold a text that the memory '{name}' is active on, got none: activate it.")
     if not all(gram.isfinite().all() for gram in grams):

@@ -31,6 +31,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
+from .passes import evaluating
+
 
 @dataclass(frozen=True)
 class FFNParts:
@@ -257,7 +259,7 @@ class HostFFN:
         dtype = weight.dtype if weight.is_floating_point() else torch.float32
         token = torch.randn(1, 1, self.hidden_size, generator=torch.Generator().manual_seed(0))
         token = token.to(weight.device, dtype)
-        with torch.no_grad(), _evaluating(self.owner):
+        with torch.no_grad(), evaluating(self.owner):
             # Some FFNs also take the residual stream and add it (Bloom): zeros there.
             own = self.owner(token, *[torch.zeros_like(token)] * (_count_required_inputs(self.owner) - 1))
             read = self._forward(token)
@@ -413,18 +415,6 @@ def _count_required_inputs(module: nn.Module) -> int:
         p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     return max(1, len(required))
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while, each module's own mode restored after it."""
-    modes = [(child, child.training) for child in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for child, training in modes:
-            child.training = training
 
 
 # ---------------------------------------------------------------------- weights

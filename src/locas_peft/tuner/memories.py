@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .layer import LocasLayer
+from .passes import evaluating, to_inputs
 
 
 @torch.no_grad()
@@ -56,28 +57,20 @@ def calibrate(
 
 def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer]) -> None:
     backbone = _find_backbone(model)
-    modes = [(module, module.training) for module in backbone.modules()]
-    backbone.eval()
     try:
         for layer in layers:
             layer.calibration = layer.start_calibration(name)
-        for batch in batches:
-            inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
-            device = model.get_input_embeddings().weight.device
-            if device.type == "meta":  # offloaded: accelerate moves the inputs
-                device = inputs["input_ids"].device
-            inputs = {key: inputs[key].to(device) for key in ("input_ids", "attention_mask") if key in inputs}
-            for layer in layers:
-                layer.token_mask = inputs.get("attention_mask")
-            with _backbone_alone(model, layers):
+        with evaluating(backbone), _backbone_alone(model, layers):
+            for batch in batches:
+                inputs = to_inputs(model, batch)
+                for layer in layers:
+                    layer.token_mask = inputs.get("attention_mask")
                 backbone(**inputs, use_cache=False)
         # All rows are made before the first is written: what fails leaves no layer changed.
         rows = [layer.make_rows(name, layer.calibration) for layer in layers]
     finally:
         for layer in layers:
             layer.calibration = layer.token_mask = None
-        for module, training in modes:
-            module.training = training
     for layer, its_rows in zip(layers, rows, strict=True):
         layer.load_rows(name, its_rows)
 

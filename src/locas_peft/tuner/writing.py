@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from .compression import refit_slots
 from .layer import LocasLayer
 from .nlsvd import nl_svd
+from .passes import evaluating
 
 Tokens = Literal["highest-loss", "evenly", "all"]
 Fold = Literal["nlsvd", "refit"]
@@ -281,22 +282,18 @@ def write_tokens(
         adapter_name=adapter_name,
     )
     ids = input_ids.reshape(1, -1).to(model.get_input_embeddings().weight.device)
-    training = [module for module in model.modules() if module.training]
     # Of a plain module's parameters none needs a gradient: those that arrive here would only be thrown away.
     flags = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.eval()
     for parameter in flags:
         parameter.requires_grad_(False)
     try:
-        with writer.recording(), torch.enable_grad():
+        with evaluating(model), writer.recording(), torch.enable_grad():
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]
             losses = nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="none")
             losses.sum().backward()
     finally:
         for parameter in flags:
             parameter.requires_grad_(True)
-        for module in training:
-            module.training = True
     return writer.write(losses.detach())
 
 
