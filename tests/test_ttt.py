@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -19,9 +20,11 @@ from peft import LoraConfig, PromptTuningConfig, get_peft_model, get_peft_model_
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import locas_peft
-from locas_peft import LocasConfig, checkpoint, ttt
+from locas_peft import LocasConfig, checkpoint
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Chunk, TestTimeTrainer, token_losses
+from locas_peft.ttt import losses as losses_module
+from locas_peft.ttt import trainer as trainer_module
 
 KINDS = ("plain", "lora", "locas")
 CONTEXTS = ("recompute", "cache")
@@ -196,8 +199,9 @@ def test_the_first_chunk_of_a_fresh_adapter_scores_as_the_base_does(kind, contex
 
 
 def test_a_memory_is_calibrated_on_the_first_chunk_alone(monkeypatch):
-    seen, calibrate = [], ttt.calibrate
-    monkeypatch.setattr(ttt, "calibrate", lambda model, batches: (seen.extend(batches), calibrate(model, batches)))
+    seen, calibrate = [], trainer_module.calibrate
+    replacement = lambda model, batches: (seen.extend(batches), calibrate(model, batches))  # noqa: E731
+    monkeypatch.setattr(trainer_module, "calibrate", replacement)
     ids, trainer = make_ids(40), make_trainer("locas")
     assert list(trainer.read(ids))
     assert len(seen) == 1 and torch.equal(seen[0], ids[:8].unsqueeze(0))
@@ -622,7 +626,7 @@ def test_another_text_is_refused(tmp_path):
     trainer = make_trainer("plain")
     next(trainer.read(ids))
     message = "input_ids must be the document begun {} (sha256 {}), got another one ({}): {}"
-    digest, other_digest = (ttt.hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12] for text in (ids, other))
+    digest, other_digest = (hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12] for text in (ids, other))
     with pytest.raises(ValueError) as caught:
         trainer.read(other)
     remedy = "call rewind() first, or make a new TestTimeTrainer"
@@ -689,7 +693,7 @@ def test_a_checkpoint_holds_tensors_and_json_only(tmp_path):
 @pytest.mark.parametrize("piece", [1, 3 * 50, 2**23])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_token_losses_are_those_of_cross_entropy_at_any_piece_size(monkeypatch, piece, dtype):
-    monkeypatch.setattr(ttt._TokenLosses, "PIECE", piece)
+    monkeypatch.setattr(losses_module._TokenLosses, "PIECE", piece)
     generator = torch.Generator().manual_seed(0)
     logits = (10 * torch.randn(10, 50, generator=generator)).to(dtype).requires_grad_()
     targets, weights = torch.randint(0, 50, (10,), generator=generator), torch.randn(10, generator=generator)

@@ -1,4 +1,4 @@
-"""Test-time training: a document is read chunk by chunk, each chunk scored first and learned second.
+"""One document and one adapter: each chunk is scored first and learned second.
 
 The paper's section on online memorisation. The trainer knows no adapter: it trains whatever parameters of a PEFT
 model require gradients, LOCAS, LoRA or another; a model without an adapter is only read.
@@ -10,58 +10,32 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
 import torch
-from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-from transformers import DynamicCache
 
-from . import checkpoint
-from .objectives import WEIGHTINGS, divergences
-from .tuner import SlotWriter, calibrate, empty_memories, unwritten_memories
-from .tuner.passes import evaluating
+from .. import checkpoint
+from ..objectives import WEIGHTINGS, divergences
+from ..tuner import SlotWriter, calibrate, empty_memories, unwritten_memories
+from ..tuner.passes import evaluating
+from .cache import SlidingCache
+from .chunk import Chunk, perplexity_of
+from .host import Host, without_adapter
+from .losses import token_losses
+from .optimizers import OPTIMIZERS, OptimizerFactory, name_of
+from .settings import check_context, check_learning, check_lengths, to_document, to_whole
 
 Context = Literal["recompute", "cache"]
 Objective = Literal["nll", "distill"]
 TokenWeighting = Literal["uniform", "loss"]
-OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one chunk cost: the tokens [start, stop) of the document.
-
-    Attributes:
-        index: the chunk's number, from 0.
-        start: its first token's place in the document.
-        stop: the place after its last token.
-        tokens: how many of its tokens were scored; all but the document's first one.
-        nll_nats: their summed negative log-likelihood, in nats, before anything of the chunk was learned.
-        seconds: wall time of scoring and learning together.
-        learned: False where the memory is as it was before: nothing is trainable, or a loss or a gradient was not
-            finite.
-    """
-
-    index: int
-    start: int
-    stop: int
-    tokens: int
-    nll_nats: float
-    seconds: float
-    learned: bool
 
 
 class TestTimeTrainer:
@@ -138,9 +112,9 @@ class TestTimeTrainer:
         token_weighting: TokenWeighting = "uniform",
     ):
         self.model = model
-        self._host = _Host(model)
-        self.window, self.stride = _whole("window", window, 1), _whole("stride", stride, 1)
-        self.epochs, self.warmup_steps = _whole("epochs", epochs, 1), _whole("warmup_steps", warmup_steps, 0)
+        self._host = Host(model)
+        self.window, self.stride = to_whole("window", window, 1), to_whole("stride", stride, 1)
+        self.epochs, self.warmup_steps = to_whole("epochs", epochs, 1), to_whole("warmup_steps", warmup_steps, 0)
         self.learning_rate, self.weight_decay, self.max_grad_norm = learning_rate, weight_decay, max_grad_norm
         self.context, self.optimizer_name, self.writer = context, optimizer, writer
         self.objective, self.teacher_window, self.token_weighting = objective, teacher_window, token_weighting
@@ -154,7 +128,7 @@ class TestTimeTrainer:
         self._optimizer: torch.optim.Optimizer | None = None
         self._rates: list[float] = []
         self._steps = 0
-        self._cache = _SlidingCache(self._host, keep=max(window - stride, 1) - 1)
+        self._cache = SlidingCache(self._host, keep=max(window - stride, 1) - 1)
         self._text: str | None = None
         self._resumed_from: Path | None = None
         self._reading = False
@@ -195,16 +169,12 @@ class TestTimeTrainer:
         """
         self.position, self.chunks, self.skipped_chunks = 0, [], 0
         self._text, self._resumed_from = None, None
-        self._cache.clear()
+        self._cache.forget()
 
     @property
     def perplexity(self) -> float:
         """exp(sum of nll / number of scored tokens) over `chunks`; nan before the first scored token."""
-        tokens = sum(chunk.tokens for chunk in self.chunks)
-        if not tokens:
-            return math.nan
-        mean = math.fsum(chunk.nll_nats for chunk in self.chunks) / tokens
-        return torch.tensor(mean, dtype=torch.float64).exp().item()
+        return perplexity_of(self.chunks)
 
     def _read(self, ids: Tensor) -> Iterator[Chunk]:
         self._reading = True
@@ -251,22 +221,22 @@ class TestTimeTrainer:
             if finite:
                 self._cache.advance()
             else:
-                self._cache.clear()  # what overflowed once would spoil every chunk that attends to it
+                self._cache.forget()  # what overflowed once would spoil every chunk that attends to it
         return Chunk(len(self.chunks), start, stop, len(targets), nll_nats, time.perf_counter() - began, learned)
 
     def _logits(self, ids: Tensor, start: int, stop: int, count: int) -> Tensor:
         """Gives the logits [N, V] for the chunk's targets: token t is predicted where token t - 1 is fed."""
         if self.context == "cache":
-            return self._cache.forward(ids, max(start - 1, 0), stop - 1, count)
+            return self._cache.forward(ids.unsqueeze(0), max(start - 1, 0), [stop - 1], count).squeeze(0)
         begin = max(0, start - max(self.window - self.stride, 1))
-        return self._host.logits(ids[begin : stop - 1], count, use_cache=False)
+        return self._host.logits(ids[begin : stop - 1].unsqueeze(0), count, use_cache=False).squeeze(0)
 
     @torch.no_grad()
     def _teacher_logits(self, ids: Tensor, start: int, stop: int, count: int) -> Tensor:
         """Gives the teacher's logits [N, V]: the base alone, after `teacher_window - stride` tokens of context."""
         begin = max(0, start - max(self.teacher_window - self.stride, 1))
-        with _without_adapter(self.model):
-            return self._host.logits(ids[begin : stop - 1], count, use_cache=False)
+        with without_adapter(self.model):
+            return self._host.logits(ids[begin : stop - 1].unsqueeze(0), count, use_cache=False).squeeze(0)
 
     def _learn(self, loss: Tensor, parameters: list[nn.Parameter]) -> bool:
         """Takes one optimizer step, or none where the loss or a gradient is not finite."""
@@ -312,7 +282,7 @@ class TestTimeTrainer:
             if callable(self.optimizer_name):
                 self._optimizer = self.optimizer_name(parameters)
             else:
-                make = _OPTIMIZERS[self.optimizer_name]
+                make = OPTIMIZERS[self.optimizer_name]
                 self._optimizer = make(parameters, self.learning_rate, self.weight_decay)
             self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
@@ -452,7 +422,7 @@ class TestTimeTrainer:
             "skipped_chunks": self.skipped_chunks,
             "steps": self._steps,
             "cache_layers": None if self._cache.layers is None else len(self._cache.layers),
-            "cache_position": self._cache.position,
+            "cache_position": self._cache.positions[0],
             "filled": {name: self._host.filled(name) for name in self._host.active_adapters()},
             "optimizer": {
                 "param_groups": optimizer["param_groups"],
@@ -506,7 +476,7 @@ class TestTimeTrainer:
         if self.position != (self.chunks[-1].stop if self.chunks else 0) or not isinstance(self._steps, int):
             raise TypeError("position, records and steps contradict each other")
         self._text = state["run"]["text"]
-        self._cache.clear()
+        self._cache.forget()
         if state["cache_layers"] is not None:
             cache, device = below("cache/"), self._host.device
             self._cache.layers = [
@@ -517,7 +487,7 @@ class TestTimeTrainer:
                 entry.ndim != 4 or entry.shape[:3] != k.shape[:3] for k, v in self._cache.layers for entry in (k, v)
             ):
                 raise TypeError("keys and values of the cache do not belong together")
-        self._cache.position = state["cache_position"]
+            self._cache.positions = [state["cache_position"]]
         torch.set_rng_state(tensors["random/cpu"])
         cuda = below("random/cuda/")
         if cuda and torch.cuda.is_available():
@@ -532,7 +502,7 @@ class TestTimeTrainer:
                 "learning_rate": self.learning_rate,
                 "epochs": self.epochs,
                 "context": self.context,
-                "optimizer": _name(self.optimizer_name),
+                "optimizer": name_of(self.optimizer_name),
                 "warmup_steps": self.warmup_steps,
                 "weight_decay": self.weight_decay,
                 "max_grad_norm": self.max_grad_norm,
@@ -581,45 +551,23 @@ class TestTimeTrainer:
     # Checks
 
     def _check_settings(self) -> None:
-        if self.stride > self.window:
+        check_lengths(self._host, self.window, self.stride)
+        check_context(self._host, self.context)
+        if not callable(self.optimizer_name) and self.optimizer_name not in OPTIMIZERS:
             raise ValueError(
-                f"stride must be at most window, got stride {self.stride} with window {self.window}: "
-                "lower stride or raise window"
-            )
-        limit = self._host.positions
-        if limit is not None and self.window > limit:
-            raise ValueError(
-                f"window must be within the model's {limit} positions, got {self.window}: "
-                "lower window, and stride with it"
-            )
-        if self.context not in ("recompute", "cache"):
-            raise ValueError(f"context must be 'recompute' or 'cache', got {self.context!r}: choose one of the two")
-        if self.context == "cache":
-            self._host.check_cache()
-        if not callable(self.optimizer_name) and self.optimizer_name not in _OPTIMIZERS:
-            raise ValueError(
-                f"optimizer must be one of {', '.join(_OPTIMIZERS)}, or a callable that takes the parameters, got "
+                f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a callable that takes the parameters, got "
                 f"{self.optimizer_name!r}: choose one of them"
             )
-        if self.learning_rate is None:
-            if not callable(self.optimizer_name) and self._parameters() and self.writer is None:
-                raise ValueError(
-                    "learning_rate must be a number above 0 where an adapter is trained, got None: give one, 1e-3 say"
-                )
-        elif not 0 < self.learning_rate < math.inf:
+        if (
+            self.learning_rate is None
+            and not callable(self.optimizer_name)
+            and self._parameters()
+            and self.writer is None
+        ):
             raise ValueError(
-                f"learning_rate must be a number above 0, got {self.learning_rate}: give one, 1e-3 say; "
-                "to read without learning, give the model without its adapter"
+                "learning_rate must be a number above 0 where an adapter is trained, got None: give one, 1e-3 say"
             )
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be 0 or a number above, got {self.weight_decay}: give 0 for none")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm must be above 0, got {self.max_grad_norm}: give None for no clipping")
-        if self.token_weighting not in WEIGHTINGS:
-            raise ValueError(
-                f"token_weighting must be one of {', '.join(WEIGHTINGS)}, got {self.token_weighting!r}: "
-                "choose one of them"
-            )
+        check_learning(self.learning_rate, self.weight_decay, self.max_grad_norm, self.token_weighting)
         self._check_objective()
 
     def _check_objective(self) -> None:
@@ -632,7 +580,7 @@ class TestTimeTrainer:
                 f"teacher_window has a meaning for the objective 'distill' only, got {self.teacher_window} with "
                 f"{self.objective!r}: leave it out"
             )
-        _whole("teacher_window", self.teacher_window, 1)
+        to_whole("teacher_window", self.teacher_window, 1)
         limit = self._host.positions
         if self.teacher_window < self.window or (limit is not None and self.teacher_window > limit):
             raise ValueError(
@@ -641,27 +589,7 @@ class TestTimeTrainer:
             )
 
     def _document(self, input_ids: Tensor) -> Tensor:
-        if not isinstance(input_ids, Tensor):
-            raise TypeError(
-                f"input_ids must be a LongTensor of shape [T] or [1, T], got {type(input_ids).__name__}: "
-                "make one with torch.tensor"
-            )
-        if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise TypeError(f"input_ids must be integers, got {input_ids.dtype}: give token ids as a LongTensor")
-        if not (input_ids.ndim == 1 or (input_ids.ndim == 2 and input_ids.shape[0] == 1)):
-            raise ValueError(
-                f"input_ids must have the shape [T] or [1, T], got {list(input_ids.shape)}: "
-                "give one document at a time"
-            )
-        ids = input_ids.detach().reshape(-1).long()
-        if len(ids) < 2:
-            raise ValueError(f"input_ids must hold at least 2 tokens, got {len(ids)}: give a longer text")
-        low, high = ids.min().item(), ids.max().item()
-        if low < 0 or high >= self._host.vocabulary:
-            raise ValueError(
-                f"input_ids must lie in [0, {self._host.vocabulary}), the model's vocabulary, got "
-                f"{low if low < 0 else high}: use the model's own tokenizer"
-            )
+        ids = to_document(self._host, input_ids)
         if self.writer is None and self._parameters() and unwritten_memories(self.model):
             raise ValueError(
                 f"writer must be given for the memory {unwritten_memories(self.model)[0]!r}, which has no slots to be "
@@ -686,276 +614,3 @@ def prepare(model: nn.Module, input_ids: Tensor) -> None:
     """
     if empty_memories(model):
         calibrate(model, [input_ids])
-
-
-def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Gives each token's negative log-likelihood, in fp32, without an fp32 copy of all the logits.
-
-    Forward and backward pass over the tokens in pieces, so that what a large vocabulary takes beyond the logits and
-    their gradient, both in the model's dtype, stays at a fixed size.
-
-    Args:
-        logits: [N, V], any floating dtype; float64 is kept.
-        targets: LongTensor [N].
-
-    Returns:
-        Tensor [N], in nats; differentiable once.
-    """
-    return _TokenLosses.apply(logits, targets.to(logits.device))
-
-
-class _TokenLosses(torch.autograd.Function):
-    PIECE = 2**23  # logits a piece: 32 MiB in fp32
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        norms = torch.cat([piece.to(dtype).logsumexp(dim=-1) for piece in logits.split(_TokenLosses.rows(logits))])
-        ctx.save_for_backward(logits, targets, norms)
-        return norms - logits.gather(1, targets.unsqueeze(1)).squeeze(1).to(dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, outer: Tensor):
-        logits, targets, norms = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
-        rows = _TokenLosses.rows(logits)
-        for begin in range(0, len(logits), rows):
-            part = slice(begin, begin + rows)
-            # In the gradient's own memory where its dtype allows: fresh pages are dear on a CPU.
-            out = gradient[part] if gradient.dtype == norms.dtype else None
-            piece = torch.sub(logits[part], norms[part].unsqueeze(1), out=out).exp_()
-            piece.scatter_add_(1, targets[part].unsqueeze(1), -torch.ones_like(norms[part]).unsqueeze(1))
-            piece.mul_(outer[part].unsqueeze(1))
-            if out is None:
-                gradient[part] = piece
-        return gradient, None
-
-    @staticmethod
-    def rows(logits: Tensor) -> int:
-        return max(1, _TokenLosses.PIECE // logits.shape[1])
-
-
-# Fields of an adapter's configuration: those that a LOCAS memory's calibration fills in, a part of the memory and not
-# of its settings, and those that change nothing of its arithmetic.
-_FILLED = ("slots",)
-_NO_ARITHMETIC = (
-    "auto_mapping",
-    "base_model_name_or_path",
-    "inference_mode",
-    "peft_version",
-    "revision",
-    "task_type",
-)
-
-
-class _Host:
-    """What the trainer asks of a model: its limits, its adapter, and logits for some tokens."""
-
-    def __init__(self, model: nn.Module):
-        if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
-            raise TypeError(
-                f"model must be a transformers causal language model, got {type(model).__name__}: "
-                "load one with AutoModelForCausalLM"
-            )
-        if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-            method = model.active_peft_config.peft_type.value
-            raise ValueError(
-                f"model's adapter must lie in its layers, got the prompt method {method}: "
-                "use LOCAS, LoRA or another adapter made of weights"
-            )
-        self.model = model
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        self._accepts = inspect.signature(base.forward).parameters.keys()
-        self._config = base.config.get_text_config()
-        positions = getattr(self._config, "max_position_embeddings", None)
-        self.positions = positions if isinstance(positions, int) and positions > 0 else None
-
-    @property
-    def device(self) -> torch.device:
-        device = self.model.get_input_embeddings().weight.device
-        return torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate moves the tokens
-
-    @property
-    def vocabulary(self) -> int:
-        return self.model.get_input_embeddings().weight.shape[0]
-
-    def logits(self, ids: Tensor, count: int, **kwargs) -> Tensor:
-        """Gives the logits [count, V] at the last `count` tokens of `ids` [n]."""
-        kwargs = {name: value for name, value in {"logits_to_keep": count, **kwargs}.items() if name in self._accepts}
-        # Neither an index nor a slice where a view does: the backward pass of those fills all the logits with zeros.
-        logits = self.model(input_ids=ids.unsqueeze(0), **kwargs).logits.squeeze(0)
-        return logits if len(logits) == count else logits[-count:]
-
-    def check_cache(self) -> None:
-        """Refuses models whose context is more than keys and values that slide."""
-        layer_types = set(getattr(self._config, "layer_types", None) or ())
-        slides = layer_types <= {"full_attention", "sliding_attention"} and "past_key_values" in self._accepts
-        relative = self._config.model_type in ("bloom", "mpt")  # ALiBi: distances, no positions
-        if not slides or not ("position_ids" in self._accepts or relative):
-            raise ValueError(
-                f"context must be 'recompute' for {self._config.model_type}, got 'cache': "
-                "its layers keep more than keys and values that could slide with the text"
-            )
-
-    def has_adapter(self) -> bool:
-        return isinstance(self.model, PeftModel) or any(
-            isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for module in self.model.modules()
-        )
-
-    def is_merged(self) -> bool:
-        return any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer))
-
-    def active_adapters(self) -> list[str]:
-        names = {}
-        for module in self.model.modules():
-            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-                names.update(dict.fromkeys(module.active_adapters))
-        configs = getattr(self.model, "peft_config", None) or {}
-        return [name for name in names if name in configs]
-
-    def adapter_config(self, name: str) -> dict:
-        """Gives an adapter's configuration as JSON, without what does not change its arithmetic."""
-        config = self.model.peft_config[name].to_dict()
-        config = {field: value for field, value in config.items() if field not in _NO_ARITHMETIC + _FILLED}
-        return json.loads(json.dumps(config, default=_plain))
-
-    def filled(self, name: str) -> dict:
-        """Gives those fields of an adapter's configuration that came with its weights."""
-        config = self.model.peft_config[name]
-        return {field: getattr(config, field) for field in _FILLED if hasattr(config, field)}
-
-    def fingerprint(self) -> str:
-        """Gives a hash over the base's parameters: names, shapes, dtypes, and the first few numbers of each."""
-        digest = hashlib.sha256()
-        adapters = [
-            (name + ".", ("base_layer.", "original_module."))
-            for name, module in self.model.named_modules()
-            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        ]
-        for name, parameter in self.model.named_parameters():
-            if any(name.startswith(prefix) and not name[len(prefix) :].startswith(base) for prefix, base in adapters):
-                continue
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            trained = parameter.requires_grad and bool(adapters)
-            if not trained and parameter.device.type != "meta":
-                digest.update(repr(parameter.detach().reshape(-1)[:16].double().tolist()).encode())
-        return digest.hexdigest()
-
-
-class _SlidingCache:
-    """The keys and values of the last `keep` tokens that were fed, detached, with room for what comes next.
-
-    Attributes:
-        layers: (keys, values), each [1, heads, n, head size], n <= keep, one pair a layer; None: the context is not
-            known and has to be fed.
-        position: the position of the next token to be fed.
-    """
-
-    def __init__(self, host: _Host, keep: int):
-        self._host, self._keep = host, keep
-        self.clear()
-
-    def clear(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] | None = None
-        self.position = 0
-        self._fed: tuple[DynamicCache, int] | None = None
-
-    def forward(self, ids: Tensor, begin: int, end: int, count: int) -> Tensor:
-        """Feeds ids[begin:end] after the kept context, and gives the logits [count, V] of the last tokens.
-
-        The same tokens may be fed again; `advance` makes those that were fed last a part of the context.
-        """
-        limit = self._host.positions
-        if self.layers is None or (limit is not None and self.position + end - begin > limit):
-            self._feed_context(ids[max(0, begin - self._keep) : begin])
-        return self._feed(ids[begin:end], count)
-
-    def advance(self) -> None:
-        if self._fed is not None:
-            cache, self.position = self._fed
-            self.layers = [self._tail(layer.keys, layer.values) for layer in cache.layers] if self._keep else []
-            self._fed = None
-            if not self._keep:
-                self.position = 0
-
-    def _feed_context(self, ids: Tensor) -> None:
-        self.layers, self.position = [], 0
-        if len(ids):
-            with torch.no_grad():
-                self._feed(ids, 1)
-            self.advance()
-
-    def _feed(self, ids: Tensor, count: int) -> Tensor:
-        cache = DynamicCache(self.layers)  # without a config: plain layers, that keep what they are given
-        positions = torch.arange(self.position, self.position + len(ids), device=ids.device)
-        logits = self._host.logits(
-            ids, count, past_key_values=cache, position_ids=positions.unsqueeze(0), use_cache=True
-        )
-        self._fed = cache, self.position + len(ids)
-        return logits
-
-    def _tail(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        # Clones: a view would keep the whole former storage, and its graph, alive.
-        return keys[..., -self._keep :, :].detach().clone(), values[..., -self._keep :, :].detach().clone()
-
-
-@contextmanager
-def _without_adapter(model: nn.Module) -> Iterator[None]:
-    """Switches all adapters off. PEFT's own `disable_adapter` would also touch which parameters require gradients."""
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not module._disable_adapters
-    ]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
-
-
-def _fused(
-    kind: type[torch.optim.Optimizer], parameters: list[nn.Parameter], rate: float, weight_decay: float
-) -> torch.optim.Optimizer:
-    # One kernel over all parameters: unfused, a step over many small matrices costs a tenth of a chunk on a CPU.
-    fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-    return kind(parameters, lr=rate, weight_decay=weight_decay, fused=fused)
-
-
-def _muon(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.Optimizer:
-    if not hasattr(torch.optim, "Muon"):
-        raise ValueError(f"optimizer 'muon' must have torch 2.9 or later, got {torch.__version__}: use 'adamw'")
-    other = next((tuple(parameter.shape) for parameter in parameters if parameter.ndim != 2), None)
-    if other is not None:
-        raise ValueError(f"optimizer 'muon' must have matrices only, got a parameter of shape {other}: use 'adamw'")
-    return torch.optim.Muon(parameters, lr=rate, weight_decay=weight_decay)
-
-
-_OPTIMIZERS = {
-    "adamw": partial(_fused, torch.optim.AdamW),
-    "adam": partial(_fused, torch.optim.Adam),
-    "sgd": partial(_fused, torch.optim.SGD),
-    "muon": _muon,
-}
-
-
-def _plain(value: object) -> object:
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
-
-
-def _name(optimizer: str | OptimizerFactory) -> str:
-    if isinstance(optimizer, str):
-        return optimizer
-    named = optimizer if hasattr(optimizer, "__qualname__") else type(optimizer)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _whole(name: str, value: int, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}: give a whole number")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}: raise it")
-    return value
