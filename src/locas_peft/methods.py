@@ -36,24 +36,26 @@ CHECKPOINT_FOLDER = "checkpoint"
 READING = "reading.json"
 """What a memory's folder holds besides PEFT's files: the reading that made it."""
 
+_ALL_LAYERS = {"layers_to_transform": None}
+
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     # The paper's: tau divided by r, learning rate of its PG-19 runs.
     "paper": {
         "none": {},
-        "lora": {"r": 64, "learning_rate": 1e-3},
-        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 4e-3, "scaling": 1.0},
+        "lora": {"r": 64, "learning_rate": 1e-3, **_ALL_LAYERS},
+        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 4e-3, "scaling": 1.0, **_ALL_LAYERS},
         "locas-mlp": {
-            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r"},
+            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_ALL_LAYERS},
             **{"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8},
         },
     },
     # With tau undivided ("r" stands for the width itself): the norm clip binds later and the memory learns more.
     "tuned": {
         "none": {},
-        "lora": {"r": 64, "learning_rate": 1e-3},
-        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 2e-3, "scaling": "r"},
+        "lora": {"r": 64, "learning_rate": 1e-3, **_ALL_LAYERS},
+        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 2e-3, "scaling": "r", **_ALL_LAYERS},
         "locas-mlp": {
-            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r"},
+            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_ALL_LAYERS},
             **{"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8},
         },
     },
@@ -80,6 +82,8 @@ class Settings:
             them by NL-SVD. A memory that is not written is trained, whatever this says.
         epsilon: length of a written value.
         slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
+        layers_to_transform: indices of the layers that get a memory or LoRA, or "upper" for the upper half of them;
+            None for all. Nothing is differentiated below the lowest of them.
         window: tokens that the model sees at once, context and chunk.
         stride: tokens of a chunk.
         context: "cache" keeps the context's keys and values, "recompute" reads the whole window again.
@@ -102,6 +106,7 @@ class Settings:
     update: str | None = None
     epsilon: float | None = None
     slots_per_chunk: int | None = None
+    layers_to_transform: list[int] | str | None = None
     window: int = 512
     stride: int = 256
     context: str = "cache"
@@ -126,6 +131,9 @@ class Settings:
                 f"window must be at least the stride ({self.stride}), got {self.window}: the window holds the chunk; "
                 "raise it, or lower the stride"
             )
+        _check_layers(self.layers_to_transform)
+        if isinstance(self.layers_to_transform, tuple):
+            object.__setattr__(self, "layers_to_transform", list(self.layers_to_transform))  # as JSON gives it back
         for name in ("learning_rate", "scaling", "epsilon"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
@@ -174,7 +182,16 @@ def _drop_what_is_not_used(values: dict[str, Any], given: dict[str, Any]) -> Non
             values.pop(name, None)
 
 
-METHOD_FIELDS = ("r", "init", "learning_rate", "scaling", "update", "epsilon", "slots_per_chunk")
+METHOD_FIELDS = (
+    "r",
+    "init",
+    "learning_rate",
+    "scaling",
+    "update",
+    "epsilon",
+    "slots_per_chunk",
+    "layers_to_transform",
+)
 """The settings that not every method has."""
 
 
@@ -253,11 +270,14 @@ def _read_only(base: PreTrainedModel, settings: Settings) -> nn.Module:
 
 def _add_lora(base: PreTrainedModel, settings: Settings) -> PeftModel:
     """TempLoRA: LoRA on every projection of attention and FFN, alpha = r, in the same loop."""
+    layers = find_layers(base, settings.layers_to_transform)
     config = LoraConfig(
         r=settings.r,
         lora_alpha=settings.r,
         lora_dropout=0.0,
-        target_modules="all-linear",
+        # PEFT takes layers beside a list of names only.
+        target_modules="all-linear" if layers is None else _name_projections(base),
+        layers_to_transform=layers,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in base.modules()),
         task_type="CAUSAL_LM",
     )
@@ -266,12 +286,12 @@ def _add_lora(base: PreTrainedModel, settings: Settings) -> PeftModel:
 
 def _add_gated_memory(base: PreTrainedModel, settings: Settings) -> PeftModel:
     _check_host(base, "locas-glu", gated=True)
-    return get_peft_model(base, _memory_config(settings))
+    return get_peft_model(base, _memory_config(base, settings))
 
 
 def _add_two_layer_memory(base: PreTrainedModel, settings: Settings) -> PeftModel:
     _check_host(base, "locas-mlp", gated=False)
-    return get_peft_model(base, _memory_config(settings))
+    return get_peft_model(base, _memory_config(base, settings))
 
 
 METHODS: dict[str, Callable[[PreTrainedModel, Settings], nn.Module]] = {
@@ -282,11 +302,46 @@ METHODS: dict[str, Callable[[PreTrainedModel, Settings], nn.Module]] = {
 }
 
 
-def _memory_config(settings: Settings) -> LocasConfig:
+def find_layers(base: PreTrainedModel, layers: list[int] | str | None) -> list[int] | None:
+    """Gives the indices of the layers that `Settings.layers_to_transform` means for a model.
+
+    Args:
+        base: a causal LM.
+        layers: indices, "upper" or None. The upper half of an odd number of layers is the larger one.
+
+    Returns:
+        The indices, ascending; None for all layers.
+
+    Raises:
+        ValueError: an index that the model does not have.
+    """
+    if layers is None:
+        return None
+    depth = base.config.get_text_config().num_hidden_layers
+    if layers == "upper":
+        return list(range(depth // 2, depth))
+    beyond = next((index for index in layers if index >= depth), None)
+    if beyond is not None:
+        raise ValueError(
+            f"layers_to_transform must lie below {depth}, the layers of {type(base).__name__}, got {beyond}: lower it"
+        )
+    return sorted(layers)
+
+
+def _name_projections(base: PreTrainedModel) -> list[str]:
+    """The last parts of the names of all linear layers but the output's, as PEFT's "all-linear" finds them."""
+    head = base.get_output_embeddings()
+    kinds = (nn.Linear, Conv1D)
+    names = {name for name, module in base.named_modules() if isinstance(module, kinds) and module is not head}
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _memory_config(base: PreTrainedModel, settings: Settings) -> LocasConfig:
     return LocasConfig(
         r=settings.r,
         init_strategy=settings.init,
         scaling=settings.scaling,
+        layers_to_transform=find_layers(base, settings.layers_to_transform),
         seed=settings.seed,
         task_type="CAUSAL_LM",
     )
@@ -299,6 +354,18 @@ def _check_host(base: PreTrainedModel, method: str, gated: bool) -> None:
         raise ValueError(
             f"method {method!r} needs {'gated' if gated else 'two-layer'} FFNs, got {type(base).__name__} with "
             f"{found} ones: use {other!r}"
+        )
+
+
+def _check_layers(layers: Any) -> None:
+    if layers is None or layers == "upper":
+        return
+    indices = layers if isinstance(layers, list | tuple) else ()
+    whole = all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in indices)
+    if not indices or not whole or len(set(indices)) < len(indices):
+        raise ValueError(
+            f"layers_to_transform must be 'upper' or different layer indices from 0 on, got {layers!r}: "
+            "leave it out for all layers"
         )
 
 
