@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import sys
 from pathlib import Path
@@ -112,3 +113,8 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
     if len(ids) < 2:
         raise ValueError(f"text must have at least 2 tokens, got {len(ids)}: give a longer text")
     return torch.tensor(ids[:max_tokens], dtype=torch.long)
+
+
+def digest_ids(input_ids: torch.Tensor) -> str:
+    """Gives the SHA-256 of token ids [T] as little-endian 64-bit integers: the same on every machine and device."""
+    return hashlib.sha256(input_ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()

@@ -9,13 +9,13 @@ import typer
 
 from .job import count_positions
 from .options import Device, Dtype, JsonFile, Memory, Seed
-from .shell import check_json_file, make_consoles, one_line_errors, quieten, write_result
+from .shell import check_json_file, command, make_consoles, quieten, write_result
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@one_line_errors
+@command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What the text begins with.", metavar="PROMPT")],
     memory: Annotated[Path, typer.Option(help="A memory's folder.", metavar="DIR")],
@@ -58,7 +58,7 @@ def generate(
     )
 
 
-@one_line_errors
+@command()
 def merge(
     memory: Memory,
     out: Annotated[Path, typer.Option(help="Where the checkpoint goes: a new or empty folder.", metavar="DIR")],
@@ -93,7 +93,7 @@ def merge(
     )
 
 
-@one_line_errors
+@command()
 def inspect(memory: Memory, json_file: JsonFile = None) -> None:
     """Say what is in a memory: base, layers, width, bytes, norms, slots. Loads no base."""
     from ..loading import describe_memory

@@ -3,40 +3,34 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from .job import Job, make_settings, prepare
+from .job import Job, load, make_settings
 from .options import (
-    Context,
+    BaseOptions,
     Device,
-    Dtype,
-    Epochs,
-    Init,
     JsonFile,
-    LearningRate,
     MaxTokens,
-    Model,
+    MethodOptions,
     Overwrite,
     Preset,
-    Scaling,
     Seed,
-    Stride,
     Text,
-    Unwrap,
+    TextOptions,
     Width,
-    Window,
 )
-from .shell import check_json_file, make_consoles, one_line_errors, write_result
+from .progress import show_progress
+from .shell import check_json_file, command, make_consoles, write_result
 
 if TYPE_CHECKING:
+    import torch
+
     from ..methods import Reading, Settings
-    from ..ttt import Chunk
 
 DEMO_JSON, DEMO_PLOT = "demo.json", "perplexity.png"
 DEMO_METHODS = "none,lora,locas-glu"
@@ -44,12 +38,12 @@ DEMO_PROMPT = "See also:"
 PASSAGE_TOKENS = 20_000
 
 
-@one_line_errors
+@command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where plot, JSON and memories go.", metavar="DIR")] = Path("locas-demo"),
     preset: Preset = "tuned",
     r: Width = None,
-    max_tokens: Annotated[int, typer.Option(help="Read so many tokens at most.", min=2)] = 100_000,
+    max_tokens: MaxTokens = 100_000,
     seed: Seed = 0,
     device: Device = "auto",
     json_file: JsonFile = None,
@@ -68,14 +62,15 @@ def demo(
         "The embedded backbone, trained on English books alone, reads the Python language reference. Each chunk is\n"
         "scored first and learned second, so that the perplexity says how well the text was foretold."
     )
-    job = prepare(text.python_reference(), None, "auto", device, None, max_tokens)
-    settings = make_settings(names, job, preset=preset, r=r, max_tokens=max_tokens, seed=seed)
-    readings = _read_all(job, settings, stderr, out)
+    job = load(BaseOptions(device=device))
+    input_ids = job.encode(text.python_reference(), TextOptions(max_tokens=max_tokens))
+    settings = make_settings(names, job, MethodOptions(preset=preset, r=r, seed=seed), max_tokens=max_tokens)
+    readings = _read_all(job, input_ids, settings, stderr, out)
     write_json(out / DEMO_JSON, [reading.to_json() for reading in readings])
     _show(readings, stdout, stderr, json_file, out / DEMO_PLOT, "the Python language reference")
 
     memory = out / "locas-glu"
-    passage = job.input_ids[:PASSAGE_TOKENS]
+    passage = input_ids[:PASSAGE_TOKENS]
     model = loading.load_memory(job.base, memory)
     with_memory = methods.score(model, passage, settings[-1])
     with model.disable_adapter():
@@ -91,28 +86,16 @@ def demo(
     )
 
 
-@one_line_errors
+@command()
 def memorize(
     text: Text,
+    how: MethodOptions,
+    base: BaseOptions,
+    content: TextOptions,
     out: Annotated[
         Path | None, typer.Option(help="Where the memory goes. Needed unless --method none.", metavar="DIR")
     ] = None,
     method: Annotated[str, typer.Option(help="locas-glu, locas-mlp (two-layer FFNs), lora or none.")] = "locas-glu",
-    model: Model = None,
-    preset: Preset = "tuned",
-    r: Width = None,
-    init: Init = None,
-    lr: LearningRate = None,
-    scaling: Scaling = None,
-    window: Window = None,
-    stride: Stride = None,
-    context: Context = None,
-    epochs: Epochs = 1,
-    max_tokens: MaxTokens = None,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    unwrap: Unwrap = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out, if any.")] = False,
     overwrite: Overwrite = False,
     checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.", min=0.0)] = 30.0,
@@ -134,31 +117,20 @@ def memorize(
         check_output_directory("--out", out)
         if not resume:
             _check_vacant(out, ["."], overwrite)
-    job = prepare(read_text(text), model, dtype, device, unwrap, max_tokens)
-    (settings,) = make_settings(
-        [method],
-        job,
-        preset=preset,
-        r=r,
-        init=init,
-        learning_rate=lr,
-        scaling=scaling,
-        window=window,
-        stride=stride,
-        context=context,
-        epochs=epochs,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
-    finished = methods.find_finished(out, settings, job.input_ids) if resume and method != "none" else None
+    words = read_text(text)
+    job = load(base)
+    input_ids = job.encode(words, content)
+    (settings,) = make_settings([method], job, how, max_tokens=content.max_tokens)
+    finished = methods.find_finished(out, settings, input_ids) if resume and method != "none" else None
     if finished is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
         readings = [finished]
     else:
         try:
             readings = _read_all(
-                job, [settings], stderr, out, single=True, resume=resume, checkpoint_seconds=checkpoint_seconds
-            )
+                job, input_ids, [settings], stderr, out,
+                single=True, resume=resume, checkpoint_seconds=checkpoint_seconds,
+            )  # fmt: skip
         except KeyboardInterrupt:
             if out is not None and methods.has_checkpoint(out):
                 stderr.print(f"{out} holds a checkpoint: the same command with --resume goes on from there")
@@ -168,30 +140,18 @@ def memorize(
         stdout.print(f"The memory is in {out}. Next: locas generate PROMPT --memory {out}, or locas inspect {out}")
 
 
-@one_line_errors
+@command()
 def compare(
     text: Text,
+    how: MethodOptions,
+    base: BaseOptions,
+    content: TextOptions,
     methods: Annotated[
         str, typer.Option(help="Which, separated by commas: none, lora, locas-glu, locas-mlp.")
     ] = DEMO_METHODS,
     out: Annotated[
         Path | None, typer.Option(help="Also write plot, JSON and a folder for each memory there.", metavar="DIR")
     ] = None,
-    model: Model = None,
-    preset: Preset = "tuned",
-    r: Width = None,
-    init: Init = None,
-    lr: LearningRate = None,
-    scaling: Scaling = None,
-    window: Window = None,
-    stride: Stride = None,
-    context: Context = None,
-    epochs: Epochs = 1,
-    max_tokens: MaxTokens = None,
-    seed: Seed = 0,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    unwrap: Unwrap = None,
     overwrite: Overwrite = False,
     plot: Annotated[Path | None, typer.Option(help="Draw the perplexity so far (PNG).", metavar="FILE")] = None,
     json_file: JsonFile = None,
@@ -208,23 +168,11 @@ def compare(
     if out is not None:
         check_output_directory("--out", out)
         _check_vacant(out, names, overwrite)
-    job = prepare(read_text(text), model, dtype, device, unwrap, max_tokens)
-    settings = make_settings(
-        names,
-        job,
-        preset=preset,
-        r=r,
-        init=init,
-        learning_rate=lr,
-        scaling=scaling,
-        window=window,
-        stride=stride,
-        context=context,
-        epochs=epochs,
-        max_tokens=max_tokens,
-        seed=seed,
-    )
-    readings = _read_all(job, settings, stderr, out)
+    words = read_text(text)
+    job = load(base)
+    input_ids = job.encode(words, content)
+    settings = make_settings(names, job, how, max_tokens=content.max_tokens)
+    readings = _read_all(job, input_ids, settings, stderr, out)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / "readings.json", [reading.to_json() for reading in readings])
@@ -234,6 +182,7 @@ def compare(
 
 def _read_all(
     job: Job,
+    input_ids: torch.LongTensor,
     settings: Sequence[Settings],
     stderr: Console,
     out: Path | None,
@@ -247,9 +196,10 @@ def _read_all(
     Memories go to `out` itself where there is a `single` one, else each to a folder in `out` named after its method.
     """
     from ..methods import CHECKPOINT_FOLDER, read_with
+    from ..studies.progress import follow
 
     readings = []
-    with _progress(stderr) as start:
+    with show_progress(stderr) as start:
         for each in settings:
             memory_dir = out if single or out is None else out / each.method
             checkpoints = {}
@@ -259,52 +209,11 @@ def _read_all(
                     "checkpoint_seconds": checkpoint_seconds,
                     "resume": resume,
                 }
-            on_chunk = start(each.method, len(job.input_ids))
+            on_chunk = follow(start(each.method, len(input_ids)))
             readings.append(
-                read_with(job.base, job.input_ids, each, on_chunk=on_chunk, memory_dir=memory_dir, **checkpoints)
+                read_with(job.base, input_ids, each, on_chunk=on_chunk, memory_dir=memory_dir, **checkpoints)
             )
     return readings
-
-
-@contextmanager
-def _progress(stderr: Console) -> Iterator[Callable[[str, int], Callable[[Chunk], None]]]:
-    """Gives a function that adds a bar (method, tokens in all) and returns what to call after each chunk."""
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    from ..evaluation.perplexity import perplexity
-
-    columns = (
-        TextColumn("{task.description:10}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("perplexity {task.fields[perplexity]}"),
-        TextColumn("{task.fields[speed]} tokens/s"),
-        TimeRemainingColumn(),
-    )
-
-    def start(method: str, total: int) -> Callable[[Chunk], None]:
-        task = progress.add_task(method, total=total, visible=False, perplexity="-", speed="-")
-        nll_nats, tokens, seconds = 0.0, 0, 0.0
-
-        def update(chunk: Chunk) -> None:
-            nonlocal nll_nats, tokens, seconds
-            nll_nats += chunk.nll_nats
-            tokens += chunk.tokens
-            seconds += chunk.seconds
-            if tokens and seconds:
-                fields = {"perplexity": f"{perplexity(nll_nats, tokens):.2f}", "speed": f"{tokens / seconds:,.0f}"}
-                progress.start()
-                progress.update(task, completed=chunk.stop, visible=True, **fields)
-
-        return update
-
-    # Begun with the first chunk: an error before it needs no empty bar above.
-    progress = Progress(*columns, console=stderr)
-    try:
-        yield start
-    finally:
-        if progress.live.is_started:
-            progress.stop()
 
 
 def _show(

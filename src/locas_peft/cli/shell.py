@@ -13,6 +13,10 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from .options import spread
+
+_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+
 app = typer.Typer(
     name="locas",
     help="A memory made of weights for language models: read a text, keep what was learned in a small file.",
@@ -34,40 +38,63 @@ def main(args: Sequence[str] | None = None) -> None:
         code = app(args=given or ["--help"], prog_name="locas", standalone_mode=False)
     except usage_error as error:
         place = "locas" if error.ctx is None else error.ctx.command_path
-        print(f"error: {_one_line(error.format_message()).rstrip('.')}: see {place} --help", file=sys.stderr)
+        if _place()[0] == 0:  # the others were given the same words
+            print(f"error: {_one_line(error.format_message()).rstrip('.')}: see {place} --help", file=sys.stderr)
         code = 2
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def one_line_errors(function: Callable[..., None]) -> Callable[..., None]:
-    """Makes a command's foreseeable errors end with one line on stderr and exit code 2, an interruption with 130."""
+def command(several: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a function a command: its groups of options are spread, and its foreseeable errors are one line.
 
-    @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> None:
-        try:
-            function(*args, **options)
-            sys.stdout.flush()
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(130) from None
-        except Exception as error:
-            line = _explain(error)
-            if line is None or os.environ.get("LOCAS_TRACEBACK"):
-                raise
-            print(f"error: {line}", file=sys.stderr)
-            if isinstance(error, OSError):
-                _give_up_stdout()
-            raise typer.Exit(2) from None
+    Those end with exit code 2, an interruption with 130.
 
-    return run
+    Args:
+        several: whether several processes (of `accelerate launch`, say) can share its work. Else they are refused.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> None:
+            index, count = _place()
+            try:
+                if count > 1 and not several:
+                    if index:
+                        raise typer.Exit(2)
+                    raise ValueError(
+                        f"this command must run in one process, got {count}: start it without a launcher; "
+                        "what several can share is locas eval"
+                    )
+                function(*args, **options)
+                sys.stdout.flush()
+            except KeyboardInterrupt:
+                print("interrupted", file=sys.stderr)
+                raise typer.Exit(130) from None
+            except Exception as error:
+                line = _explain(error)
+                if line is None or os.environ.get("LOCAS_TRACEBACK"):
+                    raise
+                print(f"error in process {index}: {line}" if index else f"error: {line}", file=sys.stderr)
+                if isinstance(error, OSError):
+                    _give_up_stdout()
+                raise typer.Exit(2) from None
+
+        return spread(run)
+
+    return decorate
 
 
 def make_consoles(json_file: Path | None) -> tuple[Console, Console]:
-    """Gives the consoles of results and of remarks; both are stderr where stdout is for JSON."""
+    """Gives the consoles of results and of remarks; both are stderr where stdout is for JSON.
+
+    Of several processes all but the first have quiet ones.
+    """
+    quiet = _place()[0] > 0
 
     def make(stream: Any) -> Console:
         # A pipe or a file has no width: 80 columns would cut tables off.
-        return Console(file=stream, width=None if stream.isatty() else 120, highlight=False, soft_wrap=True)
+        width = None if stream.isatty() else 120
+        return Console(file=stream, width=width, highlight=False, soft_wrap=True, quiet=quiet)
 
     stderr = make(sys.stderr)
     return (stderr if str(json_file) == "-" else make(sys.stdout)), stderr
@@ -100,6 +127,14 @@ def write_result(json_file: Path | None, value: Any, stderr: Console) -> None:
         print(format_json(value))
     else:
         write_json(json_file, value)
+
+
+def _place() -> tuple[int, int]:
+    """Gives this process's number and how many there are, as `torchrun`, Accelerate or MPI have it."""
+    for index, count in _LAUNCHERS:
+        if count in os.environ:
+            return int(os.environ.get(index, 0)), int(os.environ[count])
+    return 0, 1
 
 
 def _explain(error: Exception) -> str | None:

@@ -11,12 +11,13 @@ import math
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path, PurePosixPath
 
 import torch
 from torch import Tensor, nn
 
+from .intervals import Mean, rise_interval
 from .perplexity import perplexity
 from .scoring import encode_pair, read_logits, score_targets
 
@@ -154,6 +155,8 @@ class Drift:
         reference_sha256: over the bytes of all the reference's logits: two references with the same hash are the same
             to the last bit.
         chunk_kl_nats: the mean KL a token in each chunk, for intervals.
+        chunk_nll_nats: each chunk's summed nll under the model, for intervals.
+        chunk_tokens: over how many tokens.
     """
 
     tokens: int
@@ -162,6 +165,8 @@ class Drift:
     kl_nats: float
     reference_sha256: str
     chunk_kl_nats: tuple[float, ...]
+    chunk_nll_nats: tuple[float, ...]
+    chunk_tokens: tuple[int, ...]
 
     @property
     def perplexity(self) -> float:
@@ -185,8 +190,16 @@ class Drift:
 
     @classmethod
     def from_json(cls, value: dict) -> Drift:
-        names = ("tokens", "nll_nats", "reference_nll_nats", "kl_nats", "reference_sha256")
-        return cls(**{name: value[name] for name in names}, chunk_kl_nats=tuple(value["chunk_kl_nats"]))
+        """Undoes `to_json`.
+
+        Raises:
+            ValueError: a measure is missing, as in what an earlier version wrote.
+        """
+        missing = next((field.name for field in fields(cls) if field.name not in value), None)
+        if missing is not None:
+            raise ValueError(f"drift must have {missing}, got a record without it: measure again with --overwrite")
+        values = {field.name: value[field.name] for field in fields(cls)}
+        return cls(**{name: tuple(item) if isinstance(item, list) else item for name, item in values.items()})
 
 
 def measure_drift(
@@ -213,7 +226,7 @@ def measure_drift(
     """
     if input_ids.dim() != 1 or len(input_ids) < 2:
         raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
-    ours, theirs, kls, shares, tokens = [], [], [], [], 0
+    ours, theirs, kls, counts = [], [], [], []
     digest = hashlib.sha256()
     reading = read_logits(model, input_ids, window, stride)
     there = read_logits(model, input_ids, window, stride)
@@ -226,8 +239,34 @@ def measure_drift(
         ours.append(-q.gather(1, index).double().sum().item())
         theirs.append(-p.gather(1, index).double().sum().item())
         kls.append((p.exp() * (p - q)).sum(-1).double().sum().item())
-        shares.append(kls[-1] / len(targets))
-        tokens += len(targets)
+        counts.append(len(targets))
         if on_chunk is not None:
             on_chunk(len(targets))
-    return Drift(tokens, math.fsum(ours), math.fsum(theirs), math.fsum(kls), digest.hexdigest(), tuple(shares))
+    return Drift(
+        tokens=sum(counts),
+        nll_nats=math.fsum(ours),
+        reference_nll_nats=math.fsum(theirs),
+        kl_nats=math.fsum(kls),
+        reference_sha256=digest.hexdigest(),
+        chunk_kl_nats=tuple(kl / count for kl, count in zip(kls, counts, strict=True)),
+        chunk_nll_nats=tuple(ours),
+        chunk_tokens=tuple(counts),
+    )
+
+
+def perplexity_rise(before: Drift, after: Drift) -> Mean:
+    """Gives the rise of a text's perplexity from one measurement to another, with its 95% interval over chunks.
+
+    Args:
+        before: see `measure_drift`.
+        after: of the same text in the same chunks.
+
+    Raises:
+        ValueError: they are of different chunks.
+    """
+    if before.chunk_tokens != after.chunk_tokens:
+        raise ValueError(
+            f"before and after must be of the same chunks, got {len(before.chunk_tokens)} and "
+            f"{len(after.chunk_tokens)} of them, or other ones: measure both with the same window and stride"
+        )
+    return rise_interval(before.chunk_nll_nats, after.chunk_nll_nats, after.chunk_tokens)

@@ -56,3 +56,53 @@ def mean_interval(values: Sequence[float], seed: int = 0, confidence: float = 0.
         rng=np.random.default_rng(seed),
     ).confidence_interval
     return Mean(mean, float(found.low), float(found.high), len(array))
+
+
+def rise_interval(
+    before_nats: Sequence[float],
+    after_nats: Sequence[float],
+    tokens: Sequence[int],
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> Mean:
+    """Gives the rise of a text's perplexity with its paired percentile bootstrap interval (scipy).
+
+    Chunks are what is resampled, each with its nll before and after: what makes a chunk hard on both counts cancels.
+
+    Args:
+        before_nats: each chunk's summed nll before.
+        after_nats: and after.
+        tokens: how many tokens each was summed over.
+        seed: of the resampling.
+        confidence: the interval's level.
+
+    Returns:
+        The rise as `mean`, with the number of chunks as `n`; nan where there are no chunks.
+    """
+    from scipy.stats import bootstrap
+
+    before, after, counts = (np.asarray(values, dtype=np.float64) for values in (before_nats, after_nats, tokens))
+    if not len(counts):
+        return Mean(math.nan, math.nan, math.nan, 0)
+
+    def rise(before: np.ndarray, after: np.ndarray, counts: np.ndarray, axis: int = -1) -> np.ndarray:
+        total = counts.sum(axis)
+        return np.exp(after.sum(axis) / total) - np.exp(before.sum(axis) / total)
+
+    found = float(rise(before, after, counts))
+    if len(counts) < 2:
+        return Mean(found, math.nan, math.nan, 1)
+    if (before == after).all():  # scipy warns of degenerate data
+        return Mean(found, found, found, len(counts))
+    interval = bootstrap(
+        (before, after, counts),
+        rise,
+        paired=True,
+        vectorized=True,
+        n_resamples=9_999,
+        batch=500,
+        confidence_level=confidence,
+        method="percentile",
+        rng=np.random.default_rng(seed),
+    ).confidence_interval
+    return Mean(found, float(interval.low), float(interval.high), len(counts))

@@ -18,13 +18,36 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..evaluation.forgetting import Drift, MinimalPair, PairScore, by_paradigm, measure_drift, score_pairs
+from ..evaluation.forgetting import (
+    Drift,
+    MinimalPair,
+    PairScore,
+    by_paradigm,
+    measure_drift,
+    perplexity_rise,
+    score_pairs,
+)
 from ..evaluation.harness import evaluate_tasks
 from ..evaluation.intervals import mean_interval
 from ..evaluation.metrics import MinimalPairs
 from ..files import write_json
 from ..methods import Settings
-from .run import Recipe, Start, digest_ids, make_memory, memorize, open_run, silent, with_memory, without_memory
+from .progress import Start, silent
+from .run import (
+    ALONE,
+    Recipe,
+    Task,
+    describe_text,
+    do_tasks,
+    make_memory,
+    memorize,
+    open_run,
+    read_teaching,
+    reading_cost,
+    with_memory,
+    without_memory,
+)
+from .sharing import Processes
 
 STUDY = "forgetting"
 
@@ -59,7 +82,7 @@ class Plan:
         """Gives what two runs in one folder must share."""
         return {
             "pairs": len(self.pairs),
-            "unread": {name: {"tokens": len(ids), "sha256": digest_ids(ids)} for name, ids in self.unread.items()},
+            "unread": {name: describe_text(ids) for name, ids in self.unread.items()},
             "tasks": list(self.tasks),
             "limit": self.limit,
             "num_fewshot": self.num_fewshot,
@@ -79,6 +102,7 @@ def run_forgetting(
     common: dict[str, Any] | None = None,
     overwrite: bool = False,
     start: Start = silent,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """Runs the study, or goes on with it: what lies finished in the folder is not done again.
 
@@ -94,13 +118,14 @@ def run_forgetting(
         common: more to record of the run, as JSON values; another run in the same folder must share it.
         overwrite: removes what an earlier run left.
         start: shows progress.
+        processes: which share the memories; the figures are the same for any number of them. Each must call this.
 
     Returns:
         The figures, as `forgetting.json` has them.
 
     Raises:
         ValueError: the folder holds another run, the methods' windows differ, or a task is not known.
-        OSError: the disk is full, or the folder cannot be written.
+        OSError: the disk is full, the folder cannot be written, or another process has ended before.
     """
     recipe = recipe or Recipe()
     windows = {(settings.window, settings.stride) for settings in methods.values()}
@@ -109,60 +134,72 @@ def run_forgetting(
     window, stride = windows.pop()
     shared = {
         **(common or {}),
-        "book": {"tokens": len(book), "sha256": digest_ids(book)},
+        "book": describe_text(book),
         "window": window,
         "stride": stride,
         "recipe": dataclasses.asdict(recipe),
         "plan": plan.to_json(),
     }
-    open_run(out, STUDY, shared, methods, overwrite)
     folder = out / STUDY
-    reading = without_memory(next(iter(methods.values())))
+    unread_tokens = sum(map(len, plan.unread.values()))
 
-    def measure(model: nn.Module, reference: Callable, name: str) -> dict[str, Any]:
+    def measure(model: nn.Module, reference: Callable, name: str, plan: Plan = plan) -> dict[str, Any]:
         return _measure(model, tokenizer, reference, plan, window, stride, start, name)
 
-    def read_base() -> dict[str, Any]:
+    def measure_base() -> None:
         advance = start("base reads the book", len(book))
         taught = memorize(base, book, reading, Recipe(), advance)
-        return {"teaching": taught, **measure(base, nullcontext, "base")}
+        _write(before, {"teaching": taught, **measure(base, nullcontext, "base")})
 
-    before = _kept(folder / "before.json", read_base)
-    states: dict[str, Any] = {}
-    for name, settings in methods.items():
-        if settings.method == "none":
-            continue
+    def measure_memory(name: str) -> None:
         directory = folder / "memories" / name
-        teaching = make_memory(base, book, settings, recipe, directory, start, f"{name} reads the book")
+        make_memory(base, book, methods[name], recipe, directory, start, f"{name} reads the book")
+        with with_memory(base, directory) as model:
+            after = measure(model, model.disable_adapter, name)
+            with model.disable_adapter():
+                # The unread texts were read with the memory disabled on the way: as the reference.
+                rest = dataclasses.replace(plan, unread={})
+                disabled = measure(model, nullcontext, f"{name}, disabled", rest)
+        _write(afterwards[name], {"after": after, "disabled": disabled})
 
-        def measure_both(directory: Path = directory, name: str = name) -> dict[str, Any]:
-            with with_memory(base, directory) as model:
-                after = measure(model, model.disable_adapter, name)
-                with model.disable_adapter():
-                    # The unread texts were read with the memory disabled on the way: as the reference.
-                    disabled = _measure(
-                        model, tokenizer, nullcontext, dataclasses.replace(plan, unread={}), window, stride, start,
-                        f"{name}, disabled",
-                    )  # fmt: skip
-            return {"after": after, "disabled": disabled}
-
-        states[name] = {"teaching": teaching, **_kept(folder / f"after-{name}.json", measure_both)}
+    before = folder / "before.json"
+    afterwards = {
+        name: folder / f"after-{name}.json" for name, settings in methods.items() if settings.method != "none"
+    }
+    reading = without_memory(next(iter(methods.values())))
+    tasks = [Task(before.exists, measure_base, reading_cost(len(book), reading) + 2 * unread_tokens)]
+    tasks += [
+        Task(
+            path.exists,
+            lambda name=name: measure_memory(name),
+            reading_cost(len(book), methods[name], recipe.readings) + 2 * unread_tokens,
+        )
+        for name, path in afterwards.items()
+    ]
+    do_tasks(tasks, lambda: open_run(out, STUDY, shared, methods, overwrite), processes, start)
+    base_found = _read(before)
+    states = {
+        name: {"teaching": read_teaching(folder / "memories" / name), **_read(path)}
+        for name, path in afterwards.items()
+    }
     figures = {
         "study": STUDY,
         **shared,
         "methods": {name: dataclasses.asdict(settings) for name, settings in methods.items()},
-        "before": _describe_before(before),
-        "after": {name: _describe_after(before, state) for name, state in states.items()},
+        "before": _describe_before(base_found),
+        "after": {name: _describe_after(base_found, state) for name, state in states.items()},
     }
-    write_json(out / f"{STUDY}.json", figures)
+    if processes.is_main:
+        write_json(out / f"{STUDY}.json", figures)
     return figures
 
 
-def _kept(path: Path, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    if not path.exists():
-        found = make()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
+def _write(path: Path, found: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, found)
+
+
+def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -230,7 +267,7 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         "book_perplexity": state["teaching"]["perplexity"],
         "book_gain": before["teaching"]["perplexity"][0] - state["teaching"]["perplexity"][0],
         "unread_perplexity": {name: drift.perplexity for name, drift in drifts.items()},
-        "unread_rise": {name: drift.perplexity - base[name].perplexity for name, drift in drifts.items()},
+        "unread_rise": {name: perplexity_rise(base[name], drift).to_json() for name, drift in drifts.items()},
         "disabled_perplexity": {name: drift.reference_perplexity for name, drift in drifts.items()},
         "kl_per_token": {
             # Chunks are what is resampled: tokens of one chunk share their context.

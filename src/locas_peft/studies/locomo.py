@@ -25,7 +25,22 @@ from ..evaluation.metrics import ClozeGain, LocomoF1, ShareFirst
 from ..files import write_json
 from ..methods import Settings
 from ..text import tokenize
-from .run import Recipe, Start, make_memory, open_run, read_records, silent, with_memory, write_records
+from .progress import Start, silent
+from .run import (
+    ALONE,
+    Recipe,
+    Task,
+    do_tasks,
+    has_memory,
+    make_memory,
+    open_run,
+    read_records,
+    read_teaching,
+    reading_cost,
+    with_memory,
+    write_records,
+)
+from .sharing import Processes
 
 STUDY = "locomo"
 CLOZE = "cloze"
@@ -85,6 +100,7 @@ def run_locomo(
     common: dict[str, Any] | None = None,
     overwrite: bool = False,
     start: Start = silent,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """Runs the study, or goes on with it: what lies finished in the folder is not done again.
 
@@ -100,39 +116,56 @@ def run_locomo(
         common: more to record of the run, as JSON values; another run in the same folder must share it.
         overwrite: removes what an earlier run left.
         start: shows progress.
+        processes: which share the memories; the figures are the same for any number of them. Each must call this.
 
     Returns:
         The figures, as `locomo.json` has them.
 
     Raises:
         ValueError: the folder holds another run, or the model has no room for the questions.
-        OSError: the disk is full, or the folder cannot be written.
+        OSError: the disk is full, the folder cannot be written, or another process has ended before.
     """
     recipe, plan = recipe or Recipe(), plan or Plan()
     names = [conversation.sample_id for conversation in conversations]
     asked = {name: value for name, value in dataclasses.asdict(plan).items() if name != "settings"}
-    open_run(
-        out,
-        STUDY,
-        {**(common or {}), "conversations": names, "recipe": dataclasses.asdict(recipe), "plan": asked},
-        methods,
-        overwrite,
-    )
+    shared = {**(common or {}), "conversations": names, "recipe": dataclasses.asdict(recipe), "plan": asked}
     learners = [name for name, settings in methods.items() if settings.method != "none"]
     folder = out / STUDY
-    _run_units(base, tokenizer, _units(folder, "none", conversations, None, plan), plan, start, "base")
-    teachings: dict[str, Any] = {}
-    for name in learners:
-        for conversation in conversations:
-            directory = folder / "memories" / name / conversation.sample_id
-            ids = tokenize(tokenizer, locomo.dialogue(conversation))
-            teachings.setdefault(name, {})[conversation.sample_id] = make_memory(
-                base, ids, methods[name], recipe, directory, start, f"{name} reads {conversation.sample_id}"
-            )
-            units = _units(folder, name, conversations, conversation.sample_id, plan)
-            if any(_missing(unit) for unit in units):
+
+    def ask_base(conversation: Conversation) -> Task:
+        units = _units(folder, "none", [conversation], None, plan)
+        return Task(
+            lambda: not any(map(_missing, units)),
+            lambda: _run_units(base, tokenizer, units, plan, start, "base"),
+            len(conversation.questions) * plan.max_new_tokens,
+        )
+
+    def make_and_ask(method: str, conversation: Conversation) -> Task:
+        memory = conversation.sample_id
+        directory = folder / "memories" / method / memory
+        units = _units(folder, method, conversations, memory, plan)
+        ids = tokenize(tokenizer, locomo.dialogue(conversation))
+
+        def do() -> None:
+            title = f"{method} reads {memory}"
+            make_memory(base, ids, methods[method], recipe, directory, start, title)
+            if any(map(_missing, units)):
                 with with_memory(base, directory) as model:
-                    _run_units(model, tokenizer, units, plan, start, f"{name}, memory of {conversation.sample_id}")
+                    _run_units(model, tokenizer, units, plan, start, f"{method}, memory of {memory}")
+
+        asked = sum(len(unit.conversation.questions) for unit in units) * plan.max_new_tokens
+        return Task(
+            lambda: has_memory(directory) and not any(map(_missing, units)),
+            do,
+            asked + reading_cost(len(ids), methods[method], recipe.readings),
+        )
+
+    tasks = [ask_base(conversation) for conversation in conversations]
+    tasks += [make_and_ask(name, conversation) for name in learners for conversation in conversations]
+    do_tasks(tasks, lambda: open_run(out, STUDY, shared, methods, overwrite), processes, start)
+    teachings = {
+        name: {memory: read_teaching(folder / "memories" / name / memory) for memory in names} for name in learners
+    }
     figures = {
         "study": STUDY,
         **(common or {}),
@@ -143,7 +176,8 @@ def run_locomo(
         "answers": _summarize_answers(folder, conversations, learners, plan),
         "cloze": _summarize_cloze(folder, conversations, learners) if CLOZE in plan.settings else {},
     }
-    write_json(out / f"{STUDY}.json", figures)
+    if processes.is_main:
+        write_json(out / f"{STUDY}.json", figures)
     return figures
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from ..evaluation.intervals import mean_interval
 from ..evaluation.perplexity import at_marks, per_segment, perplexity
 from ..files import write_json
 from ..methods import Settings, choose_marks, read_with
-from .run import Start, digest_ids, open_run, silent
+from ..ttt import Chunk
+from .progress import Start, follow, silent
+from .run import ALONE, Task, describe_text, do_tasks, open_run, reading_cost
+from .sharing import Processes
 
 STUDY = "perplexity"
 
@@ -31,6 +35,7 @@ def run_perplexity(
     common: dict[str, Any] | None = None,
     overwrite: bool = False,
     start: Start = silent,
+    processes: Processes = ALONE,
 ) -> dict[str, Any]:
     """Reads each document with each method, or goes on with it: documents that are done are not read again.
 
@@ -42,61 +47,71 @@ def run_perplexity(
         common: more to record of the run, as JSON values.
         overwrite: removes what an earlier run left.
         start: shows progress, in tokens.
+        processes: which share the readings; the figures are the same for any number of them. Each must call this.
 
     Returns:
         The figures, as `perplexity.json` has them.
 
     Raises:
         ValueError: the folder holds another run, or a method does not fit the base.
-        OSError: the disk is full, or the folder cannot be written.
+        OSError: the disk is full, the folder cannot be written, or another process has ended before.
     """
-    texts = {name: {"tokens": len(ids), "sha256": digest_ids(ids)} for name, ids in documents.items()}
-    shared = {**(common or {}), "documents": texts}
-    open_run(out, STUDY, shared, methods, overwrite)
-    figures: dict[str, Any] = {
+    shared = {**(common or {}), "documents": {name: describe_text(ids) for name, ids in documents.items()}}
+    paths = {(method, name): out / STUDY / method / f"{name}.json" for method in methods for name in documents}
+
+    def make_task(method: str, name: str) -> Task:
+        path, ids, settings = paths[method, name], documents[name], methods[method]
+        return Task(
+            path.exists,
+            lambda: _read(base, ids, settings, path, start, f"{method}: {name}"),
+            reading_cost(len(ids), settings),
+        )
+
+    tasks = [make_task(*key) for key in paths]
+    do_tasks(tasks, lambda: open_run(out, STUDY, shared, methods, overwrite), processes, start)
+    readings = {
+        method: {name: json.loads(paths[method, name].read_text(encoding="utf-8")) for name in documents}
+        for method in methods
+    }
+    figures = {
         "study": STUDY,
         **shared,
         "methods": {name: dataclasses.asdict(settings) for name, settings in methods.items()},
-        "readings": {},
-        "means": {},
+        "readings": readings,
+        "means": {method: _average(list(rows.values())) for method, rows in readings.items()},
     }
-    for method, settings in methods.items():
-        rows = {}
-        for name, ids in documents.items():
-            path = out / STUDY / method / f"{name}.json"
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, _read(base, ids, settings, start, f"{method}: {name}"))
-            rows[name] = json.loads(path.read_text(encoding="utf-8"))
-        nll_nats, tokens = (
-            sum(row["nll_nats"] for row in rows.values()),
-            sum(row["scored_tokens"] for row in rows.values()),
-        )
-        figures["readings"][method] = rows
-        figures["means"][method] = {
-            "perplexity": perplexity(nll_nats, tokens),
-            "scored_tokens": tokens,
-            "documents": len(rows),
-            "nll_per_token": mean_interval(
-                [row["nll_nats"] / row["scored_tokens"] for row in rows.values()]
-            ).to_json(),
-        }
-    write_json(out / f"{STUDY}.json", figures)
+    if processes.is_main:
+        write_json(out / f"{STUDY}.json", figures)
     return figures
 
 
-def _read(base: PreTrainedModel, ids: torch.Tensor, settings: Settings, start: Start, title: str) -> dict[str, Any]:
-    chunks = []
-    advance = start(title, len(ids))
-
-    def keep(chunk) -> None:
-        chunks.append(chunk)
-        advance(chunk.stop - chunk.start)
-
-    reading = read_with(base, ids, settings, on_chunk=keep)
-    marks = choose_marks(len(ids))
+def _average(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    nll_nats, tokens = (sum(row[name] for row in rows) for name in ("nll_nats", "scored_tokens"))
     return {
+        "perplexity": perplexity(nll_nats, tokens),
+        "scored_tokens": tokens,
+        "documents": len(rows),
+        "nll_per_token": mean_interval([row["nll_nats"] / row["scored_tokens"] for row in rows]).to_json(),
+    }
+
+
+def _read(base: PreTrainedModel, ids: torch.Tensor, settings: Settings, path: Path, start: Start, title: str) -> None:
+    """Reads a document and writes what came out; a reading that was broken off goes on from its checkpoint."""
+    chunks = []
+    tell = follow(start(title, len(ids)))
+
+    def keep(chunk: Chunk) -> None:
+        chunks.append(chunk)
+        tell(chunk)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    reading = read_with(
+        base, ids, settings, on_chunk=keep, checkpoint_dir=path.with_suffix(".checkpoint"), resume=True
+    )
+    marks = choose_marks(len(ids))
+    found = {
         **reading.to_json(),
         "perplexity_at": at_marks(chunks, marks),
         "perplexity_between": per_segment(chunks, marks),
     }
+    write_json(path, found)

@@ -209,7 +209,9 @@ def _forgetting_sheets(figures: dict[str, Any]) -> list[Sheet]:
     rows = [row]
     for name, found in after.items():
         row = [name, f"{found['parameters']:,}", _figure(found["book_perplexity"][0])]
-        row += [f"{found['unread_perplexity'][text]:.3f} ({found['unread_rise'][text]:+.3f})" for text in unread]
+        row += [
+            f"{_figure(found['unread_perplexity'][text])} ({_rise(found['unread_rise'][text])})" for text in unread
+        ]
         row += [_mean(found["kl_per_token"][text], 4) for text in unread]
         if "blimp" in before:
             row += [_percent(found["blimp"]["accuracy"]), _percent(found["blimp_drop"], 2)]
@@ -237,11 +239,11 @@ def _forgetting_sheets(figures: dict[str, Any]) -> list[Sheet]:
 
 
 def _draw_forgetting(figures: dict[str, Any], path: Path) -> bool:
-    points = {
-        name: (found["book_gain"], sum(found["unread_rise"].values()) / len(found["unread_rise"]))
-        for name, found in figures["after"].items()
-        if found["unread_rise"]
-    }
+    points = {}
+    for name, found in figures["after"].items():
+        rises = [rise["mean"] for rise in found["unread_rise"].values()]
+        if rises:
+            points[name] = (found["book_gain"], sum(rises) / len(rises))
     if not points:
         return False
     figure, axes = make_figure()
@@ -318,6 +320,10 @@ def _mean(mean: dict[str, Any] | None, digits: int = 3, factor: float = 1.0) -> 
     value, low, high = (_number(mean[key]) * factor for key in ("mean", "low", "high"))
     interval = f" [{low:.{digits}f}, {high:.{digits}f}]" if math.isfinite(low) else ""
     return f"{value:.{digits}f}{interval}"
+
+
+def _rise(rise: dict[str, Any]) -> str:
+    return ("+" if rise["mean"] > 0 else "") + _mean(rise, 2)
 
 
 def _percent(mean: dict[str, Any] | None, digits: int = 1) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,18 +25,16 @@ from ..files import staged, write_json
 from ..loading import MEMORY_CONFIG, load_memory
 from ..methods import METHOD_FIELDS, Settings, attached, make_trainer
 from ..objectives import WEIGHTINGS
+from ..text import digest_ids
+from .progress import Advance, Start, silent
+from .sharing import Processes
 
 TEACHING = "teaching.json"
 """What a memory's folder holds besides PEFT's files: how it was made, and what it cost."""
 
-Advance = Callable[[int], None]
-Start = Callable[[str, int], Advance]
-"""Opens a line of progress: what is being done and how many steps it takes; gives what to call as they are done."""
-
-
-def silent(description: str, total: int) -> Advance:
-    """Shows nothing."""
-    return lambda steps: None
+ALONE = Processes()
+_LEARNING_COST = 3.0
+"""What a reading costs that learns, in readings that do not: about what was measured."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +125,18 @@ def make_memory(
         What `memorize` returns, with `parameters`: how many were trained.
     """
     if (directory / TEACHING).exists():
-        return json.loads((directory / TEACHING).read_text(encoding="utf-8"))
+        return read_teaching(directory)
     with attached(base, settings) as model:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         advance = start(title, len(input_ids) * recipe.readings)
         teaching = {"parameters": trained, **memorize(model, input_ids, settings, recipe, advance)}
         _save(model, directory, settings, teaching)
     return teaching
+
+
+def read_teaching(directory: Path) -> dict[str, Any]:
+    """Reads what `make_memory` returned when it made the memory in a folder."""
+    return json.loads((directory / TEACHING).read_text(encoding="utf-8"))
 
 
 def _save(model: PeftModel, directory: Path, settings: Settings, teaching: dict[str, Any]) -> None:
@@ -203,7 +207,8 @@ def open_run(
 ) -> None:
     """Records in a folder what is run there, or checks that it is what was run there before.
 
-    Methods may be added to a folder by later runs; what all of them share must stay the same.
+    Methods may be added to a folder by later runs; what all of them share must stay the same. A record without a
+    result beside it, of a run that failed at once, binds nobody.
 
     Args:
         out: the folder; made where it is missing.
@@ -220,7 +225,7 @@ def open_run(
     common = json.loads(json.dumps(common))
     if overwrite:
         shutil.rmtree(out / study, ignore_errors=True)
-    if path.exists():
+    if path.exists() and any(file.is_file() and file != path for file in path.parent.rglob("*")):
         before = json.loads(path.read_text(encoding="utf-8"))
         _check_same(before["common"], common, out, "")
         for name in methods_json.keys() & before["methods"].keys():
@@ -228,6 +233,75 @@ def open_run(
         methods_json = {**before["methods"], **methods_json}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"study": study, "common": common, "methods": methods_json})
+
+
+@dataclass(frozen=True)
+class Task:
+    """A piece of a run that stands on its own: it leaves its result in the run's folder.
+
+    Args:
+        done: says whether its result lies there.
+        do: does it, or what is left of it.
+        cost: in any unit that all tasks of the run share.
+    """
+
+    done: Callable[[], bool]
+    do: Callable[[], None]
+    cost: float = 1.0
+
+
+def reading_cost(tokens: int, settings: Settings, readings: int = 1) -> float:
+    """Estimates what a reading costs, in tokens that are read without learning."""
+    return readings * tokens * (1.0 if settings.method == "none" else _LEARNING_COST * settings.epochs)
+
+
+def do_tasks(
+    tasks: Sequence[Task],
+    begin: Callable[[], None],
+    processes: Processes = ALONE,
+    start: Start = silent,
+) -> None:
+    """Does what is not done yet, shared out over the processes; returns in each of them once all of it is done.
+
+    A process that fails ends at once, and with it the run: what is finished lies in the folder.
+
+    Args:
+        tasks: the same ones in each process.
+        begin: called first, in the main process alone: it opens the run's folder.
+        processes: among whom.
+        start: shows progress; of several processes, the main one also shows how far all of them are.
+
+    Raises:
+        ChildProcessError: another process has ended before.
+    """
+
+    def list_missing() -> list[int]:
+        begin()
+        return [number for number, task in enumerate(tasks) if not task.done()]
+
+    missing = [tasks[number] for number in processes.from_main(list_missing)]
+    total = _Total(missing, processes, start)
+    for number in processes.share([task.cost for task in missing]):
+        missing[number].do()
+        total.look()
+    processes.wait(meanwhile=total.look)
+    total.look(now=True)
+
+
+class _Total:
+    """A line of progress for all processes, which know of each other by what lies in the folder."""
+
+    def __init__(self, tasks: Sequence[Task], processes: Processes, start: Start):
+        self._waiting = list(tasks) if processes.count > 1 and processes.is_main else []
+        self._advance = start(f"{processes.count} processes", len(tasks)) if self._waiting else None
+        self._looked = time.monotonic()
+
+    def look(self, now: bool = False) -> None:
+        if not self._waiting or (not now and time.monotonic() - self._looked < 1.0):
+            return
+        left = [task for task in self._waiting if not task.done()]
+        self._advance(len(self._waiting) - len(left), f"{len(left)} tasks left")
+        self._waiting, self._looked = left, time.monotonic()
 
 
 def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path, place: str) -> None:
@@ -247,14 +321,14 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def describe_text(input_ids: torch.Tensor) -> dict[str, Any]:
+    """Gives what is recorded of a text that is read: how many tokens [T], and their SHA-256."""
+    return {"tokens": len(input_ids), "sha256": digest_ids(input_ids)}
+
+
 def digest_file(path: str | os.PathLike) -> str:
     """SHA-256 of a file's bytes."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def digest_ids(input_ids: torch.Tensor) -> str:
-    """SHA-256 of token ids [T] as little-endian 64-bit integers."""
-    return hashlib.sha256(input_ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
