@@ -4,8 +4,19 @@
 each a LOCAS memory of its own.
 """
 
+from .anchor import Anchor, write_own_text
 from .chunk import Chunk
 from .losses import token_losses
+from .many import ManyReading, read_many
 from .trainer import TestTimeTrainer, prepare
 
-__all__ = ["Chunk", "TestTimeTrainer", "prepare", "token_losses"]
+__all__ = [
+    "Anchor",
+    "Chunk",
+    "ManyReading",
+    "TestTimeTrainer",
+    "prepare",
+    "read_many",
+    "token_losses",
+    "write_own_text",
+]

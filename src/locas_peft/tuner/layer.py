@@ -14,7 +14,7 @@ beside a gated FFN (variant "mlp", an experiment) has ReLU and cannot be merged.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -25,6 +25,9 @@ from .config import LocasConfig
 from .ffn import HostFFN
 from .initialization import STRATEGIES, Calibration, Rows, make_generator
 from .norm_clip import clip_after_optimizer_steps, clip_norms_
+
+if TYPE_CHECKING:
+    from .stacking import MemoryStack
 
 
 class ScaleDict(BufferDict):
@@ -78,6 +81,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.token_mask: torch.Tensor | None = None
         # While set, each forward with gradients shows A and the layer's output to it (writing slots).
         self.recorder: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        # While set, each row of the batch has a memory of its own there, whatever is active (`stacking.py`).
+        self.stack: MemoryStack | None = None
         self._filled: set[str] = set()  # memories known to have rows, so that training need not look again
         self._ffn_input: torch.Tensor | None = None
         self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input) if ffn.is_flat else None
@@ -208,6 +213,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self._check_replica()
         if self.calibration is not None:
             return self._forward_counted(self.calibration, ffn_input, hidden_states, *args, **kwargs)
+        if self.stack is not None:
+            return self.stack.add_to(self.base_layer(hidden_states, *args, **kwargs), ffn_input)
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()

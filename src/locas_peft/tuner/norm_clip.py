@@ -34,6 +34,9 @@ def _clip_trained_memories(optimizer: torch.optim.Optimizer, args: tuple, kwargs
         return
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for layer in list(_layers):
+        if layer.stack is not None:
+            layer.stack.clip_slot_norms(trained)
+            continue
         for adapter_name, up in layer.locas_up.items():
             if id(up.weight) in trained or id(layer.locas_down[adapter_name].weight) in trained:
                 layer.clip_slot_norms(adapter_name)
@@ -44,9 +47,11 @@ def clip_norms_(weight: torch.Tensor, dim: int, max_norm: float) -> None:
     """Projects the vectors that lie along a dimension into the ball of a radius, in place.
 
     Args:
-        weight: `[R, D]` with `dim=1` (rows), or `[D, R]` with `dim=0` (columns).
+        weight: `[..., R, D]` with `dim=-1` (rows), or `[..., D, R]` with `dim=-2` (columns).
         dim: the dimension that a slot's vector lies along.
         max_norm: the radius.
     """
-    norms = torch.linalg.vector_norm(weight, dim=dim, keepdim=True, dtype=torch.float32)
+    norms = torch.linalg.vector_norm(
+        weight, dim=dim, keepdim=True, dtype=torch.promote_types(weight.dtype, torch.float32)
+    )
     weight.mul_((max_norm / norms.clamp_(min=max_norm)).to(weight.dtype))

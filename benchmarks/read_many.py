@@ -1,0 +1,186 @@
+"""Many documents at once: `read_many` against `TestTimeTrainer` one document after the other.
+
+    python benchmarks/read_many.py                                      # the embedded backbone, minutes on one core
+    python benchmarks/read_many.py --shape tiny --tokens 512 --rounds 1  # seconds, to see that it runs
+    python benchmarks/read_many.py --shape qwen3-0.6b --device cuda --dtype bfloat16 --window 2048 --stride 1024
+
+The documents are equally long stretches of one text, so that all rows stay to the end. Both ways start from the same
+base with fresh memories, in one process, and take turns; calibration is part of both. The median over rounds of that
+round's ratio, by the wall clock and, on a CPU, by the processor time that the process used: the latter is what a
+shared machine disturbs least. The perplexities of the two ways stand beside the times, since they must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from peft import PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from locas_peft import LocasConfig, TestTimeTrainer, backbone
+from locas_peft.text import python_reference, tokenize, unwrap
+from locas_peft.ttt import read_many
+
+SHAPES = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
+    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
+}
+
+
+def load(shape: str, tokens: int, text: Path | None) -> tuple[PreTrainedModel, torch.Tensor]:
+    """The base, and so many tokens: of the text for the embedded backbone, random ones for random weights."""
+    if shape == "embedded":
+        base, tokenizer = backbone.load()
+        words = unwrap(python_reference()) if text is None else text.read_text(encoding="utf-8")
+        return base, tokenize(tokenizer, words, max_tokens=tokens)
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    if shape == "tiny":
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3Config(**SHAPES[shape], **heads, max_position_embeddings=40960, tie_word_embeddings=True)
+    return AutoModelForCausalLM.from_config(config), torch.randint(0, config.vocab_size, (tokens,))
+
+
+def read_in_turn(model: PeftModel, documents: dict[str, torch.Tensor], settings: dict) -> dict[str, float]:
+    """Each document by a `TestTimeTrainer` of its own, into a memory of its own."""
+    perplexities = {}
+    for name, ids in documents.items():
+        model.add_adapter(name, LocasConfig(**MEMORY))
+        model.set_adapter(name)
+        trainer = TestTimeTrainer(model, **settings)
+        for _ in trainer.read(ids):
+            pass
+        perplexities[name] = trainer.perplexity
+    return perplexities
+
+
+def read_at_once(model: PeftModel, documents: dict[str, torch.Tensor], settings: dict) -> dict[str, float]:
+    reading = read_many(model, documents, **settings)
+    for _ in reading:
+        pass
+    return {name: reading.perplexity(name) for name in documents}
+
+
+def measure(model: PeftModel, call: Callable[[], dict[str, float]], device: str) -> dict:
+    """Seconds by two clocks, peak bytes on a GPU, perplexities; the memories that were made are deleted again."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    wall, processor = time.perf_counter(), time.process_time()
+    perplexities = call()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    taken = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor}
+    if device.startswith("cuda"):
+        taken["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    model.set_adapter("default")
+    for name in perplexities:
+        model.delete_adapter(name)
+    return taken | {"perplexities": perplexities}
+
+
+def describe_hardware(device: str) -> str:
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name()
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")] if (
+        Path("/proc/cpuinfo").exists()) else []  # fmt: skip
+    return f"{names[0].partition(':')[2].strip() if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=["embedded", *SHAPES], default="embedded")
+    parser.add_argument("--text", type=Path, help="for the embedded backbone; default: Python's language reference")
+    parser.add_argument("--documents", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=4096, help="of each document")
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--stride", type=int, default=256)
+    parser.add_argument("--context", default="cache,recompute")
+    parser.add_argument("--r", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    MEMORY.update(r=arguments.r, scaling=arguments.r)
+    base, ids = load(arguments.shape, arguments.documents * arguments.tokens, arguments.text)
+    base = base.to(arguments.device, getattr(torch, arguments.dtype)).eval()
+    model = get_peft_model(base, LocasConfig(**MEMORY))
+    documents = {f"document {number}": part for number, part in enumerate(ids.split(arguments.tokens))}
+    warm = {name: part[: 2 * arguments.stride] for name, part in documents.items()}
+
+    rows = []
+    for context in arguments.context.split(","):
+        settings = {
+            "window": arguments.window,
+            "stride": arguments.stride,
+            "learning_rate": arguments.learning_rate,
+            "context": context,
+        }
+        ways = {"one after the other": read_in_turn, "read_many": read_at_once}
+        for way in ways.values():
+            measure(model, lambda: way(model, warm, settings), arguments.device)  # noqa: B023
+        rounds = []
+        for number in range(arguments.rounds):
+            order = list(ways) if number % 2 == 0 else list(ways)[::-1]
+            taken = {}
+            for name in order:
+                taken[name] = measure(model, lambda: ways[name](model, documents, settings), arguments.device)  # noqa: B023
+            rounds.append(taken)
+        rows.append(summarise(context, rounds, sum(map(len, documents.values()))))
+
+    print(
+        "| context | wall, one after the other / read_many | least to most | processor time | least to most "
+        "| tokens/s, one after the other | tokens/s, read_many | largest difference of a perplexity |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row['context']} | {row['wall_ratio']:.2f}x | {row['wall_least']:.2f} to {row['wall_most']:.2f} "
+            f"| {row['processor_ratio']:.2f}x | {row['processor_least']:.2f} to {row['processor_most']:.2f} "
+            f"| {row['tokens_per_second_in_turn']:,.0f} | {row['tokens_per_second_at_once']:,.0f} "
+            f"| {row['largest_relative_perplexity_difference']:.1e} |"
+        )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    print(json.dumps({
+        **{key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
+        "hardware": describe_hardware(arguments.device), "torch": torch.__version__, "commit": commit, "rows": rows,
+    }))  # fmt: skip
+
+
+def summarise(context: str, rounds: list[dict], tokens: int) -> dict:
+    row: dict = {"context": context, "rounds": len(rounds)}
+    for clock in ("wall", "processor"):
+        ratios = [taken["one after the other"][clock] / taken["read_many"][clock] for taken in rounds]
+        row |= {
+            f"{clock}_ratio": statistics.median(ratios),
+            f"{clock}_least": min(ratios),
+            f"{clock}_most": max(ratios),
+        }
+    for key, way in (("in_turn", "one after the other"), ("at_once", "read_many")):
+        row[f"tokens_per_second_{key}"] = tokens / statistics.median(taken[way]["wall"] for taken in rounds)
+        row[f"processor_seconds_{key}"] = statistics.median(taken[way]["processor"] for taken in rounds)
+        if "peak_bytes" in rounds[0][way]:
+            row[f"peak_bytes_{key}"] = max(taken[way]["peak_bytes"] for taken in rounds)
+    alone, at_once = (rounds[-1][way]["perplexities"] for way in ("one after the other", "read_many"))
+    row["largest_relative_perplexity_difference"] = max(abs(at_once[name] / alone[name] - 1) for name in alone)
+    return row
+
+
+MEMORY: dict = {}
+
+if __name__ == "__main__":
+    main()
