@@ -122,7 +122,7 @@ def test_a_reading_says_what_it_did(base, input_ids):
     assert reading.nll_nats == pytest.approx(sum(chunk.nll_nats for chunk in seen))
     assert reading.perplexity == pytest.approx(math.exp(reading.nll_nats / 299))
     assert reading.curve[-1] == (300, reading.perplexity)
-    assert reading.seconds == pytest.approx(sum(chunk.seconds for chunk in seen))
+    assert 0 <= reading.seconds - sum(chunk.seconds for chunk in seen) < 1  # the trainer's making
     assert reading.tokens_per_second == 299 / reading.seconds
     assert reading.peak_bytes > 0
     assert reading.memory_dir is None

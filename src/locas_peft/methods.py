@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 import sys
 import time
@@ -28,7 +29,7 @@ from . import backbone, checkpoint
 from .evaluation.perplexity import at_marks, cumulative, perplexity
 from .files import staged, write_json
 from .loading import MEMORY_CONFIG
-from .ttt import Chunk, TestTimeTrainer
+from .ttt import Anchor, Chunk, TestTimeTrainer, write_own_text
 from .tuner import STRATEGIES, LocasConfig, SlotWriter
 from .tuner.ffn import find_ffns
 
@@ -36,26 +37,26 @@ CHECKPOINT_FOLDER = "checkpoint"
 READING = "reading.json"
 """What a memory's folder holds besides PEFT's files: the reading that made it."""
 
-_ALL_LAYERS = {"layers_to_transform": None}
+_PLAIN = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     # The paper's: tau divided by r, learning rate of its PG-19 runs.
     "paper": {
         "none": {},
-        "lora": {"r": 64, "learning_rate": 1e-3, **_ALL_LAYERS},
-        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 4e-3, "scaling": 1.0, **_ALL_LAYERS},
+        "lora": {"r": 64, "learning_rate": 1e-3, **_PLAIN},
+        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 4e-3, "scaling": 1.0, **_PLAIN},
         "locas-mlp": {
-            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_ALL_LAYERS},
+            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_PLAIN},
             **{"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8},
         },
     },
     # With tau undivided ("r" stands for the width itself): the norm clip binds later and the memory learns more.
     "tuned": {
         "none": {},
-        "lora": {"r": 64, "learning_rate": 1e-3, **_ALL_LAYERS},
-        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 2e-3, "scaling": "r", **_ALL_LAYERS},
+        "lora": {"r": 64, "learning_rate": 1e-3, **_PLAIN},
+        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 2e-3, "scaling": "r", **_PLAIN},
         "locas-mlp": {
-            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_ALL_LAYERS},
+            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_PLAIN},
             **{"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8},
         },
     },
@@ -84,6 +85,9 @@ class Settings:
         slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
         layers_to_transform: indices of the layers that get a memory or LoRA, or "upper" for the upper half of them;
             None for all. Nothing is differentiated below the lowest of them.
+        anchor: how hard what is trained is held to the base on text that the base wrote (see `ttt.Anchor`); None, or 0
+            in `from_preset`, for not at all.
+        anchor_every: one step in so many is held.
         window: tokens that the model sees at once, context and chunk.
         stride: tokens of a chunk.
         context: "cache" keeps the context's keys and values, "recompute" reads the whole window again.
@@ -107,6 +111,8 @@ class Settings:
     epsilon: float | None = None
     slots_per_chunk: int | None = None
     layers_to_transform: list[int] | str | None = None
+    anchor: float | None = None
+    anchor_every: int | None = None
     window: int = 512
     stride: int = 256
     context: str = "cache"
@@ -122,7 +128,7 @@ class Settings:
             _check_choice("init", self.init, STRATEGIES)
         if self.update is not None:
             _check_choice("update", self.update, UPDATES)
-        for name in ("r", "stride", "epochs", "max_tokens", "slots_per_chunk"):
+        for name in ("r", "stride", "epochs", "max_tokens", "slots_per_chunk", "anchor_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}: raise it, or leave it out")
@@ -134,7 +140,7 @@ class Settings:
         _check_layers(self.layers_to_transform)
         if isinstance(self.layers_to_transform, tuple):
             object.__setattr__(self, "layers_to_transform", list(self.layers_to_transform))  # as JSON gives it back
-        for name in ("learning_rate", "scaling", "epsilon"):
+        for name in ("learning_rate", "scaling", "epsilon", "anchor"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a finite number above 0, got {value}: leave it out for the preset's")
@@ -163,6 +169,7 @@ class Settings:
             if name in given and name not in values:
                 raise ValueError(f"{name} has no meaning for the method {method!r}, got {given[name]}: leave it out")
         values.update(given)
+        values["anchor"] = values.get("anchor") or None
         _drop_what_is_not_used(values, given)
         if values.get("scaling") == "r":
             values["scaling"] = float(values["r"])
@@ -173,7 +180,8 @@ def _drop_what_is_not_used(values: dict[str, Any], given: dict[str, Any]) -> Non
     """Takes out a preset's values that another setting leaves without a meaning, and refuses given ones."""
     rules = [
         ("init", values.get("init"), values.get("init") != "write", ("update", "epsilon", "slots_per_chunk")),
-        ("update", values.get("update"), values.get("update") == "nlsvd", ("learning_rate",)),
+        ("update", values.get("update"), values.get("update") == "nlsvd", ("learning_rate", "anchor")),
+        ("anchor", values.get("anchor"), not values.get("anchor"), ("anchor_every",)),
     ]
     for field, value, applies, names in rules:
         for name in names if applies else ():
@@ -191,6 +199,8 @@ METHOD_FIELDS = (
     "epsilon",
     "slots_per_chunk",
     "layers_to_transform",
+    "anchor",
+    "anchor_every",
 )
 """The settings that not every method has."""
 
@@ -201,10 +211,10 @@ class Reading:
 
     `nll_nats` is the sum over `scored_tokens`, each scored before it was learned. `perplexity_at` maps numbers of
     tokens read to the perplexity so far, `curve` has it as (tokens read, perplexity) after each chunk. `seconds` is
-    the time spent on chunks (scoring and learning; no loading, no checkpoints). `peak_bytes` is the highest memory in
-    use while reading, the base model included: on CUDA what torch had allocated, elsewhere the resident size of the
-    process, which where the system cannot reset its record (other than Linux) is the highest since the start; None on
-    systems that keep none. `memory_dir` is None where nothing was saved.
+    the time spent on an anchor's text and on chunks (scoring and learning; no loading, no checkpoints). `peak_bytes`
+    is the highest memory in use while reading, the base model included: on CUDA what torch had allocated, elsewhere
+    the resident size of the process, which where the system cannot reset its record (other than Linux) is the highest
+    since the start; None on systems that keep none. `memory_dir` is None where nothing was saved.
     """
 
     settings: Settings
@@ -447,12 +457,14 @@ def read_with(
     if settings.method == "none":
         memory_dir = checkpoint_dir = None
     with attached(base, settings) as model:
+        began = time.perf_counter()
         trainer = make_trainer(model, settings)
+        preparation_seconds = time.perf_counter() - began
         if checkpoint_dir is not None and resume:
             trainer.resume(checkpoint_dir)
         for chunk in trainer.chunks:
             _call(on_chunk, chunk)
-        peak = _PeakMemory(base.device)
+        peak = PeakMemory(base.device)
         saved = time.monotonic()
         with closing(_begin(trainer, input_ids, checkpoint_dir)) as chunks:
             for chunk in chunks:
@@ -471,7 +483,7 @@ def read_with(
             perplexity_at=at_marks(chunks, choose_marks(len(input_ids))),
             curve=cumulative(chunks),
             extra_parameters=_count_extra_parameters(model, base),
-            seconds=sum(chunk.seconds for chunk in chunks),
+            seconds=preparation_seconds + sum(chunk.seconds for chunk in chunks),
             peak_bytes=peak.read(),
             skipped_chunks=trainer.skipped_chunks,
             memory_dir=None if memory_dir is None else str(memory_dir),
@@ -578,7 +590,7 @@ def choose_marks(tokens: int) -> list[int]:
 
 
 def make_trainer(model: nn.Module, settings: Settings, **options: Any) -> TestTimeTrainer:
-    """Makes the trainer of a reading: a memory that is to be written comes with its writer.
+    """Makes the trainer of a reading: with the memory's writer, and the text that an anchor holds it by.
 
     Args:
         model: what `attached` gives.
@@ -591,6 +603,10 @@ def make_trainer(model: nn.Module, settings: Settings, **options: Any) -> TestTi
         slots = {"epsilon": settings.epsilon, "slots_per_chunk": settings.slots_per_chunk}
         slots = {name: value for name, value in slots.items() if value is not None}
         writer = SlotWriter(model, fold=fold, **slots)
+    anchor = None
+    if settings.anchor is not None:
+        own = write_own_text(model, tokens=settings.stride, seed=settings.seed)
+        anchor = Anchor(own, weight=settings.anchor, every=settings.anchor_every)
     return TestTimeTrainer(
         model,
         window=settings.window,
@@ -599,6 +615,7 @@ def make_trainer(model: nn.Module, settings: Settings, **options: Any) -> TestTi
         epochs=settings.epochs,
         context=settings.context,
         writer=writer,
+        anchor=anchor,
         **options,
     )
 
@@ -688,8 +705,12 @@ def _digest(input_ids: torch.LongTensor) -> str:
 # ---------------------------------------------------------------------- peak memory
 
 
-class _PeakMemory:
-    """The highest memory in use from now on, in bytes: torch's on CUDA, the process's resident size elsewhere."""
+class PeakMemory:
+    """The highest memory in use from now on, in bytes: torch's on CUDA, the process's resident size elsewhere.
+
+    There is one record a process (on CUDA: a device), which a new object begins afresh where the system lets it: on
+    Linux and on CUDA.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -697,13 +718,18 @@ class _PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
             return
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the record that getrusage reads
+            Path("/proc/self/clear_refs").write_text("5")  # Linux: begins the record of /proc/self/status afresh
         except OSError:
             pass
 
     def read(self) -> int | None:
+        """Gives the peak so far; None on systems that keep none."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
+        status = Path("/proc/self/status")  # Linux: what getrusage tells may be of the process that started this one
+        found = re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE) if status.exists() else None
+        if found:
+            return int(found[1]) * 1024
         try:
             import resource
         except ImportError:  # Windows

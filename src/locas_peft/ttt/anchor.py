@@ -110,13 +110,14 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
 
 def _start_of_text(base: nn.Module) -> int:
     """The token that begins a text: the beginning's, or where there is none, the end's, which parts two texts."""
+    vocabulary = base.get_input_embeddings().weight.shape[0]
     for config in (base.config.get_text_config(), base.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             token = getattr(config, name, None)
             token = token[0] if isinstance(token, (list, tuple)) and token else token
-            if isinstance(token, int):
+            if isinstance(token, int) and 0 <= token < vocabulary:  # a small vocabulary with a large one's config
                 return token
     raise ValueError(
-        "model's config must name a bos_token_id, eos_token_id or pad_token_id to write text from, got none: set one, or "
-        "give Anchor texts of your own"
+        "model's config must name a bos_token_id, eos_token_id or pad_token_id to write text from, got none in its "
+        "vocabulary: set one, or give Anchor texts of your own"
     )

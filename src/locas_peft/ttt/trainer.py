@@ -26,6 +26,7 @@ from .. import checkpoint
 from ..objectives import WEIGHTINGS, divergences
 from ..tuner import SlotWriter, calibrate, empty_memories, unwritten_memories
 from ..tuner.passes import evaluating
+from .anchor import Anchor
 from .cache import SlidingCache
 from .chunk import Chunk, perplexity_of
 from .host import Host, without_adapter
@@ -80,6 +81,7 @@ class TestTimeTrainer:
         teacher_window: the longest stretch that the teacher's predictions rest on, in tokens, from `window` to the
             model's positions. None: four windows, or as many positions as there are. For "distill" only.
         token_weighting: "uniform", or "loss": each token of a chunk counts in proportion to its own loss.
+        anchor: holds the memory to the base on other text (see `Anchor`); None lets it say what it likes there.
 
     Raises:
         TypeError, ValueError: in one line that names the argument, its rule, its value and the remedy.
@@ -110,6 +112,7 @@ class TestTimeTrainer:
         objective: Objective = "nll",
         teacher_window: int | None = None,
         token_weighting: TokenWeighting = "uniform",
+        anchor: Anchor | None = None,
     ):
         self.model = model
         self._host = Host(model)
@@ -118,6 +121,7 @@ class TestTimeTrainer:
         self.learning_rate, self.weight_decay, self.max_grad_norm = learning_rate, weight_decay, max_grad_norm
         self.context, self.optimizer_name, self.writer = context, optimizer, writer
         self.objective, self.teacher_window, self.token_weighting = objective, teacher_window, token_weighting
+        self.anchor = anchor
         self._check_settings()
         if objective == "distill" and teacher_window is None:
             self.teacher_window = min(4 * window, self._host.positions or 4 * window)
@@ -250,6 +254,7 @@ class TestTimeTrainer:
         optimizer = self._ready_optimizer(parameters)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        self._pull_to_base()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         finite = bool(torch.isfinite(norm))
@@ -263,6 +268,18 @@ class TestTimeTrainer:
             self._steps += 1
         optimizer.zero_grad(set_to_none=True)
         return finite
+
+    def _pull_to_base(self) -> None:
+        """Adds the anchor's gradient, where this step has one."""
+        text = None if self.anchor is None else self.anchor.text_of(self._steps)
+        if text is None:
+            return
+        text, count = text.to(self._host.device), text.shape[1] - 1
+        with nullcontext() if self.writer is None else self.writer.pausing():
+            with torch.no_grad(), without_adapter(self.model):
+                base = self._host.logits(text[:, :-1], count, use_cache=False)[0]
+            logits = self._host.logits(text[:, :-1], count, use_cache=False)[0]
+            (self.anchor.weight * self.anchor.every * divergences(logits, base).mean()).backward()
 
     def _recording(self) -> AbstractContextManager:
         return nullcontext() if self.writer is None else self.writer.recording()
@@ -510,6 +527,7 @@ class TestTimeTrainer:
                 "objective": self.objective,
                 "teacher_window": self.teacher_window,
                 "token_weighting": self.token_weighting,
+                "anchor": None if self.anchor is None else self.anchor.settings,
             },
             "adapters": {name: self._host.adapter_config(name) for name in self._host.active_adapters()},
             "base": self._host.fingerprint(),
@@ -569,6 +587,7 @@ class TestTimeTrainer:
             )
         check_learning(self.learning_rate, self.weight_decay, self.max_grad_norm, self.token_weighting)
         self._check_objective()
+        self._check_anchor()
 
     def _check_objective(self) -> None:
         if self.objective not in ("nll", "distill"):
@@ -586,6 +605,26 @@ class TestTimeTrainer:
             raise ValueError(
                 f"teacher_window must be from window ({self.window}) to the model's {limit} positions, got "
                 f"{self.teacher_window}: the teacher sees at least what the pupil sees"
+            )
+
+    def _check_anchor(self) -> None:
+        if self.anchor is None:
+            return
+        if self.learning_rate is None and self.writer is not None:
+            raise ValueError(
+                "anchor must be None for a memory that is written and not trained, got one, which pulls on training "
+                "steps: give a learning_rate, or leave the anchor out"
+            )
+        low, high, length = self.anchor.texts.min(), self.anchor.texts.max(), self.anchor.texts.shape[1]
+        if low < 0 or high >= self._host.vocabulary:
+            raise ValueError(
+                f"anchor texts must lie in [0, {self._host.vocabulary}), the model's vocabulary, got "
+                f"{(low if low < 0 else high).item()}: write them with this model"
+            )
+        if self._host.positions is not None and length > self._host.positions:
+            raise ValueError(
+                f"anchor texts must be within the model's {self._host.positions} positions, got {length} tokens: "
+                "write shorter ones"
             )
 
     def _document(self, input_ids: Tensor) -> Tensor:

@@ -118,6 +118,7 @@ class SlotWriter:
         self.folds = 0
         self._inputs: list[Tensor | None] = []
         self._gradients: list[Tensor | None] = []
+        self._paused = False
 
     @property
     def settings(self) -> dict[str, float | int | str]:
@@ -147,6 +148,8 @@ class SlotWriter:
 
         def recorder(place: int) -> Callable[[Tensor, Tensor], None]:
             def record(ffn_input: Tensor, output: Tensor) -> None:
+                if self._paused:
+                    return
                 self._inputs[place] = ffn_input.detach().flatten(0, -2)
                 output.register_hook(note)
 
@@ -162,6 +165,15 @@ class SlotWriter:
         finally:
             for layer in self._layers:
                 layer.recorder = None
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Within the context, inside `recording`, passes are not noted."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def is_finite(self) -> bool:
         """Says whether what was recorded last can be written."""
