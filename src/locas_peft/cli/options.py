@@ -31,7 +31,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what an ea
 Preset = Annotated[str, typer.Option(help="Where the defaults come from: tuned or paper.")]
 Seed = Annotated[int, typer.Option(help="Set before each method.")]
 Text = Annotated[str, typer.Argument(help="A UTF-8 text file, or - for stdin.", metavar="TEXT")]
-Width = Annotated[int | None, typer.Option("--r", help="Memory width, LoRA rank.", min=1)]
+Width = Annotated[int | None, typer.Option("--r", "--width", help="Memory width, LoRA rank.", min=1)]
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ def do_tasks(
 ) -> None:
     """Does what is not done yet, shared out over the processes; returns in each of them once all of it is done.
 
-    A process that fails ends at once, and with it the run: what is finished lies in the folder.
+    A process that fails ends at once; who waits for it ends too. What is finished lies in the folder.
 
     Args:
         tasks: the same ones in each process.
@@ -272,7 +272,7 @@ def do_tasks(
         start: shows progress; of several processes, the main one also shows how far all of them are.
 
     Raises:
-        ChildProcessError: another process has ended before.
+        ChildProcessError: the main process has ended before.
     """
 
     def list_missing() -> list[int]:
@@ -281,9 +281,13 @@ def do_tasks(
 
     missing = [tasks[number] for number in processes.from_main(list_missing)]
     total = _Total(missing, processes, start)
-    for number in processes.share([task.cost for task in missing]):
-        missing[number].do()
-        total.look()
+    try:
+        for number in processes.share([task.cost for task in missing]):
+            missing[number].do()
+            total.look()
+    except BaseException:
+        processes.give_up()
+        raise
     processes.wait(meanwhile=total.look)
     total.look(now=True)
 
