@@ -1,37 +1,62 @@
-"""Online perplexity of whole books: the paper's PG-19 tables on an embedded backbone, or on any causal LM.
+"""Online perplexity of whole books: the paper's PG-19 tables on the embedded backbones, or on any causal LM.
 
-    python benchmarks/pg19.py --books eval --books train/2118.txt --table headline
-    python benchmarks/pg19.py --books eval --books train/2118.txt --table sweep --rows none,locas-glu@64
+    python benchmarks/pg19.py --books eval --books train/2118.txt --table all --plot
+    python benchmarks/pg19.py --books eval --books train/2118.txt --table all --quick
+    python benchmarks/pg19.py --books eval --table headline --rows none,lora --documents 3649
     python benchmarks/pg19.py --dataset emozilla/pg19-test --model Qwen/Qwen3-0.6B --window 2048 --stride 1024
+    python benchmarks/pg19.py --shapes qwen3-0.6b,qwen3-1.7b --device cuda --dtype bfloat16
 
 Each chunk is scored before it is learned. What is read goes to --out, a file each reading: a second call goes on where
 the first was stopped, several calls can share the work by --rows and --documents, and the tables are made of whatever
-lies there. The last line is JSON.
+lies there. They are printed and written to OUT/pg19.md; OUT/pg19.json has all figures but those of single chunks. The
+last line printed is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
+import platform
+import re
+import subprocess
 import sys
+import time
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import peft
+import pg19_first_block
+import pg19_plots
 import pg19_report
+import pg19_shapes
+import pg19_timing
 import torch
-from pg19_quality import Job, collect, list_jobs, read_jobs
-from pg19_rows import APART, HEADLINE, TABLES, TRAINING, shorten
+import transformers
+from pg19_quality import collect, list_jobs, read_jobs
+from pg19_rows import APART, HEADLINE, NONE, NONE_RECOMPUTE, TABLES, TRAINING, Row, shorten
 
 from locas_peft import backbone, loading
+from locas_peft.files import check_output_directory, write_json
 from locas_peft.methods import Settings
 from locas_peft.studies.documents import load_column, read_documents
 from locas_peft.text import tokenize, unwrap
 
+QUICK_TOKENS = 2_000
+TABLE_NAMES = [*TABLES, "timing", *pg19_first_block.BLOCKS]
 
-def choose_documents(table: str, names: list[str], chosen: list[str] | None) -> list[str]:
+
+def choose_documents(own: tuple[str, ...], names: list[str], chosen: list[str] | None) -> list[str]:
     """Gives the documents to read for a table: those chosen, else the table's own, else all.
+
+    Args:
+        own: the table's books, of our collection.
+        names: what is at hand.
+        chosen: by `--documents`.
 
     Raises:
         ValueError: a chosen one is not at hand, or none of the table's books is where others of ours are.
@@ -41,54 +66,192 @@ def choose_documents(table: str, names: list[str], chosen: list[str] | None) -> 
             raise ValueError(f"--documents must be among {', '.join(names)}, got {name!r}: check the name")
     if chosen:
         return chosen
-    own = TABLES[table].documents
     if set(names).isdisjoint((*HEADLINE, APART, TRAINING)):
         return names
     found = [name for name in own if name in names]
     if not found:
-        raise ValueError(f"--books must hold one of {', '.join(own)} for --table {table}, got {', '.join(names)}")
+        raise ValueError(f"--books must hold one of {', '.join(own)} for this table, got {', '.join(names)}: add it")
     return found
 
 
-def choose_rows(jobs: list[Job], chosen: list[str] | None) -> list[Job]:
-    """Gives the jobs of rows whose names begin with a chosen word."""
-    if not chosen:
-        return jobs
-    for start in chosen:
-        if not any(job.row.name.startswith(start) for job in jobs):
-            names = "; ".join(dict.fromkeys(job.row.name for job in jobs))
-            raise ValueError(f"--rows must be beginnings of names among {names}; got {start!r}")
-    return [job for job in jobs if job.row.name.startswith(tuple(chosen))]
+def choose_rows(names: list[str], chosen: list[str] | None) -> set[str]:
+    """Gives the rows whose names begin with a chosen word.
+
+    Raises:
+        ValueError: no name begins so.
+    """
+    for start in chosen or ():
+        if not any(name.startswith(start) for name in names):
+            raise ValueError(f"--rows must be beginnings of names, got {start!r}: choose among {'; '.join(names)}")
+    return {name for name in names if not chosen or name.startswith(tuple(chosen))}
 
 
-def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Reads what is wanted and prints the tables."""
-    texts = _load_texts(arguments)
-    base, tokenizer = loading.load_base(arguments.model, arguments.dtype, arguments.device)
-    join_lines = backbone.is_embedded(arguments.model)
+class Run:
+    """One call of the command on texts: what is at hand, and how each kind of table is filled from it."""
 
-    @cache
-    def get_ids(name: str) -> torch.Tensor:
-        return tokenize(tokenizer, unwrap(texts[name]) if join_lines else texts[name])
+    def __init__(self, arguments: argparse.Namespace):
+        self._arguments, self._texts = arguments, _load_texts(arguments)
+        self._load = partial(load_model, arguments.model, arguments.dtype, arguments.device)
+        self._base, self._tokenizer = loading.load_base(arguments.model, arguments.dtype, arguments.device)
+        self._get_ids = cache(self._tokenize)
+        self.common = Settings(
+            method="none",
+            model=backbone.name_of(arguments.model),
+            window=arguments.window or 512,
+            stride=arguments.stride or 256,
+            dtype=str(self._base.dtype).removeprefix("torch."),
+        )
 
-    common = Settings(
-        method="none",
-        model=backbone.name_of(arguments.model),
-        window=arguments.window,
-        stride=arguments.stride,
-        dtype=str(base.dtype).removeprefix("torch."),
-    )
-    found = {}
-    for name in arguments.table:
+    def fill(self, name: str) -> dict[str, Any]:
+        """Reads what a table lacks; gives its figures as JSON values, with its Markdown as `markdown`."""
+        if name == "timing":
+            return self._fill_timing()
+        if name in pg19_first_block.BLOCKS:
+            return self._fill_block(name)
+        return self._fill_readings(name)
+
+    def _fill_readings(self, name: str) -> dict[str, Any]:
+        arguments = self._arguments
         table = TABLES[name] if arguments.tokens is None else shorten(TABLES[name], arguments.tokens)
-        jobs = list_jobs(table, choose_documents(name, list(texts), arguments.documents), arguments.seeds)
+        documents = self._choose_documents(table.documents)
+        missing = [document for document in table.unread if document not in self._texts]
+        if missing:
+            raise ValueError(f"--books must hold {missing[0]!r}, which is left unread in --table {name}: add the file")
+        wanted = choose_rows([row.name for row in table.rows], arguments.rows)
+        table = dataclasses.replace(table, documents=tuple(documents[:1] if arguments.quick else documents))
         if not arguments.collect:
-            read_jobs(base, choose_rows(jobs, arguments.rows), common, get_ids, arguments.out)
-        readings = list(collect(jobs, arguments.out))
-        print(f"## {name}\n\n{pg19_report.to_markdown(name, readings)}\n", flush=True)
-        drop = ("chunks",)
-        found[name] = [{key: item for key, item in value.items() if key not in drop} for _, value in readings]
-    return {"benchmark": "pg19", "model": common.model, "tables": found}
+            jobs = [job for job in list_jobs(table, arguments.seeds) if job.row.name in wanted]
+            read_jobs(self._base, jobs, self.common, self._get_ids, arguments.out)
+        everything = dict.fromkeys((*choose_documents(TABLES[name].documents, list(self._texts), None), *documents))
+        readings = list(collect(list_jobs(dataclasses.replace(table, documents=tuple(everything))), arguments.out))
+        return {"markdown": pg19_report.to_markdown(name, readings), "readings": [value for _, value in readings]}
+
+    def _fill_timing(self) -> dict[str, Any]:
+        arguments, path = self._arguments, self._arguments.out / "timing.json"
+        if not arguments.collect:
+            document = self._choose_documents((APART, *HEADLINE))[0]
+            ids = self._get_ids(document)[: arguments.timing_tokens or 21 * self.common.window]
+            timing = measure(self._base, self._load, timed_rows(arguments.rows), self.common, ids)
+            write_json(path, {"document": document, **timing})
+        return _with_markdown(path, pg19_report.timing_to_markdown)
+
+    def _fill_block(self, name: str) -> dict[str, Any]:
+        arguments, path = self._arguments, self._arguments.out / f"{name}.json"
+        block = pg19_first_block.BLOCKS[name]
+        (document, *_) = self._choose_documents((block.document,))
+        wanted = choose_rows([row.name for row in block.rows], arguments.rows)
+        rows = tuple(row for row in block.rows if row.name in wanted)
+        ids = self._get_ids(document)[: min(block.tokens, arguments.tokens or block.tokens)]
+        settings = {
+            **{"document": document, "tokens": len(ids), "context": block.context},
+            **{"window": self.common.window, "stride": self.common.stride},
+            "rows": [f"{row.name}, {row.describe()}" for row in rows],
+        }
+        if path.exists() and not arguments.collect:
+            _check_same(settings, json.loads(path.read_text(encoding="utf-8"))["settings"], path)
+        elif not arguments.collect:
+            results = pg19_first_block.read_in_turns(rows, block.context, self.common.window, self.common.stride, ids)
+            write_json(path, {"settings": settings, "results": results, **describe_machine(torch.device("cpu"))})
+        return _with_markdown(path, lambda value: pg19_first_block.to_markdown(value["results"]))
+
+    def _choose_documents(self, own: tuple[str, ...]) -> list[str]:
+        return choose_documents(own, list(self._texts), self._arguments.documents)
+
+    def _tokenize(self, name: str) -> torch.Tensor:
+        text = self._texts[name]
+        return tokenize(self._tokenizer, unwrap(text) if backbone.is_embedded(self._arguments.model) else text)
+
+
+def load_model(model: str, dtype: str, device: str) -> transformers.PreTrainedModel:
+    """Gives a base without its tokenizer."""
+    return loading.load_base(model, dtype, device)[0]
+
+
+def measure(
+    base: transformers.PreTrainedModel,
+    load: Callable[[], transformers.PreTrainedModel],
+    rows: list[Row],
+    common: Settings,
+    ids: torch.Tensor,
+) -> dict[str, Any]:
+    """Measures time, operations and memory of rows; gives `rows`, and what they were measured with."""
+    timing = pg19_timing.time_rows(base, rows, common, ids)
+    memory = pg19_timing.measure_memory(load, rows, common, ids[: 8 * common.window])
+    return {
+        **{"model": common.model, "dtype": common.dtype, "tokens": len(ids)},
+        **{"window": common.window, "stride": common.stride},
+        **describe_machine(base.device),
+        "rows": [{**row, **memory[row["row"]]} for row in timing],
+    }
+
+
+def run_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Times the rows on random weights of known shapes, prints the tables, and gives all figures."""
+    found = {}
+    for shape in arguments.shapes:
+        load = partial(pg19_shapes.load, shape, arguments.dtype, arguments.device)
+        base = load()
+        window = arguments.window or pg19_shapes.WINDOWS[shape]
+        dtype = str(base.dtype).removeprefix("torch.")
+        common = Settings("none", model=shape, window=window, stride=arguments.stride or window // 2, dtype=dtype)
+        ids = pg19_shapes.draw(base, arguments.timing_tokens or 21 * window)
+        value = measure(base, load, timed_rows(arguments.rows), common, ids)
+        write_json(arguments.out / f"shapes-{shape}.json", value)
+        found[shape] = {"markdown": pg19_report.timing_to_markdown(value), **value}
+        print(f"## {shape}\n\n{found[shape]['markdown']}\n", flush=True)
+    return found
+
+
+def run_tables(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fills the tables, prints them, and gives all figures but those of single chunks."""
+    run, found = Run(arguments), {}
+    for name in arguments.table:
+        found[name] = run.fill(name)
+        print(f"## {name}\n\n{found[name]['markdown']}\n", flush=True)
+    if arguments.plot:
+        for path in pg19_plots.draw(found, arguments.out):
+            print(path, file=sys.stderr)
+    for table in found.values():
+        table["readings"] = [pg19_report.shorten(value) for value in table.get("readings", [])]
+    return found
+
+
+def timed_rows(chosen: list[str] | None) -> list[Row]:
+    """Gives the headline's rows, or some of them, with both `none`, which times are relative to."""
+    rows = TABLES["headline"].rows
+    wanted = choose_rows([row.name for row in rows], chosen) | {NONE.name, NONE_RECOMPUTE.name}
+    return [row for row in rows if row.name in wanted]
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Gives hardware, versions and the commit."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "commit": commit or None,
+    }
+
+
+def _with_markdown(path: Path, to_markdown: Callable[[Any], str]) -> dict[str, Any]:
+    if not path.exists():
+        return {"markdown": pg19_report.NOTHING}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return {"markdown": to_markdown(value), **value}
+
+
+def _check_same(here: dict[str, Any], there: dict[str, Any], path: Path) -> None:
+    field = next((field for field in here if here[field] != there.get(field)), None)
+    if field is not None:
+        raise ValueError(
+            f"{field} must be {there.get(field)!r} as in {str(path)!r}, got {here[field]!r}: "
+            "choose another --out, or delete that file"
+        )
 
 
 def _load_texts(arguments: argparse.Namespace) -> dict[str, str]:
@@ -99,35 +262,46 @@ def _load_texts(arguments: argparse.Namespace) -> dict[str, str]:
     return read_documents(arguments.books, arguments.limit)
 
 
-def _names(value: str) -> list[str]:
-    return [name.strip() for name in value.split(",") if name.strip()]
+def _split(value: str) -> list[str]:
+    """Splits at commas; one before a blank is part of a row's name."""
+    return [name for name in re.split(r",(?! )", value) if name]
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--books", action="append", metavar="PATH", help="a text file or a folder of them; repeatable")
-    parser.add_argument("--dataset", help="in place of --books: a dataset on the hub, or a folder of one")
-    parser.add_argument("--split", default="test")
-    parser.add_argument("--column", default="text")
-    parser.add_argument("--limit", type=int, help="the first so many documents")
-    parser.add_argument("--table", default="headline", help=f"{', '.join(TABLES)}, first-block or all; with commas")
-    parser.add_argument("--rows", type=_names, help="read only rows whose names begin so; with commas")
-    parser.add_argument("--documents", type=_names, help="of these documents only; with commas")
-    parser.add_argument("--tokens", type=int, help="the first so many tokens of each document at most")
-    parser.add_argument("--seeds", type=int, help="so many seeds at most")
-    parser.add_argument("--collect", action="store_true", help="read nothing: tables of what lies in --out")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks-pg19"), help="where the readings go")
-    parser.add_argument("--model", default=backbone.NAME, help="a folder, or a name on the hub")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--stride", type=int, default=256)
-    parser.add_argument("--threads", type=int, default=1)
+    texts = parser.add_argument_group("texts")
+    texts.add_argument("--books", action="append", metavar="PATH", help="a text file or a folder of them; repeatable")
+    texts.add_argument("--dataset", help="in place of --books: a dataset on the hub, or a folder of one")
+    texts.add_argument("--split", default="test")
+    texts.add_argument("--column", default="text")
+    texts.add_argument("--limit", type=int, help="the first so many documents")
+    work = parser.add_argument_group("what is done")
+    work.add_argument("--table", default="headline", help=f"with commas: {', '.join(TABLE_NAMES)}; or all")
+    work.add_argument("--shapes", type=_split, help=f"in place of tables of texts: {', '.join(pg19_shapes.SHAPES)}")
+    work.add_argument("--rows", type=_split, help="read only rows whose names begin so; with commas, no blanks")
+    work.add_argument("--documents", type=_split, help="read only these documents; with commas")
+    work.add_argument("--tokens", type=int, help="the first so many tokens of each document at most")
+    work.add_argument("--timing-tokens", type=int, help="tokens that are timed (21 windows)")
+    work.add_argument("--seeds", type=int, help="so many seeds at most")
+    work.add_argument("--quick", action="store_true", help=f"{QUICK_TOKENS:,} tokens, one document a table, one seed")
+    work.add_argument("--collect", action="store_true", help="read nothing: tables of what lies in --out")
+    work.add_argument("--plot", action="store_true", help="draw the plots into --out (needs matplotlib)")
+    work.add_argument("--out", type=Path, default=Path("benchmarks-pg19"), help="where all of it goes")
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default=backbone.NAME, help="a folder, or a name on the hub")
+    model.add_argument("--dtype", default="auto")
+    model.add_argument("--device", default="cpu")
+    model.add_argument("--window", type=int, help="512; with --shapes 2,048")
+    model.add_argument("--stride", type=int, help="256; with --shapes half the window")
+    model.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args(argv)
-    arguments.table = list(TABLES) if arguments.table == "all" else _names(arguments.table)
-    for name in arguments.table:
-        if name not in TABLES:
-            parser.error(f"--table must be one of {', '.join(TABLES)}, all, got {name!r}")
+    arguments.table = TABLE_NAMES if arguments.table == "all" else _split(arguments.table)
+    for option, known in (("table", TABLE_NAMES), ("shapes", list(pg19_shapes.SHAPES))):
+        for name in getattr(arguments, option) or ():
+            if name not in known:
+                parser.error(f"--{option} must be among {', '.join(known)}, got {name!r}")
+    if arguments.quick:
+        arguments.tokens, arguments.seeds = arguments.tokens or QUICK_TOKENS, arguments.seeds or 1
     return arguments
 
 
@@ -135,11 +309,22 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     # PEFT asks transformers for a property that transformers has renamed.
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+    transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(arguments.threads)
+    began = time.perf_counter()
     try:
-        summary = run(arguments)
-    except (OSError, ValueError) as error:
+        check_output_directory("--out", arguments.out)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        found = run_shapes(arguments) if arguments.shapes else run_tables(arguments)
+        name = "pg19-shapes" if arguments.shapes else "pg19"
+        summary = {"benchmark": name, **describe_machine(torch.device("cpu")), "tables": found}
+        markdown = "\n\n".join(f"## {title}\n\n{table['markdown']}" for title, table in found.items())
+        write_json(arguments.out / f"{name}.json", {**summary, "seconds": time.perf_counter() - began})
+        (arguments.out / f"{name}.md").write_text(markdown + "\n", encoding="utf-8")
+    except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"pg19: {error}")
+    except KeyboardInterrupt:
+        sys.exit("pg19: stopped; what was read whole is kept, and the same command goes on")
     print(json.dumps(summary))
 
 

@@ -1,27 +1,18 @@
-"""Online perplexity of whole books: the paper's PG-19 table on the embedded backbones.
+"""The first block of the paper's PG-19 table, on tinybook-mlp: memories beside two-layer FFNs.
 
-    python benchmarks/pg19.py --book eval/3649.txt --tokens 50000
-    python benchmarks/pg19.py --book train/2118.txt --tokens 30000 --sweep
-
-The first block of the table, on tinybook-mlp: no memory at two windows, TempLoRA, Locas-MLP with NL-SVD, Locas-MLP
-with gradient descent (BP), and top-K cloning; and one of ours, written slots whose values are refitted when the memory
-is folded, without any training. Each chunk is scored before it is learned; every row has its own copy of the
-base, and the rows take turns chunk by chunk, so that their times compare on a machine that does other things besides.
-Relative time is the chunks' wall time over that of `none` re-reading its window. The settings in `ROWS` were chosen by
-`--sweep` on a book that the backbone was trained on, before an evaluation book was opened. The last line is JSON.
+No memory at two windows, TempLoRA, Locas-MLP with NL-SVD, Locas-MLP with gradient descent (BP), and top-K cloning; and
+one of ours, written slots whose values are refitted when the memory is folded, without any training. Every row has its
+own copy of the base, and the rows take turns chunk by chunk, so that their times compare on a machine that does other
+things besides. Relative time is the chunks' wall time over that of `none` re-reading its window. `ROWS` has the
+settings that the sweep chose on a book that the backbone was trained on, before an evaluation book was opened.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +21,6 @@ from torch import nn
 
 from locas_peft import Chunk, LocasConfig, SlotWriter, TestTimeTrainer, backbone
 from locas_peft.evaluation.perplexity import at_marks, perplexity
-from locas_peft.text import tokenize, unwrap
 
 TURN_CHUNKS = 4
 MARKS = (10_000, 20_000, 30_000, 50_000, 100_000, 150_000, 200_000)
@@ -86,39 +76,46 @@ SWEEP = [
 ]
 
 
-def build(row: Row, name: str) -> tuple[nn.Module, int]:
-    """A fresh base with a row's adapter, and how many parameters that adds."""
-    base, _ = backbone.load(name=name)
-    base.requires_grad_(False)
-    if row.kind == "none":
-        return base, 0
-    torch.manual_seed(0)
-    if row.kind == "lora":
-        config = LoraConfig(r=row.r, lora_alpha=row.r, lora_dropout=0.0, target_modules="all-linear")
-    else:
-        config = LocasConfig(r=row.r, init_strategy=row.kind, scaling=float(row.r))
-    model = get_peft_model(base, config)
-    return model, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+@dataclass(frozen=True)
+class Block:
+    """What is read for one table.
+
+    Args:
+        rows: the first is what times are relative to.
+        document: the book.
+        tokens: how many of it are read.
+        context: of the rows that do not have their own.
+    """
+
+    rows: tuple[Row, ...]
+    document: str
+    tokens: int
+    context: str = "recompute"
 
 
-def start(row: Row, arguments: argparse.Namespace, ids: torch.Tensor) -> tuple[Iterator[Chunk], TestTimeTrainer, int]:
-    """A row's reading, its trainer, and its extra parameters."""
-    model, parameters = build(row, arguments.backbone)
-    trainer = TestTimeTrainer(
-        model,
-        window=arguments.window * row.windows,
-        stride=arguments.stride,
-        learning_rate=row.learning_rate,
-        context=row.context or arguments.context,
-        writer=None if row.writer is None else SlotWriter(model, **row.writer),
-    )
-    return trainer.read(ids), trainer, parameters
+BLOCKS = {
+    "first-block": Block(tuple(ROWS), "3649", 50_000),
+    "first-block-sweep": Block((Row("none"), *SWEEP), "2118", 30_000, "cache"),
+}
 
 
-def read_in_turns(rows: list[Row], arguments: argparse.Namespace, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """Reads the book with every row, a few chunks each at a time; an interrupt (SIGINT) ends it early."""
-    readings = [start(row, arguments, ids) for row in rows]
-    chunks = -(-len(ids) // arguments.stride)
+def read_in_turns(
+    rows: Sequence[Row], context: str, window: int, stride: int, ids: torch.Tensor
+) -> list[dict[str, Any]]:
+    """Reads a book with every row, a few chunks each at a time; an interrupt (SIGINT) ends it early.
+
+    Args:
+        rows: the first is what times are relative to.
+        context: of the rows that do not have their own.
+        window: tokens that a prediction may rest on, and the chunk with them.
+        stride: tokens of a chunk.
+        ids: LongTensor [T].
+
+    Returns:
+        One dictionary a row, of what every row has read.
+    """
+    readings = [_start(row, context, window, stride, ids) for row in rows]
+    chunks = -(-len(ids) // stride)
     try:
         for first in range(0, chunks, TURN_CHUNKS):
             for reading, _, _ in readings:
@@ -136,7 +133,7 @@ def read_in_turns(rows: list[Row], arguments: argparse.Namespace, ids: torch.Ten
                 "row": row.name,
                 "tokens": done[-1].stop,
                 "settings": row.describe(),
-                "perplexity_at": at_marks(done, [mark for mark in arguments.marks if mark <= done[-1].stop]),
+                "perplexity_at": at_marks(done, [mark for mark in MARKS if mark <= done[-1].stop]),
                 "perplexity": perplexity(sum(c.nll_nats for c in done), sum(c.tokens for c in done)),
                 "extra_parameters": parameters,
                 "seconds": sum(chunk.seconds for chunk in done),
@@ -148,62 +145,45 @@ def read_in_turns(rows: list[Row], arguments: argparse.Namespace, ids: torch.Ten
     return results
 
 
-def to_table(results: list[dict[str, Any]], marks: list[int]) -> str:
-    """The results in Markdown; times are relative to the first row's."""
-    head = ["row", "settings", *(f"{mark:,}" for mark in marks), "all", "parameters", "relative time"]
+def to_markdown(results: list[dict[str, Any]]) -> str:
+    """Gives the table of `read_in_turns`; times are relative to the first row's."""
+    marks = list(results[0]["perplexity_at"])
+    head = ["row", "settings", *(f"{int(mark):,}" for mark in marks), "all", "parameters", "relative time"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for result in results:
-        at = result["perplexity_at"]
-        cells = [result["row"], result["settings"], *(f"{at[str(mark)]:.2f}" for mark in marks)]
+        cells = [result["row"], result["settings"], *(f"{result['perplexity_at'][mark]:.2f}" for mark in marks)]
         relative = result["seconds"] / results[0]["seconds"]
         cells += [f"{result['perplexity']:.2f}", f"{result['extra_parameters']:,}", f"{relative:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--book", type=Path, required=True, help="a plain-text book")
-    parser.add_argument("--tokens", type=int, default=50_000, help="how many tokens of it are read")
-    parser.add_argument("--backbone", default=backbone.MLP_NAME, choices=[backbone.MLP_NAME])
-    parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--stride", type=int, default=256)
-    parser.add_argument("--context", choices=["recompute", "cache"], default="recompute")
-    parser.add_argument("--sweep", action="store_true", help="the settings to choose from, in place of the rows")
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of the rows to read with, from 0")
-    parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args(argv)
+def _start(
+    row: Row, context: str, window: int, stride: int, ids: torch.Tensor
+) -> tuple[Iterator[Chunk], TestTimeTrainer, int]:
+    """Gives a row's reading, its trainer, and its extra parameters."""
+    model, parameters = _build(row)
+    trainer = TestTimeTrainer(
+        model,
+        window=window * row.windows,
+        stride=stride,
+        learning_rate=row.learning_rate,
+        context=row.context or context,
+        writer=None if row.writer is None else SlotWriter(model, **row.writer),
+    )
+    return trainer.read(ids), trainer, parameters
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    torch.set_num_threads(arguments.threads)
-    _, tokenizer = backbone.load(name=arguments.backbone)
-    ids = tokenize(tokenizer, unwrap(arguments.book.read_text(encoding="utf-8")), arguments.tokens)
-    arguments.marks = [mark for mark in MARKS if mark <= len(ids)]
-    began = time.perf_counter()
-    rows = [Row("none"), *SWEEP] if arguments.sweep else ROWS
-    if arguments.only:
-        rows = [rows[number] for number in arguments.only]
-    results = read_in_turns(rows, arguments, ids)
-    read = results[0]["tokens"]
-    print(to_table(results, [mark for mark in arguments.marks if mark <= read]))
-    summary = {
-        "benchmark": "pg19, first block" + (", sweep" if arguments.sweep else ""),
-        "backbone": arguments.backbone,
-        "book": arguments.book.name,
-        "tokens": read,
-        "window": arguments.window,
-        "stride": arguments.stride,
-        "context": arguments.context,
-        "seed": 0,
-        "threads": arguments.threads,
-        "hardware": f"CPU, {platform.machine()}",
-        "seconds": time.perf_counter() - began,
-        "rows": results,
-    }
-    print(json.dumps(summary))
-
-
-if __name__ == "__main__":
-    main()
+def _build(row: Row) -> tuple[nn.Module, int]:
+    """Gives a fresh base with a row's adapter, and how many parameters that adds."""
+    base, _ = backbone.load(name=backbone.MLP_NAME)
+    base.requires_grad_(False)
+    if row.kind == "none":
+        return base, 0
+    torch.manual_seed(0)
+    if row.kind == "lora":
+        config = LoraConfig(r=row.r, lora_alpha=row.r, lora_dropout=0.0, target_modules="all-linear")
+    else:
+        config = LocasConfig(r=row.r, init_strategy=row.kind, scaling=float(row.r))
+    model = get_peft_model(base, config)
+    return model, sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

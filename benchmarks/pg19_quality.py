@@ -45,18 +45,17 @@ class Job:
         return out / "readings" / self.document / name
 
 
-def list_jobs(table: Table, documents: list[str], seeds: int | None = None) -> list[Job]:
+def list_jobs(table: Table, seeds: int | None = None) -> list[Job]:
     """Gives the readings of a table, row by row.
 
     Args:
         table: see `pg19_rows`.
-        documents: names of those to read.
         seeds: at most so many of a row's seeds.
     """
     return [
         Job(row, document, table.tokens, seed, table.unread, table.unread_tokens if table.unread else 0)
         for row in table.rows
-        for document in documents
+        for document in table.documents
         for seed in range(min(row.seeds, seeds or row.seeds))
     ]
 

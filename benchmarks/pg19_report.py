@@ -11,6 +11,7 @@ from pg19_rows import APART
 
 from locas_peft.evaluation.perplexity import perplexity
 
+NOTHING = "(nothing read yet)"
 Readings = list[tuple[Job, dict[str, Any]]]
 
 
@@ -21,7 +22,49 @@ def to_markdown(name: str, readings: Readings) -> str:
         name: in `pg19_rows.TABLES`.
         readings: what lies in the folder for it, row by row.
     """
-    return _FORMS[name](readings) if readings else "(nothing read yet)"
+    return _FORMS[name](readings) if readings else NOTHING
+
+
+def shorten(value: dict[str, Any]) -> dict[str, Any]:
+    """Gives a reading without its single chunks and without what it has no value for."""
+    return {key: item for key, item in value.items() if key != "chunks" and item is not None and item != {}}
+
+
+def timing_to_markdown(value: dict[str, Any]) -> str:
+    """Gives the table of times, operations and memory; absolute times only for a GPU.
+
+    Args:
+        value: what `timing.json` holds.
+    """
+    gpu = not value["hardware"].startswith("CPU")
+    first, second = list(value["rows"][0]["relative_time"])
+    head = [
+        *("row", "parameters", "on disk, MB", f"time / {first}", "with its start", f"time / {second}"),
+        *("with its start", *(() if gpu else (f"processor time / {first}",)), f"operations / {first}"),
+        *(("tokens/s", "s for 200K tokens") if gpu else ()),
+        *("peak above the model, MB", "in the first quarter"),
+    ]
+    rows = []
+    for row in value["rows"]:
+        cells = [row["row"], f"{row['extra_parameters']:,}", f"{row['adapter_bytes'] / 1e6:.2f}"]
+        for none in (first, second):
+            cells += [f"{row['relative_time'][none]:.2f}", f"{row['relative_time_with_start'][none]:.2f}"]
+        cells += [] if gpu else [f"{row['relative_processor_time'][first]:.2f}"]
+        cells.append(f"{row['relative_operations'][first]:.2f}")
+        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['seconds_for_200k_tokens']:.1f}"] if gpu else []
+        cells += [_megabytes(row["peak_bytes"]), _megabytes(row["peak_bytes_early"])]
+        rows.append(cells)
+    versions = ", ".join(f"{name} {value[name]}" for name in ("torch", "transformers", "peft"))
+    about = (
+        f"{value['model']}, {value['dtype']}, window {value['window']:,}, stride {value['stride']:,}, "
+        f"{value['tokens']:,} tokens, {value['rows'][0]['turns']} turns; {value['hardware']}, "
+        f"threads: {value['threads']}, {versions}"
+    )
+    return f"{about}\n\n{_table(head, rows)}"
+
+
+def _megabytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e6:.1f}"
 
 
 def _headline(readings: Readings) -> str:

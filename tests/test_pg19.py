@@ -1,0 +1,289 @@
+"""The PG-19 benchmark: readings are kept and gone on from, tables come from the folder, ratios count what they say."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from locas_peft import text
+from locas_peft.methods import Settings
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+SMALL = ["--window", "32", "--stride", "16"]
+
+
+@pytest.fixture
+def pg19(monkeypatch):
+    """The script as a module; what it imports from its folder is forgotten again."""
+    threads, known = torch.get_num_threads(), set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("pg19")
+    torch.set_num_threads(threads)
+    for name in set(sys.modules) - known:
+        if name.startswith(("pg19", "overhead")):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory):
+    """A folder of short texts under the names of the benchmark's books."""
+    folder = tmp_path_factory.mktemp("books")
+    reference = text.python_reference()
+    for number, name in enumerate(["1684", "2118", "3649", "36235", "5274"]):
+        (folder / f"{name}.txt").write_text(reference[5000 * number : 5000 * number + 3000], encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def call(pg19, books, tmp_path, capsys):
+    """Runs the command on the books; gives its JSON and what it printed, on stdout and on stderr."""
+
+    def run(*arguments):
+        pg19.main(["--books", str(books), "--out", str(tmp_path / "out"), *SMALL, *arguments])
+        printed = capsys.readouterr()
+        return json.loads(printed.out.splitlines()[-1]), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def fail(call, capsys):
+    """Runs a command that must not succeed; gives the one line that says why."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as raised:
+            call(*arguments)
+        capsys.readouterr()
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    return run
+
+
+HEADLINE = ["--table", "headline", "--rows", "none, cache,locas-glu@16", "--tokens", "80"]
+
+
+def test_readings_are_kept_and_the_table_is_made_from_the_folder(call, pg19, tmp_path, monkeypatch):
+    summary, printed, _ = call(*HEADLINE, "--documents", "3649,1684")
+    readings = summary["tables"]["headline"]["readings"]
+    assert [(value["row"], value["document"]) for value in readings] == [
+        ("none, cache", "3649"),
+        ("none, cache", "1684"),
+        ("locas-glu@16", "3649"),
+        ("locas-glu@16", "1684"),
+    ]
+    assert all(value["scored_tokens"] == 79 and value["window"] == 32 for value in readings)
+    assert readings[0]["adapter_bytes"] == 0 < 4 * readings[2]["extra_parameters"] <= readings[2]["adapter_bytes"]
+    assert "| row | rate | parameters | 3649 | 1684 | mean of 3649 |" in printed
+    assert json.loads((tmp_path / "out" / "pg19.json").read_text())["tables"] == summary["tables"]
+    assert (tmp_path / "out" / "pg19.md").read_text().strip() in printed
+
+    monkeypatch.setattr(sys.modules["pg19_quality"], "read_job", None)  # nothing is left to be read
+    again, _, progress = call(*HEADLINE, "--documents", "3649,1684")
+    assert again["tables"] == summary["tables"] and progress == ""
+    collected, _, _ = call("--table", "headline", "--tokens", "80", "--collect")
+    assert collected["tables"] == summary["tables"]
+
+
+def test_a_stopped_run_goes_on(call, fail, pg19, tmp_path, monkeypatch):
+    quality = sys.modules["pg19_quality"]
+    read, done = quality.read_job, []
+
+    def stop_at_the_second(base, job, *rest):
+        if len(done) == 1:
+            raise KeyboardInterrupt
+        done.append(job.document)
+        return read(base, job, *rest)
+
+    monkeypatch.setattr(quality, "read_job", stop_at_the_second)
+    width = ["--table", "width", "--rows", "none,locas-glu@4", "--tokens", "80"]
+    assert fail(*width) == "pg19: stopped; what was read whole is kept, and the same command goes on"
+    files = list((tmp_path / "out" / "readings" / "3649").iterdir())
+    assert [path.name for path in files] == ["none_cache-seed0-80.json"]
+    monkeypatch.setattr(quality, "read_job", read)
+    summary, _, progress = call(*width)
+    assert progress.startswith("1/1 3649: locas-glu@4, seed 0: ")
+    assert len(summary["tables"]["width"]["readings"]) == 2
+
+
+def test_a_folder_of_other_settings_or_texts_is_refused(call, fail, pg19, books, tmp_path, capsys):
+    row = ["--table", "width", "--rows", "none", "--tokens", "80"]
+    call(*row)
+    path = tmp_path / "out" / "readings" / "3649" / "none_cache-seed0-80.json"
+    expected = f"pg19: stride must be 16 as in {str(path)!r}, got 8: choose another --out, or delete that file"
+    assert fail(*row, "--stride", "8") == expected
+    other = tmp_path / "3649.txt"
+    other.write_text((books / "5274.txt").read_text(), encoding="utf-8")
+    with pytest.raises(SystemExit) as raised:
+        pg19.main(["--books", str(other), "--out", str(tmp_path / "out"), *SMALL, *row])
+    assert str(raised.value) == f"pg19: {str(path)!r} is of another text named '3649': choose another --out"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--documents", "1"], "--documents must be among 1684, 2118, 36235, 3649, 5274, got '1': check the name"),
+        (
+            ["--table", "width", "--rows", "x"],
+            "--rows must be beginnings of names, got 'x': choose among none, cache;",
+        ),
+        (
+            ["--table", "timing", "--timing-tokens", "300"],
+            "--timing-tokens must be at least 336 for these windows, got 300: raise it",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(fail, arguments, message):
+    assert fail(*arguments).startswith(f"pg19: {message}")
+
+
+def test_books_that_a_table_needs_are_asked_for(pg19, books, tmp_path):
+    def complain(*arguments):
+        with pytest.raises(SystemExit) as raised:
+            pg19.main([*arguments, "--out", str(tmp_path), "--tokens", "80"])
+        return str(raised.value)
+
+    training, read = str(books / "2118.txt"), str(books / "1684.txt")
+    assert complain() == "pg19: --books must name text files or folders of them, got none: give it, or --dataset"
+    assert complain("--books", training, "--table", "width") == (
+        "pg19: --books must hold one of 3649 for this table, got 2118: add it"
+    )
+    assert complain("--books", read, "--table", "curves") == (
+        "pg19: --books must hold '5274', which is left unread in --table curves: add the file"
+    )
+
+
+def test_any_texts_will_do(pg19, books, tmp_path, capsys):
+    mine = tmp_path / "mine.txt"
+    mine.write_text((books / "5274.txt").read_text(), encoding="utf-8")
+    pg19.main(["--books", str(mine), "--out", str(tmp_path / "out"), *SMALL, "--rows", "none", "--tokens", "80"])
+    (table,) = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"].values()
+    assert [value["document"] for value in table["readings"]] == ["mine"] * 2
+
+
+def test_forgetting_is_the_rise_on_unread_books(call, pg19):
+    rows = ["--rows", "none,lora@8, lr 0.002", "--tokens", "200"]
+    summary, printed, _ = call("--table", "curves", *rows)
+    before, after = summary["tables"]["curves"]["readings"]
+    assert before["unread"].keys() == after["unread"].keys() == {"5274", "36235"}
+    assert before["unread_tokens"] == 20
+    mean = [sum(value["unread"].values()) / 2 for value in (before, after)]
+    assert mean[0] != mean[1]
+    assert f"| {mean[1]:.2f} | {mean[1] - mean[0]:+.2f} |" in printed
+
+
+def test_the_sweep_marks_the_best_rate_of_each_group(pg19):
+    rows, report = sys.modules["pg19_rows"], sys.modules["pg19_report"]
+    quality = sys.modules["pg19_quality"]
+    values = {"lora@16, lr 0.001": 9.0, "lora@16, lr 0.002": 8.0, "locas-glu@16, lr 0.001": 8.5}
+    readings = []
+    for name, perplexity in values.items():
+        row = next(row for row in rows.TABLES["sweep"].rows if row.name == name)
+        value = {"perplexity": perplexity, "extra_parameters": 5, "tokens_read": 80}
+        readings.append((quality.Job(row, "1684", 80, 0), value))
+    table = report.to_markdown("sweep", readings).splitlines()
+    assert table[2:] == [
+        "| lora@16, lr 0.001 | 5 | 9.000 |",
+        "| lora@16, lr 0.002 | 5 | **8.000** |",
+        "| locas-glu@16, lr 0.001 | 5 | **8.500** |",
+    ]
+
+
+def test_the_mean_over_documents_is_weighted_by_tokens(pg19):
+    report, quality, rows = (sys.modules[f"pg19_{name}"] for name in ("report", "quality", "rows"))
+
+    def reading(document, perplexity, nll_nats, tokens):
+        value = {"perplexity": perplexity, "nll_nats": nll_nats, "scored_tokens": tokens, "tokens_read": tokens + 1}
+        value |= {"learning_rate": None, "extra_parameters": 0, "perplexity_at": {}, "perplexity_between": {}}
+        return quality.Job(rows.NONE, document, None, 0), value
+
+    table = report.to_markdown("headline", [reading("3649", 2.0, 300.0, 100), reading("5274", 3.0, 100.0, 300)])
+    assert table.splitlines()[2] == "| none, cache | - | 0 | 2.00 | 3.00 | 2.72 |"  # exp(400 / 400)
+
+
+def test_rows_are_read_with_the_settings_that_they_name(pg19):
+    rows = sys.modules["pg19_rows"]
+    common = Settings("none", window=64, stride=16, max_tokens=80)
+    found = {row.name: row.settings(common, seed=2) for row in rows.TABLES["headline"].rows}
+    assert len(found) == len(rows.TABLES["headline"].rows)
+    assert all((value.stride, value.max_tokens, value.seed) == (16, 80, 2) for value in found.values())
+    assert found["long, 4 windows"].window == 256
+    assert (found["none, recompute"].context, found["none, cache"].context) == ("recompute", "cache")
+    published = found["lora@64, 2 epochs, recompute"]
+    assert (published.epochs, published.context, published.r) == (2, "recompute", 64)
+    assert found["locas-glu@64, upper layers"].layers_to_transform == "upper"
+    assert (found["locas-glu@64, paper"].scaling, found["locas-glu@64"].scaling) == (1.0, 64.0)
+
+
+def test_frozen_rates_are_the_sweeps_own(pg19):
+    rows = sys.modules["pg19_rows"]
+    swept: dict[str, set] = {}
+    for row in rows.TABLES["sweep"].rows[1:]:
+        swept.setdefault(row.name.rpartition(", lr ")[0], set()).add(row.given["learning_rate"])
+    for name, rate in rows.RATES.items():
+        if name in swept:
+            assert rate in swept[name], name
+
+
+def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypatch, capsys):
+    timing, shapes = sys.modules["pg19_timing"], sys.modules["pg19_shapes"]
+
+    def in_this_process(load, rows, common, ids):
+        return {row.name: timing._measure(load, row.settings(common), ids[:96]) for row in rows}
+
+    monkeypatch.setattr(timing, "measure_memory", in_this_process)
+    arguments = ["--shapes", "tiny", "--window", "32", "--stride", "16", "--out", str(tmp_path)]
+    pg19.main([*arguments, "--timing-tokens", "400", "--rows", "none,locas-glu@16"])
+    (value,) = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"].values()
+    measured = {row["row"]: row for row in value["rows"]}
+    recompute, cache, locas = (measured[name] for name in ("none, recompute", "none, cache", "locas-glu@16"))
+    assert recompute["relative_time"]["none, recompute"] == recompute["relative_operations"]["none, recompute"] == 1
+    assert locas["extra_parameters"] == 2 * 16 * 3 * 64
+    assert locas["adapter_bytes"] > 4 * locas["extra_parameters"]
+    assert locas["peak_bytes"] >= locas["peak_bytes_early"] >= 0
+
+    # A cached chunk: S tokens through all matrices of layers and head, and through attention over the window but one.
+    shape, tokens, keys = shapes.SHAPES["tiny"], 16, 16 + 15
+    hidden, width, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    projections = hidden * 16 * (4 + 2 + 2 + 4) + 3 * hidden * width
+    attention = 2 * 2 * tokens * keys * 4 * 16
+    expected = layers * (2 * tokens * projections + attention) + 2 * tokens * hidden * shape["vocab_size"]
+    assert cache["operations_a_token"] * 16 == expected
+    # Learning costs what reading costs at most twice more, and less than three times as the first layer's own inputs
+    # need no gradients.
+    assert 1.5 < locas["relative_operations"]["none, cache"] < 3
+    assert "| locas-glu@16 | 6,144 |" in (tmp_path / "pg19-shapes.md").read_text()
+
+
+@pytest.mark.slow
+def test_memory_is_measured_in_processes_of_their_own(pg19, books, tmp_path):
+    from functools import partial
+
+    rows, timing = sys.modules["pg19_rows"], sys.modules["pg19_timing"]
+    load = partial(sys.modules["pg19_shapes"].load, "tiny", "float32", "cpu")
+    ids = torch.randint(0, 512, (400,), generator=torch.Generator().manual_seed(0))
+    found = timing.measure_memory(load, [rows.NONE, rows.lora(64)], Settings("none", window=32, stride=16), ids)
+    assert found["lora@64"]["peak_bytes"] > found["none, cache"]["peak_bytes"] >= 0
+
+
+def test_the_first_block_is_one_table_of_the_command(call, fail, tmp_path):
+    block = ["--table", "first-block", "--rows", "none,TempLoRA", "--tokens", "100"]
+    summary, printed, _ = call(*block)
+    table = summary["tables"]["first-block"]
+    assert [row["row"] for row in table["results"]] == ["none", "none, window x2", "none, cached", "TempLoRA"]
+    assert all(row["tokens"] == 100 for row in table["results"])
+    assert table["results"][0]["perplexity"] == pytest.approx(table["results"][2]["perplexity"], rel=0.02)
+    assert "| none | - |" in printed
+    path = tmp_path / "out" / "first-block.json"
+    assert fail(*block[:-1], "90") == (
+        f"pg19: tokens must be 100 as in {str(path)!r}, got 90: choose another --out, or delete that file"
+    )
+
+
+def test_plots_are_drawn_of_what_was_read(call, tmp_path):
+    call("--table", "headline,width,curves", "--rows", "none,locas-glu@64", "--quick", "--tokens", "60", "--plot")
+    names = {path.name for path in (tmp_path / "out").glob("*.png")}
+    assert names == {"perplexity-3649.png", "perplexity-parameters.png", "gain-forgetting.png"}
