@@ -7,7 +7,6 @@ function. All of them run in the same loop (`TestTimeTrainer`), so that their fi
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import re
 import shutil
@@ -29,6 +28,7 @@ from . import backbone, checkpoint
 from .evaluation.perplexity import at_marks, cumulative, perplexity
 from .files import staged, write_json
 from .loading import MEMORY_CONFIG
+from .text import digest_ids
 from .ttt import Anchor, Chunk, TestTimeTrainer, write_own_text
 from .tuner import STRATEGIES, LocasConfig, SlotWriter
 from .tuner.ffn import find_ffns
@@ -476,7 +476,7 @@ def read_with(
         nll_nats, scored_tokens = sum(chunk.nll_nats for chunk in chunks), sum(chunk.tokens for chunk in chunks)
         reading = Reading(
             settings=settings,
-            text_sha256=_digest(input_ids),
+            text_sha256=digest_ids(input_ids),
             scored_tokens=scored_tokens,
             nll_nats=nll_nats,
             perplexity=perplexity(nll_nats, scored_tokens),
@@ -659,7 +659,7 @@ def find_finished(memory_dir: str | Path, settings: Settings, input_ids: torch.L
         raise ValueError(
             f"{field} must be {there[field]!r} as in the memory in {str(folder)!r}, got {here[field]!r}: {remedy}"
         )
-    if reading.text_sha256 != _digest(input_ids[: settings.max_tokens]):
+    if reading.text_sha256 != digest_ids(input_ids[: settings.max_tokens]):
         raise ValueError(f"--out {str(folder)!r} holds the memory of another text: {remedy}")
     return reading
 
@@ -695,11 +695,6 @@ def _save_checkpoint(trainer: TestTimeTrainer, directory: Path) -> None:
             with suppress(OSError):
                 folder.rmdir()
         raise
-
-
-def _digest(input_ids: torch.LongTensor) -> str:
-    """SHA-256 of token ids [T] as little-endian 64-bit integers."""
-    return hashlib.sha256(input_ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
 # ---------------------------------------------------------------------- peak memory
