@@ -211,9 +211,7 @@ def run_tables(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.plot:
         for path in pg19_plots.draw(found, arguments.out):
             print(path, file=sys.stderr)
-    for table in found.values():
-        table["readings"] = [pg19_report.shorten(value) for value in table.get("readings", [])]
-    return found
+    return {name: _compact(table) for name, table in found.items()}
 
 
 def timed_rows(chosen: list[str] | None) -> list[Row]:
@@ -243,6 +241,10 @@ def _with_markdown(path: Path, to_markdown: Callable[[Any], str]) -> dict[str, A
         return {"markdown": pg19_report.NOTHING}
     value = json.loads(path.read_text(encoding="utf-8"))
     return {"markdown": to_markdown(value), **value}
+
+
+def _compact(table: dict[str, Any]) -> dict[str, Any]:
+    return {**table, **pg19_report.compact(table["readings"])} if table.get("readings") else table
 
 
 def _check_same(here: dict[str, Any], there: dict[str, Any], path: Path) -> None:

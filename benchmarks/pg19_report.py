@@ -25,9 +25,17 @@ def to_markdown(name: str, readings: Readings) -> str:
     return _FORMS[name](readings) if readings else NOTHING
 
 
-def shorten(value: dict[str, Any]) -> dict[str, Any]:
-    """Gives a reading without its single chunks and without what it has no value for."""
-    return {key: item for key, item in value.items() if key != "chunks" and item is not None and item != {}}
+def compact(values: list[dict[str, Any]]) -> dict[str, Any]:
+    """Gives readings for a summary: without their single chunks, and what all of them share once.
+
+    Args:
+        values: at least one, as the folder has them.
+    """
+    values = [{key: item for key, item in value.items() if key != "chunks"} for value in values]
+    first, *others = values
+    shared = {key: item for key, item in first.items() if others and all(other[key] == item for other in others)}
+    own = [{key: item for key, item in value.items() if key not in shared and item is not None} for value in values]
+    return {"shared": {key: item for key, item in shared.items() if item is not None}, "readings": own}
 
 
 def timing_to_markdown(value: dict[str, Any]) -> str:
@@ -37,19 +45,20 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
         value: what `timing.json` holds.
     """
     gpu = not value["hardware"].startswith("CPU")
-    first, second = list(value["rows"][0]["relative_time"])
-    head = [
-        *("row", "parameters", "on disk, MB", f"time / {first}", "with its start", f"time / {second}"),
-        *("with its start", *(() if gpu else (f"processor time / {first}",)), f"operations / {first}"),
-        *(("tokens/s", "s for 200K tokens") if gpu else ()),
-        *("peak above the model, MB", "in the first quarter"),
-    ]
+    references = list(value["rows"][0]["relative_time"])
+    first = references[0]
+    head = ["row", "parameters", "on disk, MB"]
+    head += [cell for name in references for cell in (f"time / {name}", "with its start")]
+    head += [] if gpu else [f"processor time / {name}" for name in references]
+    head += [f"operations / {first}"]
+    head += ["tokens/s", "s for 200K tokens"] if gpu else []
+    head += ["peak above the model, MB", "in the first quarter"]
     rows = []
     for row in value["rows"]:
         cells = [row["row"], f"{row['extra_parameters']:,}", f"{row['adapter_bytes'] / 1e6:.2f}"]
-        for none in (first, second):
-            cells += [f"{row['relative_time'][none]:.2f}", f"{row['relative_time_with_start'][none]:.2f}"]
-        cells += [] if gpu else [f"{row['relative_processor_time'][first]:.2f}"]
+        for name in references:
+            cells += [f"{row['relative_time'][name]:.2f}", f"{row['relative_time_with_start'][name]:.2f}"]
+        cells += [] if gpu else [f"{row['relative_processor_time'][name]:.2f}" for name in references]
         cells.append(f"{row['relative_operations'][first]:.2f}")
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['seconds_for_200k_tokens']:.1f}"] if gpu else []
         cells += [_megabytes(row["peak_bytes"]), _megabytes(row["peak_bytes_early"])]
@@ -119,7 +128,7 @@ def _over_seeds(readings: Readings) -> str:
     for name, own in _by_row(readings).items():
         values = [value["perplexity"] for _, value in own]
         spread = f"{min(values):.3f} to {max(values):.3f}" if len(values) > 1 else "-"
-        last = [list(value["perplexity_between"].values())[-1] for _, value in own]
+        last = [_last(value) for _, value in own]
         rows.append(
             [
                 name,
@@ -138,22 +147,31 @@ def _over_seeds(readings: Readings) -> str:
 
 
 def _sweep(readings: Readings) -> str:
+    """Perplexity over all that was read and over its last part, where the best of each group is in bold."""
     documents = _names(job.document for job, _ in readings)
-    best = {}
+    best: dict[tuple[str, str], float] = {}
     for job, value in readings:
         key = (_group(job), job.document)
-        best[key] = min(best.get(key, math.inf), value["perplexity"])
+        best[key] = min(best.get(key, math.inf), _last(value))
     rows = []
     for name, own in _by_row(readings).items():
+        of = {job.document: (job, value) for job, value in own}
         cells = []
         for document in documents:
-            found = next((value for job, value in own if job.document == document), None)
-            cell = "-" if found is None else f"{found['perplexity']:.3f}"
-            single = found is None or found["perplexity"] > best[_group(own[0][0]), document]
-            cells.append(cell if single or own[0][0].row.method == "none" else f"**{cell}**")
+            if document not in of:
+                cells += ["-", "-"]
+                continue
+            job, value = of[document]
+            chosen = job.row.method != "none" and _last(value) == best[_group(job), document]
+            cells += [f"{value['perplexity']:.3f}", f"**{_last(value):.3f}**" if chosen else f"{_last(value):.3f}"]
         rows.append([name, f"{own[0][1]['extra_parameters']:,}", *cells])
-    tokens = readings[0][1]["tokens_read"]
-    return _table(["row", "parameters", *(f"{d}, first {tokens:,}" for d in documents)], rows)
+    tokens, span = readings[0][1]["tokens_read"], list(readings[0][1]["perplexity_between"])[-1]
+    heads = (f"{document}, {part}" for document in documents for part in (f"first {tokens:,}", f"tokens {span}"))
+    return _table(["row", "parameters", *heads], rows)
+
+
+def _last(value: dict[str, Any]) -> float:
+    return list(value["perplexity_between"].values())[-1]
 
 
 def _curves(readings: Readings) -> str:

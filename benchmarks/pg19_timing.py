@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pg19_rows import NONE, NONE_RECOMPUTE, Row
+from pg19_rows import NONE, NONE_RECOMPUTE, TEMPLORA, Row
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -39,23 +39,23 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
         base: a causal LM without adapters; not changed.
         rows: among them both rows `none`.
         common: see `Row.settings`.
-        ids: LongTensor [T]; the last whole chunk of it is only counted, in operations, and not timed.
+        ids: LongTensor [T]; the chunks of the last turn are only counted, in operations, and not timed.
 
     Returns:
-        One dictionary a row. `relative_time` and `relative_processor_time` map each `none` to the median over turns of
-        that turn's ratio, once every row's context is full; `..._with_start` is the ratio of the sums over all turns,
-        making the memory, calibration and the first steps included. `relative_operations` is that of one chunk's
-        operations in products of matrices and in attention: what the time would be if they were all that costs.
+        One dictionary a row. `relative_time` and `relative_processor_time` map both `none`, and TempLoRA where it is
+        among the rows, to the median over turns of that turn's ratio, once every row's context is full;
+        `..._with_start` is the ratio of the sums over all turns, making the memory, calibration and the first steps
+        included. `relative_operations` is that of one turn's operations, in products of matrices and in attention:
+        what the time would be if they were all that costs.
 
     Raises:
         ValueError: the text is too short for three turns with full contexts.
     """
-    chunks = len(ids) // common.stride - 1
-    turns = chunks // TURN_CHUNKS
+    turns = len(ids) // common.stride // TURN_CHUNKS - 1
     filling = max(row.windows for row in rows) * common.window // common.stride
     first = -(-filling // TURN_CHUNKS)
     if turns - first < 3:
-        needed = ((first + 3) * TURN_CHUNKS + 1) * common.stride
+        needed = (first + 4) * TURN_CHUNKS * common.stride
         raise ValueError(f"--timing-tokens must be at least {needed:,} for these windows, got {len(ids):,}: raise it")
     wall = {row.name: [] for row in rows}
     processor = {row.name: [] for row in rows}
@@ -72,19 +72,19 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
         for name, reading in readings.items():  # what came before the first chunk
             wall[name][0] += reading.start[0]
             processor[name][0] += reading.start[1]
-    tokens = (turns - first) * TURN_CHUNKS * common.stride
+    turn_tokens = TURN_CHUNKS * common.stride
+    tokens = (turns - first) * turn_tokens
+    references = [row.name for row in (NONE_RECOMPUTE, NONE, TEMPLORA) if row.name in wall]
     return [
         {
             "row": row.name,
             "extra_parameters": parameters[row.name],
-            "relative_time": _ratios(wall, row.name, first),
-            "relative_time_with_start": _ratios_of_sums(wall, row.name),
-            "relative_processor_time": _ratios(processor, row.name, first),
-            "relative_processor_time_with_start": _ratios_of_sums(processor, row.name),
-            "relative_operations": {
-                none.name: operations[row.name] / operations[none.name] for none in (NONE_RECOMPUTE, NONE)
-            },
-            "operations_a_token": operations[row.name] / common.stride,
+            "relative_time": _ratios(wall, row.name, references, first),
+            "relative_time_with_start": _ratios_of_sums(wall, row.name, references),
+            "relative_processor_time": _ratios(processor, row.name, references, first),
+            "relative_processor_time_with_start": _ratios_of_sums(processor, row.name, references),
+            "relative_operations": {name: operations[row.name] / operations[name] for name in references},
+            "operations_a_token": operations[row.name] / turn_tokens,
             "tokens_per_second": tokens / sum(wall[row.name][first:]),
             "seconds_for_200k_tokens": MEMORIZED_TOKENS * sum(wall[row.name][first:]) / tokens,
             "turns": turns - first,
@@ -125,13 +125,14 @@ class _Reading:
         return clock.read()
 
     def count_operations(self) -> int:
-        """Counts those of one chunk's products of matrices and of its attention, forward and backward."""
+        """Reads a turn's chunks; gives their operations in products of matrices and in attention, both passes."""
         cpu = {
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
         }
         with FlopCounterMode(display=False, custom_mapping=cpu) as counter:
-            next(self._chunks)
+            for _ in range(TURN_CHUNKS):
+                next(self._chunks)
         return counter.get_total_flops()
 
 
@@ -148,16 +149,15 @@ class _Clock:
         return time.perf_counter() - self._began[0], time.process_time() - self._began[1]
 
 
-def _ratios(seconds: dict[str, list[float]], name: str, first: int) -> dict[str, float]:
-    own = seconds[name][first:]
+def _ratios(seconds: dict[str, list[float]], name: str, references: list[str], first: int) -> dict[str, float]:
     return {
-        none.name: statistics.median(mine / base for mine, base in zip(own, seconds[none.name][first:], strict=True))
-        for none in (NONE_RECOMPUTE, NONE)
+        other: statistics.median(a / b for a, b in zip(seconds[name][first:], seconds[other][first:], strict=True))
+        for other in references
     }
 
 
-def _ratios_of_sums(seconds: dict[str, list[float]], name: str) -> dict[str, float]:
-    return {none.name: sum(seconds[name]) / sum(seconds[none.name]) for none in (NONE_RECOMPUTE, NONE)}
+def _ratios_of_sums(seconds: dict[str, list[float]], name: str, references: list[str]) -> dict[str, float]:
+    return {other: sum(seconds[name]) / sum(seconds[other]) for other in references}
 
 
 def _count_attention(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from locas_peft import text
+from locas_peft import backbone, methods, text
 from locas_peft.methods import Settings
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -68,14 +68,14 @@ HEADLINE = ["--table", "headline", "--rows", "none, cache,locas-glu@16", "--toke
 
 def test_readings_are_kept_and_the_table_is_made_from_the_folder(call, pg19, tmp_path, monkeypatch):
     summary, printed, _ = call(*HEADLINE, "--documents", "3649,1684")
-    readings = summary["tables"]["headline"]["readings"]
+    shared, readings = (summary["tables"]["headline"][key] for key in ("shared", "readings"))
     assert [(value["row"], value["document"]) for value in readings] == [
         ("none, cache", "3649"),
         ("none, cache", "1684"),
         ("locas-glu@16", "3649"),
         ("locas-glu@16", "1684"),
     ]
-    assert all(value["scored_tokens"] == 79 and value["window"] == 32 for value in readings)
+    assert (shared["scored_tokens"], shared["window"], shared["stride"]) == (79, 32, 16)
     assert readings[0]["adapter_bytes"] == 0 < 4 * readings[2]["extra_parameters"] <= readings[2]["adapter_bytes"]
     assert "| row | rate | parameters | 3649 | 1684 | mean of 3649 |" in printed
     assert json.loads((tmp_path / "out" / "pg19.json").read_text())["tables"] == summary["tables"]
@@ -132,7 +132,7 @@ def test_a_folder_of_other_settings_or_texts_is_refused(call, fail, pg19, books,
         ),
         (
             ["--table", "timing", "--timing-tokens", "300"],
-            "--timing-tokens must be at least 336 for these windows, got 300: raise it",
+            "--timing-tokens must be at least 384 for these windows, got 300: raise it",
         ),
     ],
 )
@@ -161,34 +161,36 @@ def test_any_texts_will_do(pg19, books, tmp_path, capsys):
     mine.write_text((books / "5274.txt").read_text(), encoding="utf-8")
     pg19.main(["--books", str(mine), "--out", str(tmp_path / "out"), *SMALL, "--rows", "none", "--tokens", "80"])
     (table,) = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"].values()
-    assert [value["document"] for value in table["readings"]] == ["mine"] * 2
+    assert (table["shared"]["document"], len(table["readings"])) == ("mine", 2)
 
 
 def test_forgetting_is_the_rise_on_unread_books(call, pg19):
     rows = ["--rows", "none,lora@8, lr 0.002", "--tokens", "200"]
     summary, printed, _ = call("--table", "curves", *rows)
-    before, after = summary["tables"]["curves"]["readings"]
+    table = summary["tables"]["curves"]
+    before, after = table["readings"]
     assert before["unread"].keys() == after["unread"].keys() == {"5274", "36235"}
-    assert before["unread_tokens"] == 20
+    assert table["shared"]["unread_tokens"] == 20
     mean = [sum(value["unread"].values()) / 2 for value in (before, after)]
     assert mean[0] != mean[1]
     assert f"| {mean[1]:.2f} | {mean[1] - mean[0]:+.2f} |" in printed
 
 
-def test_the_sweep_marks_the_best_rate_of_each_group(pg19):
+def test_the_sweep_marks_the_rate_that_ends_best_in_each_group(pg19):
     rows, report = sys.modules["pg19_rows"], sys.modules["pg19_report"]
     quality = sys.modules["pg19_quality"]
-    values = {"lora@16, lr 0.001": 9.0, "lora@16, lr 0.002": 8.0, "locas-glu@16, lr 0.001": 8.5}
+    values = {"lora@16, lr 0.001": (8.0, 9.0), "lora@16, lr 0.002": (9.0, 8.0), "locas-glu@16, lr 0.001": (8.5, 8.5)}
     readings = []
-    for name, perplexity in values.items():
+    for name, (whole, last) in values.items():
         row = next(row for row in rows.TABLES["sweep"].rows if row.name == name)
-        value = {"perplexity": perplexity, "extra_parameters": 5, "tokens_read": 80}
-        readings.append((quality.Job(row, "1684", 80, 0), value))
+        value = {"perplexity": whole, "perplexity_between": {"0-60": 7.0, "60-80": last}}
+        readings.append((quality.Job(row, "1684", 80, 0), {**value, "extra_parameters": 5, "tokens_read": 80}))
     table = report.to_markdown("sweep", readings).splitlines()
+    assert table[0] == "| row | parameters | 1684, first 80 | 1684, tokens 60-80 |"
     assert table[2:] == [
-        "| lora@16, lr 0.001 | 5 | 9.000 |",
-        "| lora@16, lr 0.002 | 5 | **8.000** |",
-        "| locas-glu@16, lr 0.001 | 5 | **8.500** |",
+        "| lora@16, lr 0.001 | 5 | 8.000 | 9.000 |",
+        "| lora@16, lr 0.002 | 5 | 9.000 | **8.000** |",
+        "| locas-glu@16, lr 0.001 | 5 | 8.500 | **8.500** |",
     ]
 
 
@@ -269,13 +271,17 @@ def test_memory_is_measured_in_processes_of_their_own(pg19, books, tmp_path):
     assert found["lora@64"]["peak_bytes"] > found["none, cache"]["peak_bytes"] >= 0
 
 
-def test_the_first_block_is_one_table_of_the_command(call, fail, tmp_path):
+def test_the_first_block_is_one_table_of_the_command(call, fail, books, tmp_path):
     block = ["--table", "first-block", "--rows", "none,TempLoRA", "--tokens", "100"]
     summary, printed, _ = call(*block)
     table = summary["tables"]["first-block"]
     assert [row["row"] for row in table["results"]] == ["none", "none, window x2", "none, cached", "TempLoRA"]
     assert all(row["tokens"] == 100 for row in table["results"])
-    assert table["results"][0]["perplexity"] == pytest.approx(table["results"][2]["perplexity"], rel=0.02)
+    base, tokenizer = backbone.load(name=backbone.MLP_NAME)
+    ids = text.tokenize(tokenizer, text.unwrap((books / "3649.txt").read_text(encoding="utf-8")), 100)
+    expected = methods.score(base.requires_grad_(False), ids, Settings("none", window=32, stride=16, context="cache"))
+    assert table["results"][2]["perplexity"] == pytest.approx(expected, rel=1e-6)
+    assert [row["extra_parameters"] for row in table["results"]] == [0, 0, 0, 1_572_864]
     assert "| none | - |" in printed
     path = tmp_path / "out" / "first-block.json"
     assert fail(*block[:-1], "90") == (
