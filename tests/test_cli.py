@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from locas_peft import backbone, cli, files, methods, text
+from locas_peft import backbone, checkpoint, cli, files, methods, text
 from locas_peft.tuner import STRATEGIES
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
@@ -233,6 +233,28 @@ def test_resume_starts_afresh_where_there_is_nothing(run, tmp_path):
             ["text.txt", "--resume", "--overwrite"],
             "--resume and --overwrite exclude each other: go on, or start afresh",
         ),
+        (
+            ["text.txt", "--window", "64", "--stride", "128"],
+            "window must be at least the stride (128), got 64: the window holds the chunk; raise it, or lower the "
+            "stride",
+        ),
+        (
+            ["text.txt", "--window", "4096"],
+            "--window must be within the model's 2048 positions, got 4096: lower it",
+        ),
+        (
+            ["text.txt", "--layers", "top"],
+            "--layers must be upper, or indices separated by commas, got 'top': write 3,4,5, say",
+        ),
+        (
+            ["text.txt", "--layers", "5,6"],
+            "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got 6: lower it",
+        ),
+        (
+            ["text.txt", "--epsilon", "0.1"],
+            "epsilon has no meaning for the method 'locas-glu', got 0.1: leave it out",
+        ),
+        (["text.txt", "--stride", "0"], "Invalid value for '--stride'"),
         (["text.txt", "--max-tokens", "1"], "Invalid value for '--max-tokens'"),
         (["text.txt", "--r", "many"], "Invalid value for '--r'"),
     ],
@@ -247,6 +269,115 @@ def test_bad_input_is_one_line(arguments, message, run, tmp_path):
     assert stderr.count("\n") == 1
     assert message.startswith("Invalid") or stderr == f"error: {message}\n"
     assert names(tmp_path) == before
+
+
+def test_a_text_shorter_than_a_window_is_one_chunk(run, tmp_path):
+    (tmp_path / "short.txt").write_text("A text of a few words.")
+    code, stdout, _ = run("memorize", "short.txt", "--out", "memory", "--r", 4, "--json", "-", "--device", "cpu")
+    assert code == 0
+    value = json.loads(stdout)
+    assert value["window"] == 512 > value["scored_tokens"] and len(value["curve"]) == 1
+    assert value["curve"][0][0] == value["scored_tokens"] + 1
+    assert names(tmp_path / "memory") == MEMORY_FILES
+
+
+def test_each_shared_option_arrives_in_the_settings(run):
+    options = {
+        "--r": ("r", 4),
+        "--init": ("init", "random"),
+        "--lr": ("learning_rate", 0.01),
+        "--scaling": ("scaling", 3.0),
+        "--anchor": ("anchor", 0.5),
+        "--anchor-every": ("anchor_every", 2),
+        "--window": ("window", 64),
+        "--stride": ("stride", 32),
+        "--context": ("context", "recompute"),
+        "--epochs": ("epochs", 2),
+        "--seed": ("seed", 3),
+        "--max-tokens": ("max_tokens", 40),
+    }
+    given = [word for option, (_, value) in options.items() for word in (option, value)]
+    code, stdout, _ = run(
+        "compare", "text.txt", "--methods", "locas-glu", "--layers", "upper", *given, "--device", "cpu", "--json", "-"
+    )
+    assert code == 0
+    (value,) = json.loads(stdout)
+    assert {field: value[field] for field, _ in options.values()} == dict(options.values())
+    assert value["layers_to_transform"] == "upper"
+    assert value["extra_parameters"] == 3 * 3 * 4 * 256, "three of six layers"
+
+
+# ---------------------------------------------------------------------- unfinished readings
+
+
+@pytest.fixture
+def unfinished(run, tmp_path, monkeypatch):
+    """The folder of a reading that was interrupted after four chunks, and the command that made it."""
+    call = methods._call
+
+    def interrupt(callback, chunk):
+        call(callback, chunk)
+        if chunk.index == 3:
+            raise KeyboardInterrupt
+
+    arguments = ["memorize", "text.txt", "--r", 8, *FAST, "--checkpoint-seconds", 0]
+    with monkeypatch.context() as patched:
+        patched.setattr(methods, "_call", interrupt)
+        assert run(*arguments, "--out", "parts")[0] == 130
+    return tmp_path / "parts", arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lr", 0.5], "learning_rate must be 0.002 as in the checkpoint in 'parts/checkpoint', got 0.5: "),
+        (["--r", 4], "adapter 'default': r must be 8 as in the checkpoint in 'parts/checkpoint', got 4: "),
+        (["--max-tokens", 280], "text must be the one that the checkpoint in 'parts/checkpoint' was begun with, "),
+        (["--dtype", "bfloat16"], "model must be the one of the checkpoint in 'parts/checkpoint', got other base "),
+    ],
+)
+def test_a_checkpoint_of_another_reading_is_one_line_and_stands(run, unfinished, options, message):
+    folder, arguments = unfinished
+    before = (folder / "checkpoint" / "checkpoint.safetensors").read_bytes()
+    code, stdout, stderr = run(*arguments, *options, "--out", "parts", "--resume")
+    assert (code, stdout) == (2, "")
+    assert stderr.splitlines()[-1].startswith(f"error: {message}") and stderr.count("error") == 1
+    assert (folder / "checkpoint" / "checkpoint.safetensors").read_bytes() == before
+
+
+def test_a_second_writer_is_one_line_and_harms_nothing(run, unfinished):
+    pytest.importorskip("fcntl")
+    folder, arguments = unfinished
+    before = (folder / "checkpoint" / "checkpoint.safetensors").read_bytes()
+    lock = checkpoint.Lock(folder / "checkpoint")
+    code, _, stderr = run(*arguments, "--out", "parts", "--resume")
+    lock.release()
+    assert (code, stderr) == (
+        2,
+        f"error: checkpoint folder must have one writer, got 'parts/checkpoint' which process {os.getpid()} is using: "
+        "wait for it, or choose another folder\n",
+    )
+    assert (folder / "checkpoint" / "checkpoint.safetensors").read_bytes() == before
+
+
+def test_a_full_disk_at_the_end_loses_nothing_that_was_learned(run, unfinished, monkeypatch):
+    folder, arguments = unfinished
+    replace = os.replace
+
+    def fill(source, target):
+        if ".partial" in str(source):
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files.os, "replace", fill)
+        code, _, stderr = run(*arguments, "--out", "parts", "--resume")
+    assert code == 2 and "error: the disk is full while writing " in stderr
+    assert names(folder) == ["checkpoint"]
+    assert run(*arguments, "--out", "parts", "--resume")[0] == 0
+    assert run(*arguments, "--out", "whole")[0] == 0
+    name = "adapter_model.safetensors"
+    assert (folder / name).read_bytes() == (folder.parent / "whole" / name).read_bytes()
 
 
 def test_memorize_needs_a_folder(run):

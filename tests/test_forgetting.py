@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zipfile
 from contextlib import nullcontext
 
@@ -12,8 +13,16 @@ from families import make_host, make_tokens
 from peft import LoraConfig, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone, cli
-from locas_peft.evaluation.forgetting import Drift, by_paradigm, measure_drift, read_blimp, score_pairs
+from locas_peft.evaluation.forgetting import (
+    Drift,
+    by_paradigm,
+    measure_drift,
+    perplexity_rise,
+    read_blimp,
+    score_pairs,
+)
 from locas_peft.evaluation.harness import evaluate_tasks
+from locas_peft.evaluation.intervals import rise_interval
 from locas_peft.evaluation.scoring import encode_pair, score_targets
 
 PAIRS = {
@@ -122,6 +131,34 @@ def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
         sum(kl * n for kl, n in zip(after.chunk_kl_nats, [7, *[8] * 5, 2], strict=True)) / 49
     )
     assert Drift.from_json(json.loads(json.dumps(after.to_json()))) == after
+
+
+def test_the_rise_is_paired_over_chunks():
+    rng = torch.Generator().manual_seed(0)
+    tokens = [16] * 40
+    before = (3 + torch.randn(40, generator=rng, dtype=torch.float64)).mul(16).tolist()
+    after = [nll + 1.6 for nll in before]
+    found = rise_interval(before, after, tokens)
+    perplexity = torch.tensor(sum(before) / sum(tokens)).exp().item()
+    assert found.mean == pytest.approx(perplexity * (torch.tensor(0.1).exp().item() - 1), rel=1e-5)
+    assert 0 < found.low < found.mean < found.high < 2 * found.mean, "chunks that differ much, but all rise alike"
+    assert found.n == 40 and found == rise_interval(before, after, tokens)
+    same = rise_interval(before, before, tokens)
+    assert (same.mean, same.low, same.high) == (0, 0, 0)
+    assert math.isnan(rise_interval(before[:1], after[:1], tokens[:1]).low)
+    assert rise_interval([], [], []).n == 0
+
+
+def test_the_rise_needs_the_same_chunks():
+    ids, model = make_tokens(1, 50)[0], make_host("llama")
+    one, two = (measure_drift(model, nullcontext, ids, 16, stride) for stride in (8, 16))
+    assert perplexity_rise(one, one).mean == 0 and sum(one.chunk_nll_nats) == pytest.approx(one.nll_nats)
+    with pytest.raises(ValueError, match=r"^before and after must be of the same chunks, got 7 and 4 of them"):
+        perplexity_rise(one, two)
+    record = one.to_json()
+    del record["chunk_tokens"]
+    with pytest.raises(ValueError, match=r"^drift must have chunk_tokens, got a record without it: measure again"):
+        Drift.from_json(record)
 
 
 def test_drift_is_the_kl_from_the_reference_to_the_model():

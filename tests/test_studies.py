@@ -218,6 +218,10 @@ def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_pa
         assert found["disabled_perplexity"] == figures["before"]["unread_perplexity"]
         assert found["unread_perplexity"] != figures["before"]["unread_perplexity"]
         assert found["kl_per_token"]["other"]["mean_over_tokens"] > 0
+        rise = found["unread_rise"]["other"]
+        difference = found["unread_perplexity"]["other"] - figures["before"]["unread_perplexity"]["other"]
+        assert rise["mean"] == pytest.approx(difference)
+        assert rise["n"] == 1 or rise["low"] <= rise["mean"] <= rise["high"]
         assert found["blimp_drop"]["n"] == 2
     stamp = (tmp_path / "o/forgetting/after-lora.json").stat().st_mtime_ns
     code, _, _ = run(*args, "--method", "none,lora,locas-glu,locas-glu@2", "--lr", "0.02")
@@ -253,6 +257,41 @@ def test_perplexity_of_several_documents(run, tmp_path):
     code, _, _ = run("perplexity", "other.txt", "--out", "alone", "--method", "locas-glu", *FAST)
     fresh = read(tmp_path / "alone/perplexity/locas-glu/other.json")
     assert fresh["nll_nats"] == alone["nll_nats"], "a fresh memory for each document"
+
+
+def test_a_reading_that_was_broken_off_goes_on_inside_its_document(run, tmp_path, monkeypatch):
+    from locas_peft import methods
+
+    args = ["perplexity", "book.txt", "--method", "locas-glu", *FAST]
+    assert run(*args, "--out", "whole")[0] == 0
+    read_with, begun = methods.read_with, []
+
+    def often(base, ids, settings, *, on_chunk, **options):
+        def keep(chunk):
+            begun.append(chunk.index)
+            on_chunk(chunk)
+            if len(begun) == 3:
+                raise KeyboardInterrupt
+
+        return read_with(base, ids, settings, on_chunk=keep, **{**options, "checkpoint_seconds": 0.0})
+
+    monkeypatch.setattr("locas_peft.studies.perplexity.read_with", often)
+    assert run(*args, "--out", "parts")[0] == 130
+    assert [path.name for path in (tmp_path / "parts/perplexity/locas-glu").iterdir()] == ["book.checkpoint"]
+    assert run(*args, "--out", "parts")[0] == 0
+    assert begun[:3] == [0, 1, 2] and begun[3:5] == [0, 1], "told of again, not read again"
+    whole, parts = (read(tmp_path / name / "perplexity/locas-glu/book.json") for name in ("whole", "parts"))
+    assert parts["nll_nats"] == whole["nll_nats"] and parts["curve"] == whole["curve"]
+    assert [path.name for path in (tmp_path / "parts/perplexity/locas-glu").iterdir()] == ["book.json"]
+
+
+def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
+    args = ["perplexity", "book.txt", "--out", "o", "--method", "locas-glu", *FAST]
+    code, _, err = run(*args, "--layers", "9")
+    assert code == 2 and "layers_to_transform must lie below 6" in err
+    assert run(*args)[0] == 0
+    code, _, err = run(*args, "--layers", "3")
+    assert code == 2 and "layers_to_transform must be None as in the results in 'o', got [3]" in err
 
 
 def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, tmp_path):

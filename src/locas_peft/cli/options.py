@@ -69,6 +69,10 @@ class MethodOptions:
     layers_to_transform: Annotated[
         str | None, typer.Option("--layers", help="Only these: upper, or 3,4,5. Default: all.", metavar="LIST")
     ] = None
+    anchor: Annotated[
+        float | None, typer.Option(help="How hard a memory is held to the base on text of the base's own.", min=0.0)
+    ] = None
+    anchor_every: Annotated[int | None, typer.Option(help="Held at one step in so many.", min=1)] = None
     window: Annotated[
         int | None, typer.Option(help="Tokens the model sees at once. Default: 512; with --model up to 2048.", min=1)
     ] = None
