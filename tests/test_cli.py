@@ -160,16 +160,16 @@ def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
     assert names(tmp_path / "memory") == sorted([*MEMORY_FILES, "notes.txt"])
 
 
+def interrupt(callback, chunk):
+    """Stands for `methods._call`: ends a reading after its fourth chunk."""
+    callback(chunk)
+    if chunk.index == 3:
+        raise KeyboardInterrupt
+
+
 def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch):
     arguments = ["memorize", "text.txt", "--r", 8, *FAST, "--checkpoint-seconds", 0]
     assert run(*arguments, "--out", "whole")[0] == 0
-
-    call = methods._call
-
-    def interrupt(callback, chunk):
-        call(callback, chunk)
-        if chunk.index == 3:
-            raise KeyboardInterrupt
 
     monkeypatch.setattr(methods, "_call", interrupt)
     code, stdout, stderr = run(*arguments, "--out", "parts")
@@ -313,13 +313,6 @@ def test_each_shared_option_arrives_in_the_settings(run):
 @pytest.fixture
 def unfinished(run, tmp_path, monkeypatch):
     """The folder of a reading that was interrupted after four chunks, and the command that made it."""
-    call = methods._call
-
-    def interrupt(callback, chunk):
-        call(callback, chunk)
-        if chunk.index == 3:
-            raise KeyboardInterrupt
-
     arguments = ["memorize", "text.txt", "--r", 8, *FAST, "--checkpoint-seconds", 0]
     with monkeypatch.context() as patched:
         patched.setattr(methods, "_call", interrupt)

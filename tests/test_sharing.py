@@ -180,6 +180,17 @@ def test_commands_that_cannot_share_refuse_in_one_line(index, monkeypatch, capsy
     assert capsys.readouterr() == ("", "" if index else line)
 
 
+def test_accelerate_that_started_one_process_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    with pytest.raises(SystemExit):
+        cli.main(["eval", "perplexity", "none.txt", "--device", "cpu"])
+    remark, error = capsys.readouterr().err.splitlines()
+    assert remark.startswith("accelerate launch --cpu has started one process: ")
+    assert error.startswith("error: text must be an existing file, got 'none.txt'")
+
+
 def launch(*args, folder) -> list[tuple[int, str, str]]:
     """Runs `locas eval` in two processes, with what `torchrun` sets; gives code, stdout and stderr of each."""
     with socket.socket() as free:

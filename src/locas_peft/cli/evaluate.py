@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -64,7 +65,7 @@ def perplexity(
     from ..studies.run import without_memory
 
     stdout, stderr = make_consoles(None)
-    processes = _join(base)
+    processes = _join(base, stderr)
     with processes.together():
         _check_place(out)
         if bool(texts) == (dataset is not None):
@@ -119,7 +120,7 @@ def locomo(
     from ..studies.run import digest_file
 
     stdout, stderr = make_consoles(None)
-    processes = _join(base)
+    processes = _join(base, stderr)
     with processes.together():
         _check_place(out)
         plan = Plan(
@@ -197,7 +198,7 @@ def forgetting(
     from ..text import read_text
 
     stdout, stderr = make_consoles(None)
-    processes = _join(base)
+    processes = _join(base, stderr)
     with processes.together():
         _check_place(out)
         recipe = teaching.to_recipe()
@@ -256,13 +257,17 @@ def report(
 # ---------------------------------------------------------------------- shared work
 
 
-def _join(base: BaseOptions) -> Processes:
+def _join(base: BaseOptions, stderr: Console) -> Processes:
     """Finds the other processes, if any; from here on an error of all of them is told once."""
     from .. import loading
     from ..studies.sharing import join
 
     quieten()
-    return join(cpu=base.device == "cpu" or loading.choose_device("auto").type == "cpu")
+    processes = join(cpu=base.device == "cpu" or loading.choose_device("auto").type == "cpu")
+    # A place to meet and nobody to be met: Accelerate's --cpu leaves the starting of processes to mpirun.
+    if processes.count == 1 and "MASTER_PORT" in os.environ and os.environ.get("ACCELERATE_USE_CPU") == "True":
+        stderr.print("accelerate launch --cpu has started one process: with --multi_gpu, or torchrun, it is several")
+    return processes
 
 
 def _check_place(out: Path) -> None:
