@@ -1,11 +1,11 @@
 """The rows of the PG-19 tables, and the settings that they are read with.
 
-The learning rates in `RATES` were chosen by this rule, before a book of `HEADLINE` was opened: for each method and width
-the rate of the sweep's grid with the lowest perplexity over the last quarter of what the sweep reads of book 1684,
-since a whole book is mostly what comes later. What is not swept takes the rate of the nearest width that is, the lower
-one between two; LoRA of two epochs half its rate for one. The embedded backbone was trained on every training book, so
-that a sweep on one of them (2118) gains too little to tell rates apart; it is printed too. Book 1684 had been explored
-on before, and therefore stands apart in every table.
+The learning rates in `RATES` were chosen by this rule, before a book of `HEADLINE` was opened: for each method and
+width the rate of the sweep's grid with the lowest perplexity over the last quarter of what the sweep reads of book
+1684, since a whole book is mostly what comes later. What is not swept takes the rate of the nearest width that is, the
+lower one between two; LoRA of two epochs half its rate for one. The embedded backbone was trained on every training
+book, so that a sweep on one of them (2118) gains too little to tell rates apart; it is printed too. Book 1684 had been
+explored on before, and therefore stands apart in every table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RATES: dict[str, float] = {
     "locas-glu@256": 4e-3,
     "locas-glu@64, paper": 4e-3,
 }
-"""By method, width and what else sets a row apart. "paper" is tau and rate as published; all others have tau times r."""
+"""By method, width and what else sets a row apart. "paper" has tau and rate as published, all others tau times r."""
 
 STRATEGIES = ("gaussian", "activation", "random", "bottomk", "topk")
 DRAWN = ("gaussian", "random")

@@ -337,6 +337,56 @@ def test_presets_fill_in_what_is_not_given():
     assert (none.r, none.learning_rate, none.init, none.scaling) == (None, None, None, None)
 
 
+@pytest.mark.parametrize("method", ["lora", "locas-glu"])
+@pytest.mark.parametrize(("layers", "indices"), [("upper", {3, 4, 5}), ([5, 0], {0, 5}), (None, set(range(6)))])
+def test_some_layers_alone_are_trained(method, layers, indices, base):
+    settings = small(method, r=4, layers_to_transform=layers)
+    with attached(base, settings) as model:
+        trained = [name.split(".layers.")[1] for name, p in model.named_parameters() if p.requires_grad]
+        kinds = {name.partition(".")[2].partition(".locas_")[0].partition(".lora_")[0] for name in trained}
+    assert {int(name.partition(".")[0]) for name in trained} == indices
+    projections = {"self_attn." + part for part in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    projections |= {"mlp." + part for part in ("gate_proj", "up_proj", "down_proj")}
+    assert kinds == ({"mlp"} if method == "locas-glu" else projections)
+
+
+@pytest.mark.parametrize("method", ["lora", "locas-glu"])
+def test_all_layers_named_are_all_layers(method, base, input_ids):
+    named, all_of_them = (
+        read_with(base, input_ids[:200], small(method, r=4, layers_to_transform=layers))
+        for layers in (tuple(range(6)), None)
+    )
+    assert named.settings.layers_to_transform == [0, 1, 2, 3, 4, 5]
+    assert (named.nll_nats, named.extra_parameters) == (all_of_them.nll_nats, all_of_them.extra_parameters)
+
+
+def test_layers_survive_json_and_an_older_reading_has_none(base, input_ids, tmp_path):
+    settings = small("locas-glu", r=4, layers_to_transform=(4, 5))
+    reading = read_with(base, input_ids[:130], settings, memory_dir=tmp_path)
+    assert find_finished(tmp_path, settings, input_ids[:130]) == reading
+    message = "^layers_to_transform must be \\[4, 5\\] as in the memory in .*, got 'upper': choose another folder"
+    with pytest.raises(ValueError, match=message):
+        find_finished(tmp_path, small("locas-glu", r=4, layers_to_transform="upper"), input_ids[:130])
+    older = small("locas-glu", r=4)
+    value = dataclasses.replace(reading, settings=older).to_json()
+    del value["layers_to_transform"]
+    assert Reading.from_json(value).settings == older
+
+
+def test_layers_that_a_model_does_not_have_are_named(base, input_ids):
+    message = "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got 6: lower it"
+    for method in ("lora", "locas-glu"):
+        with pytest.raises(ValueError) as raised:
+            read_with(base, input_ids, small(method, layers_to_transform=[5, 6]))
+        assert str(raised.value) == message
+
+
+def test_the_upper_half_of_an_odd_number_of_layers_is_the_larger_one():
+    host = tiny_two_layer_host()
+    host.config.num_hidden_layers = 5
+    assert methods.find_layers(host, "upper") == [2, 3, 4]
+
+
 @pytest.mark.parametrize("preset", methods.PRESETS)
 def test_presets_know_every_method(preset):
     assert methods.PRESETS[preset].keys() == methods.METHODS.keys()
@@ -349,6 +399,20 @@ def test_presets_know_every_method(preset):
         ("lora", {"preset": "best"}, "preset must be one of paper, tuned, got 'best'"),
         ("locas-glu", {"init": "zero"}, f"init must be one of {', '.join(STRATEGIES)}, got 'zero'"),
         ("lora", {"init": "topk"}, "init has no meaning for the method 'lora', got topk: leave it out"),
+        *(
+            (
+                "lora",
+                {"layers_to_transform": layers},
+                f"layers_to_transform must be 'upper' or different layer indices from 0 on, got {layers!r}: "
+                "leave it out for all layers",
+            )
+            for layers in ("lower", [], [-1], [1, 1], [True], 3)
+        ),
+        (
+            "none",
+            {"layers_to_transform": "upper"},
+            "layers_to_transform has no meaning for the method 'none', got upper: leave it out",
+        ),
         ("none", {"r": 8}, "r has no meaning for the method 'none', got 8: leave it out"),
         ("lora", {"r": 0}, "r must be at least 1, got 0: raise it, or leave it out"),
         (
