@@ -4,7 +4,7 @@ Importing this package registers `PeftType.LOCAS` with PEFT and does nothing els
 """
 
 from .registration import register
-from .ttt import Chunk, TestTimeTrainer
+from .ttt import Anchor, Chunk, TestTimeTrainer, read_many, write_own_text
 from .tuner import (
     LocasConfig,
     LocasLayer,
@@ -22,6 +22,7 @@ register()
 __version__ = "0.1.0"
 
 __all__ = [
+    "Anchor",
     "Chunk",
     "LocasConfig",
     "LocasLayer",
@@ -31,6 +32,8 @@ __all__ = [
     "calibrate",
     "compress",
     "empty_memories",
+    "read_many",
     "rescale",
+    "write_own_text",
     "write_tokens",
 ]
