@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import locas_peft
 from locas_peft import LocasConfig, checkpoint
 from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import Chunk, TestTimeTrainer, token_losses
+from locas_peft.ttt import Chunk, TestTimeTrainer, read_many, token_losses
 from locas_peft.ttt import losses as losses_module
 from locas_peft.ttt import trainer as trainer_module
 
@@ -320,12 +320,46 @@ def test_an_injected_adapter_learns():
     assert all(chunk.learned for chunk in second)
 
 
-def test_no_graph_is_built_below_the_lowest_memory():
-    model, graphs = make_model("locas", layers_to_transform=[1]), []
-    for layer in model.get_base_model().model.layers:
-        layer.register_forward_hook(lambda _, args, output: graphs.append(output.requires_grad))
-    list(TestTimeTrainer(model, **SETTINGS).read(make_ids(8)))
-    assert graphs[-2:] == [False, True]
+def watch_gradients(model) -> tuple[set[str], list[str]]:
+    """From now on: the modules whose output is in a graph, and those that a gradient reached, at each time."""
+    in_graph, reached = set(), []
+
+    def watch(name: str, output) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                in_graph.add(name)
+                tensor.register_hook(lambda gradient: reached.append(name))
+
+    for name, module in model.get_base_model().named_modules():
+        if name and "locas_" not in name and not name.endswith("act_fn"):  # parts of the memory, and what it calls
+            module.register_forward_hook(lambda _, args, output, name=name: watch(name, output))
+    return in_graph, reached
+
+
+@pytest.mark.parametrize("reader", ["one document", "many"])
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("lowest", [0, 1])
+def test_no_gradient_is_computed_below_the_lowest_memory(lowest, context, reader):
+    model = make_model("locas", layers_to_transform=[lowest])
+    in_graph, reached = watch_gradients(model)
+    ids = make_ids(40)
+    if reader == "many":
+        records = [r["x"] for r in read_many(model, {"x": ids, "y": ids.flip(0)}, **SETTINGS, context=context)]
+    else:
+        records = list(TestTimeTrainer(model, **SETTINGS, context=context).read(ids))
+    assert len(records) == 5 and all(chunk.learned for chunk in records)
+
+    # In the lowest layer that has one, only what follows the memory: neither its attention nor the host's own FFN.
+    expected = {f"model.layers.{lowest}", f"model.layers.{lowest}.mlp", "model.norm", "lm_head"}
+    above = {
+        name
+        for name, _ in model.get_base_model().named_modules()
+        if name.startswith("model.layers.1.") and lowest == 0
+    }
+    assert expected <= in_graph and in_graph <= expected | above | {"model.layers.1"}
+    assert set(reached) == in_graph
+    assert ("model.layers.1.self_attn.q_proj" in in_graph) == (lowest == 0)
+    assert all(reached.count(name) == 5 for name in expected)  # once a chunk
 
 
 def test_dropout_is_off_and_each_modules_mode_stands_between_chunks():
