@@ -46,7 +46,7 @@ from locas_peft.methods import Settings
 from locas_peft.studies.documents import load_column, read_documents
 from locas_peft.text import tokenize, unwrap
 
-QUICK_TOKENS = 2_000
+QUICK_TOKENS = 1_000
 TABLE_NAMES = [*TABLES, "timing", *pg19_first_block.BLOCKS]
 
 
@@ -130,7 +130,7 @@ class Run:
         arguments, path = self._arguments, self._arguments.out / "timing.json"
         if not arguments.collect:
             document = self._choose_documents((APART, *HEADLINE))[0]
-            ids = self._get_ids(document)[: arguments.timing_tokens or 21 * self.common.window]
+            ids = self._get_ids(document)[: arguments.timing_tokens or arguments.timing_windows * self.common.window]
             timing = measure(self._base, self._load, timed_rows(arguments.rows), self.common, ids)
             write_json(path, {"document": document, **timing})
         return _with_markdown(path, pg19_report.timing_to_markdown)
@@ -176,7 +176,7 @@ def measure(
 ) -> dict[str, Any]:
     """Measures time, operations and memory of rows; gives `rows`, and what they were measured with."""
     timing = pg19_timing.time_rows(base, rows, common, ids)
-    memory = pg19_timing.measure_memory(load, rows, common, ids[: 8 * common.window])
+    memory = pg19_timing.measure_memory(load, rows, common, ids[: len(ids) // 3])
     return {
         **{"model": common.model, "dtype": common.dtype, "tokens": len(ids)},
         **{"window": common.window, "stride": common.stride},
@@ -194,7 +194,7 @@ def run_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
         window = arguments.window or pg19_shapes.WINDOWS[shape]
         dtype = str(base.dtype).removeprefix("torch.")
         common = Settings("none", model=shape, window=window, stride=arguments.stride or window // 2, dtype=dtype)
-        ids = pg19_shapes.draw(base, arguments.timing_tokens or 21 * window)
+        ids = pg19_shapes.draw(base, arguments.timing_tokens or arguments.timing_windows * window)
         value = measure(base, load, timed_rows(arguments.rows), common, ids)
         write_json(arguments.out / f"shapes-{shape}.json", value)
         found[shape] = {"markdown": pg19_report.timing_to_markdown(value), **value}
@@ -283,7 +283,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     work.add_argument("--rows", type=_split, help="read only rows whose names begin so; with commas, no blanks")
     work.add_argument("--documents", type=_split, help="read only these documents; with commas")
     work.add_argument("--tokens", type=int, help="the first so many tokens of each document at most")
-    work.add_argument("--timing-tokens", type=int, help="tokens that are timed (21 windows)")
+    work.add_argument("--timing-tokens", type=int, help="tokens that are timed (21 windows, --quick 12)")
     work.add_argument("--seeds", type=int, help="so many seeds at most")
     work.add_argument("--quick", action="store_true", help=f"{QUICK_TOKENS:,} tokens, one document a table, one seed")
     work.add_argument("--collect", action="store_true", help="read nothing: tables of what lies in --out")
@@ -302,8 +302,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         for name in getattr(arguments, option) or ():
             if name not in known:
                 parser.error(f"--{option} must be among {', '.join(known)}, got {name!r}")
+    arguments.timing_windows = 21
     if arguments.quick:
         arguments.tokens, arguments.seeds = arguments.tokens or QUICK_TOKENS, arguments.seeds or 1
+        arguments.timing_windows = 12
     return arguments
 
 
