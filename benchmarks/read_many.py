@@ -26,9 +26,8 @@ import torch
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from locas_peft import LocasConfig, TestTimeTrainer, backbone
+from locas_peft import LocasConfig, TestTimeTrainer, backbone, read_many
 from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import read_many
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
