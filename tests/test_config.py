@@ -70,6 +70,14 @@ def test_lists_become_sets():
         ({"max_slot_norm": "1"}, TypeError, "max_slot_norm must be a number, or None for no clip, got '1'."),
         ({"scaling": "r"}, TypeError, "scaling must be a number, got 'r'."),
         ({"scaling": float("nan")}, ValueError, "scaling must be finite, got nan."),
+        ({"row_norm": "4"}, TypeError, "row_norm must be a number, got '4'."),
+        ({"row_norm": 0}, ValueError, "row_norm must be a finite number above 0, got 0."),
+        (
+            {"row_norm": 4.0},
+            ValueError,
+            "row_norm must be at most max_slot_norm (1.0), got 4.0: the first step would clip the rows; raise "
+            "max_slot_norm, or set it to None.",
+        ),
         ({"max_slot_norm": 0}, ValueError, "max_slot_norm must be above 0, or None for no clip, got 0."),
         ({"pad_to_multiple_of": 0}, ValueError, "pad_to_multiple_of must be at least 1, got 0."),
         (

@@ -47,6 +47,17 @@ def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family):
         assert not down.any()
 
 
+@pytest.mark.parametrize("strategy", [*CALIBRATED, *AT_ONCE])
+def test_row_norm_makes_the_same_rows_longer(strategy):
+    unit, long = (
+        make_model(init_strategy=strategy, **norms) for norms in ({}, {"row_norm": 4, "max_slot_norm": None})
+    )
+    for model in (unit, long):
+        if empty_memories(model):
+            calibrate(model, [make_tokens()])
+    assert torch.equal(weights_of(long), 4 * weights_of(unit)) and weights_of(unit).any()
+
+
 def test_bottomk_is_the_other_end_of_topk():
     top, bottom = make_model(r=24), make_model(r=24, init_strategy="bottomk")
     for model in (top, bottom):

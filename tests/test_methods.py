@@ -114,6 +114,21 @@ def test_methods_score_the_same_first_chunk_and_learn_from_then_on(base, input_i
     assert readings["locas-glu"].extra_parameters == 6 * 64 * 3 * 256
 
 
+def test_norms_of_the_settings_reach_the_memory(base):
+    for given, expected in (
+        ({}, (1.0, 1.0)),
+        ({"row_norm": 4.0, "max_slot_norm": 0.0}, (4.0, None)),
+        ({"row_norm": 0.5, "max_slot_norm": 2.0}, (0.5, 2.0)),
+    ):
+        with attached(base, small("locas-glu", **given)) as model:
+            config = model.peft_config["default"]
+            assert (config.row_norm, config.max_slot_norm) == expected
+    with pytest.raises(ValueError, match="row_norm has no meaning for the method 'lora', got 2.0: leave it out"):
+        Settings.from_preset("lora", row_norm=2.0)
+    with pytest.raises(ValueError, match="row_norm must be a finite number above 0, got -1.0"):
+        Settings.from_preset("locas-glu", row_norm=-1.0)
+
+
 def test_a_reading_says_what_it_did(base, input_ids):
     seen = []
     reading = read_with(base, input_ids, small("locas-glu", r=8, max_tokens=300), on_chunk=seen.append)

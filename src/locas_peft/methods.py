@@ -37,6 +37,7 @@ CHECKPOINT_FOLDER = "checkpoint"
 READING = "reading.json"
 """What a memory's folder holds besides PEFT's files: the reading that made it."""
 
+_PAPERS_NORMS = {"row_norm": None, "max_slot_norm": None}
 _PLAIN = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
@@ -44,9 +45,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {
         "none": {},
         "lora": {"r": 64, "learning_rate": 1e-3, **_PLAIN},
-        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 4e-3, "scaling": 1.0, **_PLAIN},
+        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 4e-3, "scaling": 1.0, **_PAPERS_NORMS, **_PLAIN},
         "locas-mlp": {
-            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_PLAIN},
+            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_PAPERS_NORMS, **_PLAIN},
             **{"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8},
         },
     },
@@ -54,9 +55,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "tuned": {
         "none": {},
         "lora": {"r": 64, "learning_rate": 1e-3, **_PLAIN},
-        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 2e-3, "scaling": "r", **_PLAIN},
+        "locas-glu": {"r": 64, "init": "topk", "learning_rate": 2e-3, "scaling": "r", **_PAPERS_NORMS, **_PLAIN},
         "locas-mlp": {
-            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_PLAIN},
+            **{"r": 64, "init": "write", "learning_rate": 4e-3, "scaling": "r", **_PAPERS_NORMS, **_PLAIN},
             **{"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8},
         },
     },
@@ -79,6 +80,8 @@ class Settings:
         init: strategy that makes a memory's gate and up rows.
         learning_rate: of AdamW.
         scaling: multiplies tau, which is divided by `r`.
+        row_norm: the norm of a memory's rows at the start; None for 1, the paper's.
+        max_slot_norm: the radius of the norm clip, 0 for no clip; None for 1, the paper's.
         update: of a memory that is written (init "write"): "bp" also trains the slots, "nlsvd" only writes and folds
             them by NL-SVD. A memory that is not written is trained, whatever this says.
         epsilon: length of a written value.
@@ -107,6 +110,8 @@ class Settings:
     init: str | None = None
     learning_rate: float | None = None
     scaling: float | None = None
+    row_norm: float | None = None
+    max_slot_norm: float | None = None
     update: str | None = None
     epsilon: float | None = None
     slots_per_chunk: int | None = None
@@ -140,7 +145,7 @@ class Settings:
         _check_layers(self.layers_to_transform)
         if isinstance(self.layers_to_transform, tuple):
             object.__setattr__(self, "layers_to_transform", list(self.layers_to_transform))  # as JSON gives it back
-        for name in ("learning_rate", "scaling", "epsilon", "anchor"):
+        for name in ("learning_rate", "scaling", "row_norm", "epsilon", "anchor"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ValueError(f"{name} must be a finite number above 0, got {value}: leave it out for the preset's")
@@ -195,6 +200,8 @@ METHOD_FIELDS = (
     "init",
     "learning_rate",
     "scaling",
+    "row_norm",
+    "max_slot_norm",
     "update",
     "epsilon",
     "slots_per_chunk",
@@ -347,11 +354,15 @@ def _name_projections(base: PreTrainedModel) -> list[str]:
 
 
 def _memory_config(base: PreTrainedModel, settings: Settings) -> LocasConfig:
+    norms = {} if settings.row_norm is None else {"row_norm": settings.row_norm}
+    if settings.max_slot_norm is not None:
+        norms["max_slot_norm"] = settings.max_slot_norm or None
     return LocasConfig(
         r=settings.r,
         init_strategy=settings.init,
         scaling=settings.scaling,
         layers_to_transform=find_layers(base, settings.layers_to_transform),
+        **norms,
         seed=settings.seed,
         task_type="CAUSAL_LM",
     )

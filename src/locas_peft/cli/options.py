@@ -61,6 +61,12 @@ class MethodOptions:
     scaling: Annotated[
         float | None, typer.Option(help="Multiplies tau, the memory's output scale. Default: the preset's.")
     ] = None
+    row_norm: Annotated[
+        float | None, typer.Option(help="Norm of a memory's rows at the start: above 1 its slots are sharper.")
+    ] = None
+    max_slot_norm: Annotated[
+        float | None, typer.Option(help="Radius of the norm clip, 0 for no clip. Default: the paper's 1.", min=0.0)
+    ] = None
     update: Annotated[
         str | None, typer.Option(help="Of a written memory: bp trains its slots too, nlsvd only writes and folds.")
     ] = None

@@ -35,6 +35,8 @@ class LocasConfig(PeftConfig):
             suits less.
         scaling: multiplies tau, the paper's output scale (mean norm of the host's down columns, divided by R). 1.0 is
             the paper's; `r` undoes the division.
+        row_norm: the norm that gate and up rows are made with; 1.0 is the paper's. With larger ones a slot is sharper:
+            it answers to fewer inputs, and more strongly. Above 1 it may not pass `max_slot_norm`.
         max_slot_norm: the radius of the norm clip, projected after each optimizer step; 1.0 is the paper's, `None`
             switches it off.
         pad_to_multiple_of: merged FFNs are padded with zero neurons to a multiple of this width.
@@ -72,6 +74,7 @@ class LocasConfig(PeftConfig):
         default=False, metadata={"help": "Allows variant 'mlp' on a host with gated FFNs."}
     )
     scaling: float = field(default=1.0, metadata={"help": "Multiplies tau, the output scale."})
+    row_norm: float = field(default=1.0, metadata={"help": "Norm that gate and up rows are made with."})
     max_slot_norm: float | None = field(default=1.0, metadata={"help": "Radius of the norm clip; None: no clip."})
     pad_to_multiple_of: int | None = field(
         default=None, metadata={"help": "Merged FFNs are zero-padded to a multiple of this width."}
@@ -121,6 +124,13 @@ class LocasConfig(PeftConfig):
             raise ValueError(f"scaling must be finite, got {self.scaling}.")
         if self.max_slot_norm is not None and not self.max_slot_norm > 0:
             raise ValueError(f"max_slot_norm must be above 0, or None for no clip, got {self.max_slot_norm}.")
+        if not 0 < self.row_norm < math.inf:
+            raise ValueError(f"row_norm must be a finite number above 0, got {self.row_norm}.")
+        if self.max_slot_norm is not None and self.row_norm > max(1.0, self.max_slot_norm):
+            raise ValueError(
+                f"row_norm must be at most max_slot_norm ({self.max_slot_norm}), got {self.row_norm}: the first step "
+                "would clip the rows; raise max_slot_norm, or set it to None."
+            )
         if self.pad_to_multiple_of is not None:
             _check_width("pad_to_multiple_of", self.pad_to_multiple_of)
         if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
@@ -156,6 +166,8 @@ class LocasConfig(PeftConfig):
             _check_pattern("rank_pattern", pattern)
         if self.ffn_parts and not _holds_only(list(self.ffn_parts.values()), str):
             raise TypeError(f"ffn_parts must name attributes, got {self.ffn_parts!r}.")
+        if isinstance(self.row_norm, bool) or not isinstance(self.row_norm, int | float):
+            raise TypeError(f"row_norm must be a number, got {self.row_norm!r}.")
         radius = self.max_slot_norm
         if radius is not None and (isinstance(radius, bool) or not isinstance(radius, int | float)):
             raise TypeError(f"max_slot_norm must be a number, or None for no clip, got {radius!r}.")

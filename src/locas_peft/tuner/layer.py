@@ -173,11 +173,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     @torch.no_grad()
     def load_rows(self, adapter_name: str, rows: Rows) -> None:
-        """Writes rows into a memory, sets its values to zero, and notes which slots of the host they are."""
+        """Writes unit rows into a memory, at `row_norm`, sets its values to zero, and notes which slots they clone."""
         config = self.locas_config[adapter_name]
         if rows.gate is not None and adapter_name in self.locas_gate:
-            self.locas_gate[adapter_name].weight.copy_(rows.gate)
-        self.locas_up[adapter_name].weight.copy_(rows.up)
+            self.locas_gate[adapter_name].weight.copy_(rows.gate * config.row_norm)
+        self.locas_up[adapter_name].weight.copy_(rows.up * config.row_norm)
         self.locas_down[adapter_name].weight.zero_()
         if rows.slots is not None:
             config.slots = {**(config.slots or {}), self.name: rows.slots.tolist()}
