@@ -118,6 +118,7 @@ def _row(method: str, r: int, variant: str, rate: float | None, given: dict[str,
     parts += ["upper layers"] if given.get("layers_to_transform") == "upper" else []
     parts += [given["init"]] if "init" in given else []
     parts += [f"scaling {given['scaling']:g}"] if "scaling" in given else []
+    parts += [f"row norm {given['row_norm']:g}, no clip"] if "row_norm" in given else []
     parts += [f"anchor {given['anchor']:g}"] if "anchor" in given else []
     parts += [f"every {given['anchor_every']}"] if "anchor_every" in given else []
     parts += [f"lr {rate:g}"] if rate is not None else []
@@ -131,6 +132,7 @@ PUBLISHED = {"epochs": 2, "context": "recompute"}
 TEMPLORA = lora(64, **PUBLISHED)
 UPPER = {"layers_to_transform": "upper"}
 ANCHOR = {"anchor": 1.0}
+SHARP = {"row_norm": 4.0, "max_slot_norm": 0.0}
 ANCHORED = locas(64, 4e-3, **ANCHOR)
 
 
@@ -191,12 +193,13 @@ TABLES: dict[str, Table] = {
             *_sweep(locas, 64, (2e-3, 4e-3, 8e-3), **ANCHOR),
             *_sweep(lora, 64, (2.5e-4, 5e-4, 1e-3)),
             *_sweep(locas, 64, (1e-3, 2e-3, 4e-3)),
-            *_sweep(locas, 64, (2e-3, 4e-3), scaling=256.0, **ANCHOR),
+            *(locas(64, 2e-3, **SHARP, **anchor) for anchor in ({}, ANCHOR)),
+            *_sweep(lora, 64, (5e-4, 1e-3), **ANCHOR),
+            locas(64, 2e-3, scaling=256.0, **ANCHOR),
             locas(64, 4e-3, **ANCHOR, anchor_every=8),
-            *_sweep(lora, 64, (5e-4, 1e-3, 2e-3), **ANCHOR),
-            *_sweep(lora, 8, (5e-4, 1e-3, 2e-3)),
-            *_sweep(lora, 16, (5e-4, 1e-3, 2e-3)),
-            *_sweep(paper, 64, (4e-3, 8e-3)),
+            locas(64, 4e-3, anchor=0.3),
+            *(lora(r, 1e-3) for r in (8, 16)),
+            paper(64, 8e-3),
         ),
         (APART,),
         60_000,
