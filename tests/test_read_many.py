@@ -282,8 +282,7 @@ def spoil(model: PeftModel, token: int) -> None:
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 def test_a_row_that_is_not_finite_skips_that_chunk_alone(chunk, context):
     def make() -> PeftModel:
-        # The positions have one more row than the rotary ones: an embedding that is untied, so that only a fed token
-        # matters.
+        # Its embedding is not tied to the head: a token that is fed matters, one that could be predicted does not.
         model = make_model("gpt_neox", init_strategy="gaussian")
         spoil(model, 1)
         return model
@@ -403,8 +402,8 @@ def test_another_text_can_be_read_with_the_same_model_later():
 
 def test_records_and_perplexity_are_those_of_the_protocol():
     model, documents = make_model(), make_documents()
-    reading = read_many(list_of_pairs := model, list(documents.items()), **SETTINGS)
-    assert math.isnan(reading.perplexity("one")) and list_of_pairs is model
+    reading = read_many(model, list(documents.items()), **SETTINGS)
+    assert math.isnan(reading.perplexity("one"))
     list(reading)
     for name, ids in documents.items():
         chunks = reading.chunks[name]
