@@ -170,8 +170,8 @@ TABLES: dict[str, Table] = {
         ),
         (*HEADLINE, APART),
     ),
-    "init": Table((NONE, *_initialisations(locas), *_initialisations(paper)), (HEADLINE[0],), 50_000),
-    "width": Table((NONE, *(locas(r) for r in (4, 8, 16, 32, 64, 128, 256))), (HEADLINE[0],), 100_000),
+    "init": Table((NONE, *_initialisations(locas), *_initialisations(paper)), (HEADLINE[0],), 30_000),
+    "width": Table((NONE, *(locas(r) for r in (4, 16, 64, 256))), (HEADLINE[0],), 50_000),
     "sweep": Table(
         (
             NONE,
