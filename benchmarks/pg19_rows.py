@@ -73,6 +73,8 @@ class Row:
             if name not in ("method", "preset", "context") and value is not None
         }
         shared["window"] = common.window * self.windows
+        if self.method != "none":
+            shared["anchor"] = 0.0  # of rows that do not say otherwise
         return Settings.from_preset(self.method, **{**shared, "seed": seed, "context": "cache", **self.given})
 
 

@@ -1,6 +1,6 @@
 """What slots cost and keep: compression, gradients of a whole chunk against token by token, NL-SVD's time.
 
-    python benchmarks/slots.py compression --book train/2118.txt
+    python benchmarks/slots.py compression --book eval/1684.txt
     python benchmarks/slots.py gradients --book train/2118.txt
     python benchmarks/slots.py nlsvd
 
@@ -31,6 +31,7 @@ from locas_peft.text import tokenize, unwrap
 from locas_peft.tuner import nl_svd
 
 READ_TOKENS, PART_TOKENS = 20_480, 8_192
+RATES = {backbone.NAME: 2e-3, backbone.MLP_NAME: 8e-3}  # those of pg19.py
 
 
 def frozen_perplexity(model: nn.Module, ids: torch.Tensor) -> float:
@@ -54,12 +55,8 @@ def compression(ids: Callable[[str, int], torch.Tensor]) -> list[dict[str, Any]]
         parts = {"read": text[READ_TOKENS - PART_TOKENS : READ_TOKENS], "next": text[READ_TOKENS:]}
         base, _ = backbone.load(name=name)
         rows.append({"backbone": name, "memory": "none", "r": 0, **measure(base.requires_grad_(False), parts)})
-        strategy = "topk" if name == backbone.NAME else "write"
-        model = get_peft_model(base, LocasConfig(r=64, init_strategy=strategy, scaling=64.0))
-        writer = SlotWriter(model) if strategy == "write" else None
-        trainer = TestTimeTrainer(
-            model, window=512, stride=256, learning_rate=2e-3, context="cache", writer=writer, epochs=1
-        )
+        model = get_peft_model(base, LocasConfig(r=64, scaling=64.0))
+        trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=RATES[name], context="cache")
         for _ in trainer.read(text[:READ_TOKENS]):
             pass
         rows.append({"backbone": name, "memory": "as read", "r": 64, **measure(model, parts)})

@@ -247,6 +247,6 @@ def test_no_weight_is_no_anchor():
     with pytest.raises(ValueError, match="anchor has no meaning for the method 'none'"):
         Settings.from_preset("none", anchor=1.0)
     with pytest.raises(ValueError, match="anchor has no meaning with update='nlsvd', got 1.0"):
-        Settings.from_preset("locas-mlp", update="nlsvd", anchor=1.0)
+        Settings.from_preset("locas-mlp", "paper", update="nlsvd", anchor=1.0)
     with pytest.raises(ValueError, match="anchor must be a finite number above 0, got -1"):
         Settings.from_preset("lora", anchor=-1.0)

@@ -296,7 +296,11 @@ def test_two_layer_hosts_have_their_own_method():
     assert str(raised.value) == message
 
 
-@pytest.mark.parametrize("given", [{}, {"update": "nlsvd"}, {"init": "topk"}], ids=["bp", "nlsvd", "topk"])
+@pytest.mark.parametrize(
+    "given",
+    [{"preset": "paper"}, {"preset": "paper", "update": "nlsvd"}, {"preset": "tuned"}],
+    ids=["bp", "nlsvd", "topk"],
+)
 def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
     ids = torch.randint(0, 64, (200,), generator=torch.Generator().manual_seed(0))
     settings = Settings.from_preset("locas-mlp", r=4, window=32, stride=16, **given)
@@ -314,17 +318,17 @@ def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
 
 
 def test_what_a_written_memory_does_not_use_is_left_out():
-    bp, nlsvd = Settings.from_preset("locas-mlp"), Settings.from_preset("locas-mlp", update="nlsvd")
-    topk = Settings.from_preset("locas-mlp", init="topk")
+    bp, nlsvd = (Settings.from_preset("locas-mlp", "paper", update=update) for update in (None, "nlsvd"))
+    topk = Settings.from_preset("locas-mlp")
     assert (bp.init, bp.update) == ("write", "bp") and bp.learning_rate and bp.epsilon
     assert nlsvd.learning_rate is None and nlsvd.epsilon
     assert topk.learning_rate and (topk.update, topk.epsilon, topk.slots_per_chunk) == (None, None, None)
     with pytest.raises(ValueError, match="^learning_rate has no meaning with update='nlsvd', got 0.1: leave it out$"):
-        Settings.from_preset("locas-mlp", update="nlsvd", learning_rate=0.1)
+        Settings.from_preset("locas-mlp", "paper", update="nlsvd", learning_rate=0.1)
     with pytest.raises(ValueError, match="^epsilon has no meaning with init='topk', got 0.1: leave it out$"):
         Settings.from_preset("locas-mlp", init="topk", epsilon=0.1)
     with pytest.raises(ValueError, match="^update must be one of bp, nlsvd, got 'sgd'$"):
-        Settings.from_preset("locas-mlp", update="sgd")
+        Settings.from_preset("locas-mlp", "paper", update="sgd")
     with pytest.raises(ValueError, match="^update has no meaning for the method 'locas-glu', got bp: leave it out$"):
         Settings.from_preset("locas-glu", update="bp")
 
