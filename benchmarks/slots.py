@@ -26,7 +26,7 @@ from peft import get_peft_model
 from torch import nn
 from torch.nn.functional import cosine_similarity
 
-from locas_peft import LocasConfig, LocasLayer, SlotWriter, TestTimeTrainer, backbone, compress
+from locas_peft import LocasConfig, LocasLayer, TestTimeTrainer, backbone, compress
 from locas_peft.text import tokenize, unwrap
 from locas_peft.tuner import nl_svd
 
