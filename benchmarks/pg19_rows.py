@@ -135,7 +135,7 @@ TEMPLORA = lora(64, **PUBLISHED)
 UPPER = {"layers_to_transform": "upper"}
 ANCHOR = {"anchor": 1.0}
 SHARP = {"row_norm": 4.0, "max_slot_norm": 0.0}
-ANCHORED = locas(64, 4e-3, **ANCHOR)
+ANCHORED = locas(64, 4e-3, anchor=0.3)
 
 
 def _initialisations(make: Any) -> tuple[Row, ...]:
@@ -199,7 +199,7 @@ TABLES: dict[str, Table] = {
             *_sweep(lora, 64, (5e-4, 1e-3), **ANCHOR),
             locas(64, 2e-3, scaling=256.0, **ANCHOR),
             locas(64, 4e-3, **ANCHOR, anchor_every=8),
-            locas(64, 4e-3, anchor=0.3),
+            ANCHORED,
             *(lora(r, 1e-3) for r in (8, 16)),
             paper(64, 8e-3),
         ),

@@ -60,7 +60,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         "lora": {"r": 64, "learning_rate": 1e-3, **_PLAIN},
         "locas-glu": {
             **{"r": 64, "init": "topk", "learning_rate": 4e-3, "scaling": "r", **_PAPERS_NORMS, **_PLAIN},
-            **{"anchor": 1.0},
+            **{"anchor": 0.3},
         },
         "locas-mlp": {
             **{"r": 64, "init": "topk", "learning_rate": 8e-3, "scaling": "r", **_PAPERS_NORMS, **_PLAIN},
