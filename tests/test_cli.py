@@ -89,7 +89,7 @@ def test_memorize_writes_a_memory_and_json(run, tmp_path):
         "model": "locas_peft/tinybook-glu",
         "r": 8,
         "init": "topk",
-        "learning_rate": 2e-3,
+        "learning_rate": 4e-3,
         "window": 128,
         "stride": 64,
     }
@@ -323,7 +323,7 @@ def unfinished(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lr", 0.5], "learning_rate must be 0.002 as in the checkpoint in 'parts/checkpoint', got 0.5: "),
+        (["--lr", 0.5], "learning_rate must be 0.004 as in the checkpoint in 'parts/checkpoint', got 0.5: "),
         (["--r", 4], "adapter 'default': r must be 8 as in the checkpoint in 'parts/checkpoint', got 4: "),
         (["--max-tokens", 280], "text must be the one that the checkpoint in 'parts/checkpoint' was begun with, "),
         (["--dtype", "bfloat16"], "model must be the one of the checkpoint in 'parts/checkpoint', got other base "),

@@ -350,11 +350,11 @@ def test_scoring_needs_a_frozen_model(input_ids):
 
 def test_presets_fill_in_what_is_not_given():
     tuned, paper = Settings.from_preset("locas-glu", r=16), Settings.from_preset("locas-glu", "paper", r=16)
-    assert (tuned.learning_rate, tuned.scaling, tuned.init) == (2e-3, 16.0, "topk")
-    assert (paper.learning_rate, paper.scaling, paper.init) == (4e-3, 1.0, "topk")
+    assert (tuned.learning_rate, tuned.scaling, tuned.init, tuned.anchor) == (4e-3, 16.0, "topk", 0.3)
+    assert (paper.learning_rate, paper.scaling, paper.init, paper.anchor) == (4e-3, 1.0, "topk", None)
     assert Settings.from_preset("locas-glu", scaling=2.5).scaling == 2.5
     lora, none = Settings.from_preset("lora"), Settings.from_preset("none")
-    assert (lora.r, lora.learning_rate, lora.init, lora.scaling) == (64, 1e-3, None, None)
+    assert (lora.r, lora.learning_rate, lora.init, lora.scaling, lora.anchor) == (64, 1e-3, None, None, None)
     assert (none.r, none.learning_rate, none.init, none.scaling) == (None, None, None, None)
 
 

@@ -165,7 +165,7 @@ def test_any_texts_will_do(pg19, books, tmp_path, capsys):
 
 
 def test_forgetting_is_the_rise_on_unread_books(call, pg19):
-    rows = ["--rows", "none,lora@8, lr 0.002", "--tokens", "200"]
+    rows = ["--rows", "none,lora@8, lr 0.001", "--tokens", "200"]
     summary, printed, _ = call("--table", "curves", *rows)
     table = summary["tables"]["curves"]
     before, after = table["readings"]
