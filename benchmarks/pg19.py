@@ -17,10 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import platform
 import re
-import subprocess
 import sys
 import time
 import warnings
@@ -29,7 +26,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import pg19_first_block
 import pg19_plots
 import pg19_report
@@ -37,6 +33,7 @@ import pg19_shapes
 import pg19_timing
 import torch
 import transformers
+from machine import describe_machine
 from pg19_quality import collect, list_jobs, read_jobs
 from pg19_rows import APART, HEADLINE, NONE, NONE_RECOMPUTE, TABLES, TRAINING, Row, shorten
 
@@ -219,21 +216,6 @@ def timed_rows(chosen: list[str] | None) -> list[Row]:
     rows = TABLES["headline"].rows
     wanted = choose_rows([row.name for row in rows], chosen) | {NONE.name, NONE_RECOMPUTE.name}
     return [row for row in rows if row.name in wanted]
-
-
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """Gives hardware, versions and the commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
-    return {
-        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "peft": peft.__version__,
-        "commit": commit or None,
-    }
 
 
 def _with_markdown(path: Path, to_markdown: Callable[[Any], str]) -> dict[str, Any]:

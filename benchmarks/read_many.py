@@ -14,46 +14,37 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pg19_shapes
 import torch
+from machine import describe_machine
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+from transformers import PreTrainedModel
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone, read_many
+from locas_peft.loading import DTYPES
 from locas_peft.text import python_reference, tokenize, unwrap
 
-SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
-    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
-    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
-}
 
-
-def load(shape: str, tokens: int, text: Path | None) -> tuple[PreTrainedModel, torch.Tensor]:
+def load(shape: str, tokens: int, text: Path | None, dtype: str, device: str) -> tuple[PreTrainedModel, torch.Tensor]:
     """The base, and so many tokens: of the text for the embedded backbone, random ones for random weights."""
     if shape == "embedded":
         base, tokenizer = backbone.load()
         words = unwrap(python_reference()) if text is None else text.read_text(encoding="utf-8")
-        return base, tokenize(tokenizer, words, max_tokens=tokens)
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    if shape == "tiny":
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = Qwen3Config(**SHAPES[shape], **heads, max_position_embeddings=40960, tie_word_embeddings=True)
-    return AutoModelForCausalLM.from_config(config), torch.randint(0, config.vocab_size, (tokens,))
+        return base.to(device, DTYPES[dtype]).eval(), tokenize(tokenizer, words, max_tokens=tokens)
+    base = pg19_shapes.load(shape, dtype, device)
+    return base, pg19_shapes.draw(base, tokens)
 
 
 def read_in_turn(model: PeftModel, documents: dict[str, torch.Tensor], settings: dict) -> dict[str, float]:
     """Each document by a `TestTimeTrainer` of its own, into a memory of its own."""
-    perplexities = {}
+    perplexities, like = {}, model.peft_config["default"]
     for name, ids in documents.items():
-        model.add_adapter(name, LocasConfig(**MEMORY))
+        model.add_adapter(name, LocasConfig(r=like.r, scaling=like.scaling))
         model.set_adapter(name)
         trainer = TestTimeTrainer(model, **settings)
         for _ in trainer.read(ids):
@@ -88,17 +79,9 @@ def measure(model: PeftModel, call: Callable[[], dict[str, float]], device: str)
     return taken | {"perplexities": perplexities}
 
 
-def describe_hardware(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name()
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")] if (
-        Path("/proc/cpuinfo").exists()) else []  # fmt: skip
-    return f"{names[0].partition(':')[2].strip() if names else platform.processor()}, {os.cpu_count()} cores"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=["embedded", *SHAPES], default="embedded")
+    parser.add_argument("--shape", choices=["embedded", *pg19_shapes.SHAPES], default="embedded")
     parser.add_argument("--text", type=Path, help="for the embedded backbone; default: Python's language reference")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="of each document")
@@ -114,10 +97,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    MEMORY.update(r=arguments.r, scaling=arguments.r)
-    base, ids = load(arguments.shape, arguments.documents * arguments.tokens, arguments.text)
-    base = base.to(arguments.device, getattr(torch, arguments.dtype)).eval()
-    model = get_peft_model(base, LocasConfig(**MEMORY))
+    total = arguments.documents * arguments.tokens
+    base, ids = load(arguments.shape, total, arguments.text, arguments.dtype, arguments.device)
+    model = get_peft_model(base, LocasConfig(r=arguments.r, scaling=arguments.r))
     documents = {f"document {number}": part for number, part in enumerate(ids.split(arguments.tokens))}
     warm = {name: part[: 2 * arguments.stride] for name, part in documents.items()}
 
@@ -153,10 +135,9 @@ def main() -> None:
             f"| {row['tokens_per_second_in_turn']:,.0f} | {row['tokens_per_second_at_once']:,.0f} "
             f"| {row['largest_relative_perplexity_difference']:.1e} |"
         )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     print(json.dumps({
         **{key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()},
-        "hardware": describe_hardware(arguments.device), "torch": torch.__version__, "commit": commit, "rows": rows,
+        **describe_machine(base.device), "rows": rows,
     }))  # fmt: skip
 
 
@@ -178,8 +159,6 @@ def summarise(context: str, rounds: list[dict], tokens: int) -> dict:
     row["largest_relative_perplexity_difference"] = max(abs(at_once[name] / alone[name] - 1) for name in alone)
     return row
 
-
-MEMORY: dict = {}
 
 if __name__ == "__main__":
     main()

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..evaluation.perplexity import perplexity
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -35,9 +37,4 @@ def perplexity_of(chunks: Iterable[Chunk]) -> float:
     """Gives exp(sum of nll / number of scored tokens); nan without a scored token, inf where it overflows."""
     chunks = list(chunks)
     tokens = sum(chunk.tokens for chunk in chunks)
-    if not tokens:
-        return math.nan
-    try:
-        return math.exp(math.fsum(chunk.nll_nats for chunk in chunks) / tokens)
-    except OverflowError:
-        return math.inf
+    return perplexity(math.fsum(chunk.nll_nats for chunk in chunks), tokens) if tokens else math.nan

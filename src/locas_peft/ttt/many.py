@@ -20,7 +20,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..objectives import WEIGHTINGS
-from ..tuner import STRATEGIES, LocasConfig, LocasLayer, calibrate, empty_memories
+from ..tuner import STRATEGIES, LocasConfig, LocasLayer, calibrate, empty_memories, list_layers
 from ..tuner.passes import evaluating
 from ..tuner.stacking import MemoryStack, stacked
 from .cache import SlidingCache
@@ -306,7 +306,7 @@ class ManyReading:
         return stacked(self._model, self._stacks, rows)
 
     def _layers(self, name: str) -> list[LocasLayer]:
-        return [m for m in self._model.modules() if isinstance(m, LocasLayer) and name in m.locas_up]
+        return [layer for layer in list_layers(self._model) if name in layer.locas_up]
 
     def _weights(self, name: str) -> list[nn.Parameter]:
         return [part.weight for layer in self._layers(name) for part in layer.projections(name)]

@@ -3,7 +3,7 @@
 from .compression import compress
 from .config import LocasConfig
 from .initialization import STRATEGIES
-from .layer import LocasLayer
+from .layer import LocasLayer, list_layers
 from .memories import calibrate, empty_memories, rescale, unwritten_memories
 from .model import LocasModel
 from .nlsvd import nl_svd
@@ -18,6 +18,7 @@ __all__ = [
     "calibrate",
     "compress",
     "empty_memories",
+    "list_layers",
     "nl_svd",
     "rescale",
     "unwritten_memories",

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .layer import LocasLayer
+from .layer import LocasLayer, list_active_memories, list_layers
 from .nlsvd import nl_svd
 from .passes import evaluating, to_inputs
 
@@ -125,10 +125,8 @@ def _choose_method(method: str | None, gated: bool, has_text: bool) -> str:
 
 
 def _find_layers(model: nn.Module, adapter_name: str | None) -> tuple[str, list[LocasLayer]]:
-    layers = [module for module in model.modules() if isinstance(module, LocasLayer)]
-    names = list(dict.fromkeys(name for layer in layers for name in layer.active_adapters if name in layer.locas_up))
-    names = names if adapter_name is None else [adapter_name]
-    layers = [layer for layer in layers if names[:1] and names[0] in layer.locas_up]
+    names = list_active_memories(model) if adapter_name is None else [adapter_name]
+    layers = [layer for layer in list_layers(model) if names[:1] and names[0] in layer.locas_up]
     if len(names) != 1 or not layers:
         raise ValueError(f"the model has no single LOCAS memory {adapter_name or 'that is active'!r} to compress.")
     return names[0], layers

@@ -421,3 +421,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def __repr__(self) -> str:
         return "locas." + super().__repr__()
+
+
+def list_layers(model: nn.Module) -> list[LocasLayer]:
+    """The FFNs of a model that memories lie beside, from the lowest on; none in a model without memories."""
+    return [module for module in model.modules() if isinstance(module, LocasLayer)]
+
+
+def list_active_memories(model: nn.Module) -> list[str]:
+    """The names of a model's active memories, in the order in which its layers have them."""
+    return list(
+        dict.fromkeys(name for layer in list_layers(model) for name in layer.active_adapters if name in layer.locas_up)
+    )

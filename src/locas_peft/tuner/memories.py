@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .layer import LocasLayer
+from .layer import LocasLayer, list_active_memories, list_layers
 from .passes import evaluating, to_inputs
 
 
@@ -41,7 +41,7 @@ def calibrate(
         ```
     """
     layers = {
-        name: [layer for layer in _layers(model) if name in layer.locas_up] for name in _names(model, adapter_name)
+        name: [layer for layer in list_layers(model) if name in layer.locas_up] for name in _names(model, adapter_name)
     }
     if not any(layers.values()):
         raise ValueError(f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to calibrate.")
@@ -78,7 +78,7 @@ def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[
 @contextmanager
 def _backbone_alone(model: nn.Module, counted: list[LocasLayer]) -> Iterator[None]:
     """Switches off the memories of layers that are not counted; those that are answer for the backbone alone."""
-    others = [layer for layer in _layers(model) if layer not in counted and not layer._disable_adapters]
+    others = [layer for layer in list_layers(model) if layer not in counted and not layer._disable_adapters]
     for layer in others:
         layer._disable_adapters = True
     try:
@@ -100,7 +100,8 @@ def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[st
         name
         for name in _names(model, adapter_name)
         if any(
-            name in layer.locas_up and not layer.is_written(name) and layer.is_empty(name) for layer in _layers(model)
+            name in layer.locas_up and not layer.is_written(name) and layer.is_empty(name)
+            for layer in list_layers(model)
         )
     ]
 
@@ -110,7 +111,9 @@ def unwritten_memories(model: nn.Module) -> list[str]:
     return [
         name
         for name in _names(model, None)
-        if all(layer.is_written(name) and layer.is_empty(name) for layer in _layers(model) if name in layer.locas_up)
+        if all(
+            layer.is_written(name) and layer.is_empty(name) for layer in list_layers(model) if name in layer.locas_up
+        )
     ]
 
 
@@ -130,7 +133,7 @@ def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None
     """
     taus = [
         (layer, name, layer.locas_tau[name])
-        for layer in _layers(model)
+        for layer in list_layers(model)
         for name in _names(model, adapter_name)
         if name in layer.locas_up
     ]
@@ -145,16 +148,8 @@ def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None
             layer.locas_tau[name] = tau
 
 
-def _layers(model: nn.Module) -> list[LocasLayer]:
-    return [module for module in model.modules() if isinstance(module, LocasLayer)]
-
-
 def _names(model: nn.Module, adapter_name: str | None) -> list[str]:
-    if adapter_name is not None:
-        return [adapter_name]
-    return list(
-        dict.fromkeys(name for layer in _layers(model) for name in layer.active_adapters if name in layer.locas_up)
-    )
+    return list_active_memories(model) if adapter_name is None else [adapter_name]
 
 
 def _find_backbone(model: nn.Module) -> nn.Module:

@@ -30,7 +30,7 @@ from .ffn import (
     widened_config,
 )
 from .initialization import STRATEGIES
-from .layer import LocasLayer
+from .layer import LocasLayer, list_layers
 
 
 class LocasModel(BaseTuner):
@@ -163,7 +163,7 @@ class LocasModel(BaseTuner):
             return
         if self.training:
             raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
-        layers = [module for module in self.modules() if isinstance(module, LocasLayer)]
+        layers = list_layers(self)
         known = {name for layer in layers for name in layer.locas_up}
         unknown = sorted(set(adapter_names) - known - {"__base__"})
         if unknown:
@@ -260,7 +260,7 @@ class LocasModel(BaseTuner):
             raise
 
     def _layers(self) -> list[LocasLayer]:
-        return [module for module in self.model.modules() if isinstance(module, LocasLayer)]
+        return list_layers(self.model)
 
     def _tuner_layers(self) -> list[BaseTunerLayer]:
         # Memories, and the trained tokens that PEFT merges along with them.

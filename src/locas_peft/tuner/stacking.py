@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .layer import LocasLayer
+from .layer import LocasLayer, list_layers
 from .norm_clip import clip_norms_
 
 
@@ -159,12 +159,11 @@ def stacked(model: nn.Module, stacks: Iterable[MemoryStack], rows: list[int] | N
     former = []
     by_layer = {stack.layer: stack for stack in stacks}
     try:
-        for layer in model.modules():
-            if isinstance(layer, LocasLayer):
-                former.append((layer, layer.stack, layer._disable_adapters))
-                stack = by_layer.get(layer)
-                layer._disable_adapters = stack is None
-                layer.stack = stack if stack is None or rows is None else _SomeRows(stack, rows)
+        for layer in list_layers(model):
+            former.append((layer, layer.stack, layer._disable_adapters))
+            stack = by_layer.get(layer)
+            layer._disable_adapters = stack is None
+            layer.stack = stack if stack is None or rows is None else _SomeRows(stack, rows)
         yield
     finally:
         for layer, stack, disabled in former:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from .compression import refit_slots
-from .layer import LocasLayer
+from .layer import LocasLayer, list_active_memories, list_layers
 from .nlsvd import nl_svd
 from .passes import evaluating
 
@@ -352,10 +352,8 @@ def _follow(places: Tensor, before: Tensor | None) -> Tensor:
 
 
 def _find_memory(model: nn.Module, adapter_name: str | None) -> tuple[str, list[LocasLayer]]:
-    layers = [module for module in model.modules() if isinstance(module, LocasLayer)]
-    names = list(dict.fromkeys(name for layer in layers for name in layer.active_adapters if name in layer.locas_up))
-    if adapter_name is not None:
-        names = [adapter_name]
+    layers = list_layers(model)
+    names = list_active_memories(model) if adapter_name is None else [adapter_name]
     if len(names) != 1:
         raise ValueError(f"adapter_name must be one LOCAS memory, got {names or 'none that is active'}: name one.")
     layers = [layer for layer in layers if names[0] in layer.locas_up]
