@@ -36,11 +36,13 @@ class Row:
     r: int = 64
     windows: int = 1
     context: str | None = None
+    gradient: str = "full"
     writer: dict[str, Any] | None = field(default=None)
 
     def describe(self) -> str:
         """The settings that a sweep varies."""
         parts = [] if self.learning_rate is None else [f"lr {self.learning_rate:g}"]
+        parts += [self.gradient] if self.gradient != "full" else []
         parts += [f"{name} {value}" for name, value in (self.writer or {}).items() if name != "fold"]
         return ", ".join(parts) or "-"
 
@@ -172,6 +174,7 @@ def _start(
         stride=stride,
         learning_rate=row.learning_rate,
         context=row.context or context,
+        gradient=row.gradient,
         writer=None if row.writer is None else SlotWriter(model, **row.writer),
     )
     return trainer.read(ids), trainer, parameters

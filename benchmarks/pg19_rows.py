@@ -70,7 +70,7 @@ class Row:
         shared = {
             name: value
             for name, value in dataclasses.asdict(common).items()
-            if name not in ("method", "preset", "context") and value is not None
+            if name not in ("method", "preset", "context", "gradient") and value is not None
         }
         shared["window"] = common.window * self.windows
         if self.method != "none":
@@ -117,6 +117,7 @@ def _row(method: str, r: int, variant: str, rate: float | None, given: dict[str,
     key = f"{method}@{r}" + (f", {variant}" if variant else "")
     parts = [key]
     parts += ["recompute"] if given.get("context") == "recompute" else []
+    parts += [given["gradient"]] if "gradient" in given else []
     parts += ["upper layers"] if given.get("layers_to_transform") == "upper" else []
     parts += [given["init"]] if "init" in given else []
     parts += [f"scaling {given['scaling']:g}"] if "scaling" in given else []
@@ -135,6 +136,7 @@ TEMPLORA = lora(64, **PUBLISHED)
 UPPER = {"layers_to_transform": "upper"}
 ANCHOR = {"anchor": 1.0}
 SHARP = {"row_norm": 4.0, "max_slot_norm": 0.0}
+TOKENWISE = {"gradient": "tokenwise"}
 ANCHORED = locas(64, 4e-3, anchor=0.3)
 
 
@@ -164,9 +166,12 @@ TABLES: dict[str, Table] = {
             locas(16),
             locas(32),
             locas(64, **UPPER),
+            locas(64, **TOKENWISE),
+            locas(64, **TOKENWISE, **UPPER),
             paper(64),
             LONG,
             locas(64, context="recompute"),
+            locas(64, **TOKENWISE, context="recompute"),
             TEMPLORA,
             lora(16, **PUBLISHED),
         ),
@@ -202,6 +207,9 @@ TABLES: dict[str, Table] = {
             ANCHORED,
             *(lora(r, 1e-3) for r in (8, 16)),
             paper(64, 8e-3),
+            *_sweep(locas, 64, (2e-3, 4e-3, 8e-3), **TOKENWISE),
+            *_sweep(locas, 64, (4e-3, 8e-3), **TOKENWISE, anchor=0.3),
+            lora(64, 1e-3, **TOKENWISE),
         ),
         (APART,),
         60_000,

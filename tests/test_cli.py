@@ -287,6 +287,7 @@ def test_each_shared_option_arrives_in_the_settings(run):
         "--init": ("init", "random"),
         "--lr": ("learning_rate", 0.01),
         "--scaling": ("scaling", 3.0),
+        "--gradient": ("gradient", "tokenwise"),
         "--anchor": ("anchor", 0.5),
         "--anchor-every": ("anchor_every", 2),
         "--window": ("window", 64),

@@ -108,6 +108,8 @@ def test_positions_stay_within_the_model_for_rows_of_different_lengths(family):
         {"max_grad_norm": 0.01},
         {"max_grad_norm": 0.01, "optimizer": "sgd", "learning_rate": 2.0},
         {"token_weighting": "loss"},
+        {"gradient": "tokenwise"},
+        {"gradient": "tokenwise", "context": "cache"},
     ],
     ids=str,
 )

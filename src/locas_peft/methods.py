@@ -38,7 +38,7 @@ READING = "reading.json"
 """What a memory's folder holds besides PEFT's files: the reading that made it."""
 
 _PAPERS_NORMS = {"row_norm": None, "max_slot_norm": None}
-_PLAIN = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
+_PLAIN = {"layers_to_transform": None, "gradient": "full", "anchor": None, "anchor_every": 4}
 
 _WRITING = {"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
 
@@ -70,6 +70,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+GRADIENTS = ("full", "tokenwise")
 UPDATES = ("bp", "nlsvd")
 """How a written memory goes on: trained by gradient descent, or only written and folded."""
 
@@ -94,6 +95,8 @@ class Settings:
         slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
         layers_to_transform: indices of the layers that get a memory or LoRA, or "upper" for the upper half of them;
             None for all. Nothing is differentiated below the lowest of them.
+        gradient: "full", or "tokenwise", which leaves out attention (see `ttt.TestTimeTrainer`); None where nothing
+            is learned.
         anchor: how hard what is trained is held to the base on text that the base wrote (see `ttt.Anchor`); None, or 0
             in `from_preset`, for not at all.
         anchor_every: one step in so many is held.
@@ -122,6 +125,7 @@ class Settings:
     epsilon: float | None = None
     slots_per_chunk: int | None = None
     layers_to_transform: list[int] | str | None = None
+    gradient: str | None = None
     anchor: float | None = None
     anchor_every: int | None = None
     window: int = 512
@@ -139,6 +143,8 @@ class Settings:
             _check_choice("init", self.init, STRATEGIES)
         if self.update is not None:
             _check_choice("update", self.update, UPDATES)
+        if self.gradient is not None:
+            _check_choice("gradient", self.gradient, GRADIENTS)
         for name in ("r", "stride", "epochs", "max_tokens", "slots_per_chunk", "anchor_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -212,6 +218,7 @@ METHOD_FIELDS = (
     "epsilon",
     "slots_per_chunk",
     "layers_to_transform",
+    "gradient",
     "anchor",
     "anchor_every",
 )
@@ -631,6 +638,7 @@ def make_trainer(model: nn.Module, settings: Settings, **options: Any) -> TestTi
         learning_rate=settings.learning_rate,
         epochs=settings.epochs,
         context=settings.context,
+        gradient=settings.gradient or "full",
         writer=writer,
         anchor=anchor,
         **options,

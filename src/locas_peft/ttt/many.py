@@ -25,10 +25,11 @@ from ..tuner.passes import evaluating
 from ..tuner.stacking import MemoryStack, stacked
 from .cache import SlidingCache
 from .chunk import Chunk, perplexity_of
+from .gradient import Gradient, bypassing, list_attention
 from .host import Host
 from .losses import token_losses
 from .optimizers import OPTIMIZERS
-from .settings import check_context, check_learning, check_lengths, to_document, to_whole
+from .settings import check_context, check_gradient, check_learning, check_lengths, to_document, to_whole
 
 # Those that treat each number of a parameter by itself. Muon does not: it sees a matrix as a whole.
 _ELEMENTWISE = ("adamw", "adam", "sgd")
@@ -42,6 +43,7 @@ def read_many(
     stride: int,
     learning_rate: float,
     context: str = "recompute",
+    gradient: Gradient = "full",
     optimizer: str = "adamw",
     warmup_steps: int = 2,
     weight_decay: float = 0.0,
@@ -60,8 +62,8 @@ def read_many(
             the memories are added, inactive. `model.delete_adapter(name)` takes one away.
         documents: from names, which no adapter of the model has, to LongTensors [T] or [1, T], T >= 2; lengths may
             differ. All are in one batch: the caller shares larger collections out.
-        window, stride, learning_rate, context, warmup_steps, weight_decay, token_weighting: as `TestTimeTrainer`
-            takes them.
+        window, stride, learning_rate, context, gradient, warmup_steps, weight_decay, token_weighting: as
+            `TestTimeTrainer` takes them.
         optimizer: "adamw", "adam" or "sgd".
         max_grad_norm: clips the norm of each memory's own gradient where not None.
 
@@ -85,6 +87,7 @@ def read_many(
     warmup_steps = to_whole("warmup_steps", warmup_steps, 0)
     check_lengths(host, window, stride)
     check_context(host, context)
+    check_gradient(host, gradient)
     if optimizer not in _ELEMENTWISE:
         raise ValueError(
             f"optimizer must be one of {', '.join(_ELEMENTWISE)} where many documents are read at once, got "
@@ -103,6 +106,7 @@ def read_many(
         window=window,
         stride=stride,
         cached=context == "cache",
+        bypassed=list_attention(model) if gradient == "tokenwise" else [],
         optimizer=optimizer,
         learning_rate=learning_rate,
         warmup_steps=warmup_steps,
@@ -130,6 +134,7 @@ class ManyReading:
         window: int,
         stride: int,
         cached: bool,
+        bypassed: list[nn.Module],
         optimizer: str,
         learning_rate: float,
         warmup_steps: int,
@@ -140,7 +145,7 @@ class ManyReading:
         self.chunks: dict[str, list[Chunk]] = {name: [] for name in texts}
         self.skipped_chunks = dict.fromkeys(texts, 0)
         self._model, self._host, self._config, self._texts = model, host, config, texts
-        self._stride, self._cached = stride, cached
+        self._stride, self._cached, self._bypassed = stride, cached, bypassed
         self._context_tokens = max(window - stride, 1)
         self._optimizer_name, self._rate, self._weight_decay = optimizer, learning_rate, weight_decay
         self._warmup_steps, self._max_grad_norm = warmup_steps, max_grad_norm
@@ -214,7 +219,7 @@ class ManyReading:
         stops = [min(start + self._stride, len(self._texts[name])) for name in self._names]
         counts = [stop - max(start, 1) for stop in stops]
         nlls, learned = [0.0] * len(counts), [False] * len(counts)
-        with evaluating(self._model), stacked(self._model, self._stacks):
+        with evaluating(self._model), stacked(self._model, self._stacks), bypassing(self._bypassed):
             if max(counts):
                 with torch.enable_grad():
                     losses = self._losses(start, stops, counts)

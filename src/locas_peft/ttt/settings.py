@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..objectives import WEIGHTINGS
+from .gradient import list_attention
 from .host import Host
 
 
@@ -39,6 +40,17 @@ def check_context(host: Host, context: str) -> None:
         raise ValueError(f"context must be 'recompute' or 'cache', got {context!r}: choose one of the two")
     if context == "cache":
         host.check_cache()
+
+
+def check_gradient(host: Host, gradient: str) -> None:
+    """Checks the gradient's name, and that the model has attention to leave out where it is to be left out."""
+    if gradient not in ("full", "tokenwise"):
+        raise ValueError(f"gradient must be 'full' or 'tokenwise', got {gradient!r}: choose one of the two")
+    if gradient == "tokenwise" and not list_attention(host.model):
+        raise ValueError(
+            f"gradient must be 'full' for {type(host.model).__name__}, got 'tokenwise': "
+            "none of its modules is an attention by its name"
+        )
 
 
 def check_learning(

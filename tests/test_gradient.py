@@ -1,0 +1,220 @@
+"""The gradient's paths: a tokenwise one ends where a token attended to others."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import transformers as tf
+from families import FAMILIES, HIDDEN, VOCABULARY, make_host
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from locas_peft import LocasConfig, SlotWriter
+from locas_peft.methods import Settings, attached, make_trainer
+from locas_peft.ttt import TestTimeTrainer
+from locas_peft.ttt.gradient import bypassing, list_attention
+
+SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02}
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2}
+# Residual streams inside, or beside, what bears attention's name; one attention within another; ALiBi.
+OTHERS: dict[str, tf.PretrainedConfig] = {
+    "bert": tf.BertConfig(**SMALL, intermediate_size=24, max_position_embeddings=64, is_decoder=True),
+    "bloom": tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, n_layer=2, n_head=2),
+    "falcon": tf.FalconConfig(**SMALL),
+    "gpt_neo": tf.GPTNeoConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_layers=2, num_heads=2, attention_types=[[["global"], 2]]
+    ),
+    "gptj": tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=2, n_positions=64, rotary_dim=4),
+    "mpt": tf.MptConfig(vocab_size=VOCABULARY, d_model=HIDDEN, n_layers=2, n_heads=2, max_seq_len=64),
+}
+
+
+def make_plain(family: str) -> nn.Module:
+    if family in FAMILIES:
+        return make_host(family)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(OTHERS[family]).eval()
+
+
+def make_model(**options) -> nn.Module:
+    torch.manual_seed(1)
+    return get_peft_model(make_host("llama"), LocasConfig(**{"r": 4, "scaling": 16.0} | options))
+
+
+def make_ids(length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def read(model: nn.Module, ids: torch.Tensor, **settings) -> list[float]:
+    return [chunk.nll_nats for chunk in TestTimeTrainer(model, **SETTINGS | settings).read(ids)]
+
+
+def memory_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+
+
+def reach(model: nn.Module, place: int, context) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits [T, V] and, for each token, how far the prediction at one place moves with its embedding, [T]."""
+    embeddings = model.get_input_embeddings()(make_ids(12)[None]).detach().requires_grad_()
+    with context:
+        logits = model(inputs_embeds=embeddings, use_cache=False).logits[0]
+        logits[place].log_softmax(dim=-1)[5].backward()
+    return logits.detach(), embeddings.grad[0].abs().sum(dim=-1)
+
+
+@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family != "lfm2"), *OTHERS])
+def test_a_tokens_loss_reaches_that_token_alone(family):
+    model = make_plain(family)
+    whole, far = reach(model, 9, contextlib.nullcontext())
+    logits, near = reach(model, 9, bypassing(list_attention(model)))
+    assert torch.equal(logits, whole), "the forward pass is the same"
+    assert (far[:10] > 0).all(), "through attention, a loss reaches what came before"
+    assert near[9] > 0
+    assert not near[:9].any()
+    again, after = reach(model, 9, contextlib.nullcontext())
+    assert torch.equal(again, whole) and torch.equal(after, far), "the model is as it was"
+
+
+def test_what_else_mixes_tokens_keeps_its_gradients():
+    model = make_plain("lfm2")  # its other layer is a convolution over three tokens
+    _, near = reach(model, 9, bypassing(list_attention(model)))
+    assert near[7:10].all() and not near[:7].any()
+
+
+def test_the_gradient_of_the_memory_is_that_of_each_tokens_own_path():
+    # With the residual stream and the FFNs alone, token by token: a batch of one-token texts whose attention is what
+    # it was in the text.
+    model, ids = make_model(), make_ids(9)
+    layers = model.base_model.model.model.layers
+    said: list[torch.Tensor] = []
+    hooks = [layer.self_attn.register_forward_hook(lambda m, a, out: said.append(out[0].detach())) for layer in layers]
+    with bypassing(list_attention(model)):
+        logits = model(input_ids=ids[None, :-1], use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    nn.functional.cross_entropy(logits, ids[1:]).backward()
+    found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    assert found
+
+    expected = {name: torch.zeros_like(value) for name, value in found.items()}
+    for place in range(len(ids) - 1):
+        hooks = [
+            layer.self_attn.register_forward_hook(lambda m, a, output, one=one[:, place, None]: (one, *output[1:]))
+            for layer, one in zip(layers, said, strict=True)
+        ]
+        logits = model(input_ids=ids[None, place : place + 1], use_cache=False).logits[0]
+        for hook in hooks:
+            hook.remove()
+        loss = nn.functional.cross_entropy(logits, ids[place + 1 : place + 2]) / (len(ids) - 1)
+        parameters = [model.get_parameter(name) for name in found]
+        for name, gradient in zip(found, torch.autograd.grad(loss, parameters), strict=True):
+            expected[name] += gradient
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("context", ["recompute", "cache"])
+def test_a_reading_scores_the_same_and_learns_otherwise(context):
+    ids = make_ids(40)
+    full, tokenwise = make_model(), make_model()
+    theirs = read(full, ids, context=context)
+    ours = read(tokenwise, ids, context=context, gradient="tokenwise")
+    assert ours[0] == theirs[0], "before anything is learned"
+    assert ours[1:] != theirs[1:]
+    assert any((memory_of(full)[name] != value).any() for name, value in memory_of(tokenwise).items())
+    assert not any(module._forward_pre_hooks for module in list_attention(tokenwise))
+
+
+def test_a_reading_learns():
+    model, ids = make_model(), make_ids(24).repeat(6)
+    nlls = read(model, ids, gradient="tokenwise", context="cache")
+    assert sum(nlls[-3:]) < 0.9 * sum(nlls[3:6])
+
+
+@pytest.mark.parametrize("lowest", [0, 1])
+def test_attention_is_in_no_graph(lowest):
+    model = make_model(layers_to_transform=[lowest])
+    kept: dict[str, bool] = {}
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "o_proj", "mlp")):
+            module.register_forward_hook(
+                lambda m, a, output, name=name: kept.__setitem__(name, kept.get(name, False) or output.requires_grad)
+            )
+    read(model, make_ids(40), gradient="tokenwise")
+    in_graph = {name.removeprefix("base_model.model.model.") for name, kept in kept.items() if kept}
+    assert in_graph == {f"layers.{layer}.mlp" for layer in range(lowest, 2)}
+
+
+def test_lora_in_attention_still_learns():
+    model = get_peft_model(make_host("llama"), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_alpha=8))
+    before = memory_of(model)
+    read(model, make_ids(40), gradient="tokenwise")
+    after = memory_of(model)
+    assert all((after[name] != value).any() for name, value in before.items() if "lora_B" in name)
+
+
+def test_an_anchors_pull_takes_the_same_path():
+    settings = Settings.from_preset(
+        "locas-glu", r=4, anchor=1.0, anchor_every=1, gradient="tokenwise", window=16, stride=8
+    )
+    with attached(make_host("llama"), settings) as model:
+        trainer = make_trainer(model, settings)
+        reached: list[bool] = []
+        for module in list_attention(model):
+            module.register_forward_hook(lambda m, a, output: reached.append(output[0].requires_grad))
+        for _ in trainer.read(make_ids(40)):
+            pass
+    assert reached and not any(reached)
+
+
+def test_slots_are_written_from_it():
+    torch.manual_seed(1)
+    model = get_peft_model(make_host("gpt_neox"), LocasConfig(r=16, init_strategy="write", scaling=16.0))
+    writer = SlotWriter(model, tokens="all")
+    ids = make_ids(9)
+    trainer = TestTimeTrainer(
+        model, window=16, stride=8, learning_rate=None, writer=writer, gradient="tokenwise", context="cache"
+    )
+    next(iter(trainer.read(ids)))
+    assert writer.taken == 7
+    values = [value for name, value in model.named_parameters() if "locas_down" in name]
+    assert all(value[:, :7].norm(dim=0).all() for value in values)
+
+
+def test_a_resumed_reading_ends_where_an_unbroken_one_does(tmp_path):
+    ids, whole, broken, resumed = make_ids(60), make_model(), make_model(), make_model()
+    read(whole, ids, gradient="tokenwise")
+    first = TestTimeTrainer(broken, **SETTINGS, gradient="tokenwise")
+    for chunk in first.read(ids):
+        if chunk.index == 3:
+            first.save(tmp_path)
+            break
+    second = TestTimeTrainer(resumed, **SETTINGS, gradient="tokenwise")
+    assert second.resume(tmp_path)
+    for _ in second.read(ids):
+        pass
+    assert all(torch.equal(memory_of(resumed)[name], value) for name, value in memory_of(whole).items())
+    with pytest.raises(ValueError, match=r"^gradient must be 'tokenwise' as in the checkpoint in .*, got 'full': "):
+        TestTimeTrainer(make_model(), **SETTINGS).resume(tmp_path)
+
+
+def test_wrong_paths_are_refused():
+    with pytest.raises(ValueError, match=r"^gradient must be 'full' or 'tokenwise', got 'values': choose one of"):
+        TestTimeTrainer(make_model(), **SETTINGS, gradient="values")
+    mamba = tf.MambaConfig(vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ValueError, match=r"^gradient must be 'full' for MambaForCausalLM, got 'tokenwise': none of"):
+        TestTimeTrainer(AutoModelForCausalLM.from_config(mamba), **SETTINGS, gradient="tokenwise")
+    with pytest.raises(ValueError, match=r"^gradient must be one of full, tokenwise, got 'values'$"):
+        Settings.from_preset("locas-glu", gradient="values")
+    with pytest.raises(ValueError, match=r"^gradient has no meaning for the method 'none', got tokenwise: leave it"):
+        Settings.from_preset("none", gradient="tokenwise")
+
+
+def test_both_presets_have_the_papers_gradient():
+    for preset in ("paper", "tuned"):
+        for method in ("lora", "locas-glu", "locas-mlp"):
+            assert Settings.from_preset(method, preset).gradient == "full"
+    assert Settings.from_preset("none").gradient is None
