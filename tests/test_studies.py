@@ -297,12 +297,15 @@ def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
 def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, tmp_path):
     folder, _ = locomo_run
     run("forgetting", "book.txt", "--unread", "other.txt", "--blimp", "blimp", "--out", "o", *FAST)
-    run("perplexity", "book.txt", "--out", "o", *FAST)
+    run("perplexity", "book.txt", "--out", "o", *FAST, "--gradient", "tokenwise", "--anchor", 0.5, "--scaling", 3)
     code, out, _ = run("report", folder / "out", "o", "--out", "report.md")
     assert code == 0 and out.startswith("Written: report.md, ")
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     for title in ("## LoCoMo", "## Forgetting", "## Perplexity", "| locas-glu |", "right - wrong", "BLiMP"):
         assert title in text
+    tuned = "learning_rate 0.004, scaling 3.0, gradient tokenwise, anchor 0.5, anchor_every 4."
+    assert tuned.replace("_", " ") in text, "a method's settings are told, however they were given"
+    assert "none: " not in text, "which has none"
     plots = sorted(path.name for path in tmp_path.glob("*.png"))
     assert len(plots) == 3 and all(f"({name})" in text for name in plots)
 

@@ -16,6 +16,9 @@ from ..evaluation.locomo import CATEGORIES
 from ..files import staged_file
 from ..report import make_figure, save_figure
 
+# Settings that are no method's own, or that the report says elsewhere.
+_SHARED = ("method", "model", "preset", "window", "stride", "context", "epochs", "max_tokens", "seed", "dtype")
+
 
 @dataclass(frozen=True)
 class Sheet:
@@ -116,13 +119,12 @@ def _describe(folder: Path, figures: dict[str, Any]) -> str:
             f"{recipe['readings']} reading{'s' if recipe['readings'] > 1 else ''}, objective {recipe['objective']}"
         )
         lines.append(f"Taught in {taught}, tokens weighted {recipe['token_weighting']}.")
-    rates = [
-        f"{name}: r {m['r']}, learning rate {m['learning_rate']:g}"
-        + (f", scaling {m['scaling']:g}" if m.get("scaling") else "")
-        for name, m in figures["methods"].items()
-        if m.get("learning_rate")
-    ]
-    lines.append("; ".join(rates) + ("." if rates else ""))
+    for name, settings in figures["methods"].items():
+        own = [field for field, value in settings.items() if value is not None and field not in _SHARED]
+        if own:
+            lines.append(
+                f"{name}: " + ", ".join(f"{field.replace('_', ' ')} {settings[field]}" for field in own) + "."
+            )
     if figures.get("conversations"):
         lines.append(f"Conversations {', '.join(figures['conversations'])}.")
     lines.append("In brackets 95% bootstrap intervals.")
