@@ -111,7 +111,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 def _describe(folder: Path, figures: dict[str, Any]) -> str:
     methods = figures["methods"].values()
-    windows = {f"window {m['window']}, stride {m['stride']}, {m['context']}" for m in methods}
+    windows = {f"window {m['window']}, stride {m['stride']}, {m['context']}, epochs {m['epochs']}" for m in methods}
     lines = [f"Model {figures.get('model', 'unknown')}, {'; '.join(sorted(windows))}."]
     recipe = figures.get("recipe")
     if recipe:
@@ -120,11 +120,10 @@ def _describe(folder: Path, figures: dict[str, Any]) -> str:
         )
         lines.append(f"Taught in {taught}, tokens weighted {recipe['token_weighting']}.")
     for name, settings in figures["methods"].items():
-        own = [field for field, value in settings.items() if value is not None and field not in _SHARED]
+        own = {field: value for field, value in settings.items() if value is not None and field not in _SHARED}
         if own:
-            lines.append(
-                f"{name}: " + ", ".join(f"{field.replace('_', ' ')} {settings[field]}" for field in own) + "."
-            )
+            told = ", ".join(f"{field.replace('_', ' ')} {value}" for field, value in own.items())
+            lines.append(f"{name}: {told}.")
     if figures.get("conversations"):
         lines.append(f"Conversations {', '.join(figures['conversations'])}.")
     lines.append("In brackets 95% bootstrap intervals.")
