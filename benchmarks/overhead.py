@@ -47,6 +47,7 @@ def make_config(shapes: str) -> Qwen3Config:
         **(tiny_heads if shapes == "tiny" else heads),
         max_position_embeddings=40960,
         tie_word_embeddings=True,
+        bos_token_id=0,  # which an anchor's text begins with
     )
 
 

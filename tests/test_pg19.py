@@ -238,7 +238,7 @@ def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypat
 
     monkeypatch.setattr(timing, "measure_memory", in_this_process)
     arguments = ["--shapes", "tiny", "--window", "32", "--stride", "16", "--out", str(tmp_path)]
-    pg19.main([*arguments, "--timing-tokens", "400", "--rows", "none,locas-glu@16"])
+    pg19.main([*arguments, "--timing-tokens", "400", "--rows", "none,locas-glu@16,locas-glu@64, anchor"])
     (value,) = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"].values()
     measured = {row["row"]: row for row in value["rows"]}
     recompute, cache, locas = (measured[name] for name in ("none, recompute", "none, cache", "locas-glu@16"))
@@ -257,6 +257,9 @@ def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypat
     # Learning costs what reading costs at most twice more, and less than three times as the first layer's own inputs
     # need no gradients.
     assert 1.5 < locas["relative_operations"]["none, cache"] < 3
+    assert measured["locas-glu@64, anchor 0.3, lr 0.004"]["tokens_per_second"] > 0, (
+        "random weights write their text too"
+    )
     assert "| locas-glu@16 | 6,144 |" in (tmp_path / "pg19-shapes.md").read_text()
 
 
