@@ -33,7 +33,11 @@ def compact(values: list[dict[str, Any]]) -> dict[str, Any]:
     """
     values = [{key: item for key, item in value.items() if key != "chunks"} for value in values]
     first, *others = values
-    shared = {key: item for key, item in first.items() if others and all(other[key] == item for other in others)}
+    shared = {
+        key: item
+        for key, item in first.items()
+        if others and all(key in other and other[key] == item for other in others)  # an older one may lack a setting
+    }
     own = [{key: item for key, item in value.items() if key not in shared and item is not None} for value in values]
     return {"shared": {key: item for key, item in shared.items() if item is not None}, "readings": own}
 

@@ -43,7 +43,8 @@ _PLAIN = {"layers_to_transform": None, "gradient": "full", "anchor": None, "anch
 _WRITING = {"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
-    # The paper's: tau divided by r, learning rate of its PG-19 runs, two-layer memories written slot by slot.
+    # Gated: the paper's, tau divided by r and the rate of its PG-19 runs. Two-layer: written slot by slot as in the
+    # paper, but tau undivided and a rate from our sweep (benchmarks/README.md).
     "paper": {
         "none": {},
         "lora": {"r": 64, "learning_rate": 1e-3, **_PLAIN},
@@ -83,7 +84,7 @@ class Settings:
         method: a name in `METHODS`.
         model: name of the base, for the record.
         preset: name of the preset that the defaults came from, for the record.
-        r: memory width or LoRA rank; None where the method has none (so also the next three).
+        r: memory width or LoRA rank; None where the method has none, as with `init`, `learning_rate` and `scaling`.
         init: strategy that makes a memory's gate and up rows.
         learning_rate: of AdamW.
         scaling: multiplies tau, which is divided by `r`.

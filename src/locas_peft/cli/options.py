@@ -76,7 +76,7 @@ class MethodOptions:
         str | None, typer.Option("--layers", help="Only these: upper, or 3,4,5. Default: all.", metavar="LIST")
     ] = None
     gradient: Annotated[
-        str | None, typer.Option(help="full, or tokenwise: not through attention, for a quarter less time.")
+        str | None, typer.Option(help="full, or tokenwise: not through attention, in three quarters of the time.")
     ] = None
     anchor: Annotated[
         float | None, typer.Option(help="How hard a memory is held to the base on text of the base's own.", min=0.0)
