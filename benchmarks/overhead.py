@@ -63,11 +63,11 @@ def share_weights(source: torch.nn.Module) -> torch.nn.Module:
 
 def time_call(call: Callable[[], object], device: str) -> float:
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     start = time.perf_counter()
     call()
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
 
@@ -176,7 +176,7 @@ def main() -> None:
         "shapes": arguments.shapes,
         "r": arguments.r,
         "dtype": arguments.dtype,
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or "cpu",
         "threads": arguments.threads,
         "cores": os.cpu_count(),
         "rounds": arguments.rounds,

@@ -303,7 +303,7 @@ def main(argv: list[str] | None = None) -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         found = run_shapes(arguments) if arguments.shapes else run_tables(arguments)
         name = "pg19-shapes" if arguments.shapes else "pg19"
-        summary = {"benchmark": name, **describe_machine(torch.device("cpu")), "tables": found}
+        summary = {"benchmark": name, **describe_machine(loading.choose_device(arguments.device)), "tables": found}
         markdown = "\n\n".join(f"## {title}\n\n{table['markdown']}" for title, table in found.items())
         write_json(arguments.out / f"{name}.json", {**summary, "seconds": time.perf_counter() - began})
         (arguments.out / f"{name}.md").write_text(markdown + "\n", encoding="utf-8")

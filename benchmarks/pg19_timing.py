@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,9 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
         raise ValueError(f"--timing-tokens must be at least {needed:,} for these windows, got {len(ids):,}: raise it")
     wall = {row.name: [] for row in rows}
     processor = {row.name: [] for row in rows}
+    if base.device.type == "cuda":  # kernels are loaded at their first use, which no row shall pay for
+        with _Reading(base, rows[-1], common, ids) as warm_up:
+            warm_up.take_turn()
     with ExitStack() as stack:
         readings = {row.name: stack.enter_context(_Reading(base, row, common, ids)) for row in rows}
         for turn in range(turns):
@@ -140,7 +144,7 @@ class _Clock:
     """Wall and processor time from now on; on a GPU until all that was asked of it is done."""
 
     def __init__(self, device: torch.device):
-        self._wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+        self._wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
         self._wait()
         self._began = time.perf_counter(), time.process_time()
 

@@ -63,16 +63,16 @@ def read_at_once(model: PeftModel, documents: dict[str, torch.Tensor], settings:
 def measure(model: PeftModel, call: Callable[[], dict[str, float]], device: str) -> dict:
     """Seconds by two clocks, peak bytes on a GPU, perplexities; the memories that were made are deleted again."""
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
     wall, processor = time.perf_counter(), time.process_time()
     perplexities = call()
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
     taken = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor}
     if device.startswith("cuda"):
-        taken["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        taken["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
     model.set_adapter("default")
     for name in perplexities:
         model.delete_adapter(name)

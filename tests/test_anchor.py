@@ -40,6 +40,17 @@ def read(trainer: TestTimeTrainer, ids: torch.Tensor) -> list[float]:
     return [chunk.nll_nats for chunk in trainer.read(ids)]
 
 
+def test_own_text_is_the_bases_own_whatever_its_habits_of_generation():
+    model = make_model()
+    expected = write_own_text(model, texts=4, tokens=24)
+    base = model.get_base_model()
+    habits = base.generation_config
+    habits.update(eos_token_id=list(range(3, VOCABULARY, 2)), repetition_penalty=1.5, min_p=0.2, max_length=8)
+    assert torch.equal(write_own_text(model, texts=4, tokens=24), expected)
+    assert expected.shape == (4, 24)
+    assert base.generation_config is habits
+
+
 def test_every_so_many_steps_the_next_text_pulls():
     anchor = make_anchor(every=3)
     pulls = [anchor.text_of(step) for step in range(12)]

@@ -76,6 +76,14 @@ def assert_as_alone(make, documents: dict[str, torch.Tensor], **settings) -> Non
         assert any(weight.any() for weight in memory.values())
 
 
+def test_a_reading_that_is_over_keeps_nothing_but_its_records():
+    reading = read_many(make_model(), make_documents(), **SETTINGS, context="cache")
+    for _ in reading:
+        assert reading._cache.layers
+    assert reading._cache.layers is None and reading._optimizer is None
+    assert all(reading.chunks.values())
+
+
 # Each row is what a single reading makes of it
 
 

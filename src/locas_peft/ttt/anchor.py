@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -103,9 +105,20 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens - 1, pad_token_id=first
     )
     devices = [start.device] if start.device.type == "cuda" else []
-    with evaluating(base), without_adapter(model), torch.random.fork_rng(devices=devices):
+    with evaluating(base), without_adapter(model), _plainly(base), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         return base.generate(input_ids=start, attention_mask=torch.ones_like(start), generation_config=sampling)
+
+
+@contextmanager
+def _plainly(base: nn.Module) -> Iterator[None]:
+    """Within the context, `generate` knows no habits of the model: what a call leaves open it takes from there."""
+    own = base.generation_config
+    base.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        base.generation_config = own
 
 
 def _start_of_text(base: nn.Module) -> int:

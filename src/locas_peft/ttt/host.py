@@ -48,6 +48,7 @@ class Host:
         self.model = model
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         self._accepts = inspect.signature(base.forward).parameters.keys()
+        self.kind = type(base).__name__
         self._config = base.config.get_text_config()
         positions = getattr(self._config, "max_position_embeddings", None)
         self.positions = positions if isinstance(positions, int) and positions > 0 else None

@@ -191,6 +191,8 @@ class ManyReading:
                 yield records
         finally:
             self._drop(self._names)
+            self._cache.forget()
+            self._optimizer = None
 
     def _add_memories(self) -> None:
         """Adds a memory for each document, made as the single reader makes one: calibrated on its first chunk."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..objectives import WEIGHTINGS
-from .gradient import list_attention
+from .gradient import is_tokenwise, list_attention
 from .host import Host
 
 
@@ -43,13 +43,13 @@ def check_context(host: Host, context: str) -> None:
 
 
 def check_gradient(host: Host, gradient: str) -> None:
-    """Checks the gradient's name, and that the model has attention to leave out where it is to be left out."""
+    """Checks the gradient's name, and that the model's tokens meet in attention alone where that is left out."""
     if gradient not in ("full", "tokenwise"):
         raise ValueError(f"gradient must be 'full' or 'tokenwise', got {gradient!r}: choose one of the two")
-    if gradient == "tokenwise" and not list_attention(host.model):
+    if gradient == "tokenwise" and not is_tokenwise(host, list_attention(host.model)):
         raise ValueError(
-            f"gradient must be 'full' for {type(host.model).__name__}, got 'tokenwise': "
-            "none of its modules is an attention by its name"
+            f"gradient must be 'full' for {host.kind}, got 'tokenwise': its tokens meet otherwise than in "
+            "attention that could be left out"
         )
 
 

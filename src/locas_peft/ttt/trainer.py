@@ -70,7 +70,8 @@ class TestTimeTrainer:
         epochs: optimizer steps a chunk. The first step uses the scoring pass; each further one runs the chunk again.
         context: "recompute" or "cache".
         gradient: "full" goes all the ways back, as in the paper; "tokenwise" leaves out those through attention, which
-            takes about three quarters of the time and learns a little less (see `gradient.bypassing`).
+            takes about three quarters of the time and learns a little less (see `gradient.bypassing`). It is for
+            models whose tokens meet in attention alone; the others are refused.
         optimizer: "adamw", "adam", "sgd" or "muon" of torch.optim, or a callable that takes the list of parameters
             and returns an optimizer. It is made at the first step and kept for the trainer's life.
         warmup_steps: the first so many steps use 1/(n+1), 2/(n+1), ... n/(n+1) of the rate.
