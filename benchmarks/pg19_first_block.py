@@ -78,6 +78,7 @@ SWEEP = [
     ),
     *(replace(NLSVD, writer={**NLSVD.writer, "epsilon": epsilon}) for epsilon in (0.0003, 0.001, 0.003)),
     *(replace(REFIT, writer={**REFIT.writer, "epsilon": epsilon}) for epsilon in (0.003, 0.01, 0.03)),
+    *(replace(row, gradient="tokenwise") for row in (TOPK, BP, BP_CHUNKWISE, REFIT)),
 ]
 
 

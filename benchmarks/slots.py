@@ -5,9 +5,9 @@
     python benchmarks/slots.py nlsvd
 
 `compression` lets a memory read, reduces it to half and to a quarter, and measures the perplexity, memory frozen, of
-the stretch it read last and of the stretch that follows. `gradients` compares the G_t that a chunk's summed
-log-likelihood gives with those of each token's own. `nlsvd` folds 28 layers of 512 slots, D = 1024, to 256. The last
-line is JSON.
+the stretch it read last and of the stretch that follows. `gradients` compares the G_t that a chunk's summed log-
+likelihood gives, in full and tokenwise, with those of each token's own. `nlsvd` folds 28 layers of 512 slots, D =
+1024, to 256. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch.nn.functional import cosine_similarity
 
 from locas_peft import LocasConfig, LocasLayer, TestTimeTrainer, backbone, compress
 from locas_peft.text import tokenize, unwrap
+from locas_peft.ttt.gradient import bypassing, list_attention
 from locas_peft.tuner import nl_svd
 
 READ_TOKENS, PART_TOKENS = 20_480, 8_192
@@ -74,17 +75,24 @@ def measure(model: nn.Module, parts: dict[str, torch.Tensor]) -> dict[str, float
 
 
 def gradients(ids: Callable[[str, int], torch.Tensor], tokens: int = 128) -> list[dict[str, Any]]:
-    """The cosine of the G_t that share one backward pass with each token's own, over all layers together."""
+    """The cosine of the G_t that share one backward pass with each token's own; tokenwise ones share one too."""
     base, _ = backbone.load(name=backbone.MLP_NAME)
     model = get_peft_model(base, LocasConfig(r=2, init_strategy="write"))
     layers = [module for module in model.modules() if isinstance(module, LocasLayer)]
     text = ids(backbone.MLP_NAME, tokens + 1)
     outputs: list[torch.Tensor] = []
-    for layer in layers:
-        layer.recorder = lambda a, output: outputs.append(output)
-    logits = model(input_ids=text[None, :-1]).logits[0]
-    likelihoods = logits.log_softmax(dim=-1).gather(1, text[1:, None])[:, 0]
-    together = torch.stack(torch.autograd.grad(likelihoods.sum(), outputs, retain_graph=True))[:, 0]  # [L, N, D]
+
+    def read() -> torch.Tensor:
+        outputs.clear()
+        for layer in layers:
+            layer.recorder = lambda a, output: outputs.append(output)
+        logits = model(input_ids=text[None, :-1]).logits[0]
+        return logits.log_softmax(dim=-1).gather(1, text[1:, None])[:, 0]
+
+    with bypassing(list_attention(model)):
+        tokenwise = torch.stack(torch.autograd.grad(read().sum(), outputs))[:, 0]  # [L, N, D]
+    likelihoods = read()
+    together = torch.stack(torch.autograd.grad(likelihoods.sum(), outputs, retain_graph=True))[:, 0]
     alone = torch.stack(
         [
             torch.stack([g[0, t] for g in torch.autograd.grad(likelihoods[t], outputs, retain_graph=True)])
@@ -92,11 +100,12 @@ def gradients(ids: Callable[[str, int], torch.Tensor], tokens: int = 128) -> lis
         ],
         dim=1,
     )
-    rows = []
-    for number in range(len(layers)):
-        rows.append({"layer": number, **compare(together[number : number + 1], alone[number : number + 1])})
-    rows.append({"layer": "all", **compare(together, alone)})
-    return rows
+    parts = {**{number: slice(number, number + 1) for number in range(len(layers))}, "all": slice(None)}
+    return [
+        {"gradient": name, "layer": layer, **compare(shared[part], alone[part])}
+        for name, shared in (("full", together), ("tokenwise", tokenwise))
+        for layer, part in parts.items()
+    ]
 
 
 def compare(together: torch.Tensor, alone: torch.Tensor) -> dict[str, float]:
