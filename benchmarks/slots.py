@@ -5,9 +5,9 @@
     python benchmarks/slots.py nlsvd
 
 `compression` lets a memory read, reduces it to half and to a quarter, and measures the perplexity, memory frozen, of
-the stretch it read last and of the stretch that follows. `gradients` compares the G_t that a chunk's summed log-
-likelihood gives, in full and tokenwise, with those of each token's own. `nlsvd` folds 28 layers of 512 slots, D =
-1024, to 256. The last line is JSON.
+the stretch it read last and of the stretch that follows. `gradients` compares the G_t that a chunk's summed
+log-likelihood gives, in full and tokenwise, with those of each token's own. `nlsvd` folds 28 layers of 512 slots,
+D = 1024, to 256. The last line is JSON.
 """
 
 from __future__ import annotations
