@@ -703,12 +703,13 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
     trainer._release_locks()
     checkpoint.write(tmp_path, tensors, state)
     fresh = make_trainer(context="cache")
-    before = weights_of(fresh.model)
+    before, config = weights_of(fresh.model), fresh.model.peft_config["default"].to_dict()
     with pytest.raises(
         ValueError, match="^checkpoint must be whole, got the damaged file .*: delete it to start afresh$"
     ):
         fresh.resume(tmp_path)
     assert_same_weights(weights_of(fresh.model), before)
+    assert fresh.model.peft_config["default"].to_dict() == config
     assert (fresh.position, fresh.chunks, fresh._optimizer) == (0, [], None)
     assert len(list(fresh.read(ids))) == 4
 

@@ -391,6 +391,7 @@ class TestTimeTrainer:
             tensors, state = checkpoint.read(directory)
             undo, former = self._snapshot(self._parameters()), (vars(self).copy(), torch.get_rng_state())
             cache, buffers = vars(self._cache).copy(), [(b, b.clone()) for b in self.model.buffers()]
+            filled = {name: self._host.filled(name) for name in self._host.active_adapters()}
             try:
                 self._check_same_run(state["run"], directory)
                 self._restore(tensors, state)
@@ -401,6 +402,7 @@ class TestTimeTrainer:
                 torch.set_rng_state(former[1])
                 for buffer, value in buffers:
                     buffer.data.copy_(value)
+                self._fill(filled)
                 if isinstance(error, ValueError):
                     raise
                 raise ValueError(
@@ -460,14 +462,19 @@ class TestTimeTrainer:
     def _optimizer_state(self) -> dict:
         return {"state": {}, "param_groups": []} if self._optimizer is None else self._optimizer.state_dict()
 
+    def _fill(self, fields: dict[str, dict]) -> None:
+        """Writes into adapters' configurations what came with their weights."""
+        for name, values in fields.items():
+            for field, value in values.items():
+                setattr(self.model.peft_config[name], field, value)
+
     def _restore(self, tensors: dict[str, Tensor], state: dict) -> None:
         def below(prefix: str) -> dict[str, Tensor]:
             return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
 
         for name in self._host.active_adapters():
             set_peft_model_state_dict(self.model, below(f"adapter/{name}/"), adapter_name=name)
-            for field, value in state["filled"][name].items():
-                setattr(self.model.peft_config[name], field, value)
+            self._fill({name: state["filled"][name]})
         parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}  # never the base's
         with torch.no_grad():
             for name, value in below("parameter/").items():
