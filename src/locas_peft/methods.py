@@ -30,6 +30,7 @@ from .files import staged, write_json
 from .loading import MEMORY_CONFIG
 from .text import digest_ids
 from .ttt import Anchor, Chunk, TestTimeTrainer, write_own_text
+from .ttt.gradient import GRADIENTS
 from .tuner import STRATEGIES, LocasConfig, SlotWriter
 from .tuner.ffn import find_ffns
 
@@ -71,7 +72,6 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-GRADIENTS = ("full", "tokenwise")
 UPDATES = ("bp", "nlsvd")
 """How a written memory goes on: trained by gradient descent, or only written and folded."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ..tuner.passes import evaluating
 from .host import Host
 
 Gradient = Literal["full", "tokenwise"]
+GRADIENTS: tuple[str, ...] = get_args(Gradient)
 
 
 def list_attention(model: nn.Module) -> list[nn.Module]:
@@ -20,8 +21,8 @@ def list_attention(model: nn.Module) -> list[nn.Module]:
 
     Where one lies in another, as in BERT and GPT-Neo, the inner one: the outer may hold the residual connection.
     """
-    named = {module for module in model.modules() if "Attention" in type(module).__name__}
-    return [module for module in named if named.isdisjoint(list(module.modules())[1:])]
+    named = [module for module in model.modules() if "Attention" in type(module).__name__]
+    return [module for module in named if set(named).isdisjoint(list(module.modules())[1:])]
 
 
 @contextmanager

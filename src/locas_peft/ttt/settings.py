@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..objectives import WEIGHTINGS
-from .gradient import is_tokenwise, list_attention
+from .gradient import GRADIENTS, is_tokenwise, list_attention
 from .host import Host
 
 
@@ -44,7 +44,7 @@ def check_context(host: Host, context: str) -> None:
 
 def check_gradient(host: Host, gradient: str) -> None:
     """Checks the gradient's name, and that the model's tokens meet in attention alone where that is left out."""
-    if gradient not in ("full", "tokenwise"):
+    if gradient not in GRADIENTS:
         raise ValueError(f"gradient must be 'full' or 'tokenwise', got {gradient!r}: choose one of the two")
     if gradient == "tokenwise" and not is_tokenwise(host, list_attention(host.model)):
         raise ValueError(
