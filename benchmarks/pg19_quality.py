@@ -20,11 +20,11 @@ import torch
 from pg19_rows import Row, Table
 from transformers import PreTrainedModel
 
-from locas_peft import methods
-from locas_peft.evaluation.perplexity import at_marks, per_segment
+from locas_peft.evaluation.perplexity import at_marks, choose_marks, per_segment
 from locas_peft.files import write_json
-from locas_peft.methods import Settings
-from locas_peft.studies.run import digest_ids, with_memory
+from locas_peft.methods import Settings, read_with, score
+from locas_peft.studies.run import with_memory
+from locas_peft.text import digest_ids
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def read_job(
     chunks, began, processor = [], time.perf_counter(), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         memory = Path(folder) / "memory"
-        reading = methods.read_with(base, ids, settings, on_chunk=chunks.append, memory_dir=memory)
+        reading = read_with(base, ids, settings, on_chunk=chunks.append, memory_dir=memory)
         seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor
         adapter = memory / "adapter_model.safetensors"
         unread = {
@@ -86,7 +86,7 @@ def read_job(
     value = reading.to_json()
     for name in ("curve", "memory_dir", "perplexity_at", "peak_bytes", "tokens_per_second"):
         value.pop(name)
-    marks = methods.choose_marks(len(ids))
+    marks = choose_marks(len(ids))
     return {
         "row": job.row.name,
         "document": job.document,
@@ -169,6 +169,6 @@ def _settings(job: Job, common: Settings) -> Settings:
 
 def _score_frozen(base: PreTrainedModel, memory: Path, ids: torch.Tensor, settings: Settings) -> float:
     if settings.method == "none":
-        return methods.score(base, ids, settings)
+        return score(base, ids, settings)
     with with_memory(base, memory) as model:
-        return methods.score(model, ids, settings)
+        return score(model, ids, settings)

@@ -161,7 +161,7 @@ def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
 
 
 def interrupt(callback, chunk):
-    """Stands for `methods._call`: ends a reading after its fourth chunk."""
+    """Stands for `methods.reading._call`: ends a reading after its fourth chunk."""
     callback(chunk)
     if chunk.index == 3:
         raise KeyboardInterrupt
@@ -171,7 +171,7 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch):
     arguments = ["memorize", "text.txt", "--r", 8, *FAST, "--checkpoint-seconds", 0]
     assert run(*arguments, "--out", "whole")[0] == 0
 
-    monkeypatch.setattr(methods, "_call", interrupt)
+    monkeypatch.setattr(methods.reading, "_call", interrupt)
     code, stdout, stderr = run(*arguments, "--out", "parts")
     assert (code, stdout) == (130, "")
     assert "parts holds a checkpoint: the same command with --resume goes on from there\n" in stderr
@@ -316,7 +316,7 @@ def unfinished(run, tmp_path, monkeypatch):
     """The folder of a reading that was interrupted after four chunks, and the command that made it."""
     arguments = ["memorize", "text.txt", "--r", 8, *FAST, "--checkpoint-seconds", 0]
     with monkeypatch.context() as patched:
-        patched.setattr(methods, "_call", interrupt)
+        patched.setattr(methods.reading, "_call", interrupt)
         assert run(*arguments, "--out", "parts")[0] == 130
     return tmp_path / "parts", arguments
 

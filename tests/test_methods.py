@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from locas_peft import backbone, loading, methods, text
 from locas_peft.files import format_json
-from locas_peft.methods import Reading, Settings, attached, choose_marks, find_finished, read_with, score
+from locas_peft.methods import Reading, Settings, attached, find_finished, read_with, score
+from locas_peft.ttt import TestTimeTrainer
 from locas_peft.tuner import STRATEGIES
 
 CONTRACT = {
@@ -252,7 +253,7 @@ def test_a_failing_first_checkpoint_leaves_nothing(base, input_ids, tmp_path, mo
         folder.mkdir(parents=True)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(methods.TestTimeTrainer, "save", fill)
+    monkeypatch.setattr(TestTimeTrainer, "save", fill)
     folder = tmp_path / "memory" / "checkpoint"
     with pytest.raises(OSError, match="No space left"):
         read_with(base, input_ids, small("locas-glu"), checkpoint_dir=folder, checkpoint_seconds=0)
@@ -457,12 +458,3 @@ def test_settings_name_what_is_wrong(method, given, message):
 def test_a_text_of_one_token_is_refused(base):
     with pytest.raises(ValueError, match=r"^input_ids must be of shape \[T\] with T >= 2, got \[1\]: give more text$"):
         read_with(base, torch.tensor([5]), small("none"))
-
-
-def test_marks_follow_the_length():
-    assert choose_marks(900) == []
-    assert choose_marks(3_500) == [1000, 2000, 3000]
-    assert choose_marks(60_000) == [25_000, 50_000]
-    assert choose_marks(100_000) == [25_000, 50_000, 75_000, 100_000]
-    assert choose_marks(220_000) == [50_000, 100_000, 150_000, 200_000]
-    assert choose_marks(1_000_000) == [50_000, 100_000, 150_000, 200_000]

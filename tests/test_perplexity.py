@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from locas_peft.evaluation.perplexity import at_marks, cumulative, per_segment, perplexity
+from locas_peft.evaluation.perplexity import at_marks, choose_marks, cumulative, per_segment, perplexity
 
 
 def make_chunks(*nlls: float, stride: int = 10) -> list[SimpleNamespace]:
@@ -70,3 +70,12 @@ def test_per_segment_ends_with_the_document_and_skips_segments_inside_one_chunk(
 def test_marks_are_numbers_of_tokens(measure):
     with pytest.raises(ValueError, match="^marks must be at least 1, got 0: give numbers of tokens read$"):
         measure(make_chunks(1.0), [0, 10])
+
+
+def test_marks_follow_the_length():
+    assert choose_marks(900) == []
+    assert choose_marks(3_500) == [1000, 2000, 3000]
+    assert choose_marks(60_000) == [25_000, 50_000]
+    assert choose_marks(100_000) == [25_000, 50_000, 75_000, 100_000]
+    assert choose_marks(220_000) == [50_000, 100_000, 150_000, 200_000]
+    assert choose_marks(1_000_000) == [50_000, 100_000, 150_000, 200_000]

@@ -50,6 +50,19 @@ def cumulative(chunks: Iterable) -> list[tuple[int, float]]:
     return points
 
 
+def choose_marks(tokens: int) -> list[int]:
+    """Chooses the numbers of tokens at which the perplexity so far is reported: at most four, evenly spaced.
+
+    Long texts have the protocol's 50K, 100K, 150K and 200K, shorter ones smaller steps.
+
+    Args:
+        tokens: how many tokens the text has.
+    """
+    steps = (1_000, 2_500, 5_000, 10_000, 25_000, 50_000)
+    step = next((step for step in steps if tokens <= 4 * step), steps[-1])
+    return [mark for mark in range(step, 4 * step + 1, step) if mark <= tokens]
+
+
 def at_marks(chunks: Iterable, marks: Sequence[int]) -> dict[str, float]:
     """Gives the cumulative perplexity at marks such as 50,000 and 100,000 tokens.
 

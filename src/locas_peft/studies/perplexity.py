@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from ..evaluation.intervals import mean_interval
-from ..evaluation.perplexity import at_marks, per_segment, perplexity
+from ..evaluation.perplexity import at_marks, choose_marks, per_segment, perplexity
 from ..files import write_json
-from ..methods import Settings, choose_marks, read_with
+from ..methods import Settings, read_with
 from ..ttt import Chunk
 from .progress import Start, follow, silent
 from .run import ALONE, Task, describe_text, do_tasks, open_run, reading_cost

@@ -1,0 +1,192 @@
+"""One reading, from a fresh adapter or a checkpoint to the figures and the saved memory."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..evaluation.perplexity import at_marks, choose_marks, cumulative, perplexity
+from ..text import digest_ids
+from ..ttt import Anchor, Chunk, TestTimeTrainer, write_own_text
+from ..tuner import SlotWriter
+from .adapters import attached
+from .memory_folder import save_memory
+from .peak_memory import PeakMemory
+from .record import Reading
+from .settings import Settings
+
+
+def read_with(
+    base: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    settings: Settings,
+    *,
+    on_chunk: Callable[[Chunk], None] | None = None,
+    memory_dir: str | Path | None = None,
+    checkpoint_dir: str | Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    resume: bool = False,
+) -> Reading:
+    """Reads a text with one method, from a fresh adapter or a checkpoint to the figures and the saved memory.
+
+    Mutates `base` while it runs and leaves it as it was (see `attached`).
+
+    Args:
+        base: a causal LM without adapters.
+        input_ids: LongTensor [T], T >= 2; the first `settings.max_tokens` of it are read.
+        settings: see `Settings`.
+        on_chunk: called after each chunk; on resuming, for the chunks of the checkpoint first.
+        memory_dir: where the memory and its `reading.json` go, whole or not at all. The method "none" has nothing to
+            save.
+        checkpoint_dir: where the state is kept every `checkpoint_seconds`, and removed from once the memory is saved.
+        checkpoint_seconds: at least so much time lies between two checkpoints.
+        resume: goes on from the checkpoint in `checkpoint_dir`; from the start where there is none.
+
+    Returns:
+        The reading; `memory_dir` in it is the folder that was written, if any.
+
+    Raises:
+        ValueError: the text is too short, the method does not fit the base, or the checkpoint is of another reading.
+        OSError: the disk is full, or a folder cannot be written.
+    """
+    if input_ids.dim() != 1 or input_ids.numel() < 2:
+        raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
+    input_ids = input_ids[: settings.max_tokens]
+    if settings.method == "none":
+        memory_dir = checkpoint_dir = None
+    with attached(base, settings) as model:
+        began = time.perf_counter()
+        trainer = make_trainer(model, settings)
+        preparation_seconds = time.perf_counter() - began
+        if checkpoint_dir is not None and resume:
+            trainer.resume(checkpoint_dir)
+        for chunk in trainer.chunks:
+            _call(on_chunk, chunk)
+        peak = PeakMemory(base.device)
+        saved = time.monotonic()
+        with closing(_begin(trainer, input_ids, checkpoint_dir)) as chunks:
+            for chunk in chunks:
+                _call(on_chunk, chunk)
+                if checkpoint_dir is not None and time.monotonic() - saved >= checkpoint_seconds:
+                    _save_checkpoint(trainer, Path(checkpoint_dir))
+                    saved = time.monotonic()
+        chunks = trainer.chunks
+        nll_nats, scored_tokens = sum(chunk.nll_nats for chunk in chunks), sum(chunk.tokens for chunk in chunks)
+        reading = Reading(
+            settings=settings,
+            text_sha256=digest_ids(input_ids),
+            scored_tokens=scored_tokens,
+            nll_nats=nll_nats,
+            perplexity=perplexity(nll_nats, scored_tokens),
+            perplexity_at=at_marks(chunks, choose_marks(len(input_ids))),
+            curve=cumulative(chunks),
+            extra_parameters=_count_extra_parameters(model, base),
+            seconds=preparation_seconds + sum(chunk.seconds for chunk in chunks),
+            peak_bytes=peak.read(),
+            skipped_chunks=trainer.skipped_chunks,
+            memory_dir=None if memory_dir is None else str(memory_dir),
+        )
+        if memory_dir is not None:
+            save_memory(model, memory_dir, reading)
+        if checkpoint_dir is not None:
+            shutil.rmtree(checkpoint_dir, ignore_errors=True)
+    return reading
+
+
+def score(model: nn.Module, input_ids: torch.LongTensor, settings: Settings) -> float:
+    """Gives the perplexity of a text under a model that does not learn while it reads.
+
+    Args:
+        model: a causal LM, with or without an adapter; not changed. None of its parameters may require gradients.
+        input_ids: LongTensor [T], T >= 2.
+        settings: window, stride and context are taken from it.
+
+    Raises:
+        ValueError: a parameter requires gradients, so that reading would teach it.
+    """
+    learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if learning:
+        raise ValueError(f"model must be frozen, got {len(learning)} trainable parameters: freeze them first")
+    trainer = TestTimeTrainer(
+        model, window=settings.window, stride=settings.stride, learning_rate=None, context=settings.context
+    )
+    for _ in trainer.read(input_ids):
+        pass
+    return trainer.perplexity
+
+
+def make_trainer(model: nn.Module, settings: Settings, **options: Any) -> TestTimeTrainer:
+    """Makes the trainer of a reading: with the memory's writer, and the text that an anchor holds it by.
+
+    Args:
+        model: what `attached` gives.
+        settings: how the text is read.
+        options: further arguments of `TestTimeTrainer`, such as `objective`.
+    """
+    writer = None
+    if settings.init == "write":
+        fold = "nlsvd" if settings.update == "nlsvd" else "refit"
+        slots = {"epsilon": settings.epsilon, "slots_per_chunk": settings.slots_per_chunk}
+        slots = {name: value for name, value in slots.items() if value is not None}
+        writer = SlotWriter(model, fold=fold, **slots)
+    anchor = None
+    if settings.anchor is not None:
+        own = write_own_text(model, tokens=settings.stride, seed=settings.seed)
+        anchor = Anchor(own, weight=settings.anchor, every=settings.anchor_every)
+    return TestTimeTrainer(
+        model,
+        window=settings.window,
+        stride=settings.stride,
+        learning_rate=settings.learning_rate,
+        epochs=settings.epochs,
+        context=settings.context,
+        gradient=settings.gradient or "full",
+        writer=writer,
+        anchor=anchor,
+        **options,
+    )
+
+
+def _call(callback: Callable[[Chunk], None] | None, chunk: Chunk) -> None:
+    if callback is not None:
+        callback(chunk)
+
+
+def _count_extra_parameters(model: nn.Module, base: nn.Module) -> int:
+    return 0 if model is base else sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def _begin(
+    trainer: TestTimeTrainer, input_ids: torch.LongTensor, checkpoint_dir: str | Path | None
+) -> Iterator[Chunk]:
+    if not trainer.position:
+        return trainer.read(input_ids)
+    try:
+        return trainer.read(input_ids)
+    except ValueError as error:
+        raise ValueError(
+            f"text must be the one that the checkpoint in {str(checkpoint_dir)!r} was begun with, to the last token: "
+            "give that text and the same limit of tokens, or choose another folder"
+        ) from error
+
+
+def _save_checkpoint(trainer: TestTimeTrainer, directory: Path) -> None:
+    """Saves a checkpoint; where the first one fails, the folders that were made for it go again."""
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        trainer.save(directory)
+    except BaseException:
+        if made:
+            shutil.rmtree(made[0], ignore_errors=True)
+        for folder in made[1:]:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
