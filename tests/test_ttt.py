@@ -467,7 +467,7 @@ def test_a_gradient_that_is_not_finite_leaves_memory_and_optimizer_as_they_were(
     # As if the chunk had been scored and never learned: the same weights and the same optimizer go on.
     chunk = next(reading)
     assert chunk.learned
-    state = trainer._optimizer.state_dict()["state"]
+    state = trainer._learner.optimizer.state_dict()["state"]
     assert {entry["step"].item() for entry in state.values()} == {2 * (skipped + 1)}
 
 
@@ -710,7 +710,7 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
         fresh.resume(tmp_path)
     assert_same_weights(weights_of(fresh.model), before)
     assert fresh.model.peft_config["default"].to_dict() == config
-    assert (fresh.position, fresh.chunks, fresh._optimizer) == (0, [], None)
+    assert (fresh.position, fresh.chunks, fresh._learner.optimizer) == (0, [], None)
     assert len(list(fresh.read(ids))) == 4
 
 

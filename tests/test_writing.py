@@ -195,7 +195,7 @@ def test_the_optimizers_state_follows_the_slots():
     for layer in layers_of(model):
         up, down = layer.locas_up["default"].weight, layer.locas_down["default"].weight
         for weight, dim in ((up, 0), (down, 1)):
-            entry = trainer._optimizer.state[weight]["exp_avg"]
+            entry = trainer._learner.optimizer.state[weight]["exp_avg"]
             kept, fresh = entry.split(4, dim=dim)
             assert kept.any() and not fresh.any()
 

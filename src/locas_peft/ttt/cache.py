@@ -80,6 +80,36 @@ class SlidingCache:
             if not self._keep:
                 self.positions = [0] * len(self.positions)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Gives the keys and values, named "layer/keys" and "layer/values"."""
+        return {
+            f"{number}/{name}": entries
+            for number, pair in enumerate(self.layers or [])
+            for name, entries in zip(("keys", "values"), pair, strict=True)
+        }
+
+    def restore(self, tensors: dict[str, Tensor], layers: int | None, position: int | None) -> None:
+        """Takes up what `tensors` gave, for one row.
+
+        Args:
+            layers: how many there were; None for a cache that kept nothing.
+            position: of the next token.
+
+        Raises:
+            KeyError, TypeError: they contradict each other.
+        """
+        self.forget()
+        if layers is None:
+            return
+        device = self._host.device
+        pairs = [tuple(tensors[f"{number}/{name}"] for name in ("keys", "values")) for number in range(layers)]
+        if any(
+            entry.ndim != 4 or entry.shape[:3] != keys.shape[:3] for keys, values in pairs for entry in (keys, values)
+        ):
+            raise TypeError("keys and values of the cache do not belong together")
+        self.layers = [(keys.to(device), values.to(device)) for keys, values in pairs]
+        self.positions = [position]
+
     def _feed_context(self, ids: Tensor, rows: list[int]) -> None:
         layers = []
         if ids.shape[1]:

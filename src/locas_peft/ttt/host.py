@@ -5,9 +5,7 @@ Axes: B rows of a batch, V vocabulary.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,18 +14,6 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
-
-# Fields of an adapter's configuration: those that a LOCAS memory's calibration fills in, a part of the memory and not
-# of its settings, and those that change nothing of its arithmetic.
-_FILLED = ("slots",)
-_NO_ARITHMETIC = (
-    "auto_mapping",
-    "base_model_name_or_path",
-    "inference_mode",
-    "peft_version",
-    "revision",
-    "task_type",
-)
 
 
 class Host:
@@ -88,42 +74,6 @@ class Host:
     def is_merged(self) -> bool:
         return any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer))
 
-    def active_adapters(self) -> list[str]:
-        names = {}
-        for module in self.model.modules():
-            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-                names.update(dict.fromkeys(module.active_adapters))
-        configs = getattr(self.model, "peft_config", None) or {}
-        return [name for name in names if name in configs]
-
-    def adapter_config(self, name: str) -> dict:
-        """Gives an adapter's configuration as JSON, without what does not change its arithmetic."""
-        config = self.model.peft_config[name].to_dict()
-        config = {field: value for field, value in config.items() if field not in _NO_ARITHMETIC + _FILLED}
-        return json.loads(json.dumps(config, default=to_plain))
-
-    def filled(self, name: str) -> dict:
-        """Gives those fields of an adapter's configuration that came with its weights."""
-        config = self.model.peft_config[name]
-        return {field: getattr(config, field) for field in _FILLED if hasattr(config, field)}
-
-    def fingerprint(self) -> str:
-        """Gives a hash over the base's parameters: names, shapes, dtypes, and the first few numbers of each."""
-        digest = hashlib.sha256()
-        adapters = [
-            (name + ".", ("base_layer.", "original_module."))
-            for name, module in self.model.named_modules()
-            if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))
-        ]
-        for name, parameter in self.model.named_parameters():
-            if any(name.startswith(prefix) and not name[len(prefix) :].startswith(base) for prefix, base in adapters):
-                continue
-            digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            trained = parameter.requires_grad and bool(adapters)
-            if not trained and parameter.device.type != "meta":
-                digest.update(repr(parameter.detach().reshape(-1)[:16].double().tolist()).encode())
-        return digest.hexdigest()
-
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
@@ -140,8 +90,3 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def to_plain(value: object) -> object:
-    """Gives what JSON cannot hold in a form that it can."""
-    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)

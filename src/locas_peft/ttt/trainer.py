@@ -8,7 +8,6 @@ Axes: T tokens of the document, W window, S stride, N tokens scored in a chunk, 
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 import time
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from torch import Tensor, nn
 
 from .. import checkpoint
@@ -29,8 +27,20 @@ from ..tuner.passes import evaluating
 from .anchor import Anchor
 from .cache import SlidingCache
 from .chunk import Chunk, perplexity_of
+from .continuation import (
+    adapter_tensors,
+    below,
+    check_same_run,
+    describe_run,
+    fill,
+    filled_fields,
+    random_state,
+    restore_adapters,
+    set_random_state,
+)
 from .gradient import Gradient, bypassing, list_attention
 from .host import Host, without_adapter
+from .learner import Learner
 from .losses import token_losses
 from .optimizers import OPTIMIZERS, OptimizerFactory, name_of
 from .settings import check_context, check_gradient, check_learning, check_lengths, to_document, to_whole
@@ -128,6 +138,14 @@ class TestTimeTrainer:
         self.optimizer_name, self.writer = optimizer, writer
         self.objective, self.teacher_window, self.token_weighting = objective, teacher_window, token_weighting
         self.anchor = anchor
+        self._learner = Learner(
+            self._host,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+        )
         self._check_settings()
         if objective == "distill" and teacher_window is None:
             self.teacher_window = min(4 * window, self._host.positions or 4 * window)
@@ -136,9 +154,6 @@ class TestTimeTrainer:
         self.chunks: list[Chunk] = []
         self.skipped_chunks = 0
         self._bypassed = list_attention(model) if gradient == "tokenwise" else []
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._rates: list[float] = []
-        self._steps = 0
         self._cache = SlidingCache(self._host, keep=max(window - stride, 1) - 1)
         self._text: str | None = None
         self._resumed_from: Path | None = None
@@ -202,10 +217,10 @@ class TestTimeTrainer:
     def _score_and_learn(self, ids: Tensor, start: int, stop: int) -> Chunk:
         began = time.perf_counter()
         with evaluating(self.model), self._recording(), bypassing(self._bypassed):
-            parameters = self._parameters()
+            parameters = self._learner.parameters()
             if parameters and not self.chunks:
                 prepare(self.model, ids[start:stop].unsqueeze(0))
-            undo = self._snapshot(parameters) if self.epochs > 1 else None
+            undo = self._learner.snapshot() if self.epochs > 1 else None
             targets = ids[max(start, 1) : stop]
             nll_nats, learned, finite = 0.0, False, True
             distilled = self.objective == "distill" and parameters and len(targets)
@@ -228,7 +243,7 @@ class TestTimeTrainer:
                         undo()
                     break
             if learned and self.writer is not None and self.writer.is_finite():
-                self._follow_slots(self.writer.write(losses.detach()).moved or {})
+                self._learner.follow_slots(self.writer.write(losses.detach()).moved or {})
             if finite:
                 self._cache.advance()
             else:
@@ -258,27 +273,14 @@ class TestTimeTrainer:
             for parameter in parameters:
                 parameter.grad = None
             return self.writer.is_finite()
-        optimizer = self._ready_optimizer(parameters)
-        optimizer.zero_grad(set_to_none=True)
+        self._learner.begin(parameters)
         loss.backward()
         self._pull_to_base()
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
-        finite = bool(torch.isfinite(norm))
-        if finite:
-            if self.max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
-            warmth = min(1.0, (self._steps + 1) / (self.warmup_steps + 1))
-            for group, rate in zip(optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * warmth
-            optimizer.step()
-            self._steps += 1
-        optimizer.zero_grad(set_to_none=True)
-        return finite
+        return self._learner.finish(parameters)
 
     def _pull_to_base(self) -> None:
         """Adds the anchor's gradient, where this step has one."""
-        text = None if self.anchor is None else self.anchor.text_of(self._steps)
+        text = None if self.anchor is None else self.anchor.text_of(self._learner.steps)
         if text is None:
             return
         text, count = text.to(self._host.device), text.shape[1] - 1
@@ -290,56 +292,6 @@ class TestTimeTrainer:
 
     def _recording(self) -> AbstractContextManager:
         return nullcontext() if self.writer is None else self.writer.recording()
-
-    @torch.no_grad()
-    def _follow_slots(self, moved: dict[nn.Parameter, tuple[int, Tensor]]) -> None:
-        """Lets the optimizer's state go where slots of a memory went; it is zero for slots that are new."""
-        for parameter, (dim, places) in moved.items() if self._optimizer is not None else ():
-            for entry in self._optimizer.state.get(parameter, {}).values():
-                if isinstance(entry, Tensor) and entry.shape == parameter.shape:
-                    followed = entry.index_select(dim, places.clamp(min=0))
-                    followed.index_fill_(dim, (places < 0).nonzero().squeeze(1), 0.0)
-                    entry.copy_(followed)
-
-    def _ready_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if self._optimizer is None:
-            if callable(self.optimizer_name):
-                self._optimizer = self.optimizer_name(parameters)
-            else:
-                make = OPTIMIZERS[self.optimizer_name]
-                self._optimizer = make(parameters, self.learning_rate, self.weight_decay)
-            self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
-        held = {id(parameter) for group in self._optimizer.param_groups for parameter in group["params"]}
-        if held != {id(parameter) for parameter in parameters}:
-            raise ValueError(
-                "model must train the same parameters from the first chunk to the last, got others than the optimizer "
-                "was made for: make a new TestTimeTrainer after switching or adding adapters"
-            )
-        return self._optimizer
-
-    def _parameters(self) -> list[nn.Parameter]:
-        """Gives what is to be trained; nothing for a plain model, whose own weights all require gradients."""
-        if not self._host.has_adapter():
-            return []
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-
-    def _snapshot(self, parameters: list[nn.Parameter]) -> Callable[[], None]:
-        """Gives a function that brings memory and optimizer back to where they are now."""
-        values = [parameter.detach().clone() for parameter in parameters]
-        state = copy.deepcopy(self._optimizer.state_dict()) if self._optimizer is not None else None
-        steps = self._steps
-
-        def undo() -> None:
-            with torch.no_grad():
-                for parameter, value in zip(parameters, values, strict=True):
-                    parameter.copy_(value)
-            self._steps = steps
-            if state is None:
-                self._optimizer = None
-            else:
-                self._optimizer.load_state_dict(state)
-
-        return undo
 
     # Checkpoints
 
@@ -389,20 +341,12 @@ class TestTimeTrainer:
         self._lock(directory)
         try:
             tensors, state = checkpoint.read(directory)
-            undo, former = self._snapshot(self._parameters()), (vars(self).copy(), torch.get_rng_state())
-            cache, buffers = vars(self._cache).copy(), [(b, b.clone()) for b in self.model.buffers()]
-            filled = {name: self._host.filled(name) for name in self._host.active_adapters()}
+            undo = self._remember()
             try:
-                self._check_same_run(state["run"], directory)
+                check_same_run(self._run(), state["run"], directory)
                 self._restore(tensors, state)
             except Exception as error:
                 undo()
-                vars(self).update(former[0])
-                vars(self._cache).update(cache)
-                torch.set_rng_state(former[1])
-                for buffer, value in buffers:
-                    buffer.data.copy_(value)
-                self._fill(filled)
                 if isinstance(error, ValueError):
                     raise
                 raise ValueError(
@@ -416,161 +360,74 @@ class TestTimeTrainer:
         return True
 
     def _tensors(self) -> dict[str, Tensor]:
-        tensors = {}
-        for name in self._host.active_adapters():
-            for key, value in get_peft_model_state_dict(
-                self.model, adapter_name=name, save_embedding_layers=False
-            ).items():
-                tensors[f"adapter/{name}/{key}"] = value
-        known = {value.data_ptr() for value in tensors.values()}
-        trained = {id(parameter) for parameter in self._parameters()}
-        for name, parameter in self.model.named_parameters():
-            if id(parameter) in trained and parameter.data_ptr() not in known:
-                tensors[f"parameter/{name}"] = parameter
-        for number, entries in self._optimizer_state()["state"].items():
-            for key, value in entries.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer/{number}/{key}"] = value
-        for number, (keys, values) in enumerate(self._cache.layers or []):
-            tensors[f"cache/{number}/keys"], tensors[f"cache/{number}/values"] = keys, values
-        tensors["random/cpu"] = torch.get_rng_state()
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            for number, value in enumerate(torch.cuda.get_rng_state_all()):
-                tensors[f"random/cuda/{number}"] = value
+        tensors = {
+            **adapter_tensors(self.model, self._learner.parameters()),
+            **{f"optimizer/{name}": value for name, value in self._learner.tensors().items()},
+            **{f"cache/{name}": value for name, value in self._cache.tensors().items()},
+            **random_state(),
+        }
         return {name: value.detach().cpu().clone() for name, value in tensors.items()}
 
     def _state(self) -> dict:
-        optimizer = self._optimizer_state()
         return {
             "run": {**self._run(), "text": self._text},
             "position": self.position,
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
-            "steps": self._steps,
+            "steps": self._learner.steps,
             "cache_layers": None if self._cache.layers is None else len(self._cache.layers),
             "cache_position": self._cache.positions[0],
-            "filled": {name: self._host.filled(name) for name in self._host.active_adapters()},
-            "optimizer": {
-                "param_groups": optimizer["param_groups"],
-                "state": {
-                    str(number): {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
-                    for number, entries in optimizer["state"].items()
-                },
-            },
+            "filled": filled_fields(self.model),
+            "optimizer": self._learner.state(),
         }
-
-    def _optimizer_state(self) -> dict:
-        return {"state": {}, "param_groups": []} if self._optimizer is None else self._optimizer.state_dict()
-
-    def _fill(self, fields: dict[str, dict]) -> None:
-        """Writes into adapters' configurations what came with their weights."""
-        for name, values in fields.items():
-            for field, value in values.items():
-                setattr(self.model.peft_config[name], field, value)
 
     def _restore(self, tensors: dict[str, Tensor], state: dict) -> None:
-        def below(prefix: str) -> dict[str, Tensor]:
-            return {name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)}
-
-        for name in self._host.active_adapters():
-            set_peft_model_state_dict(self.model, below(f"adapter/{name}/"), adapter_name=name)
-            self._fill({name: state["filled"][name]})
-        parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}  # never the base's
-        with torch.no_grad():
-            for name, value in below("parameter/").items():
-                parameters[name].copy_(value)
-
-        saved = state["optimizer"]
-        if saved["param_groups"]:
-            entries = {int(number): dict(scalars) for number, scalars in saved["state"].items()}
-            for name, value in below("optimizer/").items():
-                number, key = name.split("/", 1)
-                entries[int(number)][key] = value
-            groups = [
-                {
-                    key: tuple(value) if key != "params" and isinstance(value, list) else value
-                    for key, value in g.items()
-                }
-                for g in saved["param_groups"]
-            ]
-            self._optimizer = None
-            trained = self._parameters()
-            # An optimizer of the caller's may order parameters, and shape its state, as it likes.
-            for number, entry in () if callable(self.optimizer_name) else entries.items():
-                for value in entry.values():
-                    if isinstance(value, Tensor) and value.ndim and value.shape != trained[number].shape:
-                        raise TypeError(f"the optimizer's state has shape {list(value.shape)} for parameter {number}")
-            self._ready_optimizer(trained).load_state_dict({"state": entries, "param_groups": groups})
-
-        self.position, self.skipped_chunks, self._steps = state["position"], state["skipped_chunks"], state["steps"]
+        restore_adapters(self.model, tensors, state["filled"])
+        self._learner.restore(below(tensors, "optimizer/"), state["optimizer"], state["steps"])
+        self._cache.restore(below(tensors, "cache/"), state["cache_layers"], state["cache_position"])
+        self.position, self.skipped_chunks = state["position"], state["skipped_chunks"]
         self.chunks = [Chunk(**record) for record in state["chunks"]]
-        if self.position != (self.chunks[-1].stop if self.chunks else 0) or not isinstance(self._steps, int):
-            raise TypeError("position, records and steps contradict each other")
+        if self.position != (self.chunks[-1].stop if self.chunks else 0):
+            raise TypeError("position and records contradict each other")
         self._text = state["run"]["text"]
-        self._cache.forget()
-        if state["cache_layers"] is not None:
-            cache, device = below("cache/"), self._host.device
-            self._cache.layers = [
-                (cache[f"{number}/keys"].to(device), cache[f"{number}/values"].to(device))
-                for number in range(state["cache_layers"])
-            ]
-            if any(
-                entry.ndim != 4 or entry.shape[:3] != k.shape[:3] for k, v in self._cache.layers for entry in (k, v)
-            ):
-                raise TypeError("keys and values of the cache do not belong together")
-            self._cache.positions = [state["cache_position"]]
-        torch.set_rng_state(tensors["random/cpu"])
-        cuda = below("random/cuda/")
-        if cuda and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all([cuda[str(number)] for number in range(len(cuda))])
+        set_random_state(tensors)
+
+    def _remember(self) -> Callable[[], None]:
+        """Gives a function that undoes whatever a checkpoint brings."""
+        undo_learner = self._learner.snapshot()
+        trainer, cache, random = vars(self).copy(), vars(self._cache).copy(), random_state()
+        buffers, filled = [(b, b.clone()) for b in self.model.buffers()], filled_fields(self.model)
+
+        def undo() -> None:
+            undo_learner()
+            vars(self).update(trainer)
+            vars(self._cache).update(cache)
+            set_random_state(random)
+            for buffer, value in buffers:
+                buffer.data.copy_(value)
+            fill(self.model, filled)
+
+        return undo
 
     def _run(self) -> dict:
-        """Says, as JSON can hold it, what a continuation must share with the run that was begun."""
-        return {
-            "settings": {
-                "window": self.window,
-                "stride": self.stride,
-                "learning_rate": self.learning_rate,
-                "epochs": self.epochs,
-                "context": self.context,
-                "gradient": self.gradient,
-                "optimizer": name_of(self.optimizer_name),
-                "warmup_steps": self.warmup_steps,
-                "weight_decay": self.weight_decay,
-                "max_grad_norm": self.max_grad_norm,
-                "writer": None if self.writer is None else self.writer.settings,
-                "objective": self.objective,
-                "teacher_window": self.teacher_window,
-                "token_weighting": self.token_weighting,
-                "anchor": None if self.anchor is None else self.anchor.settings,
-            },
-            "adapters": {name: self._host.adapter_config(name) for name in self._host.active_adapters()},
-            "base": self._host.fingerprint(),
+        settings = {
+            "window": self.window,
+            "stride": self.stride,
+            "learning_rate": self.learning_rate,
+            "epochs": self.epochs,
+            "context": self.context,
+            "gradient": self.gradient,
+            "optimizer": name_of(self.optimizer_name),
+            "warmup_steps": self.warmup_steps,
+            "weight_decay": self.weight_decay,
+            "max_grad_norm": self.max_grad_norm,
+            "writer": None if self.writer is None else self.writer.settings,
+            "objective": self.objective,
+            "teacher_window": self.teacher_window,
+            "token_weighting": self.token_weighting,
+            "anchor": None if self.anchor is None else self.anchor.settings,
         }
-
-    def _check_same_run(self, theirs: dict, directory: Path) -> None:
-        ours = self._run()
-        if ours["adapters"].keys() != theirs["adapters"].keys():
-            raise ValueError(
-                f"active adapters must be {sorted(theirs['adapters'])} as in the checkpoint in {str(directory)!r}, "
-                f"got {sorted(ours['adapters'])}: activate those, or choose another folder"
-            )
-        if ours["base"] != theirs["base"]:
-            raise ValueError(
-                f"model must be the one of the checkpoint in {str(directory)!r}, got other base weights: "
-                "load that model in the same dtype, or choose another folder"
-            )
-        pairs = [("", ours["settings"], theirs["settings"])]
-        pairs += [
-            (f"adapter {name!r}: ", ours["adapters"][name], theirs["adapters"][name]) for name in ours["adapters"]
-        ]
-        for where, here, there in pairs:
-            for field in sorted(here.keys() | there.keys()):
-                if here.get(field) != there.get(field):
-                    raise ValueError(
-                        f"{where}{field} must be {there.get(field)!r} as in the checkpoint in {str(directory)!r}, got "
-                        f"{here.get(field)!r}: give the former value, or choose another folder"
-                    )
+        return describe_run(self.model, settings)
 
     def _lock(self, directory: Path) -> None:
         key = directory.resolve()
@@ -595,7 +452,7 @@ class TestTimeTrainer:
         if (
             self.learning_rate is None
             and not callable(self.optimizer_name)
-            and self._parameters()
+            and self._learner.parameters()
             and self.writer is None
         ):
             raise ValueError(
@@ -645,12 +502,12 @@ class TestTimeTrainer:
 
     def _document(self, input_ids: Tensor) -> Tensor:
         ids = to_document(self._host, input_ids)
-        if self.writer is None and self._parameters() and unwritten_memories(self.model):
+        if self.writer is None and self._learner.parameters() and unwritten_memories(self.model):
             raise ValueError(
                 f"writer must be given for the memory {unwritten_memories(self.model)[0]!r}, which has no slots to be "
                 "trained: give writer=SlotWriter(model), or another init_strategy"
             )
-        if self._parameters() and self._host.is_merged():
+        if self._learner.parameters() and self._host.is_merged():
             raise ValueError(
                 "model must not have its adapter merged into the base, got a merged one, which cannot learn: "
                 "call unmerge_adapter() first"
