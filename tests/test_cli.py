@@ -339,12 +339,13 @@ def test_a_checkpoint_of_another_reading_is_one_line_and_stands(run, unfinished,
     assert (folder / "checkpoint" / "checkpoint.safetensors").read_bytes() == before
 
 
-def test_a_second_writer_is_one_line_and_harms_nothing(run, unfinished):
+@pytest.mark.parametrize("option", ["--resume", "--overwrite"])
+def test_a_second_writer_is_one_line_and_harms_nothing(run, unfinished, option):
     pytest.importorskip("fcntl")
     folder, arguments = unfinished
     before = (folder / "checkpoint" / "checkpoint.safetensors").read_bytes()
     lock = checkpoint.Lock(folder / "checkpoint")
-    code, _, stderr = run(*arguments, "--out", "parts", "--resume")
+    code, _, stderr = run(*arguments, "--out", "parts", option)
     lock.release()
     assert (code, stderr) == (
         2,

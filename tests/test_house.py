@@ -14,7 +14,7 @@ FLOORS = [
     "report|methods",
     "loading",
     "ttt|evaluation",
-    "checkpoint|objectives|text|files|backbone|registration",
+    "checkpoint|text|files|backbone|registration",
     "tuner",
 ]
 

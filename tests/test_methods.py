@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from locas_peft import backbone, loading, methods, text
+from locas_peft import backbone, checkpoint, loading, methods, text
 from locas_peft.files import format_json
 from locas_peft.methods import Reading, Settings, attached, find_finished, read_with, score
 from locas_peft.ttt import TestTimeTrainer
@@ -250,13 +250,26 @@ def test_a_full_disk_leaves_nothing(base, input_ids, tmp_path, monkeypatch):
 
 def test_a_failing_first_checkpoint_leaves_nothing(base, input_ids, tmp_path, monkeypatch):
     def fill(self, folder):
-        folder.mkdir(parents=True)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TestTimeTrainer, "save", fill)
     folder = tmp_path / "memory" / "checkpoint"
     with pytest.raises(OSError, match="No space left"):
         read_with(base, input_ids, small("locas-glu"), checkpoint_dir=folder, checkpoint_seconds=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reading_has_its_folder_alone_from_the_first_chunk_on(base, input_ids, tmp_path):
+    pytest.importorskip("fcntl")
+    folder, refusals = tmp_path / "memory" / "checkpoint", []
+
+    def intrude(chunk):
+        with pytest.raises(ValueError, match="^checkpoint folder must have one writer") as refusal:
+            checkpoint.Lock(folder)
+        refusals.append(refusal)
+
+    read_with(base, input_ids[:130], small("locas-glu"), on_chunk=intrude, checkpoint_dir=folder)
+    assert len(refusals) == 3
     assert list(tmp_path.iterdir()) == []
 
 

@@ -9,7 +9,8 @@ from families import VOCABULARY, make_host
 from peft import LoraConfig, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer
-from locas_peft.objectives import WEIGHTINGS, divergences
+from locas_peft.ttt import losses as losses_module
+from locas_peft.ttt.losses import WEIGHTINGS, divergences
 
 SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.01}
 
@@ -41,6 +42,25 @@ def test_divergence_is_the_kl_from_teacher_to_pupil():
     torch.testing.assert_close(divergences(pupil, teacher), expected)
     assert torch.equal(divergences(pupil, pupil), torch.zeros(5))
     assert (divergences(pupil, teacher) > 0).all()
+
+
+@pytest.mark.parametrize("piece", [1, 3 * 50, 2**23])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_divergences_and_their_gradients_are_the_same_at_any_piece_size(monkeypatch, piece, dtype):
+    monkeypatch.setattr(losses_module, "PIECE", piece)
+    generator = torch.Generator().manual_seed(0)
+    logits, teacher = (5 * torch.randn(2, 10, 50, generator=generator)).to(dtype)
+    logits, weights = logits.requires_grad_(), torch.randn(10, generator=generator)
+    found = divergences(logits, teacher)
+    (found * weights).sum().backward()
+    gradient, logits.grad = logits.grad, None
+    pupil, told = (part.to(found.dtype).log_softmax(-1) for part in (logits, teacher))
+    expected = F.kl_div(pupil, told, log_target=True, reduction="none").sum(-1)
+    (expected * weights).sum().backward()
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradient, logits.grad)
 
 
 def test_no_gradient_flows_into_the_teacher():

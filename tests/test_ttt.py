@@ -620,6 +620,21 @@ def test_a_folder_is_locked_while_it_is_written_to_and_free_afterwards(tmp_path)
     assert os.listdir(tmp_path) == ["checkpoint.safetensors"]
 
 
+@pytest.mark.skipif(checkpoint.fcntl is None, reason="this system has no flock")
+def test_an_abandoned_reading_does_not_unlock_the_one_that_follows(tmp_path):
+    ids, trainer = make_ids(40), make_trainer("plain")
+    former = trainer.read(ids)
+    next(former)
+    later = trainer.read(ids)
+    next(later)
+    trainer.save(tmp_path)
+    former.close()
+    with pytest.raises(ValueError, match="^checkpoint folder must have one writer"):
+        checkpoint.Lock(tmp_path)
+    later.close()
+    checkpoint.Lock(tmp_path).release()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -728,7 +743,7 @@ def test_a_checkpoint_holds_tensors_and_json_only(tmp_path):
 @pytest.mark.parametrize("piece", [1, 3 * 50, 2**23])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_token_losses_are_those_of_cross_entropy_at_any_piece_size(monkeypatch, piece, dtype):
-    monkeypatch.setattr(losses_module._TokenLosses, "PIECE", piece)
+    monkeypatch.setattr(losses_module, "PIECE", piece)
     generator = torch.Generator().manual_seed(0)
     logits = (10 * torch.randn(10, 50, generator=generator)).to(dtype).requires_grad_()
     targets, weights = torch.randint(0, 50, (10,), generator=generator), torch.randn(10, generator=generator)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .. import checkpoint
 from ..evaluation.perplexity import at_marks, choose_marks, cumulative, perplexity
 from ..text import digest_ids
 from ..ttt import Anchor, Chunk, TestTimeTrainer, write_own_text
@@ -47,6 +47,7 @@ def read_with(
         memory_dir: where the memory and its `reading.json` go, whole or not at all. The method "none" has nothing to
             save.
         checkpoint_dir: where the state is kept every `checkpoint_seconds`, and removed from once the memory is saved.
+            No other reading may have it meanwhile.
         checkpoint_seconds: at least so much time lies between two checkpoints.
         resume: goes on from the checkpoint in `checkpoint_dir`; from the start where there is none.
 
@@ -54,7 +55,8 @@ def read_with(
         The reading; `memory_dir` in it is the folder that was written, if any.
 
     Raises:
-        ValueError: the text is too short, the method does not fit the base, or the checkpoint is of another reading.
+        ValueError: the text is too short, the method does not fit the base, the checkpoint is of another reading, or
+            another one is at work there.
         OSError: the disk is full, or a folder cannot be written.
     """
     if input_ids.dim() != 1 or input_ids.numel() < 2:
@@ -62,21 +64,24 @@ def read_with(
     input_ids = input_ids[: settings.max_tokens]
     if settings.method == "none":
         memory_dir = checkpoint_dir = None
-    with attached(base, settings) as model:
+    with ExitStack() as stack:
+        model = stack.enter_context(attached(base, settings))
+        peak = PeakMemory(base.device)
         began = time.perf_counter()
         trainer = make_trainer(model, settings)
         preparation_seconds = time.perf_counter() - began
+        if checkpoint_dir is not None:
+            stack.enter_context(_own_folder(trainer, Path(checkpoint_dir)))
         if checkpoint_dir is not None and resume:
             trainer.resume(checkpoint_dir)
         for chunk in trainer.chunks:
             _call(on_chunk, chunk)
-        peak = PeakMemory(base.device)
         saved = time.monotonic()
         with closing(_begin(trainer, input_ids, checkpoint_dir)) as chunks:
             for chunk in chunks:
                 _call(on_chunk, chunk)
                 if checkpoint_dir is not None and time.monotonic() - saved >= checkpoint_seconds:
-                    _save_checkpoint(trainer, Path(checkpoint_dir))
+                    trainer.save(checkpoint_dir)
                     saved = time.monotonic()
         chunks = trainer.chunks
         nll_nats, scored_tokens = sum(chunk.nll_nats for chunk in chunks), sum(chunk.tokens for chunk in chunks)
@@ -97,7 +102,7 @@ def read_with(
         if memory_dir is not None:
             save_memory(model, memory_dir, reading)
         if checkpoint_dir is not None:
-            shutil.rmtree(checkpoint_dir, ignore_errors=True)
+            (Path(checkpoint_dir) / checkpoint.CHECKPOINT).unlink(missing_ok=True)
     return reading
 
 
@@ -178,15 +183,14 @@ def _begin(
         ) from error
 
 
-def _save_checkpoint(trainer: TestTimeTrainer, directory: Path) -> None:
-    """Saves a checkpoint; where the first one fails, the folders that were made for it go again."""
+@contextmanager
+def _own_folder(trainer: TestTimeTrainer, directory: Path) -> Iterator[None]:
+    """Keeps a checkpoint's folder for one trainer; it goes in the end if empty, and so do those made for it."""
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
-        trainer.save(directory)
-    except BaseException:
-        if made:
-            shutil.rmtree(made[0], ignore_errors=True)
-        for folder in made[1:]:
+        with trainer.holding(directory):
+            yield
+    finally:
+        for folder in dict.fromkeys((directory, *made)):
             with suppress(OSError):
                 folder.rmdir()
-        raise

@@ -24,8 +24,8 @@ from ..evaluation.perplexity import perplexity
 from ..files import staged, write_json
 from ..loading import MEMORY_CONFIG, load_memory
 from ..methods import METHOD_FIELDS, Settings, attached, make_trainer
-from ..objectives import WEIGHTINGS
 from ..text import digest_ids
+from ..ttt.losses import WEIGHTINGS
 from .progress import Advance, Start, silent
 from .sharing import Processes
 

@@ -95,20 +95,17 @@ def fill(model: nn.Module, fields: dict[str, dict]) -> None:
 # Random state
 
 
-def random_state() -> dict[str, Tensor]:
-    """Gives torch's random state, the CPU's and, where CUDA is in use, each device's."""
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Gives torch's random state: the CPU's and, of a model on CUDA, its device's."""
     state = {"random/cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state |= {f"random/cuda/{number}": value for number, value in enumerate(torch.cuda.get_rng_state_all())}
-    return state
+    return {**state, "random/cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
 
 
-def set_random_state(tensors: dict[str, Tensor]) -> None:
-    """Takes up what `random_state` gave."""
+def set_random_state(tensors: dict[str, Tensor], device: torch.device) -> None:
+    """Takes up what `random_state` gave, on whatever device of that kind the model is on now."""
     torch.set_rng_state(tensors["random/cpu"])
-    cuda = below(tensors, "random/cuda/")
-    if cuda and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([cuda[str(number)] for number in range(len(cuda))])
+    if device.type == "cuda" and "random/cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["random/cuda"], device)
 
 
 # The same run

@@ -1,9 +1,11 @@
-"""Next-token losses whose peak memory the vocabulary does not set.
+"""What a chunk is learned by: losses whose peak memory the vocabulary does not set, and how tokens are weighed.
 
-Axes: N tokens scored, V vocabulary.
+Axes: N tokens of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,33 +27,92 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return _TokenLosses.apply(logits, targets.to(logits.device))
 
 
-class _TokenLosses(torch.autograd.Function):
-    PIECE = 2**23  # logits a piece: 32 MiB in fp32
+def divergences(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Gives each token's KL divergence from the teacher's next-token distribution to the pupil's, in pieces likewise.
 
+    Args:
+        logits: [N, V], the pupil's; any floating dtype; float64 is kept.
+        teacher_logits: [N, V], the teacher's; no gradient flows into them.
+
+    Returns:
+        Tensor [N], in nats, fp32 or wider; 0 where the two agree. Differentiable once.
+    """
+    return _Divergences.apply(logits, teacher_logits.detach())
+
+
+def _by_loss(losses: Tensor) -> Tensor:
+    """The mean in which each token counts in proportion to its own loss. The proportions carry no gradient."""
+    weights = losses.detach().clamp_min(0)
+    return (weights * losses).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+WEIGHTINGS: dict[str, Callable[[Tensor], Tensor]] = {"uniform": torch.mean, "loss": _by_loss}
+"""From the losses of a chunk's tokens [N] to the one number that is differentiated."""
+
+PIECE = 2**23
+"""Logits a piece: 32 MiB in fp32."""
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    rows = max(1, PIECE // logits.shape[1])
+    return (slice(begin, begin + rows) for begin in range(0, len(logits), rows))
+
+
+def _log_norms(logits: Tensor) -> Tensor:
+    """The logarithms of the softmax's denominators, [N], in fp32 or wider."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return torch.cat([logits[part].to(dtype).logsumexp(dim=-1) for part in _pieces(logits)])
+
+
+def _log_softmax(logits: Tensor, norms: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.sub(logits, norms.unsqueeze(1), out=out)
+
+
+class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        norms = torch.cat([piece.to(dtype).logsumexp(dim=-1) for piece in logits.split(_TokenLosses.rows(logits))])
+        norms = _log_norms(logits)
         ctx.save_for_backward(logits, targets, norms)
-        return norms - logits.gather(1, targets.unsqueeze(1)).squeeze(1).to(dtype)
+        return norms - logits.gather(1, targets.unsqueeze(1)).squeeze(1).to(norms.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, outer: Tensor):
         logits, targets, norms = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        rows = _TokenLosses.rows(logits)
-        for begin in range(0, len(logits), rows):
-            part = slice(begin, begin + rows)
+        for part in _pieces(logits):
             # In the gradient's own memory where its dtype allows: fresh pages are dear on a CPU.
             out = gradient[part] if gradient.dtype == norms.dtype else None
-            piece = torch.sub(logits[part], norms[part].unsqueeze(1), out=out).exp_()
+            piece = _log_softmax(logits[part], norms[part], out).exp_()
             piece.scatter_add_(1, targets[part].unsqueeze(1), -torch.ones_like(norms[part]).unsqueeze(1))
             piece.mul_(outer[part].unsqueeze(1))
             if out is None:
                 gradient[part] = piece
         return gradient, None
 
+
+class _Divergences(torch.autograd.Function):
     @staticmethod
-    def rows(logits: Tensor) -> int:
-        return max(1, _TokenLosses.PIECE // logits.shape[1])
+    def forward(ctx, logits: Tensor, teacher: Tensor) -> Tensor:
+        norms, teacher_norms = _log_norms(logits), _log_norms(teacher)
+        ctx.save_for_backward(logits, teacher, norms, teacher_norms)
+        found = []
+        for part in _pieces(logits):
+            told = _log_softmax(teacher[part], teacher_norms[part])
+            apart = told - _log_softmax(logits[part], norms[part])
+            found.append((told.exp_() * apart).sum(dim=-1))
+        return torch.cat(found)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, outer: Tensor):
+        logits, teacher, norms, teacher_norms = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        for part in _pieces(logits):
+            out = gradient[part] if gradient.dtype == norms.dtype else None
+            piece = _log_softmax(logits[part], norms[part], out).exp_()
+            piece.sub_(_log_softmax(teacher[part], teacher_norms[part]).exp_())
+            piece.mul_(outer[part].unsqueeze(1))
+            if out is None:
+                gradient[part] = piece
+        return gradient, None

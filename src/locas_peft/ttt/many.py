@@ -19,7 +19,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from ..objectives import WEIGHTINGS
 from ..tuner import STRATEGIES, LocasConfig, LocasLayer, calibrate, empty_memories, list_layers
 from ..tuner.passes import evaluating
 from ..tuner.stacking import MemoryStack, stacked
@@ -27,7 +26,7 @@ from .cache import SlidingCache
 from .chunk import Chunk, perplexity_of
 from .gradient import Gradient, bypassing, list_attention
 from .host import Host
-from .losses import token_losses
+from .losses import WEIGHTINGS, token_losses
 from .optimizers import OPTIMIZERS
 from .settings import check_context, check_gradient, check_learning, check_lengths, to_document, to_whole
 

@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from ..objectives import WEIGHTINGS
 from .gradient import GRADIENTS, is_tokenwise, list_attention
 from .host import Host
+from .losses import WEIGHTINGS
 
 
 def to_whole(name: str, value: int, least: int) -> int:

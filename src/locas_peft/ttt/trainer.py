@@ -12,8 +12,8 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from .. import checkpoint
-from ..objectives import WEIGHTINGS, divergences
 from ..tuner import SlotWriter, calibrate, empty_memories, unwritten_memories
 from ..tuner.passes import evaluating
 from .anchor import Anchor
@@ -41,7 +40,7 @@ from .continuation import (
 from .gradient import Gradient, bypassing, list_attention
 from .host import Host, without_adapter
 from .learner import Learner
-from .losses import token_losses
+from .losses import WEIGHTINGS, divergences, token_losses
 from .optimizers import OPTIMIZERS, OptimizerFactory, name_of
 from .settings import check_context, check_gradient, check_learning, check_lengths, to_document, to_whole
 
@@ -157,8 +156,9 @@ class TestTimeTrainer:
         self._cache = SlidingCache(self._host, keep=max(window - stride, 1) - 1)
         self._text: str | None = None
         self._resumed_from: Path | None = None
-        self._reading = False
+        self._reading: object | None = None  # stands for the iterator that reads; a later one takes its place
         self._locks: dict[Path, checkpoint.Lock] = {}
+        self._held: set[Path] = set()
 
     def read(self, input_ids: Tensor) -> Iterator[Chunk]:
         """Reads a document from `position` on, and yields each chunk's record after the chunk was learned.
@@ -203,7 +203,7 @@ class TestTimeTrainer:
         return perplexity_of(self.chunks)
 
     def _read(self, ids: Tensor) -> Iterator[Chunk]:
-        self._reading = True
+        reading = self._reading = object()
         try:
             while self.position < len(ids):
                 chunk = self._score_and_learn(ids, self.position, min(self.position + self.stride, len(ids)))
@@ -211,8 +211,9 @@ class TestTimeTrainer:
                 self.chunks.append(chunk)
                 yield chunk
         finally:
-            self._reading = False
-            self._release_locks()
+            if self._reading is reading:
+                self._reading = None
+                self._release_locks()
 
     def _score_and_learn(self, ids: Tensor, start: int, stop: int) -> Chunk:
         began = time.perf_counter()
@@ -317,14 +318,15 @@ class TestTimeTrainer:
         try:
             return checkpoint.write(directory, self._tensors(), self._state())
         finally:
-            if not self._reading:
+            if self._reading is None:
                 self._release_locks()
 
     def resume(self, directory: str | Path) -> bool:
         """Takes up the checkpoint of a folder: `read` of the same document then goes on where it was saved.
 
         Model, adapter configuration and settings must be those of the checkpoint. What it holds replaces the adapter's
-        weights, torch's random state and the trainer's own state.
+        weights, torch's random state and the trainer's own state, its anchor's texts too: the base may write others on
+        another machine.
 
         Args:
             directory: the folder. It stays locked for other writers until the reading ends.
@@ -359,13 +361,38 @@ class TestTimeTrainer:
         self._resumed_from = directory
         return True
 
+    @contextmanager
+    def holding(self, directory: str | Path) -> Iterator[None]:
+        """Keeps a folder, for this trainer's checkpoints, from other writers within the context.
+
+        `save` and `resume` lock a folder by themselves; this does so before there is anything to save.
+
+        Args:
+            directory: the folder; made where it is missing.
+
+        Raises:
+            ValueError: where another process or trainer writes there.
+            OSError: where the folder cannot be written.
+        """
+        directory = Path(directory)
+        key = directory.resolve()
+        self._lock(directory)
+        self._held.add(key)
+        try:
+            yield
+        finally:
+            self._held.discard(key)
+            self._locks.pop(key).release()
+
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {
             **adapter_tensors(self.model, self._learner.parameters()),
             **{f"optimizer/{name}": value for name, value in self._learner.tensors().items()},
             **{f"cache/{name}": value for name, value in self._cache.tensors().items()},
-            **random_state(),
+            **random_state(self._host.device),
         }
+        if self.anchor is not None:
+            tensors["anchor/texts"] = self.anchor.texts
         return {name: value.detach().cpu().clone() for name, value in tensors.items()}
 
     def _state(self) -> dict:
@@ -390,19 +417,21 @@ class TestTimeTrainer:
         if self.position != (self.chunks[-1].stop if self.chunks else 0):
             raise TypeError("position and records contradict each other")
         self._text = state["run"]["text"]
-        set_random_state(tensors)
+        if self.anchor is not None:
+            self.anchor = replace(self.anchor, texts=tensors["anchor/texts"].to(self.anchor.texts.device))
+        set_random_state(tensors, self._host.device)
 
     def _remember(self) -> Callable[[], None]:
         """Gives a function that undoes whatever a checkpoint brings."""
         undo_learner = self._learner.snapshot()
-        trainer, cache, random = vars(self).copy(), vars(self._cache).copy(), random_state()
+        trainer, cache, random = vars(self).copy(), vars(self._cache).copy(), random_state(self._host.device)
         buffers, filled = [(b, b.clone()) for b in self.model.buffers()], filled_fields(self.model)
 
         def undo() -> None:
             undo_learner()
             vars(self).update(trainer)
             vars(self._cache).update(cache)
-            set_random_state(random)
+            set_random_state(random, self._host.device)
             for buffer, value in buffers:
                 buffer.data.copy_(value)
             fill(self.model, filled)
@@ -435,8 +464,8 @@ class TestTimeTrainer:
             self._locks[key] = checkpoint.Lock(directory)
 
     def _release_locks(self) -> None:
-        while self._locks:
-            self._locks.popitem()[1].release()
+        for key in self._locks.keys() - self._held:
+            self._locks.pop(key).release()
 
     # Checks
 
