@@ -14,7 +14,10 @@ import transformers
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Gives hardware, versions and the commit."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        commit = ""
     cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
     return {
         "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,

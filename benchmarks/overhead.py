@@ -116,11 +116,12 @@ def main() -> None:
     tokens = torch.randint(0, config.vocab_size, (1, arguments.tokens), device=device)
     memory = get_peft_model(share_weights(bare), LocasConfig(r=arguments.r))
 
-    calibration = race(
-        {"bare": lambda: bare.model(tokens, use_cache=False), "calibrate": lambda: calibrate(memory, [tokens])},
-        arguments.rounds,
-        device,
-    )
+    with torch.no_grad():
+        calibration = race(
+            {"bare": lambda: bare.model(tokens, use_cache=False), "calibrate": lambda: calibrate(memory, [tokens])},
+            arguments.rounds,
+            device,
+        )
     with torch.no_grad():
         for layer in memory.modules():
             if isinstance(layer, LocasLayer):

@@ -21,7 +21,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,8 @@ class Run:
         if missing:
             raise ValueError(f"--books must hold {missing[0]!r}, which is left unread in --table {name}: add the file")
         wanted = choose_rows([row.name for row in table.rows], arguments.rows)
-        table = dataclasses.replace(table, documents=tuple(documents[:1] if arguments.quick else documents))
+        rows = tuple(keep_what_fits(self._base, table.rows, self.common))
+        table = dataclasses.replace(table, rows=rows, documents=tuple(documents[:1] if arguments.quick else documents))
         if not arguments.collect:
             jobs = [job for job in list_jobs(table, arguments.seeds) if job.row.name in wanted]
             read_jobs(self._base, jobs, self.common, self._get_ids, arguments.out)
@@ -127,9 +128,9 @@ class Run:
         arguments, path = self._arguments, self._arguments.out / "timing.json"
         if not arguments.collect:
             document = self._choose_documents((APART, *HEADLINE))[0]
-            ids = self._get_ids(document)[: arguments.timing_tokens or arguments.timing_windows * self.common.window]
-            timing = measure(self._base, self._load, timed_rows(arguments.rows), self.common, ids)
-            write_json(path, {"document": document, **timing})
+            rows = keep_what_fits(self._base, timed_rows(arguments.rows), self.common)
+            ids, lengths = self._get_ids(document), measured_lengths(arguments, self.common.window)
+            measure(self._base, self._load, rows, self.common, ids, lengths, path, {"document": document})
         return _with_markdown(path, pg19_report.timing_to_markdown)
 
     def _fill_block(self, name: str) -> dict[str, Any]:
@@ -170,16 +171,46 @@ def measure(
     rows: list[Row],
     common: Settings,
     ids: torch.Tensor,
+    lengths: tuple[int, int],
+    path: Path,
+    about: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measures time, operations and memory of rows; gives `rows`, and what they were measured with."""
-    timing = pg19_timing.time_rows(base, rows, common, ids)
-    memory = pg19_timing.measure_memory(load, rows, common, ids[: len(ids) // 3])
-    return {
-        **{"model": common.model, "dtype": common.dtype, "tokens": len(ids)},
+    """Measures time and operations of rows, then memory; writes each to the file as soon as it is known.
+
+    Args:
+        lengths: how many of the tokens are timed, and over how many memory is measured.
+        about: what else the file shall say.
+    """
+    timing_tokens, memory_tokens = (min(length, len(ids)) for length in lengths)
+    value = {
+        **(about or {}),
+        **{"model": common.model, "dtype": common.dtype, "tokens": timing_tokens, "memory_tokens": memory_tokens},
         **{"window": common.window, "stride": common.stride},
         **describe_machine(base.device),
-        "rows": [{**row, **memory[row["row"]]} for row in timing],
+        "rows": pg19_timing.time_rows(base, rows, common, ids[:timing_tokens]),
     }
+    write_json(path, value)
+    memory = pg19_timing.measure_memory(load, rows, common, ids[:memory_tokens])
+    value["rows"] = [{**row, **memory[row["row"]]} for row in value["rows"]]
+    write_json(path, value)
+    return value
+
+
+def measured_lengths(arguments: argparse.Namespace, window: int) -> tuple[int, int]:
+    """Gives over how many tokens time, and over how many memory, is measured."""
+    timed = arguments.timing_tokens or arguments.timing_windows * window
+    return timed, arguments.memory_tokens or timed // 3
+
+
+def keep_what_fits(base: transformers.PreTrainedModel, rows: Iterable[Row], common: Settings) -> list[Row]:
+    """Leaves out, and says so on stderr, rows whose window is beyond the model's positions."""
+    kept, limit = [], getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    for row in rows:
+        if limit is None or row.windows * common.window <= limit:
+            kept.append(row)
+        else:
+            print(f"left out: {row.name}, beyond the model's {limit:,} positions", file=sys.stderr, flush=True)
+    return kept
 
 
 def run_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -191,9 +222,10 @@ def run_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
         window = arguments.window or pg19_shapes.WINDOWS[shape]
         dtype = str(base.dtype).removeprefix("torch.")
         common = Settings("none", model=shape, window=window, stride=arguments.stride or window // 2, dtype=dtype)
-        ids = pg19_shapes.draw(base, arguments.timing_tokens or arguments.timing_windows * window)
-        value = measure(base, load, timed_rows(arguments.rows), common, ids)
-        write_json(arguments.out / f"shapes-{shape}.json", value)
+        lengths = measured_lengths(arguments, window)
+        rows = keep_what_fits(base, timed_rows(arguments.rows), common)
+        path = arguments.out / f"shapes-{shape}.json"
+        value = measure(base, load, rows, common, pg19_shapes.draw(base, max(lengths)), lengths, path)
         found[shape] = {"markdown": pg19_report.timing_to_markdown(value), **value}
         print(f"## {shape}\n\n{found[shape]['markdown']}\n", flush=True)
     return found
@@ -266,6 +298,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     work.add_argument("--documents", type=_split, help="read only these documents; with commas")
     work.add_argument("--tokens", type=int, help="the first so many tokens of each document at most")
     work.add_argument("--timing-tokens", type=int, help="tokens that are timed (21 windows, --quick 12)")
+    work.add_argument("--memory-tokens", type=int, help="tokens read to measure memory (a third of those timed)")
     work.add_argument("--seeds", type=int, help="so many seeds at most")
     work.add_argument("--quick", action="store_true", help=f"{QUICK_TOKENS:,} tokens, one document a table, one seed")
     work.add_argument("--collect", action="store_true", help="read nothing: tables of what lies in --out")

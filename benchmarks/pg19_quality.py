@@ -61,22 +61,25 @@ def list_jobs(table: Table, seeds: int | None = None) -> list[Job]:
 
 
 def read_job(
-    base: PreTrainedModel, job: Job, common: Settings, get_ids: Callable[[str], torch.Tensor]
+    base: PreTrainedModel, job: Job, common: Settings, get_ids: Callable[[str], torch.Tensor], checkpoint: Path
 ) -> dict[str, Any]:
-    """Reads a document with a row's method, from a fresh memory to the figures.
+    """Reads a document with a row's method, from a fresh memory or a checkpoint to the figures.
 
     Args:
         base: a causal LM without adapters; left as it was.
         job: what is read.
         common: see `Row.settings`.
         get_ids: gives a document's tokens, LongTensor [T].
+        checkpoint: the folder that an unfinished reading is kept in.
     """
     settings = _settings(job, common)
     ids = get_ids(job.document)[: job.tokens]
-    chunks, began, processor = [], time.perf_counter(), time.process_time()
+    chunks, began, processor, resumed = [], time.perf_counter(), time.process_time(), checkpoint.exists()
     with tempfile.TemporaryDirectory() as folder:
         memory = Path(folder) / "memory"
-        reading = read_with(base, ids, settings, on_chunk=chunks.append, memory_dir=memory)
+        reading = read_with(
+            base, ids, settings, on_chunk=chunks.append, memory_dir=memory, checkpoint_dir=checkpoint, resume=True
+        )
         seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor
         adapter = memory / "adapter_model.safetensors"
         unread = {
@@ -99,8 +102,9 @@ def read_job(
         "unread": unread,
         "unread_tokens": job.unread_tokens,
         "adapter_bytes": adapter_bytes,
-        "total_seconds": seconds,
-        "processor_seconds": processor_seconds,
+        # Of a reading that was broken off nobody knows them.
+        "total_seconds": None if resumed else seconds,
+        "processor_seconds": None if resumed else processor_seconds,
     }
 
 
@@ -127,8 +131,8 @@ def read_jobs(
         if job.path(out).exists():  # another process was faster
             continue
         began = time.perf_counter()
-        value = read_job(base, job, common, get_ids)
         job.path(out).parent.mkdir(parents=True, exist_ok=True)
+        value = read_job(base, job, common, get_ids, job.path(out).with_suffix(".checkpoint"))
         write_json(job.path(out), value)
         print(
             f"{number}/{len(waiting)} {job.document}: {job.row.name}, seed {job.seed}: "

@@ -52,7 +52,7 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
     references = list(value["rows"][0]["relative_time"])
     first = references[0]
     head = ["row", "parameters", "on disk, MB"]
-    head += [cell for name in references for cell in (f"time / {name}", "with its start")]
+    head += [cell for name in references for cell in (f"time / {name}", "quartiles", "with its start")]
     head += [] if gpu else [f"processor time / {name}" for name in references]
     head += [f"operations / {first}"]
     head += ["tokens/s", "s for 200K tokens"] if gpu else []
@@ -61,7 +61,9 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
     for row in value["rows"]:
         cells = [row["row"], f"{row['extra_parameters']:,}", f"{row['adapter_bytes'] / 1e6:.2f}"]
         for name in references:
-            cells += [f"{row['relative_time'][name]:.2f}", f"{row['relative_time_with_start'][name]:.2f}"]
+            low, high = row["relative_time_quartiles"][name]
+            cells += [f"{row['relative_time'][name]:.2f}", f"{low:.2f} to {high:.2f}"]
+            cells.append(f"{row['relative_time_with_start'][name]:.2f}")
         cells += [] if gpu else [f"{row['relative_processor_time'][name]:.2f}" for name in references]
         cells.append(f"{row['relative_operations'][first]:.2f}")
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['seconds_for_200k_tokens']:.1f}"] if gpu else []
@@ -70,7 +72,8 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {value[name]}" for name in ("torch", "transformers", "peft"))
     about = (
         f"{value['model']}, {value['dtype']}, window {value['window']:,}, stride {value['stride']:,}, "
-        f"{value['tokens']:,} tokens, {value['rows'][0]['turns']} turns; {value['hardware']}, "
+        f"{value['tokens']:,} tokens, {value['rows'][0]['turns']} turns, memory over {value['memory_tokens']:,}; "
+        f"{value['hardware']}, "
         f"threads: {value['threads']}, {versions}"
     )
     return f"{about}\n\n{_table(head, rows)}"

@@ -1,11 +1,11 @@
 """The rows of the PG-19 tables, and the settings that they are read with.
 
-The learning rates in `RATES` are argued from book 1684 alone, which had been explored on and therefore stands apart
-in every table. For each method and width: the rate of the sweep's grid with the lowest perplexity over the last quarter
-of the 40,000 tokens that the sweep reads, since a whole book is mostly what comes later. Locas then takes half of it:
-over 220,000 tokens of that book 2e-3 is better than 4e-3, where LoRA's rates do not shift. The anchored row keeps 4e-3,
-the best of the sweep's anchored rows (it was not halved). What is not swept takes the rate of the nearest width that
-is, the lower one between two; LoRA of two epochs half its rate for one.
+The learning rates in `RATES` are argued from book 1684 alone, which had been explored on and therefore stands apart in
+every table. For each method and width: the rate of the sweep's grid with the lowest perplexity over the last quarter
+of its 40,000 tokens, since a whole book is mostly what comes later. Locas then takes half of it: over 220,000 tokens
+of that book 2e-3 is better than 4e-3, where LoRA's rates do not shift. The anchored row keeps 4e-3, the best of the
+sweep's anchored rows (it was not halved). What is not swept takes the rate of the nearest width that is, the lower one
+between two; LoRA of two epochs half its rate for one.
 
 They are not clean of the other books: an earlier version had read 3649 whole with LoRA and Locas of r 64, at these
 rates, and 20,000 tokens each of 5274 and 36235, before the table of rates was written down. The protocol asks for a

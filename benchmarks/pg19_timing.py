@@ -44,13 +44,14 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
 
     Returns:
         One dictionary a row. `relative_time` and `relative_processor_time` map both `none`, and TempLoRA where it is
-        among the rows, to the median over turns of that turn's ratio, once every row's context is full;
+        among the rows, to the median over turns of that turn's ratio, once every row's context is full, and
+        `relative_time_quartiles` to the lower and upper quartile;
         `..._with_start` is the ratio of the sums over all turns, making the memory, calibration and the first steps
         included. `relative_operations` is that of one turn's operations, in products of matrices and in attention:
         what the time would be if they were all that costs.
 
     Raises:
-        ValueError: the text is too short for three turns with full contexts.
+        ValueError: the text is too short for three turns with full contexts, or a row did not learn each chunk.
     """
     turns = len(ids) // common.stride // TURN_CHUNKS - 1
     filling = max(row.windows for row in rows) * common.window // common.stride
@@ -60,8 +61,8 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
         raise ValueError(f"--timing-tokens must be at least {needed:,} for these windows, got {len(ids):,}: raise it")
     wall = {row.name: [] for row in rows}
     processor = {row.name: [] for row in rows}
-    if base.device.type == "cuda":  # kernels are loaded at their first use, which no row shall pay for
-        with _Reading(base, rows[-1], common, ids) as warm_up:
+    for row in rows if base.device.type == "cuda" else ():  # kernels are loaded at their first use: no row shall pay
+        with _Reading(base, row, common, ids) as warm_up:
             warm_up.take_turn()
     with ExitStack() as stack:
         readings = {row.name: stack.enter_context(_Reading(base, row, common, ids)) for row in rows}
@@ -73,6 +74,10 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
                 processor[row.name].append(taken[1])
         operations = {name: reading.count_operations() for name, reading in readings.items()}
         parameters = {name: reading.parameters for name, reading in readings.items()}
+        skipped = next((name for name, reading in readings.items() if reading.skipped_chunks), None)
+        if skipped is not None:
+            raise ValueError(f"row {skipped!r} left chunks unlearned, which takes other times: lower its rate")
+        starts = {name: reading.start[0] for name, reading in readings.items()}
         for name, reading in readings.items():  # what came before the first chunk
             wall[name][0] += reading.start[0]
             processor[name][0] += reading.start[1]
@@ -83,14 +88,15 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
         {
             "row": row.name,
             "extra_parameters": parameters[row.name],
-            "relative_time": _ratios(wall, row.name, references, first),
+            "relative_time": _medians(wall, row.name, references, first),
+            "relative_time_quartiles": _quartiles(wall, row.name, references, first),
             "relative_time_with_start": _ratios_of_sums(wall, row.name, references),
-            "relative_processor_time": _ratios(processor, row.name, references, first),
+            "relative_processor_time": _medians(processor, row.name, references, first),
             "relative_processor_time_with_start": _ratios_of_sums(processor, row.name, references),
             "relative_operations": {name: operations[row.name] / operations[name] for name in references},
             "operations_a_token": operations[row.name] / turn_tokens,
             "tokens_per_second": tokens / sum(wall[row.name][first:]),
-            "seconds_for_200k_tokens": MEMORIZED_TOKENS * sum(wall[row.name][first:]) / tokens,
+            "seconds_for_200k_tokens": starts[row.name] + MEMORIZED_TOKENS * sum(wall[row.name][first:]) / tokens,
             "turns": turns - first,
         }
         for row in rows
@@ -102,6 +108,7 @@ class _Reading:
 
     Attributes:
         parameters: how many are trained.
+        skipped_chunks: how many were not learned, since a loss or a gradient was not finite.
         start: seconds by the clock and by the processor that passed before the first chunk.
     """
 
@@ -113,13 +120,18 @@ class _Reading:
         self._stack = ExitStack()
         clock = _Clock(self._device)
         model = self._stack.enter_context(attached(self._twin, self._settings))
-        self._chunks = self._stack.enter_context(closing(make_trainer(model, self._settings).read(self._ids)))
+        self._trainer = make_trainer(model, self._settings)
+        self._chunks = self._stack.enter_context(closing(self._trainer.read(self._ids)))
         self.start = clock.read()
         self.parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    @property
+    def skipped_chunks(self) -> int:
+        return self._trainer.skipped_chunks
 
     def take_turn(self) -> tuple[float, float]:
         """Reads a turn's chunks; gives seconds by the clock and by the processor."""
@@ -153,11 +165,17 @@ class _Clock:
         return time.perf_counter() - self._began[0], time.process_time() - self._began[1]
 
 
-def _ratios(seconds: dict[str, list[float]], name: str, references: list[str], first: int) -> dict[str, float]:
-    return {
-        other: statistics.median(a / b for a, b in zip(seconds[name][first:], seconds[other][first:], strict=True))
-        for other in references
-    }
+def _ratios(seconds: dict[str, list[float]], name: str, other: str, first: int) -> list[float]:
+    return [a / b for a, b in zip(seconds[name][first:], seconds[other][first:], strict=True)]
+
+
+def _medians(seconds: dict[str, list[float]], name: str, references: list[str], first: int) -> dict[str, float]:
+    return {other: statistics.median(_ratios(seconds, name, other, first)) for other in references}
+
+
+def _quartiles(seconds: dict[str, list[float]], name: str, references: list[str], first: int) -> dict[str, list]:
+    quarters = partial(statistics.quantiles, method="inclusive")
+    return {other: quarters(_ratios(seconds, name, other, first))[::2] for other in references}
 
 
 def _ratios_of_sums(seconds: dict[str, list[float]], name: str, references: list[str]) -> dict[str, float]:

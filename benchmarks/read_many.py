@@ -2,7 +2,7 @@
 
     python benchmarks/read_many.py                                      # the embedded backbone, minutes on one core
     python benchmarks/read_many.py --shape tiny --tokens 512 --rounds 1  # seconds, to see that it runs
-    python benchmarks/read_many.py --shape qwen3-0.6b --device cuda --dtype bfloat16 --window 2048 --stride 1024
+    python benchmarks/read_many.py --shape qwen3-0.6b --device cuda --dtype bfloat16 --window 512 --stride 256
 
 The documents are equally long stretches of one text, so that all rows stay to the end. Both ways start from the same
 base with fresh memories, in one process, and take turns; calibration is part of both. The median over rounds of that

@@ -109,6 +109,41 @@ def test_a_stopped_run_goes_on(call, fail, pg19, tmp_path, monkeypatch):
     assert len(summary["tables"]["width"]["readings"]) == 2
 
 
+def test_a_reading_that_was_stopped_goes_on_inside_its_book(call, fail, pg19, tmp_path, monkeypatch):
+    quality = sys.modules["pg19_quality"]
+    read_with = quality.read_with
+
+    def stop_at_the_third(*args, on_chunk, **options):
+        def note(chunk):
+            on_chunk(chunk)
+            if chunk.index == 2:
+                raise KeyboardInterrupt
+
+        return read_with(*args, on_chunk=note, checkpoint_seconds=0.0, **options)
+
+    width = ["--table", "width", "--rows", "locas-glu@4", "--tokens", "80"]
+    with monkeypatch.context() as patch:
+        patch.setattr(quality, "read_with", stop_at_the_third)
+        fail(*width)
+    folder, name = tmp_path / "out" / "readings" / "3649", "locas-glu@4-seed0-80"
+    assert [path.name for path in folder.iterdir()] == [f"{name}.checkpoint"]
+    call(*width)
+    assert [path.name for path in folder.iterdir()] == [f"{name}.json"]
+    parts = json.loads((folder / f"{name}.json").read_text())
+    (folder / f"{name}.json").unlink()
+    call(*width)
+    whole = json.loads((folder / f"{name}.json").read_text())
+    assert parts["chunks"] == whole["chunks"] and parts["nll_nats"] == whole["nll_nats"]
+    assert parts["total_seconds"] is None and whole["total_seconds"] > 0
+
+
+def test_rows_beyond_the_models_positions_are_left_out_and_named(pg19, capsys):
+    rows = sys.modules["pg19_rows"]
+    kept = pg19.keep_what_fits(backbone.load()[0], rows.TABLES["headline"].rows, Settings("none", window=1024))
+    assert {row.name for row in rows.TABLES["headline"].rows} - {row.name for row in kept} == {rows.LONG.name}
+    assert capsys.readouterr().err == "left out: long, 4 windows, beyond the model's 2,048 positions\n"
+
+
 def test_a_folder_of_other_settings_or_texts_is_refused(call, fail, pg19, books, tmp_path, capsys):
     row = ["--table", "width", "--rows", "none", "--tokens", "80"]
     call(*row)
