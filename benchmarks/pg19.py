@@ -199,7 +199,7 @@ def measure(
 def measured_lengths(arguments: argparse.Namespace, window: int) -> tuple[int, int]:
     """Gives over how many tokens time, and over how many memory, is measured."""
     timed = arguments.timing_tokens or arguments.timing_windows * window
-    return timed, arguments.memory_tokens or timed // 3
+    return timed, arguments.memory_tokens or timed // 2
 
 
 def keep_what_fits(base: transformers.PreTrainedModel, rows: Iterable[Row], common: Settings) -> list[Row]:
@@ -297,8 +297,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     work.add_argument("--rows", type=_split, help="read only rows whose names begin so; with commas, no blanks")
     work.add_argument("--documents", type=_split, help="read only these documents; with commas")
     work.add_argument("--tokens", type=int, help="the first so many tokens of each document at most")
-    work.add_argument("--timing-tokens", type=int, help="tokens that are timed (21 windows, --quick 12)")
-    work.add_argument("--memory-tokens", type=int, help="tokens read to measure memory (a third of those timed)")
+    work.add_argument("--timing-tokens", type=int, help="tokens that are timed (42 windows, --quick 12)")
+    work.add_argument("--memory-tokens", type=int, help="tokens read to measure memory (half of those timed)")
     work.add_argument("--seeds", type=int, help="so many seeds at most")
     work.add_argument("--quick", action="store_true", help=f"{QUICK_TOKENS:,} tokens, one document a table, one seed")
     work.add_argument("--collect", action="store_true", help="read nothing: tables of what lies in --out")
@@ -317,7 +317,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         for name in getattr(arguments, option) or ():
             if name not in known:
                 parser.error(f"--{option} must be among {', '.join(known)}, got {name!r}")
-    arguments.timing_windows = 21
+    arguments.timing_windows = 42
     if arguments.quick:
         arguments.tokens, arguments.seeds = arguments.tokens or QUICK_TOKENS, arguments.seeds or 1
         arguments.timing_windows = 12
