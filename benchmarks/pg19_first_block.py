@@ -4,8 +4,8 @@ No memory at two windows, TempLoRA, Locas-MLP with NL-SVD, Locas-MLP with gradie
 one of ours, written slots whose values are refitted when the memory is folded, without any training. Every row has its
 own copy of the base, and the rows take turns chunk by chunk, so that their times compare on a machine that does other
 things besides. Relative time is the chunks' wall time over that of `none` re-reading its window. `ROWS` has the
-settings that the sweep chose on book 1684, which had been explored on; the table's book had been read once before, on a
-weaker backbone and with other settings.
+settings that the sweep chose on book 1684, which had been explored on; the table's book had been read once before, on
+a weaker backbone and with other settings.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import torch
 from pg19_rows import Row, Table
 from transformers import PreTrainedModel
 
+from locas_peft.checkpoint import CHECKPOINT, InUse
 from locas_peft.evaluation.perplexity import at_marks, choose_marks, per_segment
 from locas_peft.files import write_json
 from locas_peft.methods import Settings, read_with, score
@@ -61,7 +62,7 @@ def list_jobs(table: Table, seeds: int | None = None) -> list[Job]:
 
 
 def read_job(
-    base: PreTrainedModel, job: Job, common: Settings, get_ids: Callable[[str], torch.Tensor], checkpoint: Path
+    base: PreTrainedModel, job: Job, common: Settings, get_ids: Callable[[str], torch.Tensor], folder: Path
 ) -> dict[str, Any]:
     """Reads a document with a row's method, from a fresh memory or a checkpoint to the figures.
 
@@ -70,15 +71,15 @@ def read_job(
         job: what is read.
         common: see `Row.settings`.
         get_ids: gives a document's tokens, LongTensor [T].
-        checkpoint: the folder that an unfinished reading is kept in.
+        folder: where an unfinished reading is kept.
     """
     settings = _settings(job, common)
     ids = get_ids(job.document)[: job.tokens]
-    chunks, began, processor, resumed = [], time.perf_counter(), time.process_time(), checkpoint.exists()
-    with tempfile.TemporaryDirectory() as folder:
-        memory = Path(folder) / "memory"
+    chunks, began, processor, resumed = [], time.perf_counter(), time.process_time(), (folder / CHECKPOINT).exists()
+    with tempfile.TemporaryDirectory() as finished:
+        memory = Path(finished) / "memory"
         reading = read_with(
-            base, ids, settings, on_chunk=chunks.append, memory_dir=memory, checkpoint_dir=checkpoint, resume=True
+            base, ids, settings, on_chunk=chunks.append, memory_dir=memory, checkpoint_dir=folder, resume=True
         )
         seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor
         adapter = memory / "adapter_model.safetensors"
@@ -132,7 +133,11 @@ def read_jobs(
             continue
         began = time.perf_counter()
         job.path(out).parent.mkdir(parents=True, exist_ok=True)
-        value = read_job(base, job, common, get_ids, job.path(out).with_suffix(".checkpoint"))
+        try:
+            value = read_job(base, job, common, get_ids, job.path(out).with_suffix(".checkpoint"))
+        except InUse:
+            print(f"{job.document}: {job.row.name}: another process is reading it", file=sys.stderr, flush=True)
+            continue
         write_json(job.path(out), value)
         print(
             f"{number}/{len(waiting)} {job.document}: {job.row.name}, seed {job.seed}: "

@@ -59,7 +59,7 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
     head += ["peak above the model, MB", "in the first quarter"]
     rows = []
     for row in value["rows"]:
-        cells = [row["row"], f"{row['extra_parameters']:,}", f"{row['adapter_bytes'] / 1e6:.2f}"]
+        cells = [row["row"], f"{row['extra_parameters']:,}", _megabytes(row.get("adapter_bytes"), 2)]
         for name in references:
             low, high = row["relative_time_quartiles"][name]
             cells += [f"{row['relative_time'][name]:.2f}", f"{low:.2f} to {high:.2f}"]
@@ -67,7 +67,7 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
         cells += [] if gpu else [f"{row['relative_processor_time'][name]:.2f}" for name in references]
         cells.append(f"{row['relative_operations'][first]:.2f}")
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['seconds_for_200k_tokens']:.1f}"] if gpu else []
-        cells += [_megabytes(row["peak_bytes"]), _megabytes(row["peak_bytes_early"])]
+        cells += [_megabytes(row.get("peak_bytes")), _megabytes(row.get("peak_bytes_early"))]
         rows.append(cells)
     versions = ", ".join(f"{name} {value[name]}" for name in ("torch", "transformers", "peft"))
     about = (
@@ -79,8 +79,8 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
     return f"{about}\n\n{_table(head, rows)}"
 
 
-def _megabytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 1e6:.1f}"
+def _megabytes(count: int | None, places: int = 1) -> str:
+    return "-" if count is None else f"{count / 1e6:.{places}f}"
 
 
 def _headline(readings: Readings) -> str:

@@ -48,7 +48,7 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
         `relative_time_quartiles` to the lower and upper quartile;
         `..._with_start` is the ratio of the sums over all turns, making the memory, calibration and the first steps
         included. `relative_operations` is that of one turn's operations, in products of matrices and in attention:
-        what the time would be if they were all that costs.
+        what the time would be if they were all that costs. `seconds_for_200k_tokens` counts the start too.
 
     Raises:
         ValueError: the text is too short for three turns with full contexts, or a row did not learn each chunk.

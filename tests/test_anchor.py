@@ -7,7 +7,7 @@ import torch
 from families import VOCABULARY, make_host
 from peft import LoraConfig, get_peft_model
 
-from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone
+from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone, checkpoint
 from locas_peft.methods import Settings, attached, make_trainer, score
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Anchor, write_own_text
@@ -163,6 +163,20 @@ def test_resuming_is_bit_identical_and_keeps_to_the_anchor(tmp_path):
     other = TestTimeTrainer(make_model(), **SETTINGS, anchor=make_anchor(every=2))
     with pytest.raises(ValueError, match="anchor must be .*'every': 3.* as in the checkpoint"):
         other.resume(tmp_path)
+
+
+@pytest.mark.parametrize("texts", [torch.zeros(3, 5, dtype=torch.int64), torch.full((3, 12), 10**6)])
+def test_a_checkpoints_texts_are_looked_at_before_they_are_taken_up(tmp_path, texts):
+    trainer = TestTimeTrainer(make_model(), **SETTINGS, anchor=make_anchor())
+    next(trainer.read(make_ids(64)))
+    trainer.save(tmp_path)
+    tensors, state = checkpoint.read(tmp_path)
+    checkpoint.write(tmp_path, {**tensors, "anchor/texts": texts}, state)
+    fresh = TestTimeTrainer(make_model(), **SETTINGS, anchor=make_anchor())
+    own = fresh.anchor
+    with pytest.raises(ValueError, match="^(checkpoint must be whole|anchor texts must lie in)"):
+        fresh.resume(tmp_path)
+    assert fresh.anchor is own and fresh.position == 0
 
 
 def test_a_pull_that_is_not_finite_skips_the_chunk(monkeypatch):

@@ -148,10 +148,10 @@ def test_damaged_and_foreign_files_are_named(tmp_path):
 
     save_file(make_tensors() | {"c": torch.zeros(1)}, path)
     assert error() == f"checkpoint must be written by locas_peft, got {str(path)!r}: choose another folder"
-    metadata = {"kind": "locas-checkpoint", "version": "2", "state": json.dumps(STATE)}
+    metadata = {"kind": "locas-checkpoint", "version": "3", "state": json.dumps(STATE)}
     save_file({"a": torch.zeros(1)}, path, metadata=metadata)
     assert error() == (
-        f"checkpoint must be of version 1, got 2 in {str(path)!r}: "
+        f"checkpoint must be of version 2, got 3 in {str(path)!r}: "
         "read it with the locas_peft that wrote it, or delete it to start afresh"
     )
 
@@ -172,6 +172,39 @@ def test_a_lock_keeps_a_second_writer_out_until_it_is_released(tmp_path):
     lock.release()
     assert os.listdir(tmp_path / "new") == []
     checkpoint.Lock(tmp_path / "new").release()
+
+
+@needs_locks
+def test_a_holder_whose_folder_was_taken_away_leaves_the_next_ones_lock_alone(tmp_path):
+    former = checkpoint.Lock(tmp_path / "new")
+    (tmp_path / "new" / "checkpoint.lock").unlink()
+    later = checkpoint.Lock(tmp_path / "new")
+    former.release()
+    with pytest.raises(checkpoint.InUse):
+        checkpoint.Lock(tmp_path / "new")
+    later.release()
+    assert os.listdir(tmp_path / "new") == []
+
+
+@needs_locks
+def test_a_lock_needs_no_room_on_the_disk(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    lock = checkpoint.Lock(tmp_path)
+    with pytest.raises(checkpoint.InUse, match="which process of unknown number is using"):
+        checkpoint.Lock(tmp_path)
+    lock.release()
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_a_killed_writer_left_is_removed_with_the_checkpoint(tmp_path):
+    checkpoint.write(tmp_path, make_tensors(), STATE)
+    (tmp_path / checkpoint.UNFINISHED).write_bytes(b"half")
+    checkpoint.remove(tmp_path)
+    checkpoint.remove(tmp_path)
+    assert os.listdir(tmp_path) == []
 
 
 @needs_locks

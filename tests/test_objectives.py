@@ -63,6 +63,22 @@ def test_divergences_and_their_gradients_are_the_same_at_any_piece_size(monkeypa
     torch.testing.assert_close(gradient, logits.grad)
 
 
+def test_rounding_does_not_grow_with_the_logits():
+    generator = torch.Generator().manual_seed(0)
+    teacher = torch.randn(10, 500, generator=generator, dtype=torch.float64)
+    pupil = teacher + 0.01 * torch.randn(10, 500, generator=generator, dtype=torch.float64)
+    expected = divergences(pupil, teacher)
+    rounded = [(part.float() + 1000).requires_grad_() for part in (pupil, teacher)]
+    exact = divergences(*(part.detach().double() for part in rounded))  # of the logits as float32 has them
+    torch.testing.assert_close(divergences(*rounded).double(), exact, rtol=0.02, atol=0.0)
+    assert expected.min() > 1e-5
+
+
+def test_no_tokens_have_no_losses():
+    logits = torch.zeros(0, 7)
+    assert divergences(logits, logits).shape == losses_module.token_losses(logits, torch.zeros(0).long()).shape == (0,)
+
+
 def test_no_gradient_flows_into_the_teacher():
     pupil, teacher = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     divergences(pupil, teacher).sum().backward()

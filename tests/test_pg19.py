@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from locas_peft import backbone, methods, text
+from locas_peft import backbone, checkpoint, methods, text
 from locas_peft.methods import Settings
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -135,6 +135,26 @@ def test_a_reading_that_was_stopped_goes_on_inside_its_book(call, fail, pg19, tm
     whole = json.loads((folder / f"{name}.json").read_text())
     assert parts["chunks"] == whole["chunks"] and parts["nll_nats"] == whole["nll_nats"]
     assert parts["total_seconds"] is None and whole["total_seconds"] > 0
+
+
+def test_a_book_that_another_process_reads_is_left_to_it(call, pg19, tmp_path):
+    pytest.importorskip("fcntl")
+    folder = tmp_path / "out" / "readings" / "3649" / "locas-glu@4-seed0-80.checkpoint"
+    lock = checkpoint.Lock(folder)
+    _, _, progress = call("--table", "width", "--rows", "locas-glu@4,locas-glu@16", "--tokens", "80")
+    lock.release()
+    assert progress.splitlines()[0] == "3649: locas-glu@4: another process is reading it"
+    assert progress.splitlines()[1].startswith("2/2 3649: locas-glu@16, seed 0: ")
+
+
+def test_times_without_their_memory_are_shown(pg19, tmp_path, monkeypatch, call, fail):
+    def fill(*rest):
+        raise OSError("full")
+
+    monkeypatch.setattr(sys.modules["pg19_timing"], "measure_memory", fill)
+    assert fail("--table", "timing", "--timing-tokens", "400", "--rows", "none") == "pg19: full"
+    summary, _, _ = call("--table", "timing", "--collect")
+    assert summary["tables"]["timing"]["markdown"].endswith("| - | - |")
 
 
 def test_rows_beyond_the_models_positions_are_left_out_and_named(pg19, capsys):

@@ -289,6 +289,9 @@ def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
     args = ["perplexity", "book.txt", "--out", "o", "--method", "locas-glu", *FAST]
     code, _, err = run(*args, "--layers", "9")
     assert code == 2 and "layers_to_transform must lie below 6" in err
+    killed = tmp_path / "o" / "perplexity" / "locas-glu" / "book.checkpoint" / "checkpoint.lock"
+    killed.parent.mkdir(parents=True)
+    killed.touch()
     assert run(*args)[0] == 0
     code, _, err = run(*args, "--layers", "3")
     assert code == 2 and "layers_to_transform must be None as in the results in 'o', got [3]" in err

@@ -621,6 +621,34 @@ def test_a_folder_is_locked_while_it_is_written_to_and_free_afterwards(tmp_path)
 
 
 @pytest.mark.skipif(checkpoint.fcntl is None, reason="this system has no flock")
+def test_a_held_folder_stays_locked_until_the_outermost_ends_and_the_reading_too(tmp_path):
+    def is_locked() -> bool:
+        try:
+            checkpoint.Lock(tmp_path).release()
+        except checkpoint.InUse:
+            return True
+        return False
+
+    ids, trainer = make_ids(40), make_trainer("plain")
+    with trainer.holding(tmp_path):
+        with trainer.holding(tmp_path):
+            pass
+        for _ in trainer.read(ids):
+            assert is_locked()
+        assert is_locked()
+    assert not is_locked()
+    trainer.rewind()
+    reading = trainer.read(ids)
+    next(reading)
+    trainer.save(tmp_path)
+    with trainer.holding(tmp_path):
+        pass
+    assert is_locked()
+    reading.close()
+    assert not is_locked()
+
+
+@pytest.mark.skipif(checkpoint.fcntl is None, reason="this system has no flock")
 def test_an_abandoned_reading_does_not_unlock_the_one_that_follows(tmp_path):
     ids, trainer = make_ids(40), make_trainer("plain")
     former = trainer.read(ids)
@@ -715,7 +743,6 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
     trainer.save(tmp_path)
     tensors, state = checkpoint.read(tmp_path)
     tamper(tensors, state)
-    trainer._release_locks()
     checkpoint.write(tmp_path, tensors, state)
     fresh = make_trainer(context="cache")
     before, config = weights_of(fresh.model), fresh.model.peft_config["default"].to_dict()

@@ -11,6 +11,7 @@ import json
 import os
 import weakref
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import IO
 
@@ -24,9 +25,10 @@ except ImportError:  # Windows has no flock: there the folder stays unguarded
     fcntl = None
 
 CHECKPOINT = "checkpoint.safetensors"
+UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
 _KIND = "locas-checkpoint"
-_VERSION = 1
+_VERSION = 2
 
 
 def write(directory: str | Path, tensors: dict[str, Tensor], state: dict) -> Path:
@@ -45,7 +47,7 @@ def write(directory: str | Path, tensors: dict[str, Tensor], state: dict) -> Pat
             nothing half-written is left.
     """
     path = Path(directory) / CHECKPOINT
-    unfinished = path.with_suffix(".tmp")
+    unfinished = path.with_name(UNFINISHED)
     metadata = {"kind": _KIND, "version": str(_VERSION), "state": json.dumps(state)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,17 +98,31 @@ def read(directory: str | Path) -> tuple[dict[str, Tensor], dict] | None:
         ) from None
 
 
+def remove(directory: str | Path) -> None:
+    """Takes a folder's checkpoint away, and what a killed writer left of one; the folder and its lock stay.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    for name in (CHECKPOINT, UNFINISHED):
+        (Path(directory) / name).unlink(missing_ok=True)
+
+
+class InUse(ValueError):
+    """Another writer holds a checkpoint's folder."""
+
+
 class Lock:
     """Holds a folder's checkpoint for one writer, from its making until `release` or the end of the process.
 
     The operating system drops the lock with the process that held it, however that ended: there are no stale ones.
-    Where there is no `fcntl` (Windows) nothing is locked.
+    Where there is no `fcntl` (Windows) nothing is locked, nor made.
 
     Args:
         directory: the folder; made where it is missing.
 
     Raises:
-        ValueError: where another process, or another trainer of this one, holds it.
+        InUse: where another process, or another trainer of this one, holds it.
         OSError: where the folder cannot be written.
     """
 
@@ -116,10 +132,9 @@ class Lock:
         if fcntl is None:
             return
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._release = weakref.finalize(self, _let_go, self._acquire(), self._path)
         except BlockingIOError:
-            raise ValueError(
+            raise InUse(
                 f"checkpoint folder must have one writer, got {str(self._path.parent)!r} which process "
                 f"{self._holder()} is using: wait for it, or choose another folder"
             ) from None
@@ -131,26 +146,25 @@ class Lock:
         self._release()
 
     def _acquire(self) -> IO:
-        while True:
-            file = open(self._path, "a+", encoding="ascii")  # noqa: SIM115 - it stays open while the lock is held
+        for attempt in count():
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                file = open(self._path, "a+", encoding="ascii")  # noqa: SIM115 - it stays open while the lock is held
+            except FileNotFoundError:  # a former holder has just taken the folder away
+                if attempt == 100:
+                    raise
+                continue
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if self._is_current(file):
-                    file.truncate(0)
-                    file.write(str(os.getpid()))
-                    file.flush()
+                if _is_current(file, self._path):
+                    with suppress(OSError):  # a full disk: the number serves a message only
+                        os.ftruncate(file.fileno(), 0)
+                        os.write(file.fileno(), str(os.getpid()).encode("ascii"))
                     return file
             except BaseException:
                 file.close()
                 raise
             file.close()
-
-    def _is_current(self, file: IO) -> bool:
-        """A former holder may have removed the file between our opening it and our locking it."""
-        try:
-            return os.path.samestat(os.fstat(file.fileno()), os.stat(self._path))
-        except FileNotFoundError:
-            return False
 
     def _holder(self) -> str:
         try:
@@ -182,8 +196,17 @@ def _bring_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def _is_current(file: IO, path: Path) -> bool:
+    """Whether an open file is still the one of that name: another may have removed it, or put one in its place."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 def _let_go(file: IO, path: Path) -> None:
-    _remove(path)
+    if _is_current(file, path):
+        _remove(path)
     file.close()
 
 

@@ -1,7 +1,7 @@
 """The methods: each turns a base model into the model to read with.
 
-A method is a function in the table `METHODS`; a new one is one function. All of them run in the same loop
-(`TestTimeTrainer`), so that their figures compare.
+A method is a function in the table `METHODS`; a new one is one function, and its settings in each preset. All of them
+run in the same loop (`TestTimeTrainer`), so that their figures compare.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def read_with(
         memory_dir: where the memory and its `reading.json` go, whole or not at all. The method "none" has nothing to
             save.
         checkpoint_dir: where the state is kept every `checkpoint_seconds`, and removed from once the memory is saved.
-            No other reading may have it meanwhile.
+            No other reading may have it meanwhile. It is made at the start, and goes in the end where it is empty.
         checkpoint_seconds: at least so much time lies between two checkpoints.
         resume: goes on from the checkpoint in `checkpoint_dir`; from the start where there is none.
 
@@ -102,7 +102,7 @@ def read_with(
         if memory_dir is not None:
             save_memory(model, memory_dir, reading)
         if checkpoint_dir is not None:
-            (Path(checkpoint_dir) / checkpoint.CHECKPOINT).unlink(missing_ok=True)
+            checkpoint.remove(checkpoint_dir)
     return reading
 
 

@@ -19,8 +19,8 @@ class Reading:
     `nll_nats` is the sum over `scored_tokens`, each scored before it was learned. `perplexity_at` maps numbers of
     tokens read to the perplexity so far, `curve` has it as (tokens read, perplexity) after each chunk. `seconds` is
     the time spent on an anchor's text and on chunks (scoring and learning; no loading, no checkpoints). `peak_bytes`
-    is the highest memory in use while reading, the base model included: on CUDA what torch had allocated, elsewhere
-    the resident size of the process, which where the system cannot reset its record (other than Linux) is the highest
+    is the highest memory in use meanwhile, the base model included: on CUDA what torch had allocated, elsewhere the
+    resident size of the process, which where the system cannot reset its record (other than Linux) is the highest
     since the start; None on systems that keep none. `memory_dir` is None where nothing was saved.
     """
 

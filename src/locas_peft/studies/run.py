@@ -20,6 +20,7 @@ from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
+from .. import checkpoint
 from ..evaluation.perplexity import perplexity
 from ..files import staged, write_json
 from ..loading import MEMORY_CONFIG, load_memory
@@ -225,7 +226,9 @@ def open_run(
     common = json.loads(json.dumps(common))
     if overwrite:
         shutil.rmtree(out / study, ignore_errors=True)
-    if path.exists() and any(file.is_file() and file != path for file in path.parent.rglob("*")):
+    unfinished = (checkpoint.LOCK, checkpoint.UNFINISHED)
+    files = [file for file in path.parent.rglob("*") if file.is_file() and file.name not in unfinished]
+    if path.exists() and files != [path]:
         before = json.loads(path.read_text(encoding="utf-8"))
         _check_same(before["common"], common, out, "")
         for name in methods_json.keys() & before["methods"].keys():

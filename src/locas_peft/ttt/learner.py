@@ -37,8 +37,8 @@ class Learner:
         max_grad_norm: float | None,
     ):
         self._host, self._name = host, optimizer
-        self._rate, self._warmup_steps = learning_rate, warmup_steps
-        self._weight_decay, self._max_grad_norm = weight_decay, max_grad_norm
+        self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
+        self.weight_decay, self.max_grad_norm = weight_decay, max_grad_norm
         self.optimizer: torch.optim.Optimizer | None = None
         self._rates: list[float] = []
         self.steps = 0
@@ -50,17 +50,13 @@ class Learner:
         return [parameter for parameter in self._host.model.parameters() if parameter.requires_grad]
 
     def begin(self, parameters: list[nn.Parameter]) -> None:
-        """Clears the gradients for a step.
+        """Clears the gradients for a step; makes the optimizer for the first one.
 
         Raises:
             ValueError: other parameters than the optimizer was made for.
         """
         if self.optimizer is None:
-            if callable(self._name):
-                self.optimizer = self._name(parameters)
-            else:
-                self.optimizer = OPTIMIZERS[self._name](parameters, self._rate, self._weight_decay)
-            self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+            self._make_optimizer(parameters)
         held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         if held != {id(parameter) for parameter in parameters}:
             raise ValueError(
@@ -69,14 +65,21 @@ class Learner:
             )
         self.optimizer.zero_grad(set_to_none=True)
 
+    def _make_optimizer(self, parameters: list[nn.Parameter]) -> None:
+        if callable(self._name):
+            self.optimizer = self._name(parameters)
+        else:
+            self.optimizer = OPTIMIZERS[self._name](parameters, self.learning_rate, self.weight_decay)
+        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+
     def finish(self, parameters: list[nn.Parameter]) -> bool:
         """Takes the step, or none where a gradient is not finite, and says whether it was taken."""
         norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
         finite = bool(torch.isfinite(norm))
         if finite:
-            if self._max_grad_norm is not None:
-                nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
-            warmth = min(1.0, (self.steps + 1) / (self._warmup_steps + 1))
+            if self.max_grad_norm is not None:
+                nn.utils.clip_grads_with_norm_(parameters, self.max_grad_norm, norm)
+            warmth = min(1.0, (self.steps + 1) / (self.warmup_steps + 1))
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
                 group["lr"] = rate * warmth
             self.optimizer.step()
@@ -145,7 +148,7 @@ class Learner:
         """
         if not isinstance(steps, int):
             raise TypeError(f"the number of steps is {steps!r}")
-        self.steps = steps
+        self.optimizer, self.steps = None, steps
         if not state["param_groups"]:
             return
         entries = {int(number): dict(scalars) for number, scalars in state["state"].items()}
@@ -156,14 +159,13 @@ class Learner:
             {key: tuple(value) if key != "params" and isinstance(value, list) else value for key, value in its.items()}
             for its in state["param_groups"]
         ]
-        self.optimizer = None
         parameters = self.parameters()
         # An optimizer of the caller's may order parameters, and shape its state, as it likes.
         for number, entry in () if callable(self._name) else entries.items():
             for value in entry.values():
                 if isinstance(value, Tensor) and value.ndim and value.shape != parameters[number].shape:
                     raise TypeError(f"the optimizer's state has shape {list(value.shape)} for parameter {number}")
-        self.begin(parameters)
+        self._make_optimizer(parameters)
         self.optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
     def _optimizer_state(self) -> dict:

@@ -35,7 +35,7 @@ def divergences(logits: Tensor, teacher_logits: Tensor) -> Tensor:
         teacher_logits: [N, V], the teacher's; no gradient flows into them.
 
     Returns:
-        Tensor [N], in nats, fp32 or wider; 0 where the two agree. Differentiable once.
+        Tensor [N], in nats, fp32 or wider (float64 where either is); 0 where the two agree. Differentiable once.
     """
     return _Divergences.apply(logits, teacher_logits.detach())
 
@@ -55,36 +55,52 @@ PIECE = 2**23
 
 def _pieces(logits: Tensor) -> Iterator[slice]:
     rows = max(1, PIECE // logits.shape[1])
-    return (slice(begin, begin + rows) for begin in range(0, len(logits), rows))
+    return (slice(begin, begin + rows) for begin in range(0, max(1, len(logits)), rows))
 
 
-def _log_norms(logits: Tensor) -> Tensor:
-    """The logarithms of the softmax's denominators, [N], in fp32 or wider."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return torch.cat([logits[part].to(dtype).logsumexp(dim=-1) for part in _pieces(logits)])
+class _LogSoftmax:
+    """log_softmax of [N, V] a piece at a time, in fp32 or wider.
 
+    A row's greatest logit is taken off first, so that the rounding does not grow with the logits.
+    """
 
-def _log_softmax(logits: Tensor, norms: Tensor, out: Tensor | None = None) -> Tensor:
-    return torch.sub(logits, norms.unsqueeze(1), out=out)
+    def __init__(self, logits: Tensor, norms: Tensor | None = None):
+        """Args: norms: of the same logits, where they are known."""
+        self.logits = logits
+        self.norms = self._find_norms() if norms is None else norms
+
+    def _find_norms(self) -> Tensor:
+        """The greatest logit, and the logarithm of the denominator that is left then, of each row: [2, N, 1]."""
+        dtype, found = torch.promote_types(self.logits.dtype, torch.float32), []
+        for part in _pieces(self.logits):
+            piece = self.logits[part].to(dtype)
+            peaks = piece.amax(dim=-1, keepdim=True)
+            found.append(torch.stack([peaks, (piece - peaks).exp_().sum(dim=-1, keepdim=True).log_()]))
+        return torch.cat(found, dim=1)
+
+    def piece(self, part: slice, out: Tensor | None = None) -> Tensor:
+        peaks, rest = self.norms[:, part]
+        return torch.sub(self.logits[part], peaks, out=out).sub_(rest)
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
-        norms = _log_norms(logits)
+        norms = _LogSoftmax(logits).norms
         ctx.save_for_backward(logits, targets, norms)
-        return norms - logits.gather(1, targets.unsqueeze(1)).squeeze(1).to(norms.dtype)
+        peaks, rest = norms
+        return (rest - (logits.gather(1, targets.unsqueeze(1)) - peaks)).squeeze(1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, outer: Tensor):
         logits, targets, norms = ctx.saved_tensors
-        gradient = torch.empty_like(logits)
+        pupil, gradient = _LogSoftmax(logits, norms), torch.empty_like(logits)
         for part in _pieces(logits):
             # In the gradient's own memory where its dtype allows: fresh pages are dear on a CPU.
             out = gradient[part] if gradient.dtype == norms.dtype else None
-            piece = _log_softmax(logits[part], norms[part], out).exp_()
-            piece.scatter_add_(1, targets[part].unsqueeze(1), -torch.ones_like(norms[part]).unsqueeze(1))
+            piece = pupil.piece(part, out).exp_()
+            piece.scatter_add_(1, targets[part].unsqueeze(1), -torch.ones_like(norms[0, part]))
             piece.mul_(outer[part].unsqueeze(1))
             if out is None:
                 gradient[part] = piece
@@ -94,12 +110,12 @@ class _TokenLosses(torch.autograd.Function):
 class _Divergences(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, teacher: Tensor) -> Tensor:
-        norms, teacher_norms = _log_norms(logits), _log_norms(teacher)
-        ctx.save_for_backward(logits, teacher, norms, teacher_norms)
+        pupil, teaching = _LogSoftmax(logits), _LogSoftmax(teacher)
+        ctx.save_for_backward(logits, teacher, pupil.norms, teaching.norms)
         found = []
         for part in _pieces(logits):
-            told = _log_softmax(teacher[part], teacher_norms[part])
-            apart = told - _log_softmax(logits[part], norms[part])
+            told = teaching.piece(part)
+            apart = told - pupil.piece(part)
             found.append((told.exp_() * apart).sum(dim=-1))
         return torch.cat(found)
 
@@ -107,11 +123,12 @@ class _Divergences(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, outer: Tensor):
         logits, teacher, norms, teacher_norms = ctx.saved_tensors
+        pupil, teaching = _LogSoftmax(logits, norms), _LogSoftmax(teacher, teacher_norms)
         gradient = torch.empty_like(logits)
         for part in _pieces(logits):
             out = gradient[part] if gradient.dtype == norms.dtype else None
-            piece = _log_softmax(logits[part], norms[part], out).exp_()
-            piece.sub_(_log_softmax(teacher[part], teacher_norms[part]).exp_())
+            piece = pupil.piece(part, out).exp_()
+            piece.sub_(teaching.piece(part).exp_())
             piece.mul_(outer[part].unsqueeze(1))
             if out is None:
                 gradient[part] = piece

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -131,8 +132,7 @@ class TestTimeTrainer:
         self.model = model
         self._host = Host(model)
         self.window, self.stride = to_whole("window", window, 1), to_whole("stride", stride, 1)
-        self.epochs, self.warmup_steps = to_whole("epochs", epochs, 1), to_whole("warmup_steps", warmup_steps, 0)
-        self.learning_rate, self.weight_decay, self.max_grad_norm = learning_rate, weight_decay, max_grad_norm
+        self.epochs = to_whole("epochs", epochs, 1)
         self.context, self.gradient = context, gradient
         self.optimizer_name, self.writer = optimizer, writer
         self.objective, self.teacher_window, self.token_weighting = objective, teacher_window, token_weighting
@@ -141,7 +141,7 @@ class TestTimeTrainer:
             self._host,
             optimizer=optimizer,
             learning_rate=learning_rate,
-            warmup_steps=warmup_steps,
+            warmup_steps=to_whole("warmup_steps", warmup_steps, 0),
             weight_decay=weight_decay,
             max_grad_norm=max_grad_norm,
         )
@@ -158,7 +158,7 @@ class TestTimeTrainer:
         self._resumed_from: Path | None = None
         self._reading: object | None = None  # stands for the iterator that reads; a later one takes its place
         self._locks: dict[Path, checkpoint.Lock] = {}
-        self._held: set[Path] = set()
+        self._held: Counter[Path] = Counter()
 
     def read(self, input_ids: Tensor) -> Iterator[Chunk]:
         """Reads a document from `position` on, and yields each chunk's record after the chunk was learned.
@@ -269,7 +269,7 @@ class TestTimeTrainer:
         """Takes one optimizer step, or none where the loss or a gradient is not finite."""
         if not torch.isfinite(loss):
             return False
-        if self.learning_rate is None and self.writer is not None:
+        if self._learner.learning_rate is None and self.writer is not None:
             loss.backward()
             for parameter in parameters:
                 parameter.grad = None
@@ -299,9 +299,9 @@ class TestTimeTrainer:
     def save(self, directory: str | Path) -> Path:
         """Writes all that a bit-identical continuation needs into a folder, in place of a former checkpoint.
 
-        Adapter, optimizer, warm-up, position, records, key/value cache and torch's random state, in one file that is
-        replaced as a whole (see `checkpoint.write`). Between two records of `read` the folder then stays locked for
-        other writers until the reading ends.
+        Adapter, optimizer, warm-up, position, records, key/value cache, the anchor's texts and torch's random state
+        (the CPU's and the model's device's), in one file that is replaced as a whole (see `checkpoint.write`). Between
+        two records of `read` the folder then stays locked for other writers until the reading ends.
 
         Args:
             directory: the folder; made where it is missing.
@@ -342,7 +342,11 @@ class TestTimeTrainer:
             return False
         self._lock(directory)
         try:
-            tensors, state = checkpoint.read(directory)
+            found = checkpoint.read(directory)
+            if found is None:  # its reading has just ended
+                self._release_locks()
+                return False
+            tensors, state = found
             undo = self._remember()
             try:
                 check_same_run(self._run(), state["run"], directory)
@@ -371,18 +375,19 @@ class TestTimeTrainer:
             directory: the folder; made where it is missing.
 
         Raises:
-            ValueError: where another process or trainer writes there.
+            ValueError: where another process or trainer writes there (`checkpoint.InUse`).
             OSError: where the folder cannot be written.
         """
         directory = Path(directory)
         key = directory.resolve()
         self._lock(directory)
-        self._held.add(key)
+        self._held[key] += 1
         try:
             yield
         finally:
-            self._held.discard(key)
-            self._locks.pop(key).release()
+            self._held[key] -= 1
+            if self._reading is None:
+                self._release_locks()
 
     def _tensors(self) -> dict[str, Tensor]:
         tensors = {
@@ -418,7 +423,11 @@ class TestTimeTrainer:
             raise TypeError("position and records contradict each other")
         self._text = state["run"]["text"]
         if self.anchor is not None:
-            self.anchor = replace(self.anchor, texts=tensors["anchor/texts"].to(self.anchor.texts.device))
+            texts = tensors["anchor/texts"].to(self.anchor.texts)
+            if texts.shape != self.anchor.texts.shape:
+                raise TypeError(f"anchor texts of shape {list(texts.shape)}")
+            self.anchor = replace(self.anchor, texts=texts)
+            self._check_anchor()
         set_random_state(tensors, self._host.device)
 
     def _remember(self) -> Callable[[], None]:
@@ -442,14 +451,14 @@ class TestTimeTrainer:
         settings = {
             "window": self.window,
             "stride": self.stride,
-            "learning_rate": self.learning_rate,
+            "learning_rate": self._learner.learning_rate,
             "epochs": self.epochs,
             "context": self.context,
             "gradient": self.gradient,
             "optimizer": name_of(self.optimizer_name),
-            "warmup_steps": self.warmup_steps,
-            "weight_decay": self.weight_decay,
-            "max_grad_norm": self.max_grad_norm,
+            "warmup_steps": self._learner.warmup_steps,
+            "weight_decay": self._learner.weight_decay,
+            "max_grad_norm": self._learner.max_grad_norm,
             "writer": None if self.writer is None else self.writer.settings,
             "objective": self.objective,
             "teacher_window": self.teacher_window,
@@ -464,7 +473,7 @@ class TestTimeTrainer:
             self._locks[key] = checkpoint.Lock(directory)
 
     def _release_locks(self) -> None:
-        for key in self._locks.keys() - self._held:
+        for key in [key for key in self._locks if not self._held[key]]:
             self._locks.pop(key).release()
 
     # Checks
@@ -479,7 +488,7 @@ class TestTimeTrainer:
                 f"{self.optimizer_name!r}: choose one of them"
             )
         if (
-            self.learning_rate is None
+            self._learner.learning_rate is None
             and not callable(self.optimizer_name)
             and self._learner.parameters()
             and self.writer is None
@@ -487,7 +496,10 @@ class TestTimeTrainer:
             raise ValueError(
                 "learning_rate must be a number above 0 where an adapter is trained, got None: give one, 1e-3 say"
             )
-        check_learning(self.learning_rate, self.weight_decay, self.max_grad_norm, self.token_weighting)
+        learner = self._learner
+        check_learning(
+            learner.learning_rate, learner.weight_decay, learner.max_grad_norm, token_weighting=self.token_weighting
+        )
         self._check_objective()
         self._check_anchor()
 
@@ -512,7 +524,7 @@ class TestTimeTrainer:
     def _check_anchor(self) -> None:
         if self.anchor is None:
             return
-        if self.learning_rate is None and self.writer is not None:
+        if self._learner.learning_rate is None and self.writer is not None:
             raise ValueError(
                 "anchor must be None for a memory that is written and not trained, got one, which pulls on training "
                 "steps: give a learning_rate, or leave the anchor out"
