@@ -275,14 +275,19 @@ def test_rows_are_read_with_the_settings_that_they_name(pg19):
     assert (found["locas-glu@64, paper"].scaling, found["locas-glu@64"].scaling) == (1.0, 64.0)
 
 
-def test_frozen_rates_are_the_sweeps_own(pg19):
-    rows = sys.modules["pg19_rows"]
-    swept: dict[str, set] = {}
-    for row in rows.TABLES["sweep"].rows[1:]:
-        swept.setdefault(row.name.rpartition(", lr ")[0], set()).add(row.given["learning_rate"])
-    for name, rate in rows.RATES.items():
-        if name in swept:
-            assert rate in swept[name], name
+def test_frozen_rates_follow_their_rule_from_the_sweep(pg19):
+    rates = sys.modules["pg19_rows"].RATES
+    results = json.loads((FOLDER / "results" / "pg19.json").read_text(encoding="utf-8"))["tables"]["sweep"]
+    swept: dict[str, list[tuple[float, float]]] = {}
+    for reading in results["readings"]:
+        row, _, rate = reading["row"].rpartition(", lr ")
+        if row:
+            swept.setdefault(row, []).append((list(reading["perplexity_between"].values())[-1], float(rate)))
+    best = {row: min(found)[1] for row, found in swept.items()}
+    assert {"lora@16", "lora@64", "locas-glu@16", "locas-glu@64", "locas-glu@64, paper"} <= best.keys()
+    for row in best.keys() & rates.keys():
+        assert rates[row] == (best[row] / 2 if row.startswith("locas") else best[row]), row
+        assert min(rate for _, rate in swept[row]) < best[row] < max(rate for _, rate in swept[row]), row
 
 
 def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypatch, capsys):
