@@ -9,8 +9,8 @@ between two; LoRA of two epochs half its rate for one.
 
 They are not clean of the other books: an earlier version had read 3649 whole with LoRA and Locas of r 64, at these
 rates, and 20,000 tokens each of 5274 and 36235, before the table of rates was written down. The protocol asks for a
-sweep on a training book; the embedded backbone was trained on all of those, so that one (2118, "sweep-training") gains
-too little to tell rates apart.
+sweep on a training book, and the embedded backbone was trained on all of those: on one (2118, "sweep-training") little
+is gained, LoRA's best rates are these, and Locas' lie one step higher than on 1684.
 """
 
 from __future__ import annotations

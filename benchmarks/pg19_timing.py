@@ -30,6 +30,7 @@ from locas_peft import Chunk
 from locas_peft.methods import PeakMemory, Settings, attached, make_trainer, read_with
 
 TURN_CHUNKS = 4
+MOST_COUNTED_CHUNKS = 16
 MEMORIZED_TOKENS = 200_000
 
 
@@ -40,24 +41,25 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
         base: a causal LM without adapters; not changed.
         rows: among them both rows `none`.
         common: see `Row.settings`.
-        ids: LongTensor [T]; the chunks of the last turn are only counted, in operations, and not timed.
+        ids: LongTensor [T]; the operations of the last few chunks are counted, and these are not timed.
 
     Returns:
         One dictionary a row. `relative_time` and `relative_processor_time` map both `none`, and TempLoRA where it is
         among the rows, to the median over turns of that turn's ratio, once every row's context is full, and
         `relative_time_quartiles` to the lower and upper quartile;
         `..._with_start` is the ratio of the sums over all turns, making the memory, calibration and the first steps
-        included. `relative_operations` is that of one turn's operations, in products of matrices and in attention:
-        what the time would be if they were all that costs. `seconds_for_200k_tokens` counts the start too.
+        included. `relative_operations` is that of the operations in products of matrices and in attention: what the
+        time would be if they were all that costs. `seconds_for_200k_tokens` counts the start too.
 
     Raises:
         ValueError: the text is too short for three turns with full contexts, or a row did not learn each chunk.
     """
-    turns = len(ids) // common.stride // TURN_CHUNKS - 1
+    counted = _count_chunks(base, common)
+    turns = (len(ids) // common.stride - counted) // TURN_CHUNKS
     filling = max(row.windows for row in rows) * common.window // common.stride
     first = -(-filling // TURN_CHUNKS)
     if turns - first < 3:
-        needed = (first + 4) * TURN_CHUNKS * common.stride
+        needed = ((first + 3) * TURN_CHUNKS + counted) * common.stride
         raise ValueError(f"--timing-tokens must be at least {needed:,} for these windows, got {len(ids):,}: raise it")
     wall = {row.name: [] for row in rows}
     processor = {row.name: [] for row in rows}
@@ -72,7 +74,7 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
                 taken = readings[row.name].take_turn()
                 wall[row.name].append(taken[0])
                 processor[row.name].append(taken[1])
-        operations = {name: reading.count_operations() for name, reading in readings.items()}
+        operations = {name: reading.count_operations(counted) for name, reading in readings.items()}
         parameters = {name: reading.parameters for name, reading in readings.items()}
         skipped = next((name for name, reading in readings.items() if reading.skipped_chunks), None)
         if skipped is not None:
@@ -94,13 +96,20 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
             "relative_processor_time": _medians(processor, row.name, references, first),
             "relative_processor_time_with_start": _ratios_of_sums(processor, row.name, references),
             "relative_operations": {name: operations[row.name] / operations[name] for name in references},
-            "operations_a_token": operations[row.name] / turn_tokens,
+            "operations_a_token": operations[row.name] / (counted * common.stride),
             "tokens_per_second": tokens / sum(wall[row.name][first:]),
             "seconds_for_200k_tokens": starts[row.name] + MEMORIZED_TOKENS * sum(wall[row.name][first:]) / tokens,
             "turns": turns - first,
         }
         for row in rows
     ]
+
+
+def _count_chunks(base: PreTrainedModel, common: Settings) -> int:
+    """How many chunks lie between two re-readings of the cache's context, which cost a forward pass each."""
+    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
+    cycle = (limit - max(common.window - common.stride, 1) + 1) // common.stride
+    return cycle if 0 < cycle < MOST_COUNTED_CHUNKS else TURN_CHUNKS  # where it is rare it does not count
 
 
 class _Reading:
@@ -140,14 +149,14 @@ class _Reading:
             next(self._chunks)
         return clock.read()
 
-    def count_operations(self) -> int:
-        """Reads a turn's chunks; gives their operations in products of matrices and in attention, both passes."""
+    def count_operations(self, chunks: int) -> int:
+        """Reads some chunks; gives their operations in products of matrices and in attention, both passes."""
         cpu = {
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
         }
         with FlopCounterMode(display=False, custom_mapping=cpu) as counter:
-            for _ in range(TURN_CHUNKS):
+            for _ in range(chunks):
                 next(self._chunks)
         return counter.get_total_flops()
 

@@ -164,6 +164,12 @@ def test_rows_beyond_the_models_positions_are_left_out_and_named(pg19, capsys):
     assert capsys.readouterr().err == "left out: long, 4 windows, beyond the model's 2,048 positions\n"
 
 
+def test_operations_are_counted_over_a_whole_cycle_of_the_cache(pg19):
+    timing, base = sys.modules["pg19_timing"], backbone.load()[0]
+    assert timing._count_chunks(base, Settings("none", window=512, stride=256)) == 7  # 255 + 7 * 256 = 2,047 positions
+    assert timing._count_chunks(base, Settings("none", window=32, stride=16)) == timing.TURN_CHUNKS
+
+
 def test_a_folder_of_other_settings_or_texts_is_refused(call, fail, pg19, books, tmp_path, capsys):
     row = ["--table", "width", "--rows", "none", "--tokens", "80"]
     call(*row)
