@@ -297,7 +297,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     work.add_argument("--rows", type=_split, help="read only rows whose names begin so; with commas, no blanks")
     work.add_argument("--documents", type=_split, help="read only these documents; with commas")
     work.add_argument("--tokens", type=int, help="the first so many tokens of each document at most")
-    work.add_argument("--timing-tokens", type=int, help="tokens that are timed (42 windows, --quick 14)")
+    work.add_argument("--timing-tokens", type=int, help="tokens that are timed (48 windows, --quick 24)")
     work.add_argument("--memory-tokens", type=int, help="tokens read to measure memory (half of those timed)")
     work.add_argument("--seeds", type=int, help="so many seeds at most")
     work.add_argument("--quick", action="store_true", help=f"{QUICK_TOKENS:,} tokens, one document a table, one seed")
@@ -317,10 +317,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         for name in getattr(arguments, option) or ():
             if name not in known:
                 parser.error(f"--{option} must be among {', '.join(known)}, got {name!r}")
-    arguments.timing_windows = 42
+    arguments.timing_windows = 48
     if arguments.quick:
         arguments.tokens, arguments.seeds = arguments.tokens or QUICK_TOKENS, arguments.seeds or 1
-        arguments.timing_windows = 14
+        arguments.timing_windows = 24
     return arguments
 
 

@@ -8,6 +8,7 @@ On a machine that does other things besides, processor time tells more than the 
 from __future__ import annotations
 
 import copy
+import math
 import multiprocessing
 import statistics
 import tempfile
@@ -54,12 +55,12 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
     Raises:
         ValueError: the text is too short for three turns with full contexts, or a row did not learn each chunk.
     """
-    counted = _count_chunks(base, common)
-    turns = (len(ids) // common.stride - counted) // TURN_CHUNKS
+    counted = {row.name: _count_chunks(base, row.settings(common)) for row in rows}
+    turns = (len(ids) // common.stride - max(counted.values())) // TURN_CHUNKS
     filling = max(row.windows for row in rows) * common.window // common.stride
     first = -(-filling // TURN_CHUNKS)
     if turns - first < 3:
-        needed = ((first + 3) * TURN_CHUNKS + counted) * common.stride
+        needed = ((first + 3) * TURN_CHUNKS + max(counted.values())) * common.stride
         raise ValueError(f"--timing-tokens must be at least {needed:,} for these windows, got {len(ids):,}: raise it")
     wall = {row.name: [] for row in rows}
     processor = {row.name: [] for row in rows}
@@ -74,7 +75,7 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
                 taken = readings[row.name].take_turn()
                 wall[row.name].append(taken[0])
                 processor[row.name].append(taken[1])
-        operations = {name: reading.count_operations(counted) for name, reading in readings.items()}
+        operations = {name: reading.count_operations(counted[name]) for name, reading in readings.items()}
         parameters = {name: reading.parameters for name, reading in readings.items()}
         skipped = next((name for name, reading in readings.items() if reading.skipped_chunks), None)
         if skipped is not None:
@@ -96,7 +97,7 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
             "relative_processor_time": _medians(processor, row.name, references, first),
             "relative_processor_time_with_start": _ratios_of_sums(processor, row.name, references),
             "relative_operations": {name: operations[row.name] / operations[name] for name in references},
-            "operations_a_token": operations[row.name] / (counted * common.stride),
+            "operations_a_token": operations[row.name] / common.stride,
             "tokens_per_second": tokens / sum(wall[row.name][first:]),
             "seconds_for_200k_tokens": starts[row.name] + MEMORIZED_TOKENS * sum(wall[row.name][first:]) / tokens,
             "turns": turns - first,
@@ -105,11 +106,15 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
     ]
 
 
-def _count_chunks(base: PreTrainedModel, common: Settings) -> int:
-    """How many chunks lie between two re-readings of the cache's context, which cost a forward pass each."""
-    limit = getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
-    cycle = (limit - max(common.window - common.stride, 1) + 1) // common.stride
-    return cycle if 0 < cycle < MOST_COUNTED_CHUNKS else TURN_CHUNKS  # where it is rare it does not count
+def _count_chunks(base: PreTrainedModel, settings: Settings) -> int:
+    """How many chunks a row's operations repeat after: the cache's context is read again, an anchor pulls."""
+    cycle, limit = 1, getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
+    if settings.context == "cache":
+        kept = max(settings.window - settings.stride, 1) - 1
+        cycle = max(1, (limit - kept) // settings.stride)
+    if cycle > MOST_COUNTED_CHUNKS:  # what is so rare does not count
+        cycle = TURN_CHUNKS
+    return math.lcm(cycle, settings.anchor_every if settings.anchor else 1)
 
 
 class _Reading:
@@ -149,8 +154,8 @@ class _Reading:
             next(self._chunks)
         return clock.read()
 
-    def count_operations(self, chunks: int) -> int:
-        """Reads some chunks; gives their operations in products of matrices and in attention, both passes."""
+    def count_operations(self, chunks: int) -> float:
+        """Reads some chunks; gives a chunk's operations in products of matrices and in attention, both passes."""
         cpu = {
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
@@ -158,7 +163,7 @@ class _Reading:
         with FlopCounterMode(display=False, custom_mapping=cpu) as counter:
             for _ in range(chunks):
                 next(self._chunks)
-        return counter.get_total_flops()
+        return counter.get_total_flops() / chunks
 
 
 class _Clock:

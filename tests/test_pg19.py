@@ -166,7 +166,11 @@ def test_rows_beyond_the_models_positions_are_left_out_and_named(pg19, capsys):
 
 def test_operations_are_counted_over_a_whole_cycle_of_the_cache(pg19):
     timing, base = sys.modules["pg19_timing"], backbone.load()[0]
-    assert timing._count_chunks(base, Settings("none", window=512, stride=256)) == 7  # 255 + 7 * 256 = 2,047 positions
+    read = {"window": 512, "stride": 256}
+    assert timing._count_chunks(base, Settings("none", **read)) == 7  # 255 + 7 * 256 = 2,047 positions
+    assert timing._count_chunks(base, Settings("none", **read, context="recompute")) == 1
+    assert timing._count_chunks(base, Settings.from_preset("locas-glu", **read, anchor=0.3, anchor_every=4)) == 28
+    assert timing._count_chunks(base, Settings("none", window=2048, stride=256)) == 1
     assert timing._count_chunks(base, Settings("none", window=32, stride=16)) == timing.TURN_CHUNKS
 
 
