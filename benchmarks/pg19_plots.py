@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Readings = list[dict[str, Any]]
+COLORS = ("blue", "orange", "green", "red", "purple", "brown", "pink", "gray", "olive", "cyan")
 
 
 def draw(tables: dict[str, dict[str, Any]], out: Path) -> list[Path]:
@@ -45,9 +46,15 @@ def draw(tables: dict[str, dict[str, Any]], out: Path) -> list[Path]:
 
 def _save(path: Path, readings: Readings, draw_into: Callable[[Axes, Readings], None]) -> Path:
     figure, axes = make_figure()
+    # Ten colours, then the same again with other lines and marks: no two rows look alike.
+    colors = [f"tab:{name}" for name in COLORS]
+    axes.set_prop_cycle(color=colors * 2, linestyle=["-"] * 10 + [":"] * 10, marker=["o"] * 10 + ["s"] * 10)
     draw_into(axes, readings)
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
+    if len(axes.get_lines()) > 4:
+        figure.legend(fontsize=7, loc="outside right upper")
+    else:
+        axes.legend(fontsize=8)
     save_figure(figure, path)
     return path
 
@@ -60,7 +67,10 @@ def _draw_tokens(axes: Axes, readings: Readings) -> None:
             tokens, nll_nats = tokens + count, nll_nats + loss
             if stop >= stops[-1] / 20:  # before that few tokens make it jump
                 points.append((stop, perplexity(nll_nats, tokens)))
-        axes.plot(*zip(*points, strict=True), label=f"{value['row']}: {value['perplexity']:.2f}", linewidth=1.2)
+        axes.plot(*zip(*points, strict=True), label=f"{value['row']}: {value['perplexity']:.2f}", linewidth=1.2, marker="")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.set_title(f"book {readings[0]['document']}")
     axes.set_xlabel("tokens read")
     axes.set_ylabel("perplexity so far")
@@ -74,7 +84,7 @@ def _draw_parameters(axes: Axes, readings: Readings) -> None:
         if method == "none":
             axes.axhline(own[0][1], color="#777777", linestyle="--", label="none")
         else:
-            axes.plot(*zip(*own, strict=True), "o-", label=method)
+            axes.plot(*zip(*own, strict=True), label=method)
     axes.set_xscale("log")
     axes.set_title(f"book {readings[0]['document']}, {readings[0]['tokens_read']:,} tokens")
     axes.set_xlabel("extra parameters")
@@ -90,7 +100,7 @@ def _draw_forgetting(axes: Axes, readings: Readings) -> None:
             rise = statistics.fmean(value["unread"].values()) - level
             lines.setdefault(value["row"].rpartition(", lr ")[0], []).append((value["perplexity"], rise))
     for name, points in lines.items():
-        axes.plot(*zip(*points, strict=True), "o-", label=name)
+        axes.plot(*zip(*points, strict=True), label=name)
     axes.set_title(
         f"book {readings[0]['document']} read, {readings[0]['tokens_read']:,} tokens; learning rates joined"
     )
