@@ -67,7 +67,8 @@ def _draw_tokens(axes: Axes, readings: Readings) -> None:
             tokens, nll_nats = tokens + count, nll_nats + loss
             if stop >= stops[-1] / 20:  # before that few tokens make it jump
                 points.append((stop, perplexity(nll_nats, tokens)))
-        axes.plot(*zip(*points, strict=True), label=f"{value['row']}: {value['perplexity']:.2f}", linewidth=1.2, marker="")
+        label = f"{value['row']}: {value['perplexity']:.2f}"
+        axes.plot(*zip(*points, strict=True), label=label, linewidth=1.2, marker="")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_minor_formatter("{x:.0f}")
