@@ -122,7 +122,6 @@ def main() -> None:
             arguments.rounds,
             device,
         )
-    with torch.no_grad():
         for layer in memory.modules():
             if isinstance(layer, LocasLayer):
                 torch.nn.init.normal_(layer.locas_down["default"].weight, std=0.02)

@@ -42,6 +42,7 @@ from locas_peft.files import check_output_directory, write_json
 from locas_peft.methods import Settings
 from locas_peft.studies.documents import load_column, read_documents
 from locas_peft.text import tokenize, unwrap
+from locas_peft.ttt.host import Host
 
 QUICK_TOKENS = 1_000
 TABLE_NAMES = [*TABLES, "timing", *pg19_first_block.BLOCKS]
@@ -204,7 +205,7 @@ def measured_lengths(arguments: argparse.Namespace, window: int) -> tuple[int, i
 
 def keep_what_fits(base: transformers.PreTrainedModel, rows: Iterable[Row], common: Settings) -> list[Row]:
     """Leaves out, and says so on stderr, rows whose window is beyond the model's positions."""
-    kept, limit = [], getattr(base.config.get_text_config(), "max_position_embeddings", None)
+    kept, limit = [], Host(base).positions
     for row in rows:
         if limit is None or row.windows * common.window <= limit:
             kept.append(row)

@@ -29,6 +29,7 @@ from transformers.utils import logging
 
 from locas_peft import Chunk
 from locas_peft.methods import PeakMemory, Settings, attached, make_trainer, read_with
+from locas_peft.ttt.host import Host
 
 TURN_CHUNKS = 4
 MOST_COUNTED_CHUNKS = 16
@@ -108,7 +109,7 @@ def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids:
 
 def _count_chunks(base: PreTrainedModel, settings: Settings) -> int:
     """How many chunks a row's operations repeat after: the cache's context is read again, an anchor pulls."""
-    cycle, limit = 1, getattr(base.config.get_text_config(), "max_position_embeddings", None) or 0
+    cycle, limit = 1, Host(base).positions or 0
     if settings.context == "cache":
         kept = max(settings.window - settings.stride, 1) - 1
         cycle = max(1, (limit - kept) // settings.stride)

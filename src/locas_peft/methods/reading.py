@@ -72,8 +72,8 @@ def read_with(
         preparation_seconds = time.perf_counter() - began
         if checkpoint_dir is not None:
             stack.enter_context(_own_folder(trainer, Path(checkpoint_dir)))
-        if checkpoint_dir is not None and resume:
-            trainer.resume(checkpoint_dir)
+            if resume:
+                trainer.resume(checkpoint_dir)
         for chunk in trainer.chunks:
             _call(on_chunk, chunk)
         saved = time.monotonic()

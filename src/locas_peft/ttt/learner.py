@@ -36,7 +36,7 @@ class Learner:
         weight_decay: float,
         max_grad_norm: float | None,
     ):
-        self._host, self._name = host, optimizer
+        self._host, self.optimizer_name = host, optimizer
         self.learning_rate, self.warmup_steps = learning_rate, warmup_steps
         self.weight_decay, self.max_grad_norm = weight_decay, max_grad_norm
         self.optimizer: torch.optim.Optimizer | None = None
@@ -66,10 +66,10 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _make_optimizer(self, parameters: list[nn.Parameter]) -> None:
-        if callable(self._name):
-            self.optimizer = self._name(parameters)
+        if callable(self.optimizer_name):
+            self.optimizer = self.optimizer_name(parameters)
         else:
-            self.optimizer = OPTIMIZERS[self._name](parameters, self.learning_rate, self.weight_decay)
+            self.optimizer = OPTIMIZERS[self.optimizer_name](parameters, self.learning_rate, self.weight_decay)
         self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def finish(self, parameters: list[nn.Parameter]) -> bool:
@@ -161,7 +161,7 @@ class Learner:
         ]
         parameters = self.parameters()
         # An optimizer of the caller's may order parameters, and shape its state, as it likes.
-        for number, entry in () if callable(self._name) else entries.items():
+        for number, entry in () if callable(self.optimizer_name) else entries.items():
             for value in entry.values():
                 if isinstance(value, Tensor) and value.ndim and value.shape != parameters[number].shape:
                     raise TypeError(f"the optimizer's state has shape {list(value.shape)} for parameter {number}")

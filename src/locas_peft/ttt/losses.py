@@ -62,10 +62,12 @@ class _LogSoftmax:
     """log_softmax of [N, V] a piece at a time, in fp32 or wider.
 
     A row's greatest logit is taken off first, so that the rounding does not grow with the logits.
+
+    Args:
+        norms: of the same logits, where they are known.
     """
 
     def __init__(self, logits: Tensor, norms: Tensor | None = None):
-        """Args: norms: of the same logits, where they are known."""
         self.logits = logits
         self.norms = self._find_norms() if norms is None else norms
 
@@ -83,6 +85,20 @@ class _LogSoftmax:
         return torch.sub(self.logits[part], peaks, out=out).sub_(rest)
 
 
+def _gradient(pupil: _LogSoftmax, take_off: Callable[[Tensor, slice], None], outer: Tensor) -> Tensor:
+    """The gradient of losses by the pupil's logits: its softmax, less what the losses want of it, times their own."""
+    gradient = torch.empty_like(pupil.logits)
+    for part in _pieces(pupil.logits):
+        # In the gradient's own memory where its dtype allows: fresh pages are dear on a CPU.
+        out = gradient[part] if gradient.dtype == pupil.norms.dtype else None
+        piece = pupil.piece(part, out).exp_()
+        take_off(piece, part)
+        piece.mul_(outer[part].unsqueeze(1))
+        if out is None:
+            gradient[part] = piece
+    return gradient
+
+
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
@@ -95,16 +111,11 @@ class _TokenLosses(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, outer: Tensor):
         logits, targets, norms = ctx.saved_tensors
-        pupil, gradient = _LogSoftmax(logits, norms), torch.empty_like(logits)
-        for part in _pieces(logits):
-            # In the gradient's own memory where its dtype allows: fresh pages are dear on a CPU.
-            out = gradient[part] if gradient.dtype == norms.dtype else None
-            piece = pupil.piece(part, out).exp_()
+
+        def take_off_targets(piece: Tensor, part: slice) -> None:
             piece.scatter_add_(1, targets[part].unsqueeze(1), -torch.ones_like(norms[0, part]))
-            piece.mul_(outer[part].unsqueeze(1))
-            if out is None:
-                gradient[part] = piece
-        return gradient, None
+
+        return _gradient(_LogSoftmax(logits, norms), take_off_targets, outer), None
 
 
 class _Divergences(torch.autograd.Function):
@@ -123,13 +134,9 @@ class _Divergences(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, outer: Tensor):
         logits, teacher, norms, teacher_norms = ctx.saved_tensors
-        pupil, teaching = _LogSoftmax(logits, norms), _LogSoftmax(teacher, teacher_norms)
-        gradient = torch.empty_like(logits)
-        for part in _pieces(logits):
-            out = gradient[part] if gradient.dtype == norms.dtype else None
-            piece = pupil.piece(part, out).exp_()
+        teaching = _LogSoftmax(teacher, teacher_norms)
+
+        def take_off_teacher(piece: Tensor, part: slice) -> None:
             piece.sub_(teaching.piece(part).exp_())
-            piece.mul_(outer[part].unsqueeze(1))
-            if out is None:
-                gradient[part] = piece
-        return gradient, None
+
+        return _gradient(_LogSoftmax(logits, norms), take_off_teacher, outer), None

@@ -134,7 +134,7 @@ class TestTimeTrainer:
         self.window, self.stride = to_whole("window", window, 1), to_whole("stride", stride, 1)
         self.epochs = to_whole("epochs", epochs, 1)
         self.context, self.gradient = context, gradient
-        self.optimizer_name, self.writer = optimizer, writer
+        self.writer = writer
         self.objective, self.teacher_window, self.token_weighting = objective, teacher_window, token_weighting
         self.anchor = anchor
         self._learner = Learner(
@@ -455,7 +455,7 @@ class TestTimeTrainer:
             "epochs": self.epochs,
             "context": self.context,
             "gradient": self.gradient,
-            "optimizer": name_of(self.optimizer_name),
+            "optimizer": name_of(self._learner.optimizer_name),
             "warmup_steps": self._learner.warmup_steps,
             "weight_decay": self._learner.weight_decay,
             "max_grad_norm": self._learner.max_grad_norm,
@@ -482,14 +482,14 @@ class TestTimeTrainer:
         check_lengths(self._host, self.window, self.stride)
         check_context(self._host, self.context)
         check_gradient(self._host, self.gradient)
-        if not callable(self.optimizer_name) and self.optimizer_name not in OPTIMIZERS:
+        if not callable(self._learner.optimizer_name) and self._learner.optimizer_name not in OPTIMIZERS:
             raise ValueError(
                 f"optimizer must be one of {', '.join(OPTIMIZERS)}, or a callable that takes the parameters, got "
-                f"{self.optimizer_name!r}: choose one of them"
+                f"{self._learner.optimizer_name!r}: choose one of them"
             )
         if (
             self._learner.learning_rate is None
-            and not callable(self.optimizer_name)
+            and not callable(self._learner.optimizer_name)
             and self._learner.parameters()
             and self.writer is None
         ):
