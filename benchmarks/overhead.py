@@ -1,13 +1,13 @@
-"""What a memory costs when it is not learning: forward, generation, calibration, import, and bytes on disk.
+"""The cost of a memory that is not learning: forward, generation, calibration, import, and bytes on disk.
 
     python benchmarks/overhead.py                       # Qwen3-0.6B's shapes, random weights, a few minutes on 2 cores
-    python benchmarks/overhead.py --shapes tiny         # seconds, to see that it runs
+    python benchmarks/overhead.py --shapes tiny         # a test, in seconds
     python benchmarks/overhead.py --device cuda --dtype bfloat16
 
-The bare base, the base with an active memory, and the base with the memory merged are timed in turn, in one process
-and on the same weights. Two figures each: the ratio of the fastest rounds, which other programs disturb least, and the
-median over rounds of that round's ratio. Logits are made for the last token only: the head would hide the rest. A wall
-clock cannot tell the merged model's R more neurons from noise, so their share of the parameters stands beside it.
+The bare base, the base with an active memory, and the base with the memory merged are timed in turn, in one process.
+Two figures each: the ratio of the fastest rounds, which other programs disturb least, and the median over rounds of
+that round's ratio. Logits are made for the last token only, since the head would hide the rest. The share of the
+parameters is printed too: wall time does not resolve the R more neurons of a merged model.
 """
 
 from __future__ import annotations
@@ -15,77 +15,36 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from peft import get_peft_model
-from transformers import AutoModelForCausalLM, Qwen3Config
+from measuring import SHAPES, Clock, compare, describe_machine, load_shape, make_table, share_weights
+from peft import PeftModel, get_peft_model
 from transformers.utils import logging
 
 from locas_peft import LocasConfig, LocasLayer, calibrate
 
-SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
-    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936},
-    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936},
-}
 
-
-def make_config(shapes: str) -> Qwen3Config:
-    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    tiny_heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    return Qwen3Config(
-        **SHAPES[shapes],
-        **(tiny_heads if shapes == "tiny" else heads),
-        max_position_embeddings=40960,
-        tie_word_embeddings=True,
-        bos_token_id=0,  # which an anchor's text begins with
-    )
-
-
-def share_weights(source: torch.nn.Module) -> torch.nn.Module:
-    """A second model object over the same weights, so that the bare base is bare."""
-    with torch.device("meta"):
-        twin = AutoModelForCausalLM.from_config(source.config, dtype=source.dtype)
-    twin.load_state_dict(source.state_dict(), assign=True)
-    twin.tie_weights()
-    twin.model.rotary_emb = copy.deepcopy(source.model.rotary_emb)  # its buffers are not in the state dict
-    return twin.eval()
-
-
-def time_call(call: Callable[[], object], device: str) -> float:
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    call()
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def race(calls: dict[str, Callable[[], object]], rounds: int, device: str) -> dict[str, list[float]]:
-    """Times each call once a round, in an order that turns, after one round that is not counted."""
+def race(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Time each call once a round, in a rotating order, after one round that is not counted; return seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
-    for round_index in range(rounds + 1):
-        for offset in range(len(names)):
-            name = names[(round_index + offset) % len(names)]
-            taken = time_call(calls[name], device)
-            if round_index:
-                seconds[name].append(taken)
-    return seconds
+    for number in range(rounds + 1):
+        start = number % len(names)
+        for name in (*names[start:], *names[:start]):
+            clock = Clock(device)
+            calls[name]()
+            seconds[name].append(clock.read()[0])
+    return {name: taken[1:] for name, taken in seconds.items()}
 
 
 def measure_import() -> float:
-    """Seconds that `import locas_peft` adds to `import peft, transformers`: the median of five processes."""
+    """Return seconds that `import locas_peft` adds to `import peft, transformers`, the median of five processes."""
     script = (
         "import time, peft, transformers; start = time.perf_counter(); import locas_peft;"
         "print(time.perf_counter() - start)"
@@ -95,6 +54,13 @@ def measure_import() -> float:
     return statistics.median(taken[1:])
 
 
+def count_saved_bytes(memory: PeftModel) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        memory.save_pretrained(folder)
+        return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+
+
+@torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", choices=SHAPES, default="qwen3-0.6b")
@@ -107,92 +73,58 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(0)
     logging.disable_progress_bar()
-    device = arguments.device
 
-    config = make_config(arguments.shapes)
-    bare = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, arguments.dtype)).to(device).eval()
-    tokens = torch.randint(0, config.vocab_size, (1, arguments.tokens), device=device)
+    bare = load_shape(arguments.shapes, arguments.dtype, arguments.device)
+    tokens = torch.randint(0, bare.config.vocab_size, (1, arguments.tokens), device=bare.device)
     memory = get_peft_model(share_weights(bare), LocasConfig(r=arguments.r))
-
-    with torch.no_grad():
-        calibration = race(
-            {"bare": lambda: bare.model(tokens, use_cache=False), "calibrate": lambda: calibrate(memory, [tokens])},
-            arguments.rounds,
-            device,
-        )
-        for layer in memory.modules():
-            if isinstance(layer, LocasLayer):
-                torch.nn.init.normal_(layer.locas_down["default"].weight, std=0.02)
-    with tempfile.TemporaryDirectory() as folder:
-        memory.save_pretrained(folder)
-        saved_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    calls = {"bare": lambda: bare.model(tokens, use_cache=False), "calibrate": lambda: calibrate(memory, [tokens])}
+    calibration = race(calls, arguments.rounds, bare.device)
+    for layer in memory.modules():
+        if isinstance(layer, LocasLayer):
+            torch.nn.init.normal_(layer.locas_down["default"].weight, std=0.02)
+    # The merged model has a copy of the weights. Its time is relative to another copy of the bare base, since the
+    # position of weights in memory also has a cost.
     merged = copy.deepcopy(memory).merge_and_unload()
-
-    # The merged model has weights of its own; so has what it is held against, since where weights lie costs time too.
     models = {"bare": bare, "memory": memory, "bare copy": copy.deepcopy(bare), "merged": merged}
-    with torch.no_grad():
-        forward = race(
-            {name: lambda model=model: model(input_ids=tokens, logits_to_keep=1) for name, model in models.items()},
-            arguments.rounds,
-            device,
-        )
-        generate = race(
-            {
-                name: lambda model=model: model.generate(
-                    input_ids=tokens[:, :16],
-                    min_new_tokens=arguments.new_tokens,
-                    max_new_tokens=arguments.new_tokens,
-                    do_sample=False,
-                    pad_token_id=0,
-                )
-                for name, model in models.items()
-            },
-            arguments.rounds,
-            device,
-        )
+    new_tokens = {"min_new_tokens": arguments.new_tokens, "max_new_tokens": arguments.new_tokens}
 
-    def ratio(seconds: dict[str, list[float]], name: str, base: str = "bare") -> dict[str, float]:
-        rounds = [a / b for a, b in zip(seconds[name], seconds[base], strict=True)]
-        return {
-            "fastest": min(seconds[name]) / min(seconds[base]),
-            "median": statistics.median(rounds),
-            "min": min(rounds),
-            "max": max(rounds),
-        }
+    def forward(model: torch.nn.Module) -> Callable[[], object]:
+        return lambda: model(input_ids=tokens, logits_to_keep=1)
 
-    base_parameters = sum(p.numel() for p in bare.parameters())
-    rows = [
-        (f"forward of {arguments.tokens} tokens, active memory", ratio(forward, "memory")),
-        (f"forward of {arguments.tokens} tokens, merged", ratio(forward, "merged", "bare copy")),
-        (f"generation of {arguments.new_tokens} tokens, active memory", ratio(generate, "memory")),
-        (f"generation of {arguments.new_tokens} tokens, merged", ratio(generate, "merged", "bare copy")),
-        ("a copy of the bare base / the bare base, generation", ratio(generate, "bare copy")),
-        ("calibration / forward of the base without its head", ratio(calibration, "calibrate")),
-    ]
-    extra = sum(p.numel() for name, p in memory.named_parameters() if "locas_" in name)
+    def generate(model: torch.nn.Module) -> Callable[[], object]:
+        return lambda: model.generate(input_ids=tokens[:, :16], **new_tokens, do_sample=False, pad_token_id=0)
+
+    forwards, generations = (
+        race({name: make(model) for name, model in models.items()}, arguments.rounds, bare.device)
+        for make in (forward, generate)
+    )
+    ratios = {
+        "a copy of the bare base / the bare base, generation": compare(generations["bare copy"], generations["bare"]),
+        "calibration / forward of the base without its head": compare(calibration["calibrate"], calibration["bare"]),
+    }
+    for title, seconds in (
+        (f"generation of {arguments.new_tokens} tokens", generations),
+        (f"forward of {arguments.tokens} tokens", forwards),
+    ):
+        active, merged = compare(seconds["memory"], seconds["bare"]), compare(seconds["merged"], seconds["bare copy"])
+        ratios = {f"{title}, active memory": active, f"{title}, merged": merged, **ratios}
+    extra = sum(parameter.numel() for name, parameter in memory.named_parameters() if "locas_" in name)
     result = {
-        "shapes": arguments.shapes,
-        "r": arguments.r,
-        "dtype": arguments.dtype,
-        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.processor() or "cpu",
-        "threads": arguments.threads,
-        "cores": os.cpu_count(),
-        "rounds": arguments.rounds,
-        "torch": torch.__version__,
-        "ratios": dict(rows),
-        "base_forward_seconds": statistics.median(forward["bare"]),
-        "base_generation_seconds": statistics.median(generate["bare"]),
+        **{name: getattr(arguments, name) for name in ("shapes", "r", "dtype", "rounds")},
+        **describe_machine(bare.device),
+        "ratios": ratios,
+        "base_forward_seconds": statistics.median(forwards["bare"]),
+        "base_generation_seconds": statistics.median(generations["bare"]),
         "extra_parameters": extra,
-        "extra_parameters_share": extra / base_parameters,
-        "saved_bytes": saved_bytes,
+        "extra_parameters_share": extra / sum(parameter.numel() for parameter in bare.parameters()),
+        "saved_bytes": count_saved_bytes(memory),
         "import_seconds": measure_import(),
     }
-    print("| against the bare base | fastest rounds | median round | least | most |\n|---|---|---|---|---|")
-    for name, r in result["ratios"].items():
-        print(f"| {name} | {r['fastest']:.3f} | {r['median']:.3f} | {r['min']:.3f} | {r['max']:.3f} |")
-    print(f"\nextra parameters: {extra:,} ({extra / base_parameters:.2%} of the base); saved: {saved_bytes:,} bytes")
+    rows = [[name, *(f"{value:.3f}" for value in ratio.values())] for name, ratio in ratios.items()]
+    print(make_table(["against the bare base", "fastest rounds", "median round", "least", "most"], rows))
+    share, saved = result["extra_parameters_share"], result["saved_bytes"]
+    print(f"\nextra parameters: {extra:,} ({share:.2%} of the base); saved: {saved:,} bytes")
     print(f"import locas_peft adds {result['import_seconds']:.2f} s to import peft, transformers\n")
     print(json.dumps(result))
 

@@ -6,206 +6,107 @@
     python benchmarks/pg19.py --dataset emozilla/pg19-test --model Qwen/Qwen3-0.6B --window 2048 --stride 1024
     python benchmarks/pg19.py --shapes qwen3-0.6b,qwen3-1.7b --device cuda --dtype bfloat16
 
-Each chunk is scored before it is learned. What is read goes to --out, a file each reading: a second call goes on where
-the first was stopped, several calls can share the work by --rows and --documents, and the tables are made of whatever
-lies there. They are printed and written to OUT/pg19.md; OUT/pg19.json has all figures but those of single chunks. The
-last line printed is JSON.
+Each chunk is scored before it is learned. Each reading has a result, OUT/readings/DOCUMENT/ROW-seedN-TOKENS.json. A
+second call continues where the first one was stopped, also inside a book, and several calls on one folder share the
+work. The tables are made of all results in the folder, printed, and written to OUT/pg19.md; OUT/pg19.json has all
+figures but those of single chunks. The last line printed is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import re
 import sys
+import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import pg19_first_block
-import pg19_plots
 import pg19_report
-import pg19_shapes
 import pg19_timing
 import torch
 import transformers
-from machine import describe_machine
-from pg19_quality import collect, list_jobs, read_jobs
-from pg19_rows import APART, HEADLINE, NONE, NONE_RECOMPUTE, TABLES, TRAINING, Row, shorten
+from measuring import SHAPES, describe_machine, draw_tokens, load_shape
+from pg19_rows import BLOCKS, HEADLINE, NONE, NONE_RECOMPUTE, TABLES, TRAINING, TUNING, Row, Table
 
-from locas_peft import backbone, loading
-from locas_peft.files import check_output_directory, write_json
-from locas_peft.methods import Settings
-from locas_peft.studies.documents import load_column, read_documents
-from locas_peft.text import tokenize, unwrap
-from locas_peft.ttt.host import Host
+from locas_peft import backbone
+from locas_peft.evaluation.documents import load_column, load_documents
+from locas_peft.evaluation.study import Unit, run_units
+from locas_peft.files import check_output_directory, load_json, write_json
+from locas_peft.loading import choose_device, load_base
+from locas_peft.reading import memorize, memory_attached, score
+from locas_peft.settings import ReadingSettings
+from locas_peft.text import digest_ids, tokenize, unwrap
+from locas_peft.ttt import count_positions
+from locas_peft.ttt.checkpoint import has_checkpoint
 
 QUICK_TOKENS = 1_000
-TABLE_NAMES = [*TABLES, "timing", *pg19_first_block.BLOCKS]
+TABLE_NAMES = [*TABLES, "timing", *BLOCKS]
+UNUSED_FIGURES = ("curve", "memory_dir", "peak_bytes", "perplexities", "tokens_per_second")
 
 
-def choose_documents(own: tuple[str, ...], names: list[str], chosen: list[str] | None) -> list[str]:
-    """Gives the documents to read for a table: those chosen, else the table's own, else all.
-
-    Args:
-        own: the table's books, of our collection.
-        names: what is at hand.
-        chosen: by `--documents`.
-
-    Raises:
-        ValueError: a chosen one is not at hand, or none of the table's books is where others of ours are.
-    """
-    for name in chosen or ():
-        if name not in names:
-            raise ValueError(f"--documents must be among {', '.join(names)}, got {name!r}: check the name")
-    if chosen:
-        return chosen
-    if set(names).isdisjoint((*HEADLINE, APART, TRAINING)):
-        return names
-    found = [name for name in own if name in names]
-    if not found:
-        raise ValueError(f"--books must hold one of {', '.join(own)} for this table, got {', '.join(names)}: add it")
-    return found
-
-
-def choose_rows(names: list[str], chosen: list[str] | None) -> set[str]:
-    """Gives the rows whose names begin with a chosen word.
-
-    Raises:
-        ValueError: no name begins so.
-    """
-    for start in chosen or ():
-        if not any(name.startswith(start) for name in names):
-            raise ValueError(f"--rows must be beginnings of names, got {start!r}: choose among {'; '.join(names)}")
-    return {name for name in names if not chosen or name.startswith(tuple(chosen))}
-
-
-class Run:
-    """One call of the command on texts: what is at hand, and how each kind of table is filled from it."""
+class Texts:
+    """The documents of a call, the base that reads them, and the settings that all rows share."""
 
     def __init__(self, arguments: argparse.Namespace):
-        self._arguments, self._texts = arguments, _load_texts(arguments)
-        self._load = partial(load_model, arguments.model, arguments.dtype, arguments.device)
-        self._base, self._tokenizer = loading.load_base(arguments.model, arguments.dtype, arguments.device)
-        self._get_ids = cache(self._tokenize)
-        self.common = Settings(
+        texts = load_texts(arguments)
+        self.names = list(texts)
+        self.base, tokenizer = load_base(arguments.model, arguments.dtype, arguments.device)
+        self.common = ReadingSettings(
             method="none",
             model=backbone.name_of(arguments.model),
             window=arguments.window or 512,
             stride=arguments.stride or 256,
-            dtype=str(self._base.dtype).removeprefix("torch."),
+            dtype=str(self.base.dtype).removeprefix("torch."),
         )
+        prepare = unwrap if backbone.is_embedded(arguments.model) else str
+        self.ids: Callable[[str], torch.Tensor] = cache(lambda name: tokenize(tokenizer, prepare(texts[name])))
 
-    def fill(self, name: str) -> dict[str, Any]:
-        """Reads what a table lacks; gives its figures as JSON values, with its Markdown as `markdown`."""
-        if name == "timing":
-            return self._fill_timing()
-        if name in pg19_first_block.BLOCKS:
-            return self._fill_block(name)
-        return self._fill_readings(name)
+    def choose(self, own: Sequence[str], chosen: list[str] | None) -> list[str]:
+        """Return the documents for a table: those chosen by `--documents`, else the table's own, else all.
 
-    def _fill_readings(self, name: str) -> dict[str, Any]:
-        arguments = self._arguments
-        table = TABLES[name] if arguments.tokens is None else shorten(TABLES[name], arguments.tokens)
-        documents = self._choose_documents(table.documents)
-        missing = [document for document in table.unread if document not in self._texts]
-        if missing:
-            raise ValueError(f"--books must hold {missing[0]!r}, which is left unread in --table {name}: add the file")
-        wanted = choose_rows([row.name for row in table.rows], arguments.rows)
-        rows = tuple(keep_what_fits(self._base, table.rows, self.common))
-        table = dataclasses.replace(table, rows=rows, documents=tuple(documents[:1] if arguments.quick else documents))
-        if not arguments.collect:
-            jobs = [job for job in list_jobs(table, arguments.seeds) if job.row.name in wanted]
-            read_jobs(self._base, jobs, self.common, self._get_ids, arguments.out)
-        everything = dict.fromkeys((*choose_documents(TABLES[name].documents, list(self._texts), None), *documents))
-        readings = list(collect(list_jobs(dataclasses.replace(table, documents=tuple(everything))), arguments.out))
-        return {"markdown": pg19_report.to_markdown(name, readings), "readings": [value for _, value in readings]}
-
-    def _fill_timing(self) -> dict[str, Any]:
-        arguments, path = self._arguments, self._arguments.out / "timing.json"
-        if not arguments.collect:
-            document = self._choose_documents((APART, *HEADLINE))[0]
-            rows = keep_what_fits(self._base, timed_rows(arguments.rows), self.common)
-            ids, lengths = self._get_ids(document), measured_lengths(arguments, self.common.window)
-            measure(self._base, self._load, rows, self.common, ids, lengths, path, {"document": document})
-        return _with_markdown(path, pg19_report.timing_to_markdown)
-
-    def _fill_block(self, name: str) -> dict[str, Any]:
-        arguments, path = self._arguments, self._arguments.out / f"{name}.json"
-        block = pg19_first_block.BLOCKS[name]
-        (document, *_) = self._choose_documents((block.document,))
-        wanted = choose_rows([row.name for row in block.rows], arguments.rows)
-        rows = tuple(row for row in block.rows if row.name in wanted)
-        ids = self._get_ids(document)[: min(block.tokens, arguments.tokens or block.tokens)]
-        settings = {
-            **{"document": document, "tokens": len(ids), "context": block.context},
-            **{"window": self.common.window, "stride": self.common.stride},
-            "rows": [f"{row.name}, {row.describe()}" for row in rows],
-        }
-        if path.exists() and not arguments.collect:
-            _check_same(settings, json.loads(path.read_text(encoding="utf-8"))["settings"], path)
-        elif not arguments.collect:
-            results = pg19_first_block.read_in_turns(rows, block.context, self.common.window, self.common.stride, ids)
-            write_json(path, {"settings": settings, "results": results, **describe_machine(torch.device("cpu"))})
-        return _with_markdown(path, lambda value: pg19_first_block.to_markdown(value["results"]))
-
-    def _choose_documents(self, own: tuple[str, ...]) -> list[str]:
-        return choose_documents(own, list(self._texts), self._arguments.documents)
-
-    def _tokenize(self, name: str) -> torch.Tensor:
-        text = self._texts[name]
-        return tokenize(self._tokenizer, unwrap(text) if backbone.is_embedded(self._arguments.model) else text)
+        Raises:
+            ValueError: a chosen document is missing, or all of the table's own where others of our books are given.
+        """
+        for name in chosen or ():
+            if name not in self.names:
+                raise ValueError(f"--documents must be among {', '.join(self.names)}, got {name!r}: check the name")
+        if chosen or set(self.names).isdisjoint((*HEADLINE, TUNING, TRAINING)):
+            return chosen or self.names
+        found = [name for name in own if name in self.names]
+        if not found:
+            given = ", ".join(self.names)
+            raise ValueError(f"--books must hold one of {', '.join(own)} for this table, got {given}: add it")
+        return found
 
 
-def load_model(model: str, dtype: str, device: str) -> transformers.PreTrainedModel:
-    """Gives a base without its tokenizer."""
-    return loading.load_base(model, dtype, device)[0]
+def load_texts(arguments: argparse.Namespace) -> dict[str, str]:
+    if arguments.dataset:
+        return load_column(arguments.dataset, arguments.split, arguments.column, arguments.limit)
+    if not arguments.books:
+        raise ValueError("--books must name text files or folders of them, got none: give it, or --dataset")
+    return load_documents(arguments.books, arguments.limit)
 
 
-def measure(
-    base: transformers.PreTrainedModel,
-    load: Callable[[], transformers.PreTrainedModel],
-    rows: list[Row],
-    common: Settings,
-    ids: torch.Tensor,
-    lengths: tuple[int, int],
-    path: Path,
-    about: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Measures time and operations of rows, then memory; writes each to the file as soon as it is known.
-
-    Args:
-        lengths: how many of the tokens are timed, and over how many memory is measured.
-        about: what else the file shall say.
-    """
-    timing_tokens, memory_tokens = (min(length, len(ids)) for length in lengths)
-    value = {
-        **(about or {}),
-        **{"model": common.model, "dtype": common.dtype, "tokens": timing_tokens, "memory_tokens": memory_tokens},
-        **{"window": common.window, "stride": common.stride},
-        **describe_machine(base.device),
-        "rows": pg19_timing.time_rows(base, rows, common, ids[:timing_tokens]),
-    }
-    write_json(path, value)
-    memory = pg19_timing.measure_memory(load, rows, common, ids[:memory_tokens])
-    value["rows"] = [{**row, **memory[row["row"]]} for row in value["rows"]]
-    write_json(path, value)
-    return value
+def choose_rows(rows: Iterable[Any], chosen: list[str] | None, always: Sequence[str] = ()) -> list[Any]:
+    """Return the rows whose names begin with one of `chosen` (all rows where None), and those named in `always`."""
+    rows = list(rows)
+    for start in chosen or ():
+        if not any(row.name.startswith(start) for row in rows):
+            names = "; ".join(row.name for row in rows)
+            raise ValueError(f"--rows must be beginnings of names, got {start!r}: choose among {names}")
+    return [row for row in rows if not chosen or row.name.startswith(tuple(chosen)) or row.name in always]
 
 
-def measured_lengths(arguments: argparse.Namespace, window: int) -> tuple[int, int]:
-    """Gives over how many tokens time, and over how many memory, is measured."""
-    timed = arguments.timing_tokens or arguments.timing_windows * window
-    return timed, arguments.memory_tokens or timed // 2
-
-
-def keep_what_fits(base: transformers.PreTrainedModel, rows: Iterable[Row], common: Settings) -> list[Row]:
-    """Leaves out, and says so on stderr, rows whose window is beyond the model's positions."""
-    kept, limit = [], Host(base).positions
+def keep_what_fits(base: transformers.PreTrainedModel, rows: Iterable[Row], common: ReadingSettings) -> list[Row]:
+    """Leave out rows whose window is larger than the model's positions; name them on stderr."""
+    kept, limit = [], count_positions(base)
     for row in rows:
         if limit is None or row.windows * common.window <= limit:
             kept.append(row)
@@ -214,73 +115,241 @@ def keep_what_fits(base: transformers.PreTrainedModel, rows: Iterable[Row], comm
     return kept
 
 
-def run_shapes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Times the rows on random weights of known shapes, prints the tables, and gives all figures."""
-    found = {}
-    for shape in arguments.shapes:
-        load = partial(pg19_shapes.load, shape, arguments.dtype, arguments.device)
-        base = load()
-        window = arguments.window or pg19_shapes.WINDOWS[shape]
-        dtype = str(base.dtype).removeprefix("torch.")
-        common = Settings("none", model=shape, window=window, stride=arguments.stride or window // 2, dtype=dtype)
-        lengths = measured_lengths(arguments, window)
-        rows = keep_what_fits(base, timed_rows(arguments.rows), common)
-        path = arguments.out / f"shapes-{shape}.json"
-        value = measure(base, load, rows, common, pg19_shapes.draw(base, max(lengths)), lengths, path)
-        found[shape] = {"markdown": pg19_report.timing_to_markdown(value), **value}
-        print(f"## {shape}\n\n{found[shape]['markdown']}\n", flush=True)
-    return found
+# ---------------------------------------------------------------------- readings
 
 
-def run_tables(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Fills the tables, prints them, and gives all figures but those of single chunks."""
-    run, found = Run(arguments), {}
-    for name in arguments.table:
-        found[name] = run.fill(name)
-        print(f"## {name}\n\n{found[name]['markdown']}\n", flush=True)
-    if arguments.plot:
-        for path in pg19_plots.draw(found, arguments.out):
-            print(path, file=sys.stderr)
-    return {name: _compact(table) for name, table in found.items()}
+def fill_readings(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Make the missing results of a table of readings; return its figures, with the table as `markdown`."""
+    table = TABLES[name].shorten(arguments.tokens)
+    documents = texts.choose(table.documents, arguments.documents)
+    for unread in set(table.unread) - set(texts.names):
+        raise ValueError(f"--books must hold {unread!r}, which is left unread in --table {name}: add the file")
+    rows = keep_what_fits(texts.base, table.rows, texts.common)
+    wanted = choose_rows(table.rows, arguments.rows)
+    if not arguments.collect:
+        units = [
+            make_unit(texts, table, row, document, seed, arguments.out)
+            for row in rows
+            if row in wanted
+            for document in (documents[:1] if arguments.quick else documents)
+            for seed in range(min(row.seeds, arguments.seeds or row.seeds))
+        ]
+        run_units(units, show_progress)
+    documents = dict.fromkeys((*texts.choose(table.documents, None), *documents))
+    paths = (
+        result_path(arguments.out, table, row, document, seed)
+        for row in rows
+        for document in documents
+        for seed in range(row.seeds)
+    )
+    readings = [load_json(path) for path in paths if path.exists()]
+    return {"markdown": pg19_report.to_markdown(name, readings), "readings": readings}
 
 
-def timed_rows(chosen: list[str] | None) -> list[Row]:
-    """Gives the headline's rows, or some of them, with both `none`, which times are relative to."""
-    rows = TABLES["headline"].rows
-    wanted = choose_rows([row.name for row in rows], chosen) | {NONE.name, NONE_RECOMPUTE.name}
-    return [row for row in rows if row.name in wanted]
+def result_path(out: Path, table: Table, row: Row, document: str, seed: int) -> Path:
+    slug = re.sub(r"[^\w.@-]+", "_", row.name)
+    unread = "-unread" if table.unread else ""
+    return out / "readings" / document / f"{slug}-seed{seed}-{table.tokens or 'all'}{unread}.json"
 
 
-def _with_markdown(path: Path, to_markdown: Callable[[Any], str]) -> dict[str, Any]:
+def make_unit(texts: Texts, table: Table, row: Row, document: str, seed: int, out: Path) -> Unit:
+    """Make the unit of one reading; refuse a result of other settings or of another text."""
+    path, ids = result_path(out, table, row, document, seed), texts.ids(document)[: table.tokens]
+    settings = row.settings(texts.common, seed, table.tokens)
+    unread = {name: texts.ids(name)[: table.unread_tokens] for name in table.unread}
+    if path.exists():
+        check_same(path, settings, ids, document)
+
+    def make() -> dict[str, Any]:
+        figures = read(texts.base, ids, settings, unread, path.with_suffix(".checkpoint"))
+        print(
+            f"{document}: {row.name}, seed {seed}: {figures['perplexity']:.3f}, {figures['seconds']:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        head = {"row": row.name, "document": document, "tokens_read": len(ids)}
+        return {**head, **figures, "unread_tokens": table.unread_tokens}
+
+    return Unit(path, make, row.name)
+
+
+def read(
+    base: transformers.PreTrainedModel,
+    ids: torch.Tensor,
+    settings: ReadingSettings,
+    unread: dict[str, torch.Tensor],
+    checkpoint_dir: Path,
+) -> dict[str, Any]:
+    """Read a document [T], then score the first tokens of others [T] with the memory frozen."""
+    resumed, chunks = has_checkpoint(checkpoint_dir), []
+    began, processor = time.perf_counter(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        memory = Path(folder) / "memory"
+        reading = memorize(
+            base, ids, settings, out=memory, checkpoint_dir=checkpoint_dir, resume=True, on_chunk=chunks.append
+        )
+        seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor
+        with nullcontext(base) if settings.method == "none" else memory_attached(base, memory) as model:
+            unread_perplexities = {name: score(model, text, settings) for name, text in unread.items()}
+        adapter_bytes = sum(file.stat().st_size for file in memory.glob("*.safetensors"))
+    return {
+        **{key: item for key, item in reading.to_json().items() if key not in UNUSED_FIGURES},
+        # Three numbers a chunk: tokens read so far, tokens scored in the chunk, and their nll.
+        "chunks": [number for chunk in chunks for number in (chunk.stop, chunk.tokens, round(chunk.nll_nats, 4))],
+        "unread": unread_perplexities,
+        "adapter_bytes": adapter_bytes,
+        # Not known for a reading that was interrupted.
+        "total_seconds": None if resumed else seconds,
+        "processor_seconds": None if resumed else processor_seconds,
+    }
+
+
+def check_same(path: Path, settings: ReadingSettings, ids: torch.Tensor, document: str) -> None:
+    recorded = load_json(path)
+    # Older versions did not record all settings.
+    known = {key: item for key, item in asdict(settings).items() if recorded.get(key) is not None}
+    check_fields(known, recorded, path)
+    if recorded["text_sha256"] != digest_ids(ids):
+        raise ValueError(f"{str(path)!r} is of another text named {document!r}: choose another --out")
+
+
+def check_fields(fields: dict[str, Any], recorded: dict[str, Any], path: Path) -> None:
+    for name, value in fields.items():
+        if value != recorded.get(name):
+            raise ValueError(
+                f"{name} must be {recorded.get(name)!r} as in {str(path)!r}, got {value!r}: "
+                "choose another --out, or delete that file"
+            )
+
+
+def show_progress(description: str, total: int) -> Callable[..., None]:
+    """Print how many results are left, when one was made: a `Progress` for `run_units`."""
+
+    def advance(steps: int, note: str = "") -> None:
+        if steps:
+            print(note, file=sys.stderr, flush=True)
+
+    return advance
+
+
+# ---------------------------------------------------------------------- times
+
+
+def fill_timing(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure the cost of the headline's rows, unless the results are only collected."""
+    path = arguments.out / "timing.json"
+    if not arguments.collect:
+        document = texts.choose((TUNING, *HEADLINE), arguments.documents)[0]
+        load = partial(load_model, arguments.model, arguments.dtype, arguments.device)
+        measure(texts.base, load, texts.common, texts.ids(document), arguments, path, {"document": document})
+    return with_markdown(path, pg19_report.timing_to_markdown)
+
+
+def load_model(model: str, dtype: str, device: str) -> transformers.PreTrainedModel:
+    return load_base(model, dtype, device)[0]
+
+
+def measure(
+    base: transformers.PreTrainedModel,
+    load: Callable[[], transformers.PreTrainedModel],
+    common: ReadingSettings,
+    ids: torch.Tensor,
+    arguments: argparse.Namespace,
+    path: Path,
+    about: dict[str, Any],
+) -> None:
+    """Measure time and operations of the headline's rows, then memory; write each to the file when it is known."""
+    # All times are relative to both `none`.
+    wanted = choose_rows(TABLES["headline"].rows, arguments.rows, always=(NONE.name, NONE_RECOMPUTE.name))
+    rows = keep_what_fits(base, wanted, common)
+    tokens, memory_tokens = (min(length, len(ids)) for length in measured_lengths(arguments, common.window))
+    value = {
+        **about,
+        **{"model": common.model, "dtype": common.dtype, "tokens": tokens, "memory_tokens": memory_tokens},
+        **{"window": common.window, "stride": common.stride, **describe_machine(base.device)},
+        "rows": pg19_timing.time_rows(base, rows, common, ids[:tokens]),
+    }
+    write_json(path, value)
+    memory = pg19_timing.measure_memory(load, rows, common, ids[:memory_tokens])
+    write_json(path, {**value, "rows": [{**row, **memory[row["row"]]} for row in value["rows"]]})
+
+
+def measured_lengths(arguments: argparse.Namespace, window: int) -> tuple[int, int]:
+    """Return how many tokens are timed, and over how many the memory is measured."""
+    timed = arguments.timing_tokens or (24 if arguments.quick else 48) * window
+    return timed, arguments.memory_tokens or timed // 2
+
+
+def fill_shape(shape: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure the cost of the headline's rows on random weights of a known shape."""
+    load = partial(load_shape, shape, arguments.dtype, arguments.device)
+    base = load()
+    window = arguments.window or (64 if shape == "tiny" else 2048)
+    dtype, stride = str(base.dtype).removeprefix("torch."), arguments.stride or window // 2
+    common = ReadingSettings(method="none", model=shape, window=window, stride=stride, dtype=dtype)
+    ids = draw_tokens(base, max(measured_lengths(arguments, window)))
+    path = arguments.out / f"shapes-{shape}.json"
+    measure(base, load, common, ids, arguments, path, {})
+    return with_markdown(path, pg19_report.timing_to_markdown)
+
+
+def fill_block(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Read the book of a first block's table, unless the result exists."""
+    path, block, common = arguments.out / f"{name}.json", BLOCKS[name], texts.common
+    document = texts.choose((block.document,), arguments.documents)[0]
+    rows = choose_rows(block.rows, arguments.rows)
+    ids = texts.ids(document)[: min(block.tokens, arguments.tokens or block.tokens)]
+    settings = {
+        **{"document": document, "tokens": len(ids), "context": block.context},
+        **{"window": common.window, "stride": common.stride},
+        "rows": [f"{row.name}, {row.describe()}" for row in rows],
+    }
+
+    def make() -> dict[str, Any]:
+        base, _ = load_base(backbone.MLP_NAME, device="cpu")
+        results = pg19_timing.read_block(base, block, rows, common, ids)
+        return {"settings": settings, "results": results, **describe_machine(base.device)}
+
+    if not arguments.collect:
+        run_units([Unit(path, make, name)])
+        check_fields(settings, load_json(path)["settings"], path)
+    return with_markdown(path, pg19_report.block_to_markdown)
+
+
+def with_markdown(path: Path, to_markdown: Callable[[Any], str]) -> dict[str, Any]:
     if not path.exists():
-        return {"markdown": pg19_report.NOTHING}
-    value = json.loads(path.read_text(encoding="utf-8"))
+        return {"markdown": pg19_report.EMPTY}
+    value = load_json(path)
     return {"markdown": to_markdown(value), **value}
 
 
-def _compact(table: dict[str, Any]) -> dict[str, Any]:
-    return {**table, **pg19_report.compact(table["readings"])} if table.get("readings") else table
+# ---------------------------------------------------------------------- the command
+
+FILL: dict[str, Callable[[str, Texts, argparse.Namespace], dict[str, Any]]] = {
+    **dict.fromkeys(TABLES, fill_readings),
+    "timing": fill_timing,
+    **dict.fromkeys(BLOCKS, fill_block),
+}
 
 
-def _check_same(here: dict[str, Any], there: dict[str, Any], path: Path) -> None:
-    field = next((field for field in here if here[field] != there.get(field)), None)
-    if field is not None:
-        raise ValueError(
-            f"{field} must be {there.get(field)!r} as in {str(path)!r}, got {here[field]!r}: "
-            "choose another --out, or delete that file"
-        )
+def fill_tables(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Fill the tables and print them; return all figures but those of single chunks."""
+    tables = {}
+    texts = None if arguments.shapes else Texts(arguments)
+    for name in arguments.shapes or arguments.table:
+        tables[name] = fill_shape(name, arguments) if texts is None else FILL[name](name, texts, arguments)
+        print(f"## {name}\n\n{tables[name]['markdown']}\n", flush=True)
+    if arguments.plot and texts is not None:
+        for path in pg19_report.draw(tables, arguments.out):
+            print(path, file=sys.stderr)
+    return {
+        name: {**table, **pg19_report.compact(table["readings"])} if table.get("readings") else table
+        for name, table in tables.items()
+    }
 
 
-def _load_texts(arguments: argparse.Namespace) -> dict[str, str]:
-    if arguments.dataset:
-        return load_column(arguments.dataset, arguments.split, arguments.column, arguments.limit)
-    if not arguments.books:
-        raise ValueError("--books must name text files or folders of them, got none: give it, or --dataset")
-    return read_documents(arguments.books, arguments.limit)
-
-
-def _split(value: str) -> list[str]:
-    """Splits at commas; one before a blank is part of a row's name."""
+def split_names(value: str) -> list[str]:
+    """Split at commas; a comma before a blank is part of a row's name."""
     return [name for name in re.split(r",(?! )", value) if name]
 
 
@@ -291,20 +360,22 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     texts.add_argument("--dataset", help="in place of --books: a dataset on the hub, or a folder of one")
     texts.add_argument("--split", default="test")
     texts.add_argument("--column", default="text")
-    texts.add_argument("--limit", type=int, help="the first so many documents")
-    work = parser.add_argument_group("what is done")
+    texts.add_argument("--limit", type=int, help="the number of documents to load, from the first")
+    work = parser.add_argument_group("work")
     work.add_argument("--table", default="headline", help=f"with commas: {', '.join(TABLE_NAMES)}; or all")
-    work.add_argument("--shapes", type=_split, help=f"in place of tables of texts: {', '.join(pg19_shapes.SHAPES)}")
-    work.add_argument("--rows", type=_split, help="read only rows whose names begin so; with commas, no blanks")
-    work.add_argument("--documents", type=_split, help="read only these documents; with commas")
-    work.add_argument("--tokens", type=int, help="the first so many tokens of each document at most")
+    work.add_argument("--shapes", type=split_names, help=f"times alone, on random weights: {', '.join(SHAPES)}")
+    work.add_argument(
+        "--rows", type=split_names, help="only rows with these beginnings of names; with commas, no blanks"
+    )
+    work.add_argument("--documents", type=split_names, help="only these documents; with commas")
+    work.add_argument("--tokens", type=int, help="the most tokens of each document to read, from the first")
     work.add_argument("--timing-tokens", type=int, help="tokens that are timed (48 windows, --quick 24)")
     work.add_argument("--memory-tokens", type=int, help="tokens read to measure memory (half of those timed)")
-    work.add_argument("--seeds", type=int, help="so many seeds at most")
+    work.add_argument("--seeds", type=int, help="the most seeds of each row")
     work.add_argument("--quick", action="store_true", help=f"{QUICK_TOKENS:,} tokens, one document a table, one seed")
-    work.add_argument("--collect", action="store_true", help="read nothing: tables of what lies in --out")
+    work.add_argument("--collect", action="store_true", help="read nothing: tables of the results in --out")
     work.add_argument("--plot", action="store_true", help="draw the plots into --out (needs matplotlib)")
-    work.add_argument("--out", type=Path, default=Path("benchmarks-pg19"), help="where all of it goes")
+    work.add_argument("--out", type=Path, default=Path("benchmarks-pg19"), help="the folder of all results")
     model = parser.add_argument_group("model")
     model.add_argument("--model", default=backbone.NAME, help="a folder, or a name on the hub")
     model.add_argument("--dtype", default="auto")
@@ -313,15 +384,13 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     model.add_argument("--stride", type=int, help="256; with --shapes half the window")
     model.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args(argv)
-    arguments.table = TABLE_NAMES if arguments.table == "all" else _split(arguments.table)
-    for option, known in (("table", TABLE_NAMES), ("shapes", list(pg19_shapes.SHAPES))):
+    arguments.table = TABLE_NAMES if arguments.table == "all" else split_names(arguments.table)
+    for option, known in (("table", TABLE_NAMES), ("shapes", list(SHAPES))):
         for name in getattr(arguments, option) or ():
             if name not in known:
                 parser.error(f"--{option} must be among {', '.join(known)}, got {name!r}")
-    arguments.timing_windows = 48
     if arguments.quick:
         arguments.tokens, arguments.seeds = arguments.tokens or QUICK_TOKENS, arguments.seeds or 1
-        arguments.timing_windows = 24
     return arguments
 
 
@@ -335,16 +404,16 @@ def main(argv: list[str] | None = None) -> None:
     try:
         check_output_directory("--out", arguments.out)
         arguments.out.mkdir(parents=True, exist_ok=True)
-        found = run_shapes(arguments) if arguments.shapes else run_tables(arguments)
+        tables = fill_tables(arguments)
         name = "pg19-shapes" if arguments.shapes else "pg19"
-        summary = {"benchmark": name, **describe_machine(loading.choose_device(arguments.device)), "tables": found}
-        markdown = "\n\n".join(f"## {title}\n\n{table['markdown']}" for title, table in found.items())
+        summary = {"benchmark": name, **describe_machine(choose_device(arguments.device)), "tables": tables}
+        markdown = "\n\n".join(f"## {title}\n\n{table['markdown']}" for title, table in tables.items())
         write_json(arguments.out / f"{name}.json", {**summary, "seconds": time.perf_counter() - began})
         (arguments.out / f"{name}.md").write_text(markdown + "\n", encoding="utf-8")
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"pg19: {error}")
     except KeyboardInterrupt:
-        sys.exit("pg19: stopped; what was read whole is kept, and the same command goes on")
+        sys.exit("pg19: stopped; all results are kept, and the same command continues")
     print(json.dumps(summary))
 
 

@@ -1,52 +1,158 @@
-"""The PG-19 tables in Markdown, from the readings of a folder."""
+"""The PG-19 tables in Markdown, and their plots, made of the results in a folder."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from typing import Any
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pg19_quality import Job
-from pg19_rows import APART
+from measuring import make_table
+from pg19_rows import TUNING
 
-from locas_peft.evaluation.perplexity import perplexity
+from locas_peft.report import make_figure, save_figure
+from locas_peft.ttt import perplexity
 
-NOTHING = "(nothing read yet)"
-Readings = list[tuple[Job, dict[str, Any]]]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+EMPTY = "(nothing read yet)"
+Readings = list[dict[str, Any]]
+"""Results of readings, row by row, as `pg19.read` makes them."""
 
 
 def to_markdown(name: str, readings: Readings) -> str:
-    """Gives one table, or the tables of its documents.
+    """Return one table, or one for each document.
 
     Args:
         name: in `pg19_rows.TABLES`.
-        readings: what lies in the folder for it, row by row.
+        readings: all results for it.
     """
-    return _FORMS[name](readings) if readings else NOTHING
+    return TABLE_FORMS[name](readings) if readings else EMPTY
 
 
-def compact(values: list[dict[str, Any]]) -> dict[str, Any]:
-    """Gives readings for a summary: without their single chunks, and what all of them share once.
+def compact(readings: Readings) -> dict[str, Any]:
+    """Return readings for a summary: without their single chunks, and with what all of them share listed once.
 
     Args:
-        values: at least one, as the folder has them.
+        readings: at least one.
     """
-    values = [{key: item for key, item in value.items() if key != "chunks"} for value in values]
+    values = [{key: item for key, item in value.items() if key != "chunks"} for value in readings]
     first, *others = values
-    shared = {
-        key: item
-        for key, item in first.items()
-        if others and all(key in other and other[key] == item for other in others)  # an older one may lack a setting
-    }
+    # An older result may lack a setting.
+    is_shared = {key: all(key in other and other[key] == item for other in others) for key, item in first.items()}
+    shared = {key for key, same in is_shared.items() if same and others}
     own = [{key: item for key, item in value.items() if key not in shared and item is not None} for value in values]
-    return {"shared": {key: item for key, item in shared.items() if item is not None}, "readings": own}
+    return {"shared": {key: first[key] for key in first if key in shared and first[key] is not None}, "readings": own}
+
+
+# ---------------------------------------------------------------------- tables
+
+
+def _headline(readings: Readings) -> str:
+    by_document = _group(readings, "document")
+    pooled = [name for name in by_document if name != TUNING] or list(by_document)
+    rows = []
+    for name, own in _group(readings, "row").items():
+        of = {value["document"]: value for value in own}
+        found = [of[document] for document in pooled if document in of]
+        nll_nats, tokens = (sum(value[key] for value in found) for key in ("nll_nats", "scored_tokens"))
+        mean = perplexity(nll_nats, tokens) if len(found) == len(pooled) else None
+        values = [of[document]["perplexity"] if document in of else None for document in by_document]
+        rows.append([name, _rate(own), _parameters(own), *map(_number, (*values, mean))])
+    head = ["row", "rate", "parameters", *by_document, f"mean of {', '.join(pooled)}"]
+    return "\n\n".join([make_table(head, rows), *map(_one_document, by_document.values())])
+
+
+def _one_document(readings: Readings) -> str:
+    marks, spans = (
+        list(dict.fromkeys(item for value in readings for item in value[key]))
+        for key in ("perplexity_at", "perplexity_between")
+    )
+    rows = [
+        [
+            value["row"],
+            *(_number(value["perplexity_at"].get(mark)) for mark in marks),
+            *(_number(value["perplexity_between"].get(span)) for span in spans),
+            _number(value["perplexity"]),
+        ]
+        for value in readings
+    ]
+    ranges = [" to ".join(f"{int(end):,}" for end in span.split("-")) for span in spans]
+    return _titled(readings, ["row", *(f"first {int(mark):,}" for mark in marks), *ranges, "all"], rows)
+
+
+def _over_seeds(readings: Readings) -> str:
+    rows = []
+    for name, own in _group(readings, "row").items():
+        values = [value["perplexity"] for value in own]
+        several = len(values) > 1
+        rows.append(
+            [
+                *(name, _rate(own), _parameters(own), str(len(values))),
+                f"{statistics.fmean(values):.3f}",
+                f"{statistics.stdev(values):.3f}" if several else "-",
+                f"{min(values):.3f} to {max(values):.3f}" if several else "-",
+                f"{statistics.fmean(_last(value) for value in own):.3f}",
+            ]
+        )
+    head = ["row", "rate", "parameters", "seeds", "perplexity", "standard deviation", "range", _last_span(readings)]
+    return _titled(readings, head, rows)
+
+
+def _sweep(readings: Readings) -> str:
+    """Perplexity over all tokens and over the last segment, whose best rate in each group of rows is in bold."""
+    documents = list(_group(readings, "document"))
+    best: dict[tuple[str, str], float] = {}
+    for value in readings:
+        group = _without_rate(value), value["document"]
+        best[group] = min(best.get(group, math.inf), _last(value))
+    rows = []
+    for name, own in _group(readings, "row").items():
+        of = {value["document"]: value for value in own}
+        cells = []
+        for document in documents:
+            value = of.get(document)
+            if value is None:
+                cells += ["-", "-"]
+                continue
+            last = f"{_last(value):.3f}"
+            chosen = _without_rate(value) and _last(value) == best[_without_rate(value), document]
+            cells += [f"{value['perplexity']:.3f}", f"**{last}**" if chosen else last]
+        rows.append([name, _parameters(own), *cells])
+    parts = f"first {readings[0]['tokens_read']:,}", _last_span(readings)
+    return make_table(["row", "parameters", *(f"{name}, {part}" for name in documents for part in parts)], rows)
+
+
+def _curves(readings: Readings) -> str:
+    level = _unread_level(readings)
+    rows = []
+    for value in readings:
+        mean = statistics.fmean(value["unread"].values())
+        numbers = (value["perplexity"], *value["unread"].values(), mean)
+        rise = "-" if level is None else f"{mean - level:+.2f}"
+        rows.append([value["row"], _parameters([value]), *map(_number, numbers), rise])
+    return _titled(
+        readings, ["row", "parameters", "perplexity", *readings[0]["unread"], "mean of those", "rise"], rows
+    )
+
+
+TABLE_FORMS: dict[str, Callable[[Readings], str]] = {
+    "headline": _headline,
+    "init": _over_seeds,
+    "width": _over_seeds,
+    "sweep": _sweep,
+    "sweep-training": _sweep,
+    "curves": _curves,
+}
 
 
 def timing_to_markdown(value: dict[str, Any]) -> str:
-    """Gives the table of times, operations and memory; absolute times only for a GPU.
+    """Return the table of times, operations and memory; absolute times only for a GPU.
 
     Args:
-        value: what `timing.json` holds.
+        value: the content of `timing.json`.
     """
     gpu = not value["hardware"].startswith("CPU")
     references = list(value["rows"][0]["relative_time"])
@@ -59,191 +165,156 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
     head += ["peak above the model, MB", "in the first quarter"]
     rows = []
     for row in value["rows"]:
-        cells = [row["row"], f"{row['extra_parameters']:,}", _megabytes(row.get("adapter_bytes"), 2)]
+        cells = [row["row"], _parameters([row]), _megabytes(row.get("adapter_bytes"), 2)]
         for name in references:
             low, high = row["relative_time_quartiles"][name]
-            cells += [f"{row['relative_time'][name]:.2f}", f"{low:.2f} to {high:.2f}"]
-            cells.append(f"{row['relative_time_with_start'][name]:.2f}")
-        cells += [] if gpu else [f"{row['relative_processor_time'][name]:.2f}" for name in references]
-        cells.append(f"{row['relative_operations'][first]:.2f}")
+            cells += [_number(row["relative_time"][name]), f"{low:.2f} to {high:.2f}"]
+            cells += [_number(row["relative_time_with_start"][name])]
+        cells += [] if gpu else [_number(row["relative_processor_time"][name]) for name in references]
+        cells += [_number(row["relative_operations"][first])]
         cells += [f"{row['tokens_per_second']:,.0f}", f"{row['seconds_for_200k_tokens']:.1f}"] if gpu else []
-        cells += [_megabytes(row.get("peak_bytes")), _megabytes(row.get("peak_bytes_early"))]
-        rows.append(cells)
+        rows.append([*cells, _megabytes(row.get("peak_bytes")), _megabytes(row.get("peak_bytes_early"))])
     versions = ", ".join(f"{name} {value[name]}" for name in ("torch", "transformers", "peft"))
     about = (
         f"{value['model']}, {value['dtype']}, window {value['window']:,}, stride {value['stride']:,}, "
         f"{value['tokens']:,} tokens, {value['rows'][0]['turns']} turns, memory over {value['memory_tokens']:,}; "
-        f"{value['hardware']}, "
-        f"threads: {value['threads']}, {versions}"
+        f"{value['hardware']}, threads: {value['threads']}, {versions}"
     )
-    return f"{about}\n\n{_table(head, rows)}"
+    return f"{about}\n\n{make_table(head, rows)}"
 
 
-def _megabytes(count: int | None, places: int = 1) -> str:
-    return "-" if count is None else f"{count / 1e6:.{places}f}"
-
-
-def _headline(readings: Readings) -> str:
-    parts = [_per_document(readings)]
-    for document in _names(job.document for job, _ in readings):
-        own = [(job, value) for job, value in readings if job.document == document]
-        marks = _names(mark for _, value in own for mark in value["perplexity_at"])
-        spans = _names(span for _, value in own for span in value["perplexity_between"])
-        rows = [
-            [
-                job.row.name,
-                *(_number(value["perplexity_at"].get(mark)) for mark in marks),
-                *(_number(value["perplexity_between"].get(span)) for span in spans),
-                _number(value["perplexity"]),
-            ]
-            for job, value in own
-        ]
-        head = [
-            "row",
-            *(f"first {int(mark):,}" for mark in marks),
-            *("to".join(f"{int(end):,}" for end in span.split("-")).replace("to", " to ") for span in spans),
-            "all",
-        ]
-        parts.append(f"{document}, {own[0][1]['tokens_read']:,} tokens\n\n" + _table(head, rows))
-    return "\n\n".join(parts)
-
-
-def _per_document(readings: Readings) -> str:
-    documents = _names(job.document for job, _ in readings)
-    together = [document for document in documents if document != APART] or documents
+def block_to_markdown(value: dict[str, Any]) -> str:
+    """Return a table of the first block; times are relative to the first row's."""
+    results = value["results"]
+    marks, seconds = list(results[0]["perplexity_at"]), results[0]["seconds"]
     rows = []
-    for name, own in _by_row(readings).items():
-        of = {job.document: value for job, value in own}
-        found = [of[document] for document in together if document in of]
-        mean = "-"
-        if len(found) == len(together):
-            mean = _number(_mean_perplexity(found))
-        rows.append(
-            [
-                name,
-                _rate(own[0][1]),
-                f"{own[0][1]['extra_parameters']:,}",
-                *(_number(of[document]["perplexity"]) if document in of else "-" for document in documents),
-                mean,
-            ]
-        )
-    return _table(["row", "rate", "parameters", *documents, f"mean of {', '.join(together)}"], rows)
+    for result in results:
+        perplexities = (*(result["perplexity_at"][mark] for mark in marks), result["perplexity"])
+        relative = _number(result["seconds"] / seconds)
+        rows.append([result["row"], result["settings"], *map(_number, perplexities), _parameters([result]), relative])
+    head = ["row", "settings", *(f"{int(mark):,}" for mark in marks), "all", "parameters", "relative time"]
+    return make_table(head, rows)
 
 
-def _over_seeds(readings: Readings) -> str:
-    rows = []
-    for name, own in _by_row(readings).items():
-        values = [value["perplexity"] for _, value in own]
-        spread = f"{min(values):.3f} to {max(values):.3f}" if len(values) > 1 else "-"
-        last = [_last(value) for _, value in own]
-        rows.append(
-            [
-                name,
-                _rate(own[0][1]),
-                f"{own[0][1]['extra_parameters']:,}",
-                str(len(values)),
-                f"{statistics.fmean(values):.3f}",
-                f"{statistics.stdev(values):.3f}" if len(values) > 1 else "-",
-                spread,
-                f"{statistics.fmean(last):.3f}",
-            ]
-        )
-    span = list(readings[0][1]["perplexity_between"])[-1]
-    head = ["row", "rate", "parameters", "seeds", "perplexity", "standard deviation", "range", f"tokens {span}"]
-    return _titled(readings, _table(head, rows))
+def _titled(readings: Readings, head: list[str], rows: list[list[str]]) -> str:
+    documents = ", ".join(_group(readings, "document"))
+    return f"{documents}, {readings[0]['tokens_read']:,} tokens\n\n{make_table(head, rows)}"
 
 
-def _sweep(readings: Readings) -> str:
-    """Perplexity over all that was read and over its last part, where the best of each group is in bold."""
-    documents = _names(job.document for job, _ in readings)
-    best: dict[tuple[str, str], float] = {}
-    for job, value in readings:
-        key = (_group(job), job.document)
-        best[key] = min(best.get(key, math.inf), _last(value))
-    rows = []
-    for name, own in _by_row(readings).items():
-        of = {job.document: (job, value) for job, value in own}
-        cells = []
-        for document in documents:
-            if document not in of:
-                cells += ["-", "-"]
-                continue
-            job, value = of[document]
-            chosen = job.row.method != "none" and _last(value) == best[_group(job), document]
-            cells += [f"{value['perplexity']:.3f}", f"**{_last(value):.3f}**" if chosen else f"{_last(value):.3f}"]
-        rows.append([name, f"{own[0][1]['extra_parameters']:,}", *cells])
-    tokens, span = readings[0][1]["tokens_read"], list(readings[0][1]["perplexity_between"])[-1]
-    heads = (f"{document}, {part}" for document in documents for part in (f"first {tokens:,}", f"tokens {span}"))
-    return _table(["row", "parameters", *heads], rows)
+def _group(readings: Iterable[dict[str, Any]], key: str) -> dict[str, Readings]:
+    groups: dict[str, Readings] = {}
+    for value in readings:
+        groups.setdefault(value[key], []).append(value)
+    return groups
+
+
+def _without_rate(value: dict[str, Any]) -> str:
+    """The row's name without its rate; empty for a row that has none."""
+    return value["row"].rpartition(", lr ")[0]
+
+
+def _unread_level(readings: Readings) -> float | None:
+    """The mean perplexity of the unread books before anything was learned."""
+    before = next((value for value in readings if value["method"] == "none"), None)
+    return None if before is None else statistics.fmean(before["unread"].values())
 
 
 def _last(value: dict[str, Any]) -> float:
     return list(value["perplexity_between"].values())[-1]
 
 
-def _curves(readings: Readings) -> str:
-    before = next((value for job, value in readings if job.row.method == "none"), None)
-    rows = []
-    for job, value in readings:
-        unread = value["unread"]
-        mean = statistics.fmean(unread.values())
-        rise = None if before is None else mean - statistics.fmean(before["unread"].values())
-        rows.append(
-            [
-                job.row.name,
-                f"{value['extra_parameters']:,}",
-                _number(value["perplexity"]),
-                *(_number(item) for item in unread.values()),
-                _number(mean),
-                "-" if rise is None else f"{rise:+.2f}",
-            ]
-        )
-    head = ["row", "parameters", "perplexity", *readings[0][1]["unread"], "mean of those", "rise"]
-    return _titled(readings, _table(head, rows))
+def _last_span(readings: Readings) -> str:
+    return f"tokens {list(readings[0]['perplexity_between'])[-1]}"
 
 
-_FORMS = {
-    "headline": _headline,
-    "init": _over_seeds,
-    "width": _over_seeds,
-    "sweep": _sweep,
-    "sweep-training": _sweep,
-    "curves": _curves,
-}
+def _rate(readings: Readings) -> str:
+    rate = readings[0]["learning_rate"]
+    return "-" if rate is None else f"{rate:g}"
 
 
-def _titled(readings: Readings, table: str) -> str:
-    documents = _names(job.document for job, _ in readings)
-    return f"{', '.join(documents)}, {readings[0][1]['tokens_read']:,} tokens\n\n{table}"
-
-
-def _group(job: Job) -> str:
-    return job.row.name.rpartition(", lr ")[0]
-
-
-def _by_row(readings: Readings) -> dict[str, Readings]:
-    rows: dict[str, Readings] = {}
-    for job, value in readings:
-        rows.setdefault(job.row.name, []).append((job, value))
-    return rows
-
-
-def _mean_perplexity(values: list[dict[str, Any]]) -> float:
-    return perplexity(sum(value["nll_nats"] for value in values), sum(value["scored_tokens"] for value in values))
-
-
-def _rate(value: dict[str, Any]) -> str:
-    return "-" if value["learning_rate"] is None else f"{value['learning_rate']:g}"
-
-
-def _names(items: Any) -> list[str]:
-    return list(dict.fromkeys(items))
+def _parameters(readings: Readings) -> str:
+    return f"{readings[0]['extra_parameters']:,}"
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+def _megabytes(count: int | None, places: int = 1) -> str:
+    return "-" if count is None else f"{count / 1e6:.{places}f}"
+
+
+# ---------------------------------------------------------------------- plots
+
+COLORS = ("blue", "orange", "green", "red", "purple", "brown", "pink", "gray", "olive", "cyan")
+
+
+def draw(tables: dict[str, dict[str, Any]], out: Path) -> list[Path]:
+    """Draw perplexity against tokens read and against parameters, and gain against forgetting, as PNG files.
+
+    Args:
+        tables: by name; a plot needs the `readings` of its table.
+        out: the folder.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    headline, width, curves = (tables.get(name, {}).get("readings", []) for name in ("headline", "width", "curves"))
+    plots = [(f"perplexity-{name}.png", own, _draw_tokens) for name, own in _group(headline, "document").items()]
+    plots += [("perplexity-parameters.png", width, _draw_parameters)] if width else []
+    plots += [("gain-forgetting.png", curves, _draw_forgetting)] if len(curves) > 1 else []
+    for name, readings, draw_into in plots:
+        figure, axes = make_figure()
+        # Ten colours, then the same with other lines and marks: no two rows look the same.
+        colors = [f"tab:{color}" for color in COLORS]
+        axes.set_prop_cycle(color=colors * 2, linestyle=["-"] * 10 + [":"] * 10, marker=["o"] * 10 + ["s"] * 10)
+        draw_into(axes, readings)
+        axes.grid(alpha=0.25)
+        if len(axes.get_lines()) > 4:
+            figure.legend(fontsize=7, loc="outside right upper")
+        else:
+            axes.legend(fontsize=8)
+        save_figure(figure, out / name)
+    return [out / name for name, _, _ in plots]
+
+
+def _draw_tokens(axes: Axes, readings: Readings) -> None:
+    for value in readings:
+        stops, counts, losses = (value["chunks"][part::3] for part in range(3))
+        points, tokens, nll_nats = [], 0, 0.0
+        for stop, count, loss in zip(stops, counts, losses, strict=True):
+            tokens, nll_nats = tokens + count, nll_nats + loss
+            if stop >= stops[-1] / 20:  # over fewer tokens the perplexity varies too much
+                points.append((stop, perplexity(nll_nats, tokens)))
+        axes.plot(*zip(*points, strict=True), label=f"{value['row']}: {value['perplexity']:.2f}", lw=1.2, marker="")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_minor_formatter("{x:.0f}")
+    axes.set(title=f"book {readings[0]['document']}", xlabel="tokens read", ylabel="perplexity so far")
+
+
+def _draw_parameters(axes: Axes, readings: Readings) -> None:
+    for method, values in _group(readings, "method").items():
+        points = sorted((value["extra_parameters"], value["perplexity"]) for value in values)
+        if method == "none":
+            axes.axhline(points[0][1], color="#777777", linestyle="--", label="none")
+        else:
+            axes.plot(*zip(*points, strict=True), label=method)
+    title = f"book {readings[0]['document']}, {readings[0]['tokens_read']:,} tokens"
+    axes.set(xscale="log", title=title, xlabel="extra parameters", ylabel="perplexity")
+
+
+def _draw_forgetting(axes: Axes, readings: Readings) -> None:
+    level = _unread_level(readings) or 0.0
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for value in readings:
+        if value["method"] != "none":
+            rise = statistics.fmean(value["unread"].values()) - level
+            lines.setdefault(_without_rate(value), []).append((value["perplexity"], rise))
+    for name, points in lines.items():
+        axes.plot(*zip(*points, strict=True), label=name)
+    title = f"book {readings[0]['document']} read, {readings[0]['tokens_read']:,} tokens; learning rates joined"
+    axes.set(title=title, xlabel="perplexity while reading", ylabel="rise of the perplexity of unread books")

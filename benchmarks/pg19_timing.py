@@ -1,16 +1,17 @@
-"""What the rows of the PG-19 tables cost: time against both `none`, operations, memory, bytes on disk.
+"""Rows that read one document side by side, a few chunks each in turn: their times, operations and memory.
 
-All rows read the first tokens of one document in one process, a few chunks each in turn, so that a ratio is between
-things that happened within seconds of each other. They share the base's weights; each has its own layers and memory.
-On a machine that does other things besides, processor time tells more than the clock; both are given.
+Each ratio compares times that were taken within seconds of each other, in one process. The rows share the base's
+weights; each has its own layers and adapter. On a machine that also runs other programs, processor time is more
+reliable than wall time; both are given.
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import math
 import multiprocessing
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -18,183 +19,71 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from pg19_rows import NONE, NONE_RECOMPUTE, TEMPLORA, Row
+from measuring import Clock, share_weights, wait
+from pg19_rows import NONE, NONE_RECOMPUTE, TEMPLORA, Block, Row
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from locas_peft import Chunk
-from locas_peft.methods import PeakMemory, Settings, attached, make_trainer, read_with
-from locas_peft.ttt.host import Host
+from locas_peft import Anchor, Chunk, SlotWriter, TestTimeTrainer, write_own_text
+from locas_peft.peak_memory import PeakMemory
+from locas_peft.reading import attached, memorize
+from locas_peft.settings import ReadingSettings
+from locas_peft.ttt import at_marks, count_positions, perplexity_of
 
 TURN_CHUNKS = 4
 MOST_COUNTED_CHUNKS = 16
 MEMORIZED_TOKENS = 200_000
+BLOCK_MARKS = (10_000, 20_000, 30_000, 50_000)
 
 
-def time_rows(base: PreTrainedModel, rows: Sequence[Row], common: Settings, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """Reads a text with every row, `TURN_CHUNKS` chunks each in turn.
+class TimedReading:
+    """A row's reading in progress, on a model that shares the base's weights.
 
-    Args:
-        base: a causal LM without adapters; not changed.
-        rows: among them both rows `none`.
-        common: see `Row.settings`.
-        ids: LongTensor [T]; the operations of the last few chunks are counted, and these are not timed.
-
-    Returns:
-        One dictionary a row. `relative_time` and `relative_processor_time` map both `none`, and TempLoRA where it is
-        among the rows, to the median over turns of that turn's ratio, once every row's context is full, and
-        `relative_time_quartiles` to the lower and upper quartile;
-        `..._with_start` is the ratio of the sums over all turns, making the memory, calibration and the first steps
-        included. `relative_operations` is that of the operations in products of matrices and in attention: what the
-        time would be if they were all that costs. `seconds_for_200k_tokens` counts the start too.
-
-    Raises:
-        ValueError: the text is too short for three turns with full contexts, or a row did not learn each chunk.
-    """
-    counted = {row.name: _count_chunks(base, row.settings(common)) for row in rows}
-    turns = (len(ids) // common.stride - max(counted.values())) // TURN_CHUNKS
-    filling = max(row.windows for row in rows) * common.window // common.stride
-    first = -(-filling // TURN_CHUNKS)
-    if turns - first < 3:
-        needed = ((first + 3) * TURN_CHUNKS + max(counted.values())) * common.stride
-        raise ValueError(f"--timing-tokens must be at least {needed:,} for these windows, got {len(ids):,}: raise it")
-    wall = {row.name: [] for row in rows}
-    processor = {row.name: [] for row in rows}
-    for row in rows if base.device.type == "cuda" else ():  # kernels are loaded at their first use: no row shall pay
-        with _Reading(base, row, common, ids) as warm_up:
-            warm_up.take_turn()
-    with ExitStack() as stack:
-        readings = {row.name: stack.enter_context(_Reading(base, row, common, ids)) for row in rows}
-        for turn in range(turns):
-            start = turn % len(rows)
-            for row in (*rows[start:], *rows[:start]):
-                taken = readings[row.name].take_turn()
-                wall[row.name].append(taken[0])
-                processor[row.name].append(taken[1])
-        operations = {name: reading.count_operations(counted[name]) for name, reading in readings.items()}
-        parameters = {name: reading.parameters for name, reading in readings.items()}
-        skipped = next((name for name, reading in readings.items() if reading.skipped_chunks), None)
-        if skipped is not None:
-            raise ValueError(f"row {skipped!r} left chunks unlearned, which takes other times: lower its rate")
-        starts = {name: reading.start[0] for name, reading in readings.items()}
-        for name, reading in readings.items():  # what came before the first chunk
-            wall[name][0] += reading.start[0]
-            processor[name][0] += reading.start[1]
-    turn_tokens = TURN_CHUNKS * common.stride
-    tokens = (turns - first) * turn_tokens
-    references = [row.name for row in (NONE_RECOMPUTE, NONE, TEMPLORA) if row.name in wall]
-    return [
-        {
-            "row": row.name,
-            "extra_parameters": parameters[row.name],
-            "relative_time": _medians(wall, row.name, references, first),
-            "relative_time_quartiles": _quartiles(wall, row.name, references, first),
-            "relative_time_with_start": _ratios_of_sums(wall, row.name, references),
-            "relative_processor_time": _medians(processor, row.name, references, first),
-            "relative_processor_time_with_start": _ratios_of_sums(processor, row.name, references),
-            "relative_operations": {name: operations[row.name] / operations[name] for name in references},
-            "operations_a_token": operations[row.name] / common.stride,
-            "tokens_per_second": tokens / sum(wall[row.name][first:]),
-            "seconds_for_200k_tokens": starts[row.name] + MEMORIZED_TOKENS * sum(wall[row.name][first:]) / tokens,
-            "turns": turns - first,
-        }
-        for row in rows
-    ]
-
-
-def _count_chunks(base: PreTrainedModel, settings: Settings) -> int:
-    """How many chunks a row's operations repeat after: the cache's context is read again, an anchor pulls."""
-    cycle, limit = 1, Host(base).positions or 0
-    if settings.context == "cache":
-        kept = max(settings.window - settings.stride, 1) - 1
-        cycle = max(1, (limit - kept) // settings.stride)
-    if cycle > MOST_COUNTED_CHUNKS:  # what is so rare does not count
-        cycle = TURN_CHUNKS
-    return math.lcm(cycle, settings.anchor_every if settings.anchor else 1)
-
-
-class _Reading:
-    """A row's reading in progress, on a twin of the base with the same weights.
+    Wall time leaves out the copies that the trainer makes with several epochs, which are no part of the method.
+    Processor time includes them.
 
     Attributes:
         parameters: how many are trained.
-        skipped_chunks: how many were not learned, since a loss or a gradient was not finite.
-        start: seconds by the clock and by the processor that passed before the first chunk.
+        start: seconds before the first chunk, by the keys "time" and "processor_time".
+        turns: the same for each turn, a list by key.
     """
 
-    def __init__(self, base: PreTrainedModel, row: Row, common: Settings, ids: torch.Tensor):
-        self._settings, self._ids, self._device = row.settings(common), ids, base.device
-        self._twin = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
-
-    def __enter__(self) -> _Reading:
-        self._stack = ExitStack()
-        clock = _Clock(self._device)
-        model = self._stack.enter_context(attached(self._twin, self._settings))
-        self._trainer = make_trainer(model, self._settings)
-        self._chunks = self._stack.enter_context(closing(self._trainer.read(self._ids)))
-        self.start = clock.read()
+    def __init__(self, stack: ExitStack, base: PreTrainedModel, row: Row, common: ReadingSettings, ids: torch.Tensor):
+        settings, clock, self._device = row.settings(common), Clock(base.device), base.device
+        model = stack.enter_context(attached(share_weights(base), settings))
+        anchor = None
+        if settings.anchor:
+            texts = write_own_text(model, tokens=settings.stride, seed=settings.seed)
+            anchor = Anchor(texts, weight=settings.anchor, every=settings.anchor_every)
+        self.writer = None if row.writer is None else SlotWriter(model, **row.writer)
+        self.trainer = TestTimeTrainer(model, settings, writer=self.writer, anchor=anchor)
+        self._chunks = stack.enter_context(closing(self.trainer.read(ids)))
         self.parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        return self
+        self.start = dict(zip(("time", "processor_time"), clock.read(), strict=True))
+        self.turns: dict[str, list[float]] = {"time": [], "processor_time": []}
 
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    @property
-    def skipped_chunks(self) -> int:
-        return self._trainer.skipped_chunks
-
-    def take_turn(self) -> tuple[float, float]:
-        """Reads a turn's chunks; gives seconds by the clock and by the processor."""
-        clock = _Clock(self._device)
-        for _ in range(TURN_CHUNKS):
-            next(self._chunks)
-        return clock.read()
+    def take_turn(self) -> None:
+        began = time.process_time()
+        seconds = sum(chunk.seconds for chunk in islice(self._chunks, TURN_CHUNKS))
+        self.turns["time"].append(seconds + wait(self._device))  # a GPU may still be at the last step
+        self.turns["processor_time"].append(time.process_time() - began)
 
     def count_operations(self, chunks: int) -> float:
-        """Reads some chunks; gives a chunk's operations in products of matrices and in attention, both passes."""
+        """Read some chunks; return a chunk's operations in matrix products and in attention, forward and backward."""
         cpu = {
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
         }
         with FlopCounterMode(display=False, custom_mapping=cpu) as counter:
-            for _ in range(chunks):
-                next(self._chunks)
+            for _ in islice(self._chunks, chunks):
+                pass
         return counter.get_total_flops() / chunks
-
-
-class _Clock:
-    """Wall and processor time from now on; on a GPU until all that was asked of it is done."""
-
-    def __init__(self, device: torch.device):
-        self._wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else (lambda: None)
-        self._wait()
-        self._began = time.perf_counter(), time.process_time()
-
-    def read(self) -> tuple[float, float]:
-        self._wait()
-        return time.perf_counter() - self._began[0], time.process_time() - self._began[1]
-
-
-def _ratios(seconds: dict[str, list[float]], name: str, other: str, first: int) -> list[float]:
-    return [a / b for a, b in zip(seconds[name][first:], seconds[other][first:], strict=True)]
-
-
-def _medians(seconds: dict[str, list[float]], name: str, references: list[str], first: int) -> dict[str, float]:
-    return {other: statistics.median(_ratios(seconds, name, other, first)) for other in references}
-
-
-def _quartiles(seconds: dict[str, list[float]], name: str, references: list[str], first: int) -> dict[str, list]:
-    quarters = partial(statistics.quantiles, method="inclusive")
-    return {other: quarters(_ratios(seconds, name, other, first))[::2] for other in references}
-
-
-def _ratios_of_sums(seconds: dict[str, list[float]], name: str, references: list[str]) -> dict[str, float]:
-    return {other: sum(seconds[name]) / sum(seconds[other]) for other in references}
 
 
 def _count_attention(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
@@ -207,33 +96,150 @@ def _count_attention_backward(outer: Any, query: Any, key: Any, value: Any, *res
     return 5 * _count_attention(query, key, value) // 2
 
 
+def take_turns(readings: Sequence[TimedReading], turns: int) -> None:
+    for turn in range(turns):
+        start = turn % len(readings)  # no row is always the first
+        for reading in (*readings[start:], *readings[:start]):
+            reading.take_turn()
+        print(f"{turn + 1}/{turns} turns", file=sys.stderr, end="\r", flush=True)
+
+
+def time_rows(
+    base: PreTrainedModel, rows: Sequence[Row], common: ReadingSettings, ids: torch.Tensor
+) -> list[dict[str, Any]]:
+    """Time rows relative to both `none` and, where it is among them, to TempLoRA.
+
+    Args:
+        base: a causal LM without adapters; not changed.
+        rows: among them both `none`.
+        common: see `Row.settings`.
+        ids: LongTensor [T]. The operations of the last few chunks are counted; these chunks are not timed.
+
+    Returns:
+        One dictionary a row. `relative_time` and `relative_processor_time` are medians of a turn's ratio, over the
+        turns in which every row's context is full. `..._with_start` is the ratio of the sums over all turns, with
+        making the memory, calibration and the first steps included. `seconds_for_200k_tokens` includes the start.
+
+    Raises:
+        ValueError: the text is too short for three turns with full contexts, or a row did not learn each chunk.
+    """
+    counted = {row.name: count_chunks(base, row.settings(common)) for row in rows}
+    turns = (len(ids) // common.stride - max(counted.values())) // TURN_CHUNKS
+    filling = max(row.windows for row in rows) * common.window // common.stride
+    first = -(-filling // TURN_CHUNKS)
+    if turns - first < 3:
+        needed = ((first + 3) * TURN_CHUNKS + max(counted.values())) * common.stride
+        raise ValueError(f"--timing-tokens must be at least {needed:,} for these windows, got {len(ids):,}: raise it")
+    for row in rows if base.device.type == "cuda" else ():  # load all kernels before anything is timed
+        with ExitStack() as stack:
+            TimedReading(stack, base, row, common, ids).take_turn()
+    with ExitStack() as stack:
+        readings = {row.name: TimedReading(stack, base, row, common, ids) for row in rows}
+        take_turns(list(readings.values()), turns)
+        operations = {name: reading.count_operations(counted[name]) for name, reading in readings.items()}
+    skipped = next((name for name, reading in readings.items() if reading.trainer.skipped_chunks), None)
+    if skipped is not None:
+        raise ValueError(f"row {skipped!r} skipped chunks, whose times differ from those of others: lower its rate")
+    tokens = (turns - first) * TURN_CHUNKS * common.stride
+    references = {row.name: readings[row.name] for row in (NONE_RECOMPUTE, NONE, TEMPLORA) if row.name in readings}
+    results = []
+    for name, own in readings.items():
+        result: dict[str, Any] = {"row": name, "extra_parameters": own.parameters}
+        for key in own.turns:
+            ratios = {
+                other: [a / b for a, b in zip(own.turns[key][first:], reading.turns[key][first:], strict=True)]
+                for other, reading in references.items()
+            }
+            result[f"relative_{key}"] = {other: statistics.median(found) for other, found in ratios.items()}
+            result[f"relative_{key}_quartiles"] = {
+                other: statistics.quantiles(found, method="inclusive")[::2] for other, found in ratios.items()
+            }
+            result[f"relative_{key}_with_start"] = {
+                other: (own.start[key] + sum(own.turns[key])) / (reading.start[key] + sum(reading.turns[key]))
+                for other, reading in references.items()
+            }
+        seconds = sum(own.turns["time"][first:])
+        result |= {
+            "relative_operations": {other: operations[name] / operations[other] for other in references},
+            "operations_a_token": operations[name] / common.stride,
+            "tokens_per_second": tokens / seconds,
+            "seconds_for_200k_tokens": own.start["time"] + MEMORIZED_TOKENS * seconds / tokens,
+            "turns": turns - first,
+        }
+        results.append(result)
+    return results
+
+
+def count_chunks(base: PreTrainedModel, settings: ReadingSettings) -> int:
+    """Return the number of chunks after which a row's operations repeat.
+
+    The cache's context is fed again when the model's positions are used up, and an anchor acts on every n-th step.
+    """
+    cycle, limit = 1, count_positions(base) or 0
+    if settings.context == "cache":
+        kept = max(settings.window - settings.stride, 1) - 1
+        cycle = max(1, (limit - kept) // settings.stride)
+    if cycle > MOST_COUNTED_CHUNKS:  # too rare to matter
+        cycle = TURN_CHUNKS
+    return math.lcm(cycle, settings.anchor_every if settings.anchor else 1)
+
+
+def read_block(
+    base: PreTrainedModel, block: Block, rows: Sequence[Row], common: ReadingSettings, ids: torch.Tensor
+) -> list[dict[str, Any]]:
+    """Read a text with rows of the first block; return one dictionary a row.
+
+    Args:
+        base: tinybook-mlp; not changed.
+        common: see `Row.settings`.
+        ids: LongTensor [T].
+    """
+    common = dataclasses.replace(common, context=block.context)
+    with ExitStack() as stack:
+        readings = [TimedReading(stack, base, row, common, ids) for row in rows]
+        take_turns(readings, -(-len(ids) // (TURN_CHUNKS * common.stride)))
+    return [
+        {
+            "row": row.name,
+            "tokens": len(ids),
+            "settings": row.describe(),
+            "perplexity_at": at_marks(reading.trainer.chunks, [mark for mark in BLOCK_MARKS if mark <= len(ids)]),
+            "perplexity": perplexity_of(reading.trainer.chunks),
+            "extra_parameters": reading.parameters,
+            "seconds": sum(chunk.seconds for chunk in reading.trainer.chunks),
+            "median_chunk_seconds": statistics.median(chunk.seconds for chunk in reading.trainer.chunks),
+            "skipped_chunks": reading.trainer.skipped_chunks,
+            "folds": None if reading.writer is None else reading.writer.folds,
+        }
+        for row, reading in zip(rows, readings, strict=True)
+    ]
+
+
 # ---------------------------------------------------------------------- memory
 
 
 def measure_memory(
-    load: Callable[[], PreTrainedModel], rows: Sequence[Row], common: Settings, ids: torch.Tensor
+    load: Callable[[], PreTrainedModel], rows: Sequence[Row], common: ReadingSettings, ids: torch.Tensor
 ) -> dict[str, dict[str, int | None]]:
-    """Measures the memory that each row takes beyond the loaded model, and what it leaves on disk.
+    """Measure the memory that each row uses beyond the loaded model, and its adapter's size on disk.
 
     On a CPU each row reads in a process of its own, since freed memory stays with a process.
 
     Args:
-        load: gives the base; can be pickled.
-        rows, common: see `time_rows`.
-        ids: LongTensor [T], what is read.
+        load: returns the base; can be pickled.
+        ids: LongTensor [T], the text that is read.
 
     Returns:
-        By row: `peak_bytes` above the loaded model, `peak_bytes_early` after the first quarter of the text (the same
-        where memory does not grow with the text), `adapter_bytes` on disk.
+        For each row `peak_bytes` above the loaded model, `peak_bytes_early` after the first quarter of the text (the
+        same where memory does not grow with the text), and `adapter_bytes` on disk.
     """
-    jobs = [(load, row.settings(common), ids) for row in rows]
+    jobs = {row.name: partial(measure_row, load, row.settings(common), ids) for row in rows}
     if load().device.type == "cuda":
-        return {row.name: _measure(*job) for row, job in zip(rows, jobs, strict=True)}
-    found, threads = {}, torch.get_num_threads()
-    for row, job in zip(rows, jobs, strict=True):
-        # A worker each, since a pool would give the next row the same one.
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare_process, (threads,)) as pool:
-            found[row.name] = pool.submit(_measure, *job).result()
+        return {name: job() for name, job in jobs.items()}
+    found, spawn = {}, multiprocessing.get_context("spawn")
+    for name, job in jobs.items():  # a pool for each row, since a pool would give the next row the same process
+        with ProcessPoolExecutor(1, spawn, _prepare_process, (torch.get_num_threads(),)) as pool:
+            found[name] = pool.submit(job).result()
     return found
 
 
@@ -243,26 +249,21 @@ def _prepare_process(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _measure(load: Callable[[], PreTrainedModel], settings: Settings, ids: torch.Tensor) -> dict[str, int | None]:
+def measure_row(
+    load: Callable[[], PreTrainedModel], settings: ReadingSettings, ids: torch.Tensor
+) -> dict[str, int | None]:
+    """Measure one row in this process; see `measure_memory`."""
     base = load()
     peak = PeakMemory(base.device)
-    before = peak.read()
-    early: list[int | None] = []
+    before, early = peak.read(), []
 
     def note(chunk: Chunk) -> None:
         if not early and chunk.stop >= len(ids) / 4:
             early.append(peak.read())
 
     with tempfile.TemporaryDirectory() as folder:
-        reading = read_with(base, ids, settings, on_chunk=note, memory_dir=Path(folder) / "memory")
-        files = list(Path(folder).rglob("*.safetensors"))
-        adapter_bytes = sum(file.stat().st_size for file in files)
-    return {
-        "peak_bytes": _above(reading.peak_bytes, before),
-        "peak_bytes_early": _above(early[0], before),
-        "adapter_bytes": adapter_bytes,
-    }
-
-
-def _above(peak: int | None, before: int | None) -> int | None:
-    return None if peak is None or before is None else peak - before
+        reading = memorize(base, ids, settings, out=Path(folder) / "memory", on_chunk=note)
+        adapter_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
+    peaks = {"peak_bytes": reading.peak_bytes, "peak_bytes_early": early[0]}
+    above = {name: None if value is None or before is None else value - before for name, value in peaks.items()}
+    return {**above, "adapter_bytes": adapter_bytes}

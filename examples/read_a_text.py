@@ -12,7 +12,7 @@ from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
-from locas_peft.text import python_reference, read_text, tokenize, unwrap
+from locas_peft.text import load_text, python_reference, tokenize, unwrap
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--text", help="a UTF-8 file; the Python language reference if left out")
@@ -28,7 +28,7 @@ def load_base():
 
 
 tokenizer = backbone.load()[1] if arguments.model is None else AutoTokenizer.from_pretrained(arguments.model)
-text = read_text(arguments.text) if arguments.text else python_reference()
+text = load_text(arguments.text) if arguments.text else python_reference()
 tokens = tokenize(tokenizer, unwrap(text) if arguments.model is None else text, max_tokens=arguments.tokens)
 passage = tokens[-2000:].unsqueeze(0)
 

@@ -8,6 +8,8 @@ import torch
 import transformers as tf
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from locas_peft import LocasLayer
+
 VOCABULARY = 64
 HIDDEN = 16
 _COMMON = {
@@ -74,3 +76,8 @@ def make_host(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 def make_tokens(batch: int = 4, length: int = 32, seed: int = 1) -> torch.Tensor:
     """`LongTensor [B, T]` of tokens that are no special ones."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def weights_in(layer: LocasLayer, name: str = "default") -> list[torch.Tensor]:
+    """A memory's gate and up `[R, D]` (no gate in a two-layer memory) and down `[D, R]` in one layer."""
+    return [projection.weight for projection in layer.projections(name)]

@@ -11,12 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from locas_peft.ttt import checkpoint
+
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "backbone"
 
 
 @pytest.fixture
 def recipe(monkeypatch):
-    """The script as a module, with steps of 2 x 32 tokens and a clock by which every step takes one second."""
+    """Return the script as a module, with steps of 2 x 32 tokens and a clock by which every step takes one second."""
     threads = torch.get_num_threads()
     monkeypatch.syspath_prepend(str(FOLDER))
     module = importlib.import_module("train")
@@ -32,7 +34,7 @@ def recipe(monkeypatch):
 
 @pytest.fixture
 def books(tmp_path):
-    """A directory of two books of made-up words, hard-wrapped."""
+    """Return a directory of two books of random words, hard-wrapped."""
     generator = random.Random(0)
     words = ["".join(generator.choices("abcdefgh", k=generator.randint(2, 7))) for _ in range(100)]
     folder = tmp_path / "books"
@@ -79,22 +81,19 @@ def test_a_killed_run_continues_bit_for_bit(recipe, books, tmp_path, monkeypatch
     command = ["--arch", "mlp", "--minutes", "0.1", "--checkpoint-minutes", "0.05"]
     assert recipe.main([*command, *arguments(books, tmp_path / "whole")]) == 0
 
-    save_checkpoint = recipe.save_checkpoint
+    save = checkpoint.save
 
-    def save_and_die(path, state):
-        save_checkpoint(path, state)
+    def save_and_die(directory, state):
+        save(directory, state)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(recipe, "save_checkpoint", save_and_die)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(recipe.checkpoint, "save", save_and_die)
         recipe.main([*command, *arguments(books, tmp_path / "parts")])
-    monkeypatch.setattr(recipe, "save_checkpoint", save_checkpoint)
-    assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["step"] == 3
+    assert checkpoint.load(tmp_path / "parts")["step"] == 3
     assert recipe.main([*command, *arguments(books, tmp_path / "parts", "--resume")]) == 0
 
-    whole, parts = (
-        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"] for name in ("whole", "parts")
-    )
+    whole, parts = (checkpoint.load(tmp_path / name)["model"] for name in ("whole", "parts"))
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
@@ -140,7 +139,7 @@ def test_bad_input_ends_with_one_line(recipe, books, tmp_path, capsys):
     assert error_of([*glu, *arguments(books, out, "--minutes", "0")]) == "error: --minutes must be more than 0, got 0"
     assert recipe.main([*glu, *arguments(books, out, "--minutes", "0.01")]) == 0
     assert error_of([*glu, *arguments(books, out)]) == (
-        f"error: {out / 'checkpoint.pt'} is there already: continue it with --resume, or choose another --out"
+        f"error: {out / 'checkpoint.pt'} exists: continue it with --resume, or choose another --out"
     )
     assert error_of(["--arch", "mlp", *arguments(books, out, "--resume")]) == (
         f"error: {out / 'checkpoint.pt'} was made with arch='glu', this run has 'mlp': "

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it writes, and with which code it ends."""
+"""The command line: its output, its files and its exit codes."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ import errno
 import io
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
-from locas_peft import backbone, checkpoint, cli, files, methods, text
+from locas_peft import backbone, cli, files, loading, reading, text
+from locas_peft.evaluation import study
+from locas_peft.ttt import checkpoint
 from locas_peft.tuner import STRATEGIES
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
-COMMANDS = ["demo", "memorize", "compare", "generate", "merge", "inspect"]
+NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
+COMMANDS = ["demo", "memorize", "compare", "generate", "merge", "inspect", "eval"]
+PROTOCOLS = ["perplexity", "locomo", "forgetting", "report"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
 
@@ -43,7 +48,9 @@ def memory(tmp_path_factory):
     folder = tmp_path_factory.mktemp("made")
     (folder / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["memorize", str(folder / "text.txt"), "--out", str(folder / "memory"), "--r", "16", *FAST])
+        cli.main(
+            ["memorize", str(folder / "text.txt"), "--out", str(folder / "memory"), "--r", "16", *FAST, *NO_ANCHOR]
+        )
     assert ended.value.code == 0
     return folder / "memory"
 
@@ -52,30 +59,39 @@ def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_help_lists_the_commands():
-    result = CliRunner().invoke(cli.app, ["--help"])
-    assert result.exit_code == 0
-    assert all(command in result.stdout for command in COMMANDS)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command):
-    result = CliRunner().invoke(cli.app, [command, "--help"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0
-    assert "Usage: locas" in result.stdout or "Usage: root" in result.stdout
-
-
-def test_no_command_gives_help(run):
-    code, stdout, stderr = run()
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_the_commands(run, arguments):
+    code, stdout, stderr = run(*arguments)
     assert (code, stderr) == (0, "")
-    assert "memorize" in stdout
+    assert all(f" {command} " in stdout for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), *(["eval", name] for name in PROTOCOLS)])
+def test_every_command_has_help(run, command):
+    code, stdout, stderr = run(*command, "--help")
+    assert (code, stderr) == (0, "")
+    assert f"Usage: locas {' '.join(command)}" in stdout
+    assert command in (["eval"], ["inspect"]) or "--out" in stdout or "--memory" in stdout
+
+
+def test_each_setting_is_an_option_with_help(run):
+    stdout = run("memorize", "--help")[1]
+    options = (
+        "--lr --r --width --layers --max-tokens --method --preset --init --scaling --row-norm --max-slot-norm "
+        "--update --epsilon --slots-per-chunk --gradient --anchor --anchor-every --window --stride --context --epochs "
+        "--seed --readings --objective --teacher-window --token-weighting --warmup-steps --model --dtype --device "
+        "--unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
+    )
+    assert [option for option in options.split() if f"{option} " not in stdout] == []
 
 
 # ---------------------------------------------------------------------- memorize
 
 
 def test_memorize_writes_a_memory_and_json(run, tmp_path):
-    code, stdout, stderr = run("memorize", "text.txt", "--out", "a/memory", "--json", "r.json", "--r", 8, *FAST)
+    code, stdout, stderr = run(
+        "memorize", "text.txt", "--out", "a/memory", "--json", "r.json", "--r", 8, *FAST, *NO_ANCHOR
+    )
     assert code == 0
     assert "locas-glu" in stdout
     assert "The memory is in a/memory. Next: locas generate PROMPT --memory a/memory" in stdout
@@ -139,6 +155,7 @@ def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
         64,
         "--device",
         "cpu",
+        *NO_ANCHOR,
     ]
     assert run(*arguments, "--max-tokens", 100)[0] == 0
     before = (tmp_path / "memory" / "adapter_model.safetensors").read_bytes()
@@ -160,25 +177,42 @@ def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
     assert names(tmp_path / "memory") == sorted([*MEMORY_FILES, "notes.txt"])
 
 
-def interrupt(callback, chunk):
-    """Stands for `methods.reading._call`: ends a reading after its fourth chunk."""
-    callback(chunk)
-    if chunk.index == 3:
-        raise KeyboardInterrupt
+def stop_with(stop):
+    """Return a `study.follow` whose `on_chunk` calls a function after the fourth chunk."""
+
+    def follow(advance):
+        def on_chunk(chunk):
+            if chunk.index == 3:
+                stop()
+
+        return on_chunk
+
+    return follow
 
 
-def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch):
-    arguments = ["memorize", "text.txt", "--r", 8, *FAST, "--checkpoint-seconds", 0]
+def interrupt():
+    raise KeyboardInterrupt
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("stop", "code", "line"), [(interrupt, 130, "interrupted"), (terminate, 143, "terminated")])
+def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, line):
+    former = signal.getsignal(signal.SIGTERM)
+    arguments = ["memorize", "text.txt", "--r", 8, *FAST, *NO_ANCHOR, "--checkpoint-seconds", 0]
     assert run(*arguments, "--out", "whole")[0] == 0
 
-    monkeypatch.setattr(methods.reading, "_call", interrupt)
-    code, stdout, stderr = run(*arguments, "--out", "parts")
-    assert (code, stdout) == (130, "")
-    assert "parts holds a checkpoint: the same command with --resume goes on from there\n" in stderr
-    assert stderr.endswith("interrupted\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(study, "follow", stop_with(stop))
+        assert run(*arguments, "--out", "parts") == (
+            code,
+            "",
+            f"parts holds a checkpoint: the same command with --resume continues from there\n{line}\n",
+        )
+    assert signal.getsignal(signal.SIGTERM) == former
     assert names(tmp_path / "parts") == ["checkpoint"]
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
 
     code, _, stderr = run(*arguments, "--out", "parts")
     assert (code, stderr) == (
@@ -194,7 +228,7 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch):
 
 
 def test_resume_starts_afresh_where_there_is_nothing(run, tmp_path):
-    assert run("memorize", "text.txt", "--out", "memory", "--resume", "--r", 4, *FAST)[0] == 0
+    assert run("memorize", "text.txt", "--out", "memory", "--resume", "--r", 4, *FAST, *NO_ANCHOR)[0] == 0
     assert names(tmp_path / "memory") == MEMORY_FILES
 
 
@@ -210,13 +244,19 @@ def test_resume_starts_afresh_where_there_is_nothing(run, tmp_path):
             "text must not be empty, got nothing but whitespace in 'empty.txt': give a file with text in it",
         ),
         (["short.txt"], "text must have at least 2 tokens, got 1: give a longer text"),
-        (["text.txt", "--method", "memo"], "method must be one of none, lora, locas-glu, locas-mlp, got 'memo'"),
+        (
+            ["text.txt", "--method", "memo"],
+            "method must be one of none, lora, locas-glu, locas-mlp, got 'memo': choose one of them",
+        ),
         (
             ["text.txt", "--init", "zero"],
-            f"init must be one of {', '.join(STRATEGIES)}, got 'zero'",
+            f"init must be one of {', '.join(STRATEGIES)}, got 'zero': choose one of them",
         ),
-        (["text.txt", "--preset", "best"], "preset must be one of paper, tuned, got 'best'"),
-        (["text.txt", "--dtype", "int3"], "dtype must be one of auto, float32, bfloat16, float16, got 'int3'"),
+        (["text.txt", "--preset", "best"], "preset must be one of paper, tuned, got 'best': choose one of them"),
+        (
+            ["text.txt", "--dtype", "int3"],
+            "dtype must be one of auto, float32, bfloat16, float16, got 'int3': choose one of them",
+        ),
         (
             ["text.txt", "--method", "locas-mlp"],
             "method 'locas-mlp' needs two-layer FFNs, got Qwen3ForCausalLM with gated ones: use 'locas-glu'",
@@ -231,20 +271,19 @@ def test_resume_starts_afresh_where_there_is_nothing(run, tmp_path):
         ),
         (
             ["text.txt", "--resume", "--overwrite"],
-            "--resume and --overwrite exclude each other: go on, or start afresh",
+            "--resume and --overwrite exclude each other: continue, or start afresh",
         ),
         (
             ["text.txt", "--window", "64", "--stride", "128"],
-            "window must be at least the stride (128), got 64: the window holds the chunk; raise it, or lower the "
-            "stride",
+            "stride must be at most window, got stride 128 with window 64: lower stride or raise window",
         ),
         (
-            ["text.txt", "--window", "4096"],
-            "--window must be within the model's 2048 positions, got 4096: lower it",
+            ["text.txt", "--window", "4096", "--anchor", "0"],
+            "window must be within the model's 2048 positions, got 4096: lower window, and stride with it",
         ),
         (
             ["text.txt", "--layers", "top"],
-            "--layers must be upper, or indices separated by commas, got 'top': write 3,4,5, say",
+            "Invalid value for --layers: must be upper, or indices separated by commas, ",
         ),
         (
             ["text.txt", "--layers", "5,6"],
@@ -254,9 +293,14 @@ def test_resume_starts_afresh_where_there_is_nothing(run, tmp_path):
             ["text.txt", "--epsilon", "0.1"],
             "epsilon has no meaning for the method 'locas-glu', got 0.1: leave it out",
         ),
-        (["text.txt", "--stride", "0"], "Invalid value for '--stride'"),
-        (["text.txt", "--max-tokens", "1"], "Invalid value for '--max-tokens'"),
-        (["text.txt", "--r", "many"], "Invalid value for '--r'"),
+        (["text.txt", "--stride", "0"], "stride must be at least 1, got 0: raise it"),
+        (["text.txt", "--max-tokens", "1"], "max_tokens must be at least 2, got 1: raise it"),
+        (["text.txt", "--r", "many"], "Invalid value for --r: unable to convert "),
+        (
+            ["text.txt", "--r", "9" * 16],
+            "r must be at most 281,474,976,710,656, got 9,999,999,999,999,999: lower it",
+        ),
+        (["text.txt", "--checkpoint-seconds", "-1"], 'Invalid value "-1.0" for --checkpoint-seconds. Must be >= 0'),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, run, tmp_path):
@@ -273,7 +317,9 @@ def test_bad_input_is_one_line(arguments, message, run, tmp_path):
 
 def test_a_text_shorter_than_a_window_is_one_chunk(run, tmp_path):
     (tmp_path / "short.txt").write_text("A text of a few words.")
-    code, stdout, _ = run("memorize", "short.txt", "--out", "memory", "--r", 4, "--json", "-", "--device", "cpu")
+    code, stdout, _ = run(
+        "memorize", "short.txt", "--out", "memory", "--r", 4, "--json", "-", "--device", "cpu", *NO_ANCHOR
+    )
     assert code == 0
     value = json.loads(stdout)
     assert value["window"] == 512 > value["scored_tokens"] and len(value["curve"]) == 1
@@ -296,16 +342,22 @@ def test_each_shared_option_arrives_in_the_settings(run):
         "--epochs": ("epochs", 2),
         "--seed": ("seed", 3),
         "--max-tokens": ("max_tokens", 40),
+        "--readings": ("readings", 2),
+        "--warmup-steps": ("warmup_steps", 1),
+        "--objective": ("objective", "distill"),
+        "--teacher-window": ("teacher_window", 128),
+        "--token-weighting": ("token_weighting", "loss"),
     }
     given = [word for option, (_, value) in options.items() for word in (option, value)]
     code, stdout, _ = run(
-        "compare", "text.txt", "--methods", "locas-glu", "--layers", "upper", *given, "--device", "cpu", "--json", "-"
+        "compare", "text.txt", "--methods", "locas-glu", "--layers", "3,4,5", *given, "--device", "cpu", "--json", "-"
     )
     assert code == 0
     (value,) = json.loads(stdout)
     assert {field: value[field] for field, _ in options.values()} == dict(options.values())
-    assert value["layers_to_transform"] == "upper"
+    assert value["layers_to_transform"] == [3, 4, 5]
     assert value["extra_parameters"] == 3 * 3 * 4 * 256, "three of six layers"
+    assert (value["model"], value["dtype"], len(value["perplexities"])) == (backbone.NAME, "float32", 2)
 
 
 # ---------------------------------------------------------------------- unfinished readings
@@ -314,9 +366,9 @@ def test_each_shared_option_arrives_in_the_settings(run):
 @pytest.fixture
 def unfinished(run, tmp_path, monkeypatch):
     """The folder of a reading that was interrupted after four chunks, and the command that made it."""
-    arguments = ["memorize", "text.txt", "--r", 8, *FAST, "--checkpoint-seconds", 0]
+    arguments = ["memorize", "text.txt", "--r", 8, *FAST, *NO_ANCHOR, "--checkpoint-seconds", 0]
     with monkeypatch.context() as patched:
-        patched.setattr(methods.reading, "_call", interrupt)
+        patched.setattr(study, "follow", stop_with(interrupt))
         assert run(*arguments, "--out", "parts")[0] == 130
     return tmp_path / "parts", arguments
 
@@ -325,34 +377,39 @@ def unfinished(run, tmp_path, monkeypatch):
     ("options", "message"),
     [
         (["--lr", 0.5], "learning_rate must be 0.004 as in the checkpoint in 'parts/checkpoint', got 0.5: "),
-        (["--r", 4], "adapter 'default': r must be 8 as in the checkpoint in 'parts/checkpoint', got 4: "),
-        (["--max-tokens", 280], "text must be the one that the checkpoint in 'parts/checkpoint' was begun with, "),
-        (["--dtype", "bfloat16"], "model must be the one of the checkpoint in 'parts/checkpoint', got other base "),
+        (["--r", 4], "r must be 8 as in the checkpoint in 'parts/checkpoint', got 4: "),
+        (["--max-tokens", 280], "max_tokens must be 300 as in the checkpoint in 'parts/checkpoint', got 280: "),
+        (["--layers", "upper"], "layers_to_transform must be None as in the checkpoint in 'parts/checkpoint', got "),
+        (["--method", "lora"], "method must be 'locas-glu' as in the checkpoint in 'parts/checkpoint', got 'lora': "),
+        (["--window", "256"], "window must be 128 as in the checkpoint in 'parts/checkpoint', got 256: "),
+        (
+            ["--dtype", "bfloat16"],
+            "dtype must be 'float32' as in the checkpoint in 'parts/checkpoint', got 'bfloat16': ",
+        ),
     ],
 )
 def test_a_checkpoint_of_another_reading_is_one_line_and_stands(run, unfinished, options, message):
     folder, arguments = unfinished
-    before = (folder / "checkpoint" / "checkpoint.safetensors").read_bytes()
+    before = (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes()
     code, stdout, stderr = run(*arguments, *options, "--out", "parts", "--resume")
     assert (code, stdout) == (2, "")
     assert stderr.splitlines()[-1].startswith(f"error: {message}") and stderr.count("error") == 1
-    assert (folder / "checkpoint" / "checkpoint.safetensors").read_bytes() == before
+    assert (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes() == before
 
 
 @pytest.mark.parametrize("option", ["--resume", "--overwrite"])
 def test_a_second_writer_is_one_line_and_harms_nothing(run, unfinished, option):
-    pytest.importorskip("fcntl")
     folder, arguments = unfinished
-    before = (folder / "checkpoint" / "checkpoint.safetensors").read_bytes()
+    before = (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes()
     lock = checkpoint.Lock(folder / "checkpoint")
     code, _, stderr = run(*arguments, "--out", "parts", option)
-    lock.release()
+    lock.close()
     assert (code, stderr) == (
         2,
-        f"error: checkpoint folder must have one writer, got 'parts/checkpoint' which process {os.getpid()} is using: "
+        "error: checkpoint folder must have one writer, got 'parts/checkpoint', which another reading is using: "
         "wait for it, or choose another folder\n",
     )
-    assert (folder / "checkpoint" / "checkpoint.safetensors").read_bytes() == before
+    assert (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes() == before
 
 
 def test_a_full_disk_at_the_end_loses_nothing_that_was_learned(run, unfinished, monkeypatch):
@@ -392,10 +449,20 @@ def test_out_must_be_a_folder(run, tmp_path):
 def test_unknown_options_and_commands(run):
     code, _, stderr = run("memorise", "text.txt")
     assert code == 2
-    assert stderr.startswith("error: No such command 'memorise'")
+    assert stderr.startswith('error: Unknown command "memorise". Did you mean "memorize"?')
     assert stderr.endswith(": see locas --help\n")
-    code, _, stderr = run("memorize")
-    assert (code, stderr) == (2, "error: Missing argument 'TEXT': see locas memorize --help\n")
+    for arguments, line in (
+        (["memorize"], 'Command "memorize" parameter TEXT requires an argument: see locas memorize --help'),
+        (
+            ["memorize", "text.txt", "--win", 3],
+            "Unknown option: --win. Did you mean --window?: see locas memorize --help",
+        ),
+        (
+            ["eval", "locomo"],
+            'Command "eval locomo" parameter DATA requires an argument: see locas eval locomo --help',
+        ),
+    ):
+        assert run(*arguments) == (2, "", f"error: {line}\n")
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
@@ -407,7 +474,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
         replace(source, target)
 
     monkeypatch.setattr(files.os, "replace", fill)
-    code, _, stderr = run("memorize", "text.txt", "--out", "a/memory", "--r", 4, *FAST)
+    code, _, stderr = run("memorize", "text.txt", "--out", "a/memory", "--r", 4, *FAST, *NO_ANCHOR)
     assert code == 2
     assert stderr.splitlines()[-1].startswith("error: the disk is full while writing ")
     assert stderr.endswith(": free some space or choose another folder; nothing was left half-written\n")
@@ -430,21 +497,21 @@ def test_memory_that_cannot_be_had_is_one_line(run, monkeypatch):
     def fail(path):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1024000000000 bytes.")
 
-    monkeypatch.setattr(text, "read_text", fail)
+    monkeypatch.setattr(text, "load_text", fail)
     code, _, err = run("memorize", "text.txt", "--out", "memory")
     assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith("error: the machine is out of memory: lower --r or --window")
+    assert err.startswith("error: the machine is out of memory: lower the width or the window")
 
 
 def test_defects_keep_their_traceback(run, monkeypatch):
     def defect(*args):
         raise TypeError("unsupported operand")
 
-    monkeypatch.setattr(text, "read_text", lambda path: [] + 1)
+    monkeypatch.setattr(text, "load_text", lambda path: [] + 1)
     monkeypatch.chdir("/")
     with pytest.raises(TypeError):
         cli.main(["memorize", "text.txt", "--method", "none"])
-    monkeypatch.setattr(text, "read_text", lambda path: {}["missing"])
+    monkeypatch.setattr(text, "load_text", lambda path: {}["missing"])
     with pytest.raises(KeyError):
         cli.main(["memorize", "text.txt", "--method", "none"])
 
@@ -453,6 +520,111 @@ def test_the_traceback_can_be_asked_for(run, monkeypatch):
     monkeypatch.setenv("LOCAS_TRACEBACK", "1")
     with pytest.raises(ValueError, match="text must be an existing file"):
         cli.main(["memorize", "none.txt", "--method", "none"])
+
+
+# ---------------------------------------------------------------------- files of the user, and of killed processes
+
+
+@pytest.mark.parametrize("name", [*MEMORY_FILES])
+@pytest.mark.parametrize("option", [[], ["--resume"]])
+def test_files_of_the_user_are_not_replaced(run, tmp_path, name, option):
+    (tmp_path / name).write_text("mine")
+    code, stdout, stderr = run("memorize", "text.txt", "--out", ".", *option, "--r", 4, *FAST, *NO_ANCHOR)
+    assert (code, stdout) == (2, "")
+    assert stderr.splitlines()[-1].startswith("error: --out '.' holds a ") and " that no reading " in stderr
+    assert names(tmp_path) == sorted([name, "text.txt"]) and (tmp_path / name).read_text() == "mine"
+
+
+@pytest.mark.parametrize("form", [["--out", ""], ["--out="]])
+def test_an_empty_path_is_refused(run, tmp_path, form):
+    line = "error: Invalid value for --out: must name a path, got an empty text: see locas memorize --help\n"
+    assert run("memorize", "text.txt", *form) == (2, "", line)
+    assert names(tmp_path) == ["text.txt"]
+
+
+def test_paths_are_not_markup(run, tmp_path):
+    folder = tmp_path / "notes[" / "draft]"
+    code, stdout, _ = run("memorize", "text.txt", "--out", "notes[/draft]", "--r", 4, *FAST, *NO_ANCHOR)
+    assert (code, names(folder)) == (0, MEMORY_FILES)
+    assert "The memory is in notes[/draft]. Next: " in stdout
+    code, stdout, stderr = run(
+        "memorize", "text.txt", "--out", "notes[/draft]", "--resume", "--r", 4, *FAST, *NO_ANCHOR
+    )
+    assert code == 0 and stderr.startswith("notes[/draft] holds the finished memory of this very reading")
+    assert run("inspect", "notes[/draft]", "--json", "-")[0] == 0
+
+
+def test_an_overwrite_that_is_killed_leaves_one_memory(run, tmp_path, monkeypatch):
+    arguments = ["memorize", "text.txt", "--out", "memory", *FAST, *NO_ANCHOR]
+    assert run(*arguments, "--r", 4)[0] == 0
+    replace, count = os.replace, 0
+
+    def kill(source, target):
+        nonlocal count
+        count += str(tmp_path / "memory" / ".locas") in str(source)
+        if count == 3:  # some of the new files are in place
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", kill)
+        assert run(*arguments, "--r", 2, "--overwrite")[0] == 130
+    found = json.loads(run("inspect", "memory", "--json", "-")[1])
+    assert (found["r"], {layer["r"] for layer in found["layers"]}) == (2, {2})
+    assert set(names(tmp_path / "memory")) >= set(MEMORY_FILES)
+
+
+def test_vacancy_is_checked_again_under_the_lock(run, tmp_path, monkeypatch):
+    """Another command finishes its memory while this one loads its model."""
+    arguments = ["memorize", "text.txt", "--out", "memory", *FAST, *NO_ANCHOR]
+    load = loading.load_base
+
+    def race(*options):
+        monkeypatch.setattr(loading, "load_base", load)
+        assert run(*arguments, "--r", 4)[0] == 0
+        return load(*options)
+
+    monkeypatch.setattr(loading, "load_base", race)
+    code, _, stderr = run(*arguments, "--r", 2)
+    assert code == 2
+    assert stderr.endswith("error: --out 'memory' holds a memory: choose another folder, or give --overwrite\n")
+    assert json.loads((tmp_path / "memory" / "reading.json").read_text())["r"] == 4
+
+
+def test_a_lock_that_is_a_link_is_not_followed(run, tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    (tmp_path / "memory" / "checkpoint").mkdir(parents=True)
+    (tmp_path / "memory" / "checkpoint" / "checkpoint.lock").symlink_to(tmp_path / "precious.txt")
+    code, _, stderr = run("memorize", "text.txt", "--out", "memory", "--r", 4, *FAST, *NO_ANCHOR)
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+    assert code == 2 and stderr.splitlines()[-1].startswith("error: checkpoint folder must be writable, got ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "a\udcff", "--memory", "memory"], "error: PROMPT must be valid UTF-8, got 'a\\udcff': "),
+        (["demo", "--seed", "9" * 22], 'error: Invalid value "9999999999999999999999" for --seed. Must be <= '),
+        (["memorize", "text.txt", "--out", "link"], "error: --out must be a folder, got "),
+        (["merge", "memory", "--out", "m", "--pad-to-multiple-of", 10**11], "error: the machine is out of memory: "),
+    ],
+)
+def test_more_bad_input_is_one_line(run, tmp_path, memory, arguments, message):
+    (tmp_path / "memory").symlink_to(memory)
+    (tmp_path / "link").symlink_to("nowhere")
+    code, stdout, stderr = run(*arguments)
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert stderr.startswith(message)
+    assert names(tmp_path) == ["link", "memory", "text.txt"]
+
+
+def test_escape_codes_of_a_config_are_not_printed(run, tmp_path, memory):
+    shutil.copytree(memory, tmp_path / "memory")
+    config = json.loads((memory / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "\x1b[31mred\n"
+    (tmp_path / "memory" / "adapter_config.json").write_text(json.dumps(config))
+    code, stdout, _ = run("inspect", "memory")
+    assert code == 0 and "base       \\x1b[31mred\n" in stdout and "\x1b" not in stdout
 
 
 # ---------------------------------------------------------------------- compare
@@ -479,6 +651,23 @@ def test_compare_puts_methods_side_by_side(run, tmp_path):
         2,
         "error: --out 'out/lora' holds a memory: choose another folder, or give --overwrite\n",
     )
+    code, stdout, stderr = run("compare", "text.txt", "--methods", "none", "--out", "out", *FAST)
+    assert (code, stderr) == (
+        2,
+        "error: --out 'out' holds readings.json: choose another folder, or give --overwrite\n",
+    )
+
+
+def test_compare_takes_widths_and_rates(run, tmp_path):
+    code, stdout, _ = run(
+        "compare", "text.txt", "--methods", "lora@2,lora@4:1e-2", "--out", "out", "--json", "-", *FAST
+    )
+    assert code == 0
+    assert [(value["method"], value["r"], value["learning_rate"]) for value in json.loads(stdout)] == [
+        ("lora", 2, 1e-3),
+        ("lora", 4, 1e-2),
+    ]
+    assert {"lora@2", "lora@4-lr1e-2"} < set(names(tmp_path / "out"))
 
 
 def test_compare_without_out_writes_nothing(run, tmp_path):
@@ -494,14 +683,14 @@ def test_compare_reads_with_each_method_once(run):
     code, _, stderr = run("compare", "text.txt", "--methods", "none,none")
     assert (code, stderr) == (
         2,
-        "error: --methods must name each method once, got 'none,none': drop the second mention\n",
+        "error: --methods must name each once, got 'none,none': drop the second mention\n",
     )
 
 
 def test_order_does_not_matter(run, tmp_path):
     figures = []
     for order in ("locas-glu,lora", "lora,locas-glu"):
-        code, stdout, _ = run("compare", "text.txt", "--methods", order, "--r", 4, "--json", "-", *FAST)
+        code, stdout, _ = run("compare", "text.txt", "--methods", order, "--r", 4, "--json", "-", *FAST, *NO_ANCHOR)
         assert code == 0
         figures.append({value["method"]: value["nll_nats"] for value in json.loads(stdout)})
     assert figures[0] == figures[1]
@@ -560,13 +749,16 @@ def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
     code, _, stderr = run("merge", memory, "--out", "merged")
     assert (code, stderr) == (
         2,
-        "error: --out must be a new or empty folder, got 'merged' with files in it: choose another\n",
+        "error: --out must be a new or empty folder, got 'merged' with files in it: choose another, or give "
+        "--overwrite\n",
     )
+    (tmp_path / "merged" / "notes.txt").write_text("mine")
+    assert run("merge", memory, "--out", "merged", "--overwrite")[0] == 0
+    config = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert config["intermediate_size"] == 768 + 16 and (tmp_path / "merged" / "notes.txt").read_text() == "mine"
 
 
 def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
-    from locas_peft import loading
-
     monkeypatch.setattr(loading, "load_base", None)
     code, stdout, stderr = run("inspect", memory, "--json", "i.json")
     assert (code, stderr) == (0, "")
@@ -581,8 +773,9 @@ def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- demo and processes
 
 
-def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path):
+def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(reading, "ANCHOR_TEXTS", 1)
     for _ in range(2):  # a second run replaces what the first one wrote
         code, stdout, _ = run("demo", "--out", "demo", "--max-tokens", 300, "--r", 4, "--device", "cpu")
         assert code == 0
@@ -601,6 +794,57 @@ def test_demo_does_not_overwrite_a_memory_that_is_not_its_own(run, tmp_path, mem
         2,
         "error: --out 'mine/lora' holds a memory: choose another folder, or give --overwrite\n",
     )
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_commands_that_cannot_share_refuse_in_one_line(run, index, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(index))
+    line = (
+        "error: this command must run in one process, got 2: start it without a launcher; several processes can share "
+        "locas eval\n"
+    )
+    assert run("memorize", "text.txt", "--out", "memory") == (2, "", "" if index else line)
+    assert run("memorise")[0] == 2
+    code, _, stderr = run("eval", "perplexity", "none.txt")
+    assert (code, stderr.startswith("error: text must be an existing file")) == (2, index == 0)
+    code, _, stderr = run("eval", "perplexity", "text.txt", "--device", "cuda:0")
+    assert (code, "--device must be auto or cpu for 2 processes, got 'cuda:0'" in stderr) == (2, index == 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["perplexity"], "give either TEXT files or --dataset NAME, one of the two"),
+        (
+            ["perplexity", "text.txt", "--epsilon", "1"],
+            "epsilon has no meaning for the methods none, lora, locas-glu: ",
+        ),
+        (["perplexity", "text.txt", "--method", "lora,lora"], "--method must name each once, got 'lora,lora': drop "),
+        (
+            ["perplexity", "text.txt", "--long-window", "4096"],
+            "--long-window must be within the model's 2048 positions",
+        ),
+        (["forgetting", "text.txt"], "something must be measured: give --unread TEXT, --blimp PATH or --tasks LIST"),
+        (["report", "."], "folders must hold figures of locas eval, got none in '.': run a study with --out first"),
+    ],
+)
+def test_bad_input_of_eval_is_one_line(run, tmp_path, arguments, message):
+    code, stdout, stderr = run("eval", *arguments)
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert stderr.startswith(f"error: {message}")
+    assert names(tmp_path) == ["text.txt"]
+
+
+def test_eval_perplexity_needs_no_extra(run, tmp_path, monkeypatch):
+    for name in ("nltk", "evaluate", "datasets", "lm_eval"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, stdout, _ = run("eval", "perplexity", "text.txt", "--method", "none,lora@2", "--long-window", 256, *FAST)
+    assert code == 0
+    figures = json.loads((tmp_path / "locas-eval" / "perplexity.json").read_text())
+    assert figures["readings"].keys() == {"none", "lora@2", "long"}
+    assert figures["methods"]["long"]["window"] == 256 and figures["methods"]["long"]["stride"] == 64
+    assert "all tokens" in stdout and "Next: locas eval report locas-eval" in stdout
 
 
 def test_the_module_runs_as_a_command(memory):

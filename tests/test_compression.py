@@ -134,9 +134,6 @@ def test_bad_input_leaves_the_memory_as_it_was():
         ({"rank": 0, "batches": [ids]}, ValueError, "rank must be from 1 to the memory's width 8, got 0"),
         ({"rank": 2.0, "batches": [ids]}, TypeError, "rank must be an int, got 2.0"),
         ({"rank": 4}, ValueError, "NL-SVD needs a memory of two layers, got one with gates: give batches"),
-        ({"rank": 4, "method": "nlsvd", "batches": [ids]}, ValueError, "NL-SVD needs a memory of two layers"),
-        ({"rank": 4, "method": "refit"}, ValueError, "method 'refit' needs a text, got batches=None"),
-        ({"rank": 4, "method": "svd"}, ValueError, "method must be one of 'nlsvd', 'refit', got 'svd'"),
         ({"rank": 4, "batches": []}, ValueError, "batches must hold a text that the memory 'default' is active on"),
         ({"rank": 4, "adapter_name": "other"}, ValueError, "no single LOCAS memory 'other' to compress"),
     ]:

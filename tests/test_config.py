@@ -2,6 +2,7 @@ import pytest
 from peft import PeftConfig, PeftType
 
 from locas_peft import LocasConfig
+from locas_peft.tuner import STRATEGIES
 
 
 def test_round_trip(tmp_path):
@@ -96,6 +97,11 @@ def test_bad_fields_are_named(kwargs, error, message):
     with pytest.raises(error) as caught:
         LocasConfig(**kwargs)
     assert str(caught.value) == message
+
+
+def test_strategies_are_those_of_the_table(monkeypatch):
+    monkeypatch.setitem(STRATEGIES, "mine", STRATEGIES["random"])
+    assert LocasConfig(init_strategy="mine").init_strategy == "mine"
 
 
 def test_unknown_fields_are_not_swallowed():

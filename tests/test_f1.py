@@ -1,4 +1,4 @@
-"""F1: agrees with a scorer that is written here from the protocol's words alone."""
+"""F1: agrees with a scorer that is written here from the protocol alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import string
 import pytest
 from nltk.stem.porter import PorterStemmer
 
+from locas_peft.evaluation.extras import import_extra
 from locas_peft.evaluation.f1 import abstains, answer_f1, token_f1, tokens_of
 
 
@@ -80,3 +81,9 @@ def test_abstaining_is_in_the_official_words():
 def test_a_category_that_is_none_is_one_line():
     with pytest.raises(ValueError, match=r"^category must be 1 to 5, got 6: see the release's categories$"):
         answer_f1("a", "b", 6)
+
+
+def test_a_missing_package_names_the_extra():
+    message = r"^this measure needs no_such_package: install the extra with pip install 'locas_peft\[eval\]'$"
+    with pytest.raises(ValueError, match=message):
+        import_extra("no_such_package.module")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from families import FAMILIES, GATED, HIDDEN, make_host, make_tokens
+from families import FAMILIES, GATED, HIDDEN, make_host, make_tokens, weights_in
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -59,9 +59,7 @@ def test_every_ffn_gets_one_memory_of_the_host_structure(family):
     assert len(layers) == 2
     for layer in layers:
         assert layer.ffn.gated == (family in GATED)
-        assert [tuple(w.shape) for w in layer._weights("default")] == [(R, HIDDEN)] * (1 + layer.ffn.gated) + [
-            (HIDDEN, R)
-        ]
+        assert [tuple(w.shape) for w in weights_in(layer)] == [(R, HIDDEN)] * (1 + layer.ffn.gated) + [(HIDDEN, R)]
 
 
 def test_topk_clones_the_most_active_slots(family):
@@ -86,7 +84,7 @@ def test_rows_are_unit_clones_and_values_zero(family):
     for layer in model.modules():
         if isinstance(layer, LocasLayer):
             slots = torch.tensor(model.peft_config["default"].slots[layer.name])
-            *rows, down = layer._weights("default")
+            *rows, down = weights_in(layer)
             host_rows = [host for host in layer.ffn.gate_and_up_rows(slots) if host is not None]
             for weight, host in zip(rows, host_rows, strict=True):
                 assert torch.equal(weight, torch.nn.functional.normalize(host, dim=-1))

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from locas_peft import LocasConfig, calibrate
-from locas_peft.tuner.ffn import FFNParts, HostFFN, find_ffns, to_parts
+from locas_peft.tuner.ffn import KNOWN_PARTS, FFNParts, HostFFN, find_ffns, to_parts
 
 
 class OddFFN(nn.Module):
@@ -42,6 +42,15 @@ def test_unknown_names_are_named_by_the_user():
     assert torch.equal(model(make_tokens()).logits, expected)
 
 
+def test_a_family_from_outside_is_one_row(monkeypatch):
+    # It shares the down projection's name with a two-layer family: the order of the rows does not matter.
+    monkeypatch.setitem(KNOWN_PARTS, "odd two-layer", FFNParts(up="reader", down="writer", activation="nonlinearity"))
+    monkeypatch.setitem(KNOWN_PARTS, "odd", FFNParts(**ODD_PARTS))
+    model = get_peft_model(make_odd_host(), LocasConfig(r=4))
+    assert model.peft_config["default"].target_modules == {"mlp"}
+    assert all(ffn.gated for ffn in find_ffns(make_odd_host()).values())
+
+
 def test_wrong_part_names_are_refused_by_one_random_token():
     swapped = {**ODD_PARTS, "gate": "reader", "up": "keeper"}
     with pytest.raises(ValueError, match=r"computes something other than down\(act\(gate\) \* up\) of its parts"):
@@ -52,9 +61,9 @@ def test_model_without_known_ffn_says_what_it_has():
     with pytest.raises(ValueError) as error:
         get_peft_model(make_odd_host(), LocasConfig(r=4))
     assert str(error.value) == (
-        "LlamaForCausalLM has no FFN that we can read; a layer of it has self_attn (LlamaAttention), mlp (OddFFN), "
-        "input_layernorm (LlamaRMSNorm), post_attention_layernorm (LlamaRMSNorm). Set target_modules to its FFNs and "
-        "ffn_parts to their parts."
+        "LlamaForCausalLM has no FFN of a known structure; a layer of it has self_attn (LlamaAttention), "
+        "mlp (OddFFN), input_layernorm (LlamaRMSNorm), post_attention_layernorm (LlamaRMSNorm). Set target_modules to "
+        "its FFNs and ffn_parts to their parts."
     )
 
 
@@ -72,7 +81,7 @@ def test_target_that_is_no_ffn_is_refused_before_anything_is_replaced():
     with pytest.raises(ValueError) as error:
         get_peft_model(host, LocasConfig(r=4, target_modules=["gate_proj"]))
     assert str(error.value) == (
-        "target_modules matches model.layers.0.mlp.gate_proj (Linear), which is no dense FFN that we can read: "
+        "target_modules matches model.layers.0.mlp.gate_proj (Linear), which is no dense FFN of a known structure: "
         "name FFNs (found: mlp), or the parts of this one in ffn_parts."
     )
     assert [name for name, _ in host.named_modules()] == names
@@ -100,7 +109,7 @@ def test_mixture_of_experts_is_named():
         get_peft_model(make_mixture(), LocasConfig(r=4))
     assert str(error.value) == (
         "Qwen3MoeForCausalLM is a mixture of experts (model.layers.1.mlp.experts and 0 more): set target_modules to "
-        "the dense FFNs that shall get a memory (found: 'model.layers.0.mlp')."
+        "the dense FFNs that get a memory (found: 'model.layers.0.mlp')."
     )
 
 

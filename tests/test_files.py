@@ -5,11 +5,32 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
 
-from locas_peft.files import check_output_directory, check_output_file, format_json, is_disk_full, staged, write_json
+from locas_peft import files
+from locas_peft.files import (
+    check_output_directory,
+    check_output_file,
+    finish_replacement,
+    format_json,
+    is_disk_full,
+    load_json,
+    staged,
+    write_json,
+)
+
+
+def contents(folder) -> dict[str, str]:
+    """The visible files of a folder, subfolders included."""
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    names = {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
+    return {name: text for name, text in names.items() if not name.startswith(".")}
 
 
 def test_a_staged_folder_appears_when_it_is_complete(tmp_path):
@@ -22,18 +43,20 @@ def test_a_staged_folder_appears_when_it_is_complete(tmp_path):
     assert [path.name for path in target.parent.iterdir()] == ["b"]
 
 
+def fill(folder, text: str) -> None:
+    for name in ("a", "b", "c/d"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
 def test_staging_keeps_other_files_and_replaces_its_own(tmp_path):
-    (tmp_path / "file").write_text("old")
+    fill(tmp_path, "old")
     (tmp_path / "notes").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "old").write_text("old")
+    (tmp_path / "c" / "old").write_text("old")
     with staged(tmp_path) as folder:
-        (folder / "file").write_text("new")
-        (folder / "folder").mkdir()
-        (folder / "folder" / "new").write_text("new")
-    assert (tmp_path / "file").read_text() == "new"
-    assert (tmp_path / "notes").read_text() == "mine"
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["new"]
+        fill(folder, "new")
+    assert contents(tmp_path) == {"a": "new", "b": "new", "c/d": "new", "notes": "mine"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "notes"]
 
 
 def test_an_existing_folder_is_staged_inside_itself(tmp_path):
@@ -45,14 +68,90 @@ def test_an_existing_folder_is_staged_inside_itself(tmp_path):
     assert [path.name for path in volume.iterdir()] == ["file"]
 
 
-def test_the_last_entry_moves_last(tmp_path, monkeypatch):
-    moved = []
+RENAMES = 8  # one in, three old entries out, one to the next state, three new entries up
+
+
+@pytest.mark.parametrize("last", range(RENAMES + 1))
+def test_a_replacement_that_is_killed_leaves_old_or_new_and_is_finished_later(tmp_path, monkeypatch, last):
+    fill(tmp_path, "old")
+    (tmp_path / "notes").write_text("mine")
+    replace, count = os.replace, 0
+
+    class Killed(BaseException):
+        pass
+
+    def count_down(source, target):
+        nonlocal count
+        count += os.path.lexists(source)
+        if count > last:
+            raise Killed
+        replace(source, target)
+
+    def interrupted():
+        with staged(tmp_path) as folder:
+            fill(folder, "new")
+
+    monkeypatch.setattr(os, "replace", count_down)
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # a killed process cleans nothing up
+    if last < RENAMES:
+        with pytest.raises(Killed):
+            interrupted()
+    else:
+        interrupted()
+    monkeypatch.undo()
+    found = contents(tmp_path)
+    assert found.pop("notes") == "mine"
+    assert len(set(found.values())) <= 1, "never both"
+    finish_replacement(tmp_path)
+    expected = "old" if last == 0 else "new"
+    assert contents(tmp_path) == {"a": expected, "b": expected, "c/d": expected, "notes": "mine"}
+    with staged(tmp_path) as folder:
+        fill(folder, "newer")
+    assert contents(tmp_path) == {"a": "newer", "b": "newer", "c/d": "newer", "notes": "mine"}
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_two_processes_can_finish_a_replacement(tmp_path, monkeypatch):
+    """Another process finishes everything just before each rename of this one."""
     replace = os.replace
-    monkeypatch.setattr(os, "replace", lambda source, target: (moved.append(target.name), replace(source, target)))
-    with staged(tmp_path, last="a") as folder:
-        for name in "abc":
-            (folder / name).write_text(name)
-    assert moved == ["b", "c", "a"]
+    for before in range(1, RENAMES):
+        shutil.rmtree(tmp_path)
+        fill(tmp_path, "old")
+        count = 0
+
+        def race(source, target, before=before):
+            nonlocal count
+            count += 1
+            if count == before + 1:
+                with monkeypatch.context() as other:
+                    other.setattr(os, "replace", replace)
+                    finish_replacement(tmp_path)
+            replace(source, target)
+
+        with monkeypatch.context() as patched, staged(tmp_path) as folder:
+            fill(folder, "new")
+            patched.setattr(os, "replace", race)
+        monkeypatch.setattr(os, "replace", replace)
+        assert contents(tmp_path) == {"a": "new", "b": "new", "c/d": "new"}, before
+
+
+def test_a_killed_process_leaves_a_folder_that_the_next_one_sweeps(tmp_path):
+    script = (
+        "import os, sys; from files import staged\n"
+        "with staged(sys.argv[1]) as folder:\n"
+        "    (folder / 'half').write_text('half'); os._exit(9)\n"
+    )
+    package = Path(files.__file__).parent  # the module alone, in a process that starts at once
+    for target in (tmp_path / "new", tmp_path):
+        process = subprocess.run([sys.executable, "-c", script, str(target)], env={"PYTHONPATH": str(package)})
+        assert process.returncode == 9
+    mine = tmp_path / f".{os.getppid()}.partial"  # of a process that is alive
+    mine.mkdir()
+    assert len(list(tmp_path.glob(".*.partial"))) == 3
+    for target in (tmp_path / "new", tmp_path):
+        with staged(target) as folder:
+            (folder / "file").write_text("whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "file", "new"]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
@@ -63,13 +162,13 @@ def test_a_failure_leaves_nothing(tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failure_leaves_what_was_there(tmp_path):
+def test_a_failure_leaves_the_former_files(tmp_path):
     (tmp_path / "file").write_text("old")
     with pytest.raises(ValueError, match="no"), staged(tmp_path) as folder:
         (folder / "file").write_text("new")
         raise ValueError("no")
     assert (tmp_path / "file").read_text() == "old"
-    assert list(tmp_path.parent.glob(".*partial")) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_errors_of_the_disk_in_safetensors_are_os_errors(tmp_path):
@@ -83,7 +182,7 @@ def test_errors_of_the_disk_in_safetensors_are_os_errors(tmp_path):
 def test_json_is_written_in_one_step(tmp_path, monkeypatch):
     path = tmp_path / "value.json"
     write_json(path, {"a": [1, 2], "b": float("nan"), 3: float("inf"), "c": "[\n1]"})
-    assert json.loads(path.read_text()) == {"a": [1, 2], "b": None, "3": None, "c": "[\n1]"}
+    assert load_json(path) == {"a": [1, 2], "b": None, "3": None, "c": "[\n1]"}
 
     def fill(source, target):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -92,30 +191,53 @@ def test_json_is_written_in_one_step(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         write_json(path, {})
     assert [file.name for file in tmp_path.iterdir()] == ["value.json"]
-    assert json.loads(path.read_text())["a"] == [1, 2]
+    assert load_json(path)["a"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "must be an existing JSON file, got none: check the path"),
+        ("{", "must be JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)): write it "),
+        ("[" * 100_000, "must be JSON of ordinary depth, got deeper nesting: write it again"),
+    ],
+)
+def test_what_is_no_json_is_one_line(tmp_path, content, message):
+    path = tmp_path / "value.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ValueError) as raised:
+        load_json(path)
+    assert str(raised.value).startswith(f"{str(path)!r} {message}")
 
 
 def test_lists_of_numbers_take_one_line():
     assert format_json({"a": [[1, 2.5], [3, 4]]}) == '{\n  "a": [\n    [1, 2.5],\n    [3, 4]\n  ]\n}'
+    assert json.loads(format_json([["[\n1]"]])) == [["[\n1]"]]
 
 
-def test_places_are_checked_before_the_work(tmp_path):
+def test_outputs_are_checked_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
     check_output_file("--json", tmp_path / "new.json")
     check_output_directory("--out", tmp_path / "new" / "deep")
-    here, file_in_the_way = tmp_path, "--x must be a folder, got {} (file is a file): choose another"
     cases = [
-        (check_output_file, here, "--x must be a file, got the folder {}: name a file inside it"),
+        (check_output_file, tmp_path, "--x must be a file, got the folder {}: name a file inside it"),
         (
             check_output_file,
-            here / "no" / "f",
+            tmp_path / "no" / "f",
             "--x must lie in an existing folder, got {}: make its folder first",
         ),
-        (check_output_directory, here / "file", file_in_the_way),
+        (check_output_directory, tmp_path / "file", "--x must be a folder, got {} (file is a file): choose another"),
         (
             check_output_directory,
             tmp_path / "file" / "a",
             "--x must be a folder, got {} (file is a file): choose another",
+        ),
+        (
+            check_output_directory,
+            tmp_path / "link",
+            "--x must be a folder, got {} (link is a broken link): choose another",
         ),
     ]
     for check, path, message in cases:

@@ -13,14 +13,8 @@ from families import make_host, make_tokens
 from peft import LoraConfig, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone, cli
-from locas_peft.evaluation.forgetting import (
-    Drift,
-    by_paradigm,
-    measure_drift,
-    perplexity_rise,
-    read_blimp,
-    score_pairs,
-)
+from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
+from locas_peft.evaluation.forgetting import Plan, measure_drift, perplexity_rise
 from locas_peft.evaluation.harness import evaluate_tasks
 from locas_peft.evaluation.intervals import rise_interval
 from locas_peft.evaluation.scoring import encode_pair, score_targets
@@ -58,18 +52,18 @@ def test_folder_and_zip_hold_the_same_pairs(folder, tmp_path):
         for path in folder.iterdir():
             file.write(path, f"data/{path.name}")
             file.writestr(f"__MACOSX/data/._{path.name}", b"\x00\x05")
-    pairs, problems = read_blimp(folder.parent)
-    assert not problems and read_blimp(archive) == (pairs, [])
+    pairs, problems = load_blimp(folder.parent)
+    assert not problems and load_blimp(archive) == (pairs, [])
     assert [(pair.paradigm, pair.good) for pair in pairs] == [
         (name, good) for name, rows in PAIRS.items() for good, _ in rows
     ]
-    assert [pair.paradigm for pair in read_blimp(archive, limit_pairs=1)[0]] == ["agreement", "islands"]
+    assert [pair.paradigm for pair in load_blimp(archive, limit_pairs=1)[0]] == ["agreement", "islands"]
 
 
 def test_a_broken_pair_is_left_out_with_its_place(folder):
     with (folder / "islands.jsonl").open("a") as file:
         file.write('{"sentence_good": "Only one."}\nnot json\n[1]\n')
-    pairs, problems = read_blimp(folder)
+    pairs, problems = load_blimp(folder)
     assert len(pairs) == 4
     assert problems == [
         f"islands.jsonl:{line} must hold sentence_good and sentence_bad: pair left out" for line in (2, 3, 4)
@@ -80,26 +74,26 @@ def test_files_without_pairs_are_one_line(tmp_path):
     with pytest.raises(
         ValueError, match=r"^BLiMP must be a zip file or a folder, got .*, which does not exist: check"
     ):
-        read_blimp(tmp_path / "none.zip")
+        load_blimp(tmp_path / "none.zip")
     with pytest.raises(
         ValueError, match=r"^BLiMP must hold pairs in \.jsonl files, got none in .*: give the release's"
     ):
-        read_blimp(tmp_path)
+        load_blimp(tmp_path)
     (tmp_path / "text.zip").write_text("no zip")
     with pytest.raises(ValueError, match=r"^BLiMP must be a zip file or a folder, got .*: copy it again$"):
-        read_blimp(tmp_path / "text.zip")
+        load_blimp(tmp_path / "text.zip")
     with pytest.raises(ValueError, match=r"^limit_pairs must be at least 1, got 0: raise it, or leave it out$"):
-        read_blimp(tmp_path, 0)
+        load_blimp(tmp_path, 0)
 
 
 def test_a_pairs_score_is_its_sentences_total_nll(folder, embedded):
     model, tokenizer = embedded
-    pairs, _ = read_blimp(folder)
+    pairs, _ = load_blimp(folder)
     scores = score_pairs(model, tokenizer, pairs)
     alone = score_targets(model, [encode_pair(tokenizer, "", pairs[1].bad)])[0]
     assert scores[1].bad_nll_nats == pytest.approx(alone.nll_nats, rel=1e-5)
     assert alone.tokens == len(tokenizer("She sing.")["input_ids"]), "the first token is foretold too"
-    shares = by_paradigm(scores)
+    shares = summarize_pairs(scores)["paradigms"]
     assert list(shares) == ["agreement", "islands"]
     assert shares["agreement"] == sum(score.right for score in scores[:3]) / 3
 
@@ -116,21 +110,22 @@ def make_model(kind: str):
 def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
     ids, plain = make_tokens(1, 50)[0], make_host("llama")
     before = measure_drift(plain, nullcontext, ids, 16, 8)
-    assert before.kl_nats == 0 and before.nll_nats == before.reference_nll_nats
-    assert before.tokens == 49 and set(before.chunk_kl_nats) == {0.0}
+    assert before["kl_nats"] == 0 and before["nll_nats"] == before["reference_nll_nats"]
+    assert before["tokens"] == 49 and set(before["chunk_kl_nats"]) == {0.0}
     model = make_model(kind)
     trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=0.02)
     for _ in trainer.read(make_tokens(1, 60, seed=9)[0]):
         pass
     model.eval()
     after = measure_drift(model, model.disable_adapter, ids, 16, 8)
-    assert after.kl_nats > 0 and after.nll_nats != before.nll_nats
-    assert after.reference_sha256 == before.reference_sha256
-    assert after.reference_nll_nats == before.nll_nats
-    assert after.kl_per_token == pytest.approx(
-        sum(kl * n for kl, n in zip(after.chunk_kl_nats, [7, *[8] * 5, 2], strict=True)) / 49
+    assert after["kl_nats"] > 0 and after["nll_nats"] != before["nll_nats"]
+    assert after["reference_sha256"] == before["reference_sha256"]
+    assert after["reference_nll_nats"] == before["nll_nats"]
+    assert after["chunk_tokens"] == [7, *[8] * 5, 2]
+    assert after["kl_per_token"] == pytest.approx(
+        sum(kl * n for kl, n in zip(after["chunk_kl_nats"], after["chunk_tokens"], strict=True)) / 49
     )
-    assert Drift.from_json(json.loads(json.dumps(after.to_json()))) == after
+    assert json.loads(json.dumps(after)) == after
 
 
 def test_the_rise_is_paired_over_chunks():
@@ -152,13 +147,9 @@ def test_the_rise_is_paired_over_chunks():
 def test_the_rise_needs_the_same_chunks():
     ids, model = make_tokens(1, 50)[0], make_host("llama")
     one, two = (measure_drift(model, nullcontext, ids, 16, stride) for stride in (8, 16))
-    assert perplexity_rise(one, one).mean == 0 and sum(one.chunk_nll_nats) == pytest.approx(one.nll_nats)
+    assert perplexity_rise(one, one).mean == 0 and sum(one["chunk_nll_nats"]) == pytest.approx(one["nll_nats"])
     with pytest.raises(ValueError, match=r"^before and after must be of the same chunks, got 7 and 4 of them"):
         perplexity_rise(one, two)
-    record = one.to_json()
-    del record["chunk_tokens"]
-    with pytest.raises(ValueError, match=r"^drift must have chunk_tokens, got a record without it: measure again"):
-        Drift.from_json(record)
 
 
 def test_drift_is_the_kl_from_the_reference_to_the_model():
@@ -171,12 +162,19 @@ def test_drift_is_the_kl_from_the_reference_to_the_model():
         with model.disable_adapter():
             p = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
     expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum").item()
-    assert measure_drift(model, model.disable_adapter, ids, 16, 16).kl_nats == pytest.approx(expected, rel=1e-4)
+    assert measure_drift(model, model.disable_adapter, ids, 16, 16)["kl_nats"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_text_of_one_token_is_one_line():
     with pytest.raises(ValueError, match=r"^input_ids must be of shape \[T\] with T >= 2, got \[1\]: give more text$"):
         measure_drift(make_host("llama"), nullcontext, torch.tensor([3]), 16, 8)
+
+
+def test_the_identity_of_pairs_is_their_text(folder):
+    pairs, _ = load_blimp(folder)
+    other = [pair._replace(bad=pair.bad + " not") for pair in pairs]
+    one, two, again = (Plan(pairs=some).to_json() for some in (pairs, other, list(pairs)))
+    assert one == again != two and one["pairs"] == two["pairs"] == 4
 
 
 TASK = """

@@ -1,13 +1,14 @@
+import copy
 import socket
 import warnings
 
 import pytest
 import torch
-from families import HIDDEN, make_host, make_tokens
-from peft import get_peft_model
+from families import HIDDEN, make_host, make_tokens, weights_in
+from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 
 from locas_peft import LocasConfig, LocasLayer, calibrate, empty_memories
-from locas_peft.tuner.initialization import STRATEGIES, Calibration
+from locas_peft.tuner.initialization import STRATEGIES, Calibration, Strategy, clone_slots
 
 CALIBRATED = [name for name, strategy in STRATEGIES.items() if strategy.needs_calibration]
 AT_ONCE = [name for name, strategy in STRATEGIES.items() if not strategy.needs_calibration and not strategy.written]
@@ -22,7 +23,7 @@ def layers_of(model):
 
 
 def weights_of(model):
-    return torch.cat([w.detach().flatten() for layer in layers_of(model) for w in layer._weights("default")])
+    return torch.cat([w.detach().flatten() for layer in layers_of(model) for w in weights_in(layer)])
 
 
 def test_several_memories_are_calibrated_from_one_generator():
@@ -41,7 +42,7 @@ def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family):
     if strategy in CALIBRATED:
         calibrate(model, [make_tokens()])
     for layer in layers_of(model):
-        *rows, down = layer._weights("default")
+        *rows, down = weights_in(layer)
         for weight in rows:
             torch.testing.assert_close(weight.norm(dim=1), torch.ones(4))
         assert not down.any()
@@ -84,7 +85,7 @@ def test_activation_rows_are_normalised_ffn_inputs_of_the_same_tokens():
     calibrate(model, [make_tokens()])
     chosen = []
     for layer in layers_of(model):
-        gate, up, _ = layer._weights("default")
+        gate, up, _ = weights_in(layer)
         assert torch.equal(gate, up)
         matches = up @ torch.nn.functional.normalize(seen[layer.name], dim=-1).T
         torch.testing.assert_close(matches.max(dim=1).values, torch.ones(4))
@@ -249,6 +250,34 @@ def test_processes_choose_the_same_slots_as_one(tmp_path):
             model = make_model(init_strategy=strategy)
             calibrate(model, [make_tokens()])
             assert torch.equal(weights_of(model), first)
+
+
+def test_a_strategy_from_outside_is_one_function_and_one_row(monkeypatch, tmp_path):
+    def clone_first(ffn, calibration, r, generator):
+        return clone_slots(ffn, torch.arange(r))
+
+    monkeypatch.setitem(STRATEGIES, "first", Strategy(clone_first, needs_calibration=False))
+    model = make_model(init_strategy="first")
+    assert set(map(tuple, model.peft_config["default"].slots.values())) == {(0, 1, 2, 3)}
+    assert empty_memories(model) == []
+    gate, up, down = weights_in(layers_of(model)[0])
+    assert gate.any() and up.any() and not down.any()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(weights_of(PeftModel.from_pretrained(make_host("llama"), tmp_path)), weights_of(model))
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+def test_adapters_of_other_kinds_are_part_of_the_host_that_is_calibrated():
+    host = inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], init_lora_weights=False), make_host("llama"))
+    del host.peft_config
+    explicit = get_peft_model(host, LocasConfig(r=4))
+    implicit = copy.deepcopy(explicit)
+    calibrate(explicit, [make_tokens()])
+    implicit.train()(input_ids=make_tokens())
+    assert torch.equal(weights_of(explicit), weights_of(implicit))
+    alone = make_model()
+    calibrate(alone, [make_tokens()])
+    assert not torch.equal(weights_of(explicit), weights_of(alone))
 
 
 def test_rows_have_the_hidden_size():

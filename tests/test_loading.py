@@ -1,4 +1,4 @@
-"""Loading: bases by name, memories by folder, and one line for each way in which they cannot be had."""
+"""Loading: bases by name, memories by folder, and one line for each fault."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_llama():
     return AutoModelForCausalLM.from_config(config)
 
 
-def test_the_backbone_is_at_hand():
+def test_the_backbone_loads_by_default():
     model, tokenizer = loading.load_base(device="cpu")
     assert (model.config.model_type, model.dtype, model.training) == ("qwen3", torch.float32, False)
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -72,7 +72,7 @@ def test_a_folder_is_a_base():
         ("memory", "model must be a base model, got the memory 'memory': name the model it was made for"),
     ],
 )
-def test_what_is_no_base(name, message, tmp_path, monkeypatch):
+def test_names_that_are_no_base(name, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "memory").mkdir()
@@ -109,7 +109,9 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
 
 
 def test_unknown_dtypes_and_devices():
-    with pytest.raises(ValueError, match="^dtype must be one of auto, float32, bfloat16, float16, got 'int3'$"):
+    with pytest.raises(
+        ValueError, match="^dtype must be one of auto, float32, bfloat16, float16, got 'int3': choose one of them$"
+    ):
         loading.load_base(dtype="int3", device="cpu")
     with pytest.raises(ValueError, match="^device must be one that torch can use, got 'abacus' "):
         loading.load_base(device="abacus")
@@ -174,7 +176,7 @@ def test_a_memory_s_file_is_checked_before_anything_is_made(memory, tmp_path):
 def test_fields_that_a_memory_does_not_have(tmp_path):
     base, _ = loading.load_base(device="cpu")
     get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
-    message = "^pad_to_multiple_of has no meaning for a memory of type LORA, got 8$"
+    message = "^pad_to_multiple_of has no meaning for a memory of type LORA, got 8: leave it out$"
     with pytest.raises(ValueError, match=message):
         loading.load_memory(loading.load_base(device="cpu")[0], tmp_path, pad_to_multiple_of=8)
 
@@ -205,7 +207,7 @@ def test_damaged_memories(memory, tmp_path):
     assert str(raised.value) == message
     config = tmp_path / "adapter_config.json"
     config.write_text("{")
-    with pytest.raises(ValueError, match="is not readable as JSON .*: copy or save the memory again$"):
+    with pytest.raises(ValueError, match="must be JSON .*: write it again$"):
         loading.describe_memory(tmp_path)
     config.write_text(json.dumps({"r": 4}))
     with pytest.raises(ValueError, match="must name its peft_type, got none: copy or save the memory again$"):

@@ -9,24 +9,17 @@ import pytest
 from locomo_data import make_sample, make_samples, write_samples
 
 from locas_peft.evaluation.cloze import OTHERS, find_spans
-from locas_peft.evaluation.locomo import (
-    PROMPTS,
-    choose_conversations,
-    dialogue,
-    dialogue_lines,
-    make_prompt,
-    read_locomo,
-    read_prompts,
-)
+from locas_peft.evaluation.conversations import choose_conversations, dialogue, dialogue_lines, load_locomo
+from locas_peft.evaluation.locomo import PROMPTS, load_prompts, make_prompt
 
 
 @pytest.fixture
 def conversations(tmp_path):
-    return read_locomo(write_samples(tmp_path, make_samples()))[0]
+    return load_locomo(write_samples(tmp_path, make_samples()))[0]
 
 
 def test_the_releases_form_is_read_whole(tmp_path):
-    conversations, problems = read_locomo(write_samples(tmp_path, make_samples()))
+    conversations, problems = load_locomo(write_samples(tmp_path, make_samples()))
     assert not problems
     assert [conversation.sample_id for conversation in conversations] == ["talk-1", "talk-2"]
     first = conversations[0]
@@ -53,7 +46,7 @@ def test_a_dialogue_has_its_dates_speakers_and_photos(conversations):
 def test_sessions_come_in_their_numbers_order(tmp_path):
     sample = make_sample()
     sample["conversation"]["session_10"] = [{"speaker": "Ida", "dia_id": "D10:1", "text": "Bye."}]
-    conversation = read_locomo(write_samples(tmp_path, [sample]))[0][0]
+    conversation = load_locomo(write_samples(tmp_path, [sample]))[0][0]
     assert dialogue_lines(conversation)[-2:] == ["Session 10", "Ida: Bye."]
 
 
@@ -72,7 +65,7 @@ def broken(**changes) -> dict:
     ],
 )
 def test_a_conversation_that_cannot_be_used_is_left_out_with_its_place(tmp_path, sample, message):
-    conversations, problems = read_locomo(write_samples(tmp_path, [make_sample(), sample]))
+    conversations, problems = load_locomo(write_samples(tmp_path, [make_sample(), sample]))
     assert [conversation.sample_id for conversation in conversations] == ["talk-1"]
     assert len(problems) == 1
     with pytest.raises(ValueError, match=message):
@@ -102,7 +95,7 @@ def test_a_conversation_that_cannot_be_used_is_left_out_with_its_place(tmp_path,
 def test_a_question_that_cannot_be_asked_is_left_out_with_its_place(tmp_path, question, message):
     sample = make_sample()
     sample["qa"][1] = question
-    conversations, problems = read_locomo(write_samples(tmp_path, [sample]))
+    conversations, problems = load_locomo(write_samples(tmp_path, [sample]))
     assert [found.index for found in conversations[0].questions] == [0, 2, 3, 4, 5]
     assert len(problems) == 1
     with pytest.raises(ValueError, match=message):
@@ -112,7 +105,7 @@ def test_a_question_that_cannot_be_asked_is_left_out_with_its_place(tmp_path, qu
 def test_a_broken_turn_costs_that_turn_alone(tmp_path):
     sample = make_sample()
     del sample["conversation"]["session_1"][0]["text"]
-    conversations, problems = read_locomo(write_samples(tmp_path, [sample]))
+    conversations, problems = load_locomo(write_samples(tmp_path, [sample]))
     assert list(conversations[0].turns) == ["D1:2", "D2:1", "D2:2"]
     assert problems[0].startswith("talks.json[0].conversation.session_1[0] must have dia_id, speaker and text")
 
@@ -122,13 +115,13 @@ def test_a_file_that_is_no_locomo_is_one_line(tmp_path, content):
     path = tmp_path / "other.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=r"^LoCoMo data must .* give the release's locomo10\.json") as caught:
-        read_locomo(path)
+        load_locomo(path)
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_one_line(tmp_path):
     with pytest.raises(ValueError, match=r"^LoCoMo data must be an existing file, got .*none\.json': check the path$"):
-        read_locomo(tmp_path / "none.json")
+        load_locomo(tmp_path / "none.json")
 
 
 def test_conversations_are_chosen_by_name(conversations):
@@ -155,7 +148,7 @@ def test_prompts_hold_the_question_and_with_context_the_dialogue(conversations):
 def test_prompts_are_data(tmp_path, conversations):
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps({"no-context": "Q: {question} A:"}), encoding="utf-8")
-    prompts = read_prompts(path)
+    prompts = load_prompts(path)
     assert make_prompt(conversations[0], conversations[0].questions[0], "no-context", prompts=prompts) == (
         "Q: What did Ida buy? A:"
     )
@@ -178,7 +171,7 @@ def test_bad_prompts_are_one_line(tmp_path, content, message):
     path = tmp_path / "prompts.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
-        read_prompts(path)
+        load_prompts(path)
 
 
 def test_spans_stand_word_for_word_in_their_turns(conversations):
@@ -198,7 +191,7 @@ def test_a_span_counts_once_and_traps_never(tmp_path):
     sample = make_sample()
     sample["qa"].append({"question": "Which city?", "answer": "Lisbon", "evidence": ["D2:1"], "category": 4})
     sample["qa"].append({"question": "Again?", "answer": "arrot", "evidence": ["D1:1"], "category": 4})
-    spans = find_spans(read_locomo(write_samples(tmp_path, [sample]))[0][0])
+    spans = find_spans(load_locomo(write_samples(tmp_path, [sample]))[0][0])
     assert [span.text for span in spans] == ["grey parrot", "cage", "Lisbon"]
 
 
@@ -207,7 +200,7 @@ def test_the_others_come_from_the_seed_and_are_never_the_span_itself(tmp_path):
     words = "bread kitchen everybody Paint calms baked".split()
     turns = {word: "D1:2" if word in ("bread", "baked") else "D2:2" for word in words}
     sample["qa"] += [{"question": "?", "answer": w, "evidence": [turns[w]], "category": 4} for w in words]
-    conversation = read_locomo(write_samples(tmp_path, [sample]))[0][0]
+    conversation = load_locomo(write_samples(tmp_path, [sample]))[0][0]
     spans = find_spans(conversation, seed=1)
     assert spans == find_spans(conversation, seed=1)
     assert spans != find_spans(conversation, seed=2)

@@ -1,4 +1,4 @@
-"""The measures as evaluate.Metrics: in batches or at once, without the hub, with intervals that hold their mean."""
+"""Means by category, gains, shares and accuracies, with intervals around them."""
 
 from __future__ import annotations
 
@@ -7,48 +7,58 @@ import math
 import numpy as np
 import pytest
 
-from locas_peft.evaluation.f1 import answer_f1
-from locas_peft.evaluation.intervals import mean_interval
-from locas_peft.evaluation.metrics import ClozeGain, LocomoF1, MinimalPairs, ShareFirst
+from locas_peft.evaluation.blimp import PairScore, summarize_pairs
+from locas_peft.evaluation.cloze import firsts, gains
+from locas_peft.evaluation.f1 import abstains, answer_f1
+from locas_peft.evaluation.intervals import mean_interval, rise_interval
+from locas_peft.evaluation.locomo import f1_by_category
 
 
-def test_locomo_f1_by_category_in_batches():
-    predictions = ["grey parrot, cage", "May 2023", "blue", "Lisbon", "not mentioned", "a parrot"]
-    references = ["grey parrot, cage", "7 May 2023", "Blue; a colour", "Oslo", "grey parrot", "grey parrot"]
-    categories = [1, 2, 3, 4, 5, 5]
-    metric = LocomoF1()
-    metric.add_batch(predictions=predictions[:2], references=references[:2], categories=categories[:2])
-    metric.add_batch(predictions=predictions[2:], references=references[2:], categories=categories[2:])
-    found = metric.compute()
-    expected = [answer_f1(*row) for row in zip(predictions, references, categories, strict=True)]
-    assert found["multi-hop"]["mean"] == expected[0] == 1
+def make_records(*rows: tuple[str, str, int]) -> list[dict]:
+    return [
+        {"category": category, "f1": answer_f1(prediction, gold, category), "abstains": abstains(prediction)}
+        for prediction, gold, category in rows
+    ]
+
+
+def test_f1_by_category():
+    records = make_records(
+        ("grey parrot, cage", "grey parrot, cage", 1),
+        ("May 2023", "7 May 2023", 2),
+        ("blue", "Blue; a colour", 3),
+        ("Lisbon", "Oslo", 4),
+        ("not mentioned", "grey parrot", 5),
+        ("a parrot", "grey parrot", 5),
+    )
+    found = f1_by_category(records)
+    assert found["multi-hop"]["mean"] == records[0]["f1"] == 1
     assert found["temporal"]["mean"] == pytest.approx(0.8)
-    assert found["adversarial"]["mean"] == pytest.approx((expected[4] + expected[5]) / 2)
+    assert found["adversarial"]["mean"] == pytest.approx((records[4]["f1"] + records[5]["f1"]) / 2)
     assert -1 <= found["adversarial"]["mean"] < 0
     assert found["abstention"] == {"mean": 0.5, "low": 0.0, "high": 1.0, "n": 2}
     assert found["answerable"]["n"] == 4
-    again = LocomoF1().compute(predictions=predictions, references=references, categories=categories)
-    assert str(again) == str(found)
+    assert found["answerable"]["mean"] == pytest.approx(sum(record["f1"] for record in records[:4]) / 4)
 
 
 def test_categories_without_questions_are_left_out():
-    found = LocomoF1().compute(predictions=["x"], references=["x"], categories=[4])
-    assert found.keys() == {"single-hop", "answerable"}
+    assert f1_by_category(make_records(("x", "x", 4))).keys() == {"single-hop", "answerable"}
 
 
 def test_losses_to_gains_shares_and_accuracies():
-    assert ClozeGain().compute(predictions=[1.0, 2.0], references=[2.0, 4.0])["gain"]["mean"] == 1.5
-    assert ShareFirst().compute(predictions=[1.0, 2.0], references=[2.0, 2.0])["first"]["mean"] == 0.5
-    found = MinimalPairs().compute(predictions=[1.0, 3.0, 2.0, 2.0], references=[2.0, 2.0, 2.0, 5.0])
-    assert found["accuracy"]["mean"] == 0.5, "a draw is no win"
+    new, old = ([{"nll_per_token": value} for value in values] for values in ((1.0, 2.0), (2.0, 4.0)))
+    assert gains(new, old) == [1.0, 2.0]
+    records = [{"first": True, "others": ["x"]}, {"first": False, "others": ["x"]}, {"first": True, "others": []}]
+    assert firsts(records) == [1.0, 0.0], "a span without others has no rank"
+    scores = [PairScore("p", "f", good, bad) for good, bad in ((1.0, 2.0), (3.0, 2.0), (2.0, 2.0), (2.0, 5.0))]
+    assert summarize_pairs(scores)["accuracy"]["mean"] == 0.5, "a draw is not right"
 
 
-def test_metrics_leave_numpys_random_state_alone():
+def test_intervals_leave_numpys_random_state_alone():
     np.random.seed(3)
     expected = np.random.rand(2)
     np.random.seed(3)
     first = np.random.rand()
-    MinimalPairs().compute(predictions=[1.0, 2.0], references=[2.0, 1.0])
+    mean_interval([1.0, 0.0])
     assert [first, np.random.rand()] == expected.tolist()
 
 
@@ -71,3 +81,29 @@ def test_intervals_of_nothing_of_one_and_of_the_same():
 def test_many_values_take_little_time_and_memory():
     mean = mean_interval([float(number % 2) for number in range(20_000)])
     assert mean.low < 0.5 < mean.high and mean.high - mean.low < 0.02
+
+
+def test_intervals_are_those_of_scipy():
+    bootstrap = pytest.importorskip("scipy.stats").bootstrap
+    random = np.random.default_rng(7)
+    before = random.normal(50, 9, 37)
+    after, tokens = before + random.normal(1, 1, 37), np.full(37, 16.0)
+
+    def rise(before, after, tokens, axis=-1):
+        total = tokens.sum(axis)
+        return np.exp(after.sum(axis) / total) - np.exp(before.sum(axis) / total)
+
+    options = {"n_resamples": 9_999, "confidence_level": 0.95, "method": "percentile"}
+    one = bootstrap((before,), np.mean, batch=1_000, rng=np.random.default_rng(0), **options).confidence_interval
+    two = bootstrap(
+        (before, after, tokens),
+        rise,
+        paired=True,
+        vectorized=True,
+        batch=500,
+        rng=np.random.default_rng(0),
+        **options,
+    ).confidence_interval
+    mean, rises = mean_interval(before), rise_interval(before, after, tokens)
+    assert (mean.low, mean.high) == pytest.approx((one.low, one.high), rel=1e-12)
+    assert (rises.low, rises.high) == pytest.approx((two.low, two.high), rel=1e-12)

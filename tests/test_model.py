@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 from accelerate import cpu_offload
-from families import VOCABULARY, make_host, make_tokens
+from families import VOCABULARY, make_host, make_tokens, weights_in
 from peft import (
     AutoPeftModelForCausalLM,
     LoraConfig,
@@ -21,6 +21,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from locas_peft import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
+from locas_peft.tuner import adapters_disabled
 from locas_peft.tuner.ffn import find_ffns
 
 
@@ -139,6 +140,110 @@ def test_rows_of_a_batch_may_use_different_memories():
         assert torch.equal(generated[2, : alone.shape[1]], alone[0])
 
 
+def make_mixed(family, names=("one", "two", "three"), widths=(3, 3, 3), dtype=torch.float64):
+    """A model with several memories of different weights, in evaluation mode."""
+    model = get_peft_model(make_host(family, dtype), LocasConfig(r=4, init_strategy="gaussian"))
+    for seed, (name, r) in enumerate(zip(names, widths, strict=True)):
+        model.add_adapter(name, LocasConfig(r=r, init_strategy="gaussian", seed=seed, scaling=1.0 + seed))
+        teach(model, name, seed=seed)
+    return model.to(dtype).eval()
+
+
+def gradients_of(model, names):
+    return {
+        key: None if parameter.grad is None else parameter.grad.clone()
+        for key, parameter in model.named_parameters()
+        if any(f".{name}." in key for name in names)
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    ("names", "widths"),
+    [
+        (["one", "two", "three"], (3, 3, 3)),
+        (["three", "two", "one"], (3, 3, 3)),
+        (["one", "one", "one"], (3, 3, 3)),
+        (["two", "__base__", "one", "two", "three", "three"], (3, 3, 3)),
+        (["one", "two", "three", "two"], (3, 2, 3)),
+    ],
+    ids=str,
+)
+def test_each_memory_of_a_mixed_batch_gets_the_gradient_of_its_rows(family, names, widths):
+    model = make_mixed(family, widths=widths)
+    memories = sorted(set(names) - {"__base__"})
+    for layer in layers_of(model):
+        for projection in (projection for name in memories for projection in layer.projections(name)):
+            projection.requires_grad_(True)
+    ids = make_tokens(len(names), 12)
+    losses = []
+    for name in dict.fromkeys(names):
+        rows = [row for row, other in enumerate(names) if other == name]
+        if name == "__base__":
+            with adapters_disabled(model), torch.no_grad():
+                losses.append(model(input_ids=ids[rows], labels=ids[rows]).loss * len(rows))
+            continue
+        loss = model(input_ids=ids[rows], labels=ids[rows], adapter_names=[name] * len(rows)).loss * len(rows)
+        loss.backward()
+        losses.append(loss.detach())
+    expected = gradients_of(model, memories)
+    assert all(gradient is not None and gradient.any() for gradient in expected.values())
+    model.zero_grad()
+    loss = model(input_ids=ids, labels=ids, adapter_names=names).loss * len(names)
+    torch.testing.assert_close(loss.detach(), sum(losses), rtol=1e-6, atol=1e-6)
+    loss.backward()
+    for key, gradient in gradients_of(model, memories).items():
+        torch.testing.assert_close(gradient, expected[key], rtol=1e-5, atol=1e-7, msg=key)
+    others = {"one", "two", "three", "default"} - set(memories)
+    assert all(gradient is None for gradient in gradients_of(model, others).values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradients_of_a_mixed_batch_are_right(family):
+    model = make_mixed(family)
+    layer = layers_of(model)[-1]
+    names = ["two", "one", "__base__", "three", "one"]
+    weights = [weight.detach() for name in ("one", "two", "three") for weight in weights_in(layer, name)]
+    inputs = torch.randn(5, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def forward(inputs, *weights):
+        left = iter(weights)
+        for name in ("one", "two", "three"):
+            for projection in layer.projections(name):
+                del projection.weight
+                projection.weight = next(left)
+        return layer(inputs, adapter_names=names)
+
+    for name in ("one", "two", "three"):
+        for projection in layer.projections(name):
+            del projection._parameters["weight"]
+            projection.weight = None
+    assert torch.autograd.gradcheck(forward, (inputs.requires_grad_(), *(w.requires_grad_() for w in weights)))
+
+
+def test_rows_of_one_name_take_the_plain_path():
+    model = make_mixed("llama", dtype=torch.float32)
+    model.set_adapter("two")
+    expected = logits(model)
+    calls = []
+    for layer in layers_of(model):
+        layer._forward_mixed_batch = lambda *args, **kwargs: calls.append(args)
+    assert torch.equal(logits(model, adapter_names=["two"] * 4), expected) and not calls
+
+
+def test_one_batched_product_serves_rows_of_different_memories(monkeypatch):
+    model = make_mixed("llama")
+    recalled = []
+    recall = LocasLayer.recall
+    monkeypatch.setattr(
+        LocasLayer,
+        "recall",
+        lambda self, names, inputs: recalled.append((names, len(inputs))) or recall(self, names, inputs),
+    )
+    logits(model, make_tokens(3), adapter_names=["two", "one", "three"])
+    assert recalled == [(["two", "one", "three"], 3)] * 2  # once a layer
+
+
 def test_adapter_names_are_checked():
     model = make_model().eval()
     with pytest.raises(ValueError, match=r"Trying to infer with non-existing adapter\(s\): nobody"):
@@ -232,7 +337,7 @@ def test_half_bases(dtype, autocast_adapter_dtype):
     config = LocasConfig(r=4, init_strategy="random")
     model = get_peft_model(make_host("llama", dtype), config, autocast_adapter_dtype=autocast_adapter_dtype)
     expected = torch.float32 if autocast_adapter_dtype else dtype
-    assert {w.dtype for layer in layers_of(model) for w in layer._weights("default")} == {expected}
+    assert {w.dtype for layer in layers_of(model) for w in weights_in(layer)} == {expected}
     teach(model)
     assert logits(model).dtype == dtype
     model.to(torch.bfloat16)
@@ -259,6 +364,77 @@ def test_rescale_is_undone():
     assert torch.equal(logits(model), before)
     with pytest.raises(ValueError, match="no LOCAS memory 'x' to rescale"), rescale(model, 1.0, "x"):
         pass
+    with rescale(model, 4.0), rescale(model, 0.25):
+        torch.testing.assert_close(logits(model), before)
+    assert torch.equal(logits(model), before)
+    with rescale(model, 0.0):
+        clone = copy.deepcopy(model)  # is not in the context
+    assert torch.equal(logits(clone), before)
+
+
+def test_a_memory_saved_while_it_is_rescaled_keeps_its_scale(tmp_path):
+    model = make_model().eval()
+    before = logits(model)
+    with rescale(model, 0.0):
+        model.save_pretrained(tmp_path)
+        state = get_peft_model_state_dict(model)
+    assert all(tau == 1.0 for key, tau in state.items() if "locas_tau" in key)
+    assert torch.equal(logits(PeftModel.from_pretrained(make_host("llama"), tmp_path)), before)
+
+
+def test_merged_memories_are_not_rescaled_and_rescaled_ones_not_merged():
+    model = make_model()
+    before = snapshot(model)
+    with rescale(model, 0.5):
+        for verb in (model.merge_adapter, model.merge_and_unload):
+            with pytest.raises(ValueError) as error:
+                verb()
+            assert str(error.value) == (
+                "the memory 'default' cannot be merged inside rescale(), got the multiplier 0.5: merge it outside, or "
+                "set the config's scaling."
+            )
+    assert same(model, before)
+    model.merge_adapter()
+    with pytest.raises(ValueError) as error, rescale(model, 0.5):
+        pass
+    assert str(error.value) == "the memory 'default' is merged: call unmerge_adapter() before it is rescaled."
+    model.unmerge_adapter()
+    assert same(model, before)
+
+
+def test_a_memory_deleted_while_it_is_rescaled_stays_deleted():
+    model = make_model(name="first")
+    model.add_adapter("second", LocasConfig(r=4, init_strategy="gaussian"))
+    with rescale(model, 2.0, "second"), rescale(model, 2.0, "second"):
+        model.delete_adapter("second")
+    assert not any(layer.locas_multiplier for layer in layers_of(model))
+
+
+@pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
+def test_adapters_are_switched_off_and_on_again():
+    config = LocasConfig(r=4, init_strategy="random", modules_to_save=["lm_head"])
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    host = inject_adapter_in_model(lora, make_host("llama"), adapter_name="lora")
+    del host.peft_config
+    model = get_peft_model(host, config)
+    teach(model)
+    head = model.get_base_model().lm_head
+    with torch.no_grad():
+        head.modules_to_save["default"].weight.add_(0.1)
+    trained = [(name, p.requires_grad) for name, p in model.named_parameters()]
+    before, first = logits(model), layers_of(model)[0]
+    first.enable_adapters(False)
+    partly = logits(model)
+    with pytest.raises(RuntimeError), adapters_disabled(model):
+        assert torch.equal(logits(model), logits(make_host("llama")))
+        raise RuntimeError
+    assert torch.equal(logits(model), partly) and not torch.equal(partly, before)  # what was off stays off
+    first.enable_adapters(True)
+    with adapters_disabled(model, except_for=[head]):
+        with_head = logits(model)
+    assert not torch.equal(with_head, logits(make_host("llama"))) and not torch.equal(with_head, before)
+    assert torch.equal(logits(model), before)
+    assert [(name, p.requires_grad) for name, p in model.named_parameters()] == trained
 
 
 def test_a_decoder_s_tokens_are_not_masked_by_its_encoder_s_padding():
@@ -343,6 +519,9 @@ def test_two_memories_merged_and_one_cut_out_again():
     assert layers_of(model)[0].merged_adapters == ["second"]
     torch.testing.assert_close(logits(model), second, rtol=0, atol=1e-5)
     model.unmerge_adapter()
+    assert same(model, base)
+    model.merge_adapter(["first", "second"])
+    model.unmerge_adapter()  # both at once
     assert same(model, base)
 
 
@@ -438,7 +617,7 @@ def test_an_offloaded_base_gets_the_same_memory_but_is_not_merged():
     model = get_peft_model(host, LocasConfig(r=4))
     calibrate(model, [make_tokens()])
     for layer, expected in zip(layers_of(model), layers_of(reference), strict=True):
-        assert all(map(torch.equal, layer._weights("default")[:2], expected._weights("default")[:2]))
+        assert all(map(torch.equal, weights_in(layer)[:2], weights_in(expected)[:2]))
     for taught in (model, reference):
         teach(taught)
     assert torch.equal(logits(model), logits(reference))
@@ -506,7 +685,7 @@ def test_pickled_file_is_never_read(memory):
             lambda t: t.update(
                 {k.replace("layers.1", "layers.2"): v.clone() for k, v in t.items() if "layers.1" in k}
             ),
-            r"the model has no place for .*layers.2.mlp.locas_",
+            r"the model has no layer for .*layers.2.mlp.locas_",
         ),
         (lambda t: [t.pop(k) for k in list(t)], r"holds no LOCAS memory"),
         (lambda t: t.update({KEY: t[KEY].to(torch.int8)}), r"is of torch.int8, a floating dtype of 16 bits or more"),

@@ -1,15 +1,21 @@
-"""The PG-19 benchmark: readings are kept and gone on from, tables come from the folder, ratios count what they say."""
+"""The PG-19 benchmark: results are kept and continued, tables are made of the folder, ratios are what they claim."""
 
 import importlib
 import json
 import sys
+import time
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
-from locas_peft import backbone, checkpoint, methods, text
-from locas_peft.methods import Settings
+from locas_peft import backbone, text
+from locas_peft.reading import score
+from locas_peft.settings import ReadingSettings
+from locas_peft.ttt.learner import Learner
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALL = ["--window", "32", "--stride", "16"]
@@ -17,19 +23,18 @@ SMALL = ["--window", "32", "--stride", "16"]
 
 @pytest.fixture
 def pg19(monkeypatch):
-    """The script as a module; what it imports from its folder is forgotten again."""
-    threads, known = torch.get_num_threads(), set(sys.modules)
+    """Return the script as a module; the modules of its folder are removed afterwards."""
+    threads = torch.get_num_threads()
     monkeypatch.syspath_prepend(str(FOLDER))
     yield importlib.import_module("pg19")
     torch.set_num_threads(threads)
-    for name in set(sys.modules) - known:
-        if name.startswith(("pg19", "overhead")):
-            del sys.modules[name]
+    for name in ("pg19", "pg19_rows", "pg19_report", "pg19_timing", "measuring"):
+        sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope="module")
 def books(tmp_path_factory):
-    """A folder of short texts under the names of the benchmark's books."""
+    """Make a folder of short texts under the names of the benchmark's books."""
     folder = tmp_path_factory.mktemp("books")
     reference = text.python_reference()
     for number, name in enumerate(["1684", "2118", "3649", "36235", "5274"]):
@@ -39,7 +44,7 @@ def books(tmp_path_factory):
 
 @pytest.fixture
 def call(pg19, books, tmp_path, capsys):
-    """Runs the command on the books; gives its JSON and what it printed, on stdout and on stderr."""
+    """Run the command on the books; return its JSON, its stdout and its stderr."""
 
     def run(*arguments):
         pg19.main(["--books", str(books), "--out", str(tmp_path / "out"), *SMALL, *arguments])
@@ -51,7 +56,7 @@ def call(pg19, books, tmp_path, capsys):
 
 @pytest.fixture
 def fail(call, capsys):
-    """Runs a command that must not succeed; gives the one line that says why."""
+    """Run a command that must fail; return its one-line error."""
 
     def run(*arguments):
         with pytest.raises(SystemExit) as raised:
@@ -81,37 +86,36 @@ def test_readings_are_kept_and_the_table_is_made_from_the_folder(call, pg19, tmp
     assert json.loads((tmp_path / "out" / "pg19.json").read_text())["tables"] == summary["tables"]
     assert (tmp_path / "out" / "pg19.md").read_text().strip() in printed
 
-    monkeypatch.setattr(sys.modules["pg19_quality"], "read_job", None)  # nothing is left to be read
+    monkeypatch.setattr(pg19, "read", None)  # nothing is left to be read
     again, _, progress = call(*HEADLINE, "--documents", "3649,1684")
     assert again["tables"] == summary["tables"] and progress == ""
     collected, _, _ = call("--table", "headline", "--tokens", "80", "--collect")
     assert collected["tables"] == summary["tables"]
 
 
-def test_a_stopped_run_goes_on(call, fail, pg19, tmp_path, monkeypatch):
-    quality = sys.modules["pg19_quality"]
-    read, done = quality.read_job, []
+def test_a_stopped_run_continues(call, fail, pg19, tmp_path, monkeypatch):
+    read, done = pg19.read, []
 
-    def stop_at_the_second(base, job, *rest):
+    def stop_at_the_second(*args):
         if len(done) == 1:
             raise KeyboardInterrupt
-        done.append(job.document)
-        return read(base, job, *rest)
+        done.append(args)
+        return read(*args)
 
-    monkeypatch.setattr(quality, "read_job", stop_at_the_second)
     width = ["--table", "width", "--rows", "none,locas-glu@4", "--tokens", "80"]
-    assert fail(*width) == "pg19: stopped; what was read whole is kept, and the same command goes on"
+    with monkeypatch.context() as patch:
+        patch.setattr(pg19, "read", stop_at_the_second)
+        assert fail(*width) == "pg19: stopped; all results are kept, and the same command continues"
     files = list((tmp_path / "out" / "readings" / "3649").iterdir())
     assert [path.name for path in files] == ["none_cache-seed0-80.json"]
-    monkeypatch.setattr(quality, "read_job", read)
     summary, _, progress = call(*width)
-    assert progress.startswith("1/1 3649: locas-glu@4, seed 0: ")
+    first, last = progress.splitlines()
+    assert first.startswith("3649: locas-glu@4, seed 0: ") and last == "0 left"
     assert len(summary["tables"]["width"]["readings"]) == 2
 
 
-def test_a_reading_that_was_stopped_goes_on_inside_its_book(call, fail, pg19, tmp_path, monkeypatch):
-    quality = sys.modules["pg19_quality"]
-    read_with = quality.read_with
+def test_a_stopped_reading_continues_inside_its_book(call, fail, pg19, tmp_path, monkeypatch):
+    memorize = pg19.memorize
 
     def stop_at_the_third(*args, on_chunk, **options):
         def note(chunk):
@@ -119,11 +123,11 @@ def test_a_reading_that_was_stopped_goes_on_inside_its_book(call, fail, pg19, tm
             if chunk.index == 2:
                 raise KeyboardInterrupt
 
-        return read_with(*args, on_chunk=note, checkpoint_seconds=0.0, **options)
+        return memorize(*args, on_chunk=note, checkpoint_seconds=0.0, **options)
 
     width = ["--table", "width", "--rows", "locas-glu@4", "--tokens", "80"]
     with monkeypatch.context() as patch:
-        patch.setattr(quality, "read_with", stop_at_the_third)
+        patch.setattr(pg19, "memorize", stop_at_the_third)
         fail(*width)
     folder, name = tmp_path / "out" / "readings" / "3649", "locas-glu@4-seed0-80"
     assert [path.name for path in folder.iterdir()] == [f"{name}.checkpoint"]
@@ -137,14 +141,36 @@ def test_a_reading_that_was_stopped_goes_on_inside_its_book(call, fail, pg19, tm
     assert parts["total_seconds"] is None and whole["total_seconds"] > 0
 
 
-def test_a_book_that_another_process_reads_is_left_to_it(call, pg19, tmp_path):
-    pytest.importorskip("fcntl")
-    folder = tmp_path / "out" / "readings" / "3649" / "locas-glu@4-seed0-80.checkpoint"
-    lock = checkpoint.Lock(folder)
-    _, _, progress = call("--table", "width", "--rows", "locas-glu@4,locas-glu@16", "--tokens", "80")
-    lock.release()
-    assert progress.splitlines()[0] == "3649: locas-glu@4: another process is reading it"
-    assert progress.splitlines()[1].startswith("2/2 3649: locas-glu@16, seed 0: ")
+def test_a_reading_of_another_process_is_left_to_it(call, pg19, tmp_path, monkeypatch):
+    folder = tmp_path / "out" / "readings" / "3649"
+    folder.mkdir(parents=True)
+    lock = FileLock(folder / "locas-glu@4-seed0-80.json.lock")
+    lock.acquire()
+    read, widths = pg19.read, []
+
+    def release_after_the_first(base, ids, settings, *rest):
+        widths.append(settings.r)
+        value = read(base, ids, settings, *rest)
+        if len(widths) == 1:
+            lock.release()
+        return value
+
+    monkeypatch.setattr(pg19, "read", release_after_the_first)
+    call("--table", "width", "--rows", "locas-glu@4,locas-glu@16", "--tokens", "80")
+    assert widths == [16, 4]
+
+
+def test_results_of_an_older_version_are_used(call, tmp_path):
+    row = ["--table", "width", "--rows", "locas-glu@4", "--tokens", "80"]
+    call(*row)
+    path = tmp_path / "out" / "readings" / "3649" / "locas-glu@4-seed0-80.json"
+    value = json.loads(path.read_text())
+    for name in ("readings", "warmup_steps", "objective", "teacher_window", "token_weighting"):
+        del value[name]
+    path.write_text(json.dumps({**value, "anchor": None}))
+    summary, _, progress = call(*row)
+    (table,) = summary["tables"].values()
+    assert progress == "" and table["readings"][0]["perplexity"] == value["perplexity"]
 
 
 def test_times_without_their_memory_are_shown(pg19, tmp_path, monkeypatch, call, fail):
@@ -159,19 +185,42 @@ def test_times_without_their_memory_are_shown(pg19, tmp_path, monkeypatch, call,
 
 def test_rows_beyond_the_models_positions_are_left_out_and_named(pg19, capsys):
     rows = sys.modules["pg19_rows"]
-    kept = pg19.keep_what_fits(backbone.load()[0], rows.TABLES["headline"].rows, Settings("none", window=1024))
+    common = ReadingSettings(method="none", window=1024)
+    kept = pg19.keep_what_fits(backbone.load()[0], rows.TABLES["headline"].rows, common)
     assert {row.name for row in rows.TABLES["headline"].rows} - {row.name for row in kept} == {rows.LONG.name}
     assert capsys.readouterr().err == "left out: long, 4 windows, beyond the model's 2,048 positions\n"
 
 
 def test_operations_are_counted_over_a_whole_cycle_of_the_cache(pg19):
     timing, base = sys.modules["pg19_timing"], backbone.load()[0]
-    read = {"window": 512, "stride": 256}
-    assert timing._count_chunks(base, Settings("none", **read)) == 7  # 255 + 7 * 256 = 2,047 positions
-    assert timing._count_chunks(base, Settings("none", **read, context="recompute")) == 1
-    assert timing._count_chunks(base, Settings.from_preset("locas-glu", **read, anchor=0.3, anchor_every=4)) == 28
-    assert timing._count_chunks(base, Settings("none", window=2048, stride=256)) == 1
-    assert timing._count_chunks(base, Settings("none", window=32, stride=16)) == timing.TURN_CHUNKS
+
+    def count(method="none", window=512, stride=256, context="cache", **given):
+        settings = ReadingSettings(method=method, window=window, stride=stride, context=context, **given)
+        return timing.count_chunks(base, settings.complete())
+
+    assert count() == 7  # 255 + 7 * 256 = 2,047 positions
+    assert count(context="recompute") == 1
+    assert count("locas-glu", anchor=0.3, anchor_every=4) == 28
+    assert count(window=2048) == 1
+    assert count(window=32, stride=16) == timing.TURN_CHUNKS
+
+
+def test_the_copies_of_several_epochs_are_not_timed(pg19, monkeypatch):
+    timing, rows = sys.modules["pg19_timing"], sys.modules["pg19_rows"]
+    base = sys.modules["measuring"].load_shape("tiny")
+    ids = sys.modules["measuring"].draw_tokens(base, 80)
+    common = ReadingSettings(method="none", window=32, stride=16)
+    take_snapshot = Learner.take_snapshot
+
+    def slow(self):
+        time.sleep(0.2)
+        take_snapshot(self)
+
+    monkeypatch.setattr(Learner, "take_snapshot", slow)
+    with ExitStack() as stack:
+        reading = timing.TimedReading(stack, base, rows.lora(16, **rows.PUBLISHED), common, ids)
+        reading.take_turn()
+    assert 0 < reading.turns["time"][0] < 0.2 * timing.TURN_CHUNKS
 
 
 def test_a_folder_of_other_settings_or_texts_is_refused(call, fail, pg19, books, tmp_path, capsys):
@@ -242,14 +291,12 @@ def test_forgetting_is_the_rise_on_unread_books(call, pg19):
 
 
 def test_the_sweep_marks_the_rate_that_ends_best_in_each_group(pg19):
-    rows, report = sys.modules["pg19_rows"], sys.modules["pg19_report"]
-    quality = sys.modules["pg19_quality"]
+    report = sys.modules["pg19_report"]
     values = {"lora@16, lr 0.001": (8.0, 9.0), "lora@16, lr 0.002": (9.0, 8.0), "locas-glu@16, lr 0.001": (8.5, 8.5)}
     readings = []
     for name, (whole, last) in values.items():
-        row = next(row for row in rows.TABLES["sweep"].rows if row.name == name)
         value = {"perplexity": whole, "perplexity_between": {"0-60": 7.0, "60-80": last}}
-        readings.append((quality.Job(row, "1684", 80, 0), {**value, "extra_parameters": 5, "tokens_read": 80}))
+        readings.append({**value, "row": name, "document": "1684", "extra_parameters": 5, "tokens_read": 80})
     table = report.to_markdown("sweep", readings).splitlines()
     assert table[0] == "| row | parameters | 1684, first 80 | 1684, tokens 60-80 |"
     assert table[2:] == [
@@ -260,12 +307,12 @@ def test_the_sweep_marks_the_rate_that_ends_best_in_each_group(pg19):
 
 
 def test_the_mean_over_documents_is_weighted_by_tokens(pg19):
-    report, quality, rows = (sys.modules[f"pg19_{name}"] for name in ("report", "quality", "rows"))
+    report = sys.modules["pg19_report"]
 
     def reading(document, perplexity, nll_nats, tokens):
         value = {"perplexity": perplexity, "nll_nats": nll_nats, "scored_tokens": tokens, "tokens_read": tokens + 1}
         value |= {"learning_rate": None, "extra_parameters": 0, "perplexity_at": {}, "perplexity_between": {}}
-        return quality.Job(rows.NONE, document, None, 0), value
+        return {**value, "row": "none, cache", "document": document}
 
     table = report.to_markdown("headline", [reading("3649", 2.0, 300.0, 100), reading("5274", 3.0, 100.0, 300)])
     assert table.splitlines()[2] == "| none, cache | - | 0 | 2.00 | 3.00 | 2.72 |"  # exp(400 / 400)
@@ -273,8 +320,8 @@ def test_the_mean_over_documents_is_weighted_by_tokens(pg19):
 
 def test_rows_are_read_with_the_settings_that_they_name(pg19):
     rows = sys.modules["pg19_rows"]
-    common = Settings("none", window=64, stride=16, max_tokens=80)
-    found = {row.name: row.settings(common, seed=2) for row in rows.TABLES["headline"].rows}
+    common = ReadingSettings(method="none", window=64, stride=16)
+    found = {row.name: row.settings(common, seed=2, max_tokens=80) for row in rows.TABLES["headline"].rows}
     assert len(found) == len(rows.TABLES["headline"].rows)
     assert all((value.stride, value.max_tokens, value.seed) == (16, 80, 2) for value in found.values())
     assert found["long, 4 windows"].window == 256
@@ -301,10 +348,10 @@ def test_frozen_rates_follow_their_rule_from_the_sweep(pg19):
 
 
 def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypatch, capsys):
-    timing, shapes = sys.modules["pg19_timing"], sys.modules["pg19_shapes"]
+    timing, measuring = sys.modules["pg19_timing"], sys.modules["measuring"]
 
     def in_this_process(load, rows, common, ids):
-        return {row.name: timing._measure(load, row.settings(common), ids[:96]) for row in rows}
+        return {row.name: timing.measure_row(load, row.settings(common), ids[:96]) for row in rows}
 
     monkeypatch.setattr(timing, "measure_memory", in_this_process)
     arguments = ["--shapes", "tiny", "--window", "32", "--stride", "16", "--out", str(tmp_path)]
@@ -318,29 +365,26 @@ def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypat
     assert locas["peak_bytes"] >= locas["peak_bytes_early"] >= 0
 
     # A cached chunk: S tokens through all matrices of layers and head, and through attention over the window but one.
-    shape, tokens, keys = shapes.SHAPES["tiny"], 16, 16 + 15
+    shape, tokens, keys = measuring.SHAPES["tiny"], 16, 16 + 15
     hidden, width, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     projections = hidden * 16 * (4 + 2 + 2 + 4) + 3 * hidden * width
     attention = 2 * 2 * tokens * keys * 4 * 16
     expected = layers * (2 * tokens * projections + attention) + 2 * tokens * hidden * shape["vocab_size"]
     assert cache["operations_a_token"] * 16 == expected
-    # Learning costs what reading costs at most twice more, and less than three times as the first layer's own inputs
-    # need no gradients.
+    # A backward pass costs at most two forward passes, and less since the first layer has inputs without gradients.
     assert 1.5 < locas["relative_operations"]["none, cache"] < 3
-    assert measured["locas-glu@64, anchor 0.3, lr 0.004"]["tokens_per_second"] > 0, (
-        "random weights write their text too"
-    )
+    # Random weights can generate the anchor's text too.
+    assert measured["locas-glu@64, anchor 0.3, lr 0.004"]["tokens_per_second"] > 0
     assert "| locas-glu@16 | 6,144 |" in (tmp_path / "pg19-shapes.md").read_text()
 
 
 @pytest.mark.slow
 def test_memory_is_measured_in_processes_of_their_own(pg19, books, tmp_path):
-    from functools import partial
-
     rows, timing = sys.modules["pg19_rows"], sys.modules["pg19_timing"]
-    load = partial(sys.modules["pg19_shapes"].load, "tiny", "float32", "cpu")
+    load = partial(sys.modules["measuring"].load_shape, "tiny", "float32", "cpu")
     ids = torch.randint(0, 512, (400,), generator=torch.Generator().manual_seed(0))
-    found = timing.measure_memory(load, [rows.NONE, rows.lora(64)], Settings("none", window=32, stride=16), ids)
+    common = ReadingSettings(method="none", window=32, stride=16)
+    found = timing.measure_memory(load, [rows.NONE, rows.lora(64)], common, ids)
     assert found["lora@64"]["peak_bytes"] > found["none, cache"]["peak_bytes"] >= 0
 
 
@@ -352,7 +396,8 @@ def test_the_first_block_is_one_table_of_the_command(call, fail, books, tmp_path
     assert all(row["tokens"] == 100 for row in table["results"])
     base, tokenizer = backbone.load(name=backbone.MLP_NAME)
     ids = text.tokenize(tokenizer, text.unwrap((books / "3649.txt").read_text(encoding="utf-8")), 100)
-    expected = methods.score(base.requires_grad_(False), ids, Settings("none", window=32, stride=16, context="cache"))
+    settings = ReadingSettings(method="none", window=32, stride=16, context="cache").complete()
+    expected = score(base.requires_grad_(False), ids, settings)
     assert table["results"][2]["perplexity"] == pytest.approx(expected, rel=1e-6)
     assert [row["extra_parameters"] for row in table["results"]] == [0, 0, 0, 1_572_864]
     assert "| none | - |" in printed

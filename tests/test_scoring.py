@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from families import make_host, make_tokens
 
 from locas_peft import TestTimeTrainer, backbone
 from locas_peft.evaluation.answering import answer, encode_prompt, first_line
-from locas_peft.evaluation.cloze import SpanScore, find_spans, score_spans
-from locas_peft.evaluation.locomo import Conversation, Question, Session, Turn
-from locas_peft.evaluation.scoring import encode_pair, read_logits, score_targets
+from locas_peft.evaluation.cloze import find_spans, score_spans
+from locas_peft.evaluation.conversations import Conversation, Question, Session, Turn
+from locas_peft.evaluation.forgetting import measure_drift
+from locas_peft.evaluation.scoring import encode_pair, score_targets
 
 
 @pytest.fixture(scope="module")
@@ -76,14 +78,22 @@ def test_a_target_is_tokenised_as_in_its_text(embedded):
         encode_pair(tokenizer, "She", "")
 
 
-def test_documents_are_read_as_the_trainer_reads_them():
+def test_documents_are_scored_as_the_trainer_scores_them():
     model, ids = make_host("llama"), make_tokens(1, 61)[0]
-    losses = [
-        F.cross_entropy(logits, targets, reduction="sum").item() for logits, targets in read_logits(model, ids, 16, 8)
-    ]
+    found = measure_drift(model, nullcontext, ids, 16, 8)
     trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None)
-    assert losses == pytest.approx([chunk.nll_nats for chunk in trainer.read(ids)], rel=1e-5)
-    assert sum(len(targets) for _, targets in read_logits(model, ids, 8, 8)) == 60
+    assert found["chunk_nll_nats"] == pytest.approx([chunk.nll_nats for chunk in trainer.read(ids)], rel=1e-5)
+    assert sum(measure_drift(model, nullcontext, ids, 8, 8)["chunk_tokens"]) == 60
+
+
+def test_only_logits_that_are_scored_are_computed():
+    model, widths = make_host("llama"), []
+    model.get_output_embeddings().register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    score_targets(model, [([3] * 20, [4, 5]), ([3] * 19, [6])])
+    assert widths == [3], "21 tokens are fed; the scored ones are predicted at the last three of them"
+    widths.clear()
+    measure_drift(model, nullcontext, make_tokens(1, 40)[0], 32, 8)
+    assert max(widths) == 8, "of windows of 32 tokens"
 
 
 class WordTokenizer:
@@ -103,15 +113,24 @@ def make_prompts(shared: int) -> list[list[int]]:
     return [beginning + row[: 3 + 2 * number] for number, row in enumerate(rows)]
 
 
+def answer_all(model, prompts, **options) -> list[str]:
+    answers = dict(
+        pair
+        for batch, texts in answer(model, WordTokenizer(), prompts, **options)
+        for pair in zip(batch, texts, strict=True)
+    )
+    return [answers[number] for number in range(len(prompts))]
+
+
 @pytest.mark.parametrize("shared", [0, 20])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_batched_answers_are_those_of_each_prompt_alone(family, shared, monkeypatch):
     monkeypatch.setattr("locas_peft.evaluation.answering._WORTH_KEEPING", 8)
     model, prompts = make_host(family), make_prompts(shared)
-    together = answer(model, WordTokenizer(), prompts, max_new_tokens=6, batch_size=3)
-    alone = [answer(model, WordTokenizer(), [prompt], max_new_tokens=6)[0] for prompt in prompts]
+    together = answer_all(model, prompts, max_new_tokens=6, batch_size=3)
+    alone = [answer_all(model, [prompt], max_new_tokens=6)[0] for prompt in prompts]
     assert together == alone
-    assert together == answer(model, WordTokenizer(), prompts, max_new_tokens=6, batch_size=3)
+    assert together == answer_all(model, prompts, max_new_tokens=6, batch_size=3)
 
 
 def test_a_common_beginning_goes_through_the_model_once(monkeypatch):
@@ -120,34 +139,27 @@ def test_a_common_beginning_goes_through_the_model_once(monkeypatch):
     model.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    answer(model, WordTokenizer(), make_prompts(40), max_new_tokens=1, batch_size=2)
+    answer_all(model, make_prompts(40), max_new_tokens=1, batch_size=2)
     assert fed[0] == 40 and sum(fed[1:]) < 100
 
 
 def test_batches_that_are_known_are_not_asked_again():
-    model, prompts, asked = make_host("llama"), make_prompts(0), []
-    every = answer(model, WordTokenizer(), prompts, max_new_tokens=4, batch_size=2)
-    some = answer(
-        model,
-        WordTokenizer(),
-        prompts,
-        max_new_tokens=4,
-        batch_size=2,
-        skip=lambda batch: 4 in batch,
-        on_batch=lambda batch, texts: asked.append((batch, texts)),
-    )
-    assert some[4] is None and some[3] is None
-    assert [some[number] for number in (0, 1, 2)] == every[:3]
-    assert [batch for batch, _ in asked] == [[2, 1], [0]]
+    model, prompts = make_host("llama"), make_prompts(0)
+    every = answer_all(model, prompts, max_new_tokens=4, batch_size=2)
+    batches = list(answer(model, WordTokenizer(), prompts, max_new_tokens=4, batch_size=2, known={4, 3, 2}))
+    assert [batch for batch, _ in batches] == [[2, 1], [0]], "2 again: the batches are the same ones"
+    assert all(every[number] == text for batch, texts in batches for number, text in zip(batch, texts, strict=True))
+    assert list(answer(model, WordTokenizer(), prompts, known=range(5))) == []
+    assert list(answer(model, WordTokenizer(), [])) == []
 
 
 def test_prompts_without_room_are_one_line():
     with pytest.raises(
         ValueError, match=r"^prompt 0 and max_new_tokens must fit the model's 64 positions, got 60 \+ 8"
     ):
-        answer(make_host("llama"), WordTokenizer(), [[3] * 60], max_new_tokens=8)
+        answer_all(make_host("llama"), [[3] * 60], max_new_tokens=8)
     with pytest.raises(ValueError, match=r"^prompt 0 must not be empty"):
-        answer(make_host("llama"), WordTokenizer(), [[]], max_new_tokens=8)
+        answer_all(make_host("llama"), [[]], max_new_tokens=8)
 
 
 def test_an_answer_ends_with_its_line():
@@ -171,7 +183,8 @@ def test_spans_are_scored_in_their_prompts_alone(embedded):
     spans = find_spans(Conversation("talk", ("Ida", "Ben"), (Session(1, None, turns),), tuple(asked)))
     scores = score_spans(model, tokenizer, spans)
     expected = nll_alone(model, *encode_pair(tokenizer, "Ida: We saw ", "the sea"))
-    assert scores[0].nll_per_token * scores[0].tokens == pytest.approx(expected, rel=1e-4)
-    assert len(scores[0].others_nll_per_token) == 3
-    assert scores[0].first == (scores[0].nll_per_token < min(scores[0].others_nll_per_token))
-    assert SpanScore.from_json(scores[0].to_json()) == scores[0]
+    first = scores[0]
+    assert first["nll_per_token"] * first["tokens"] == pytest.approx(expected, rel=1e-4)
+    assert len(first["others_nll_per_token"]) == 3
+    assert first["first"] == (first["nll_per_token"] < min(first["others_nll_per_token"]))
+    assert (first["text"], first["prompt"]) == ("the sea", "Ida: We saw ")

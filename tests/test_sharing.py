@@ -1,169 +1,226 @@
-"""Several processes on one run: tasks are shared out, failures are told once, and the figures stay the same."""
+"""Units and their sharing: each result is made once, by any number of processes, of which any may be killed."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import socket
 import subprocess
 import sys
-import threading
 import time
+from functools import partial
 
 import pytest
-from torch.distributed import HashStore
+from filelock import FileLock
 
 from locas_peft import cli
-from locas_peft.studies.run import ALONE, Task, do_tasks
-from locas_peft.studies.sharing import Processes, join, share_out
+from locas_peft.evaluation import study
+from locas_peft.evaluation.study import Unit, open_study, run_units
+from locas_peft.settings import ReadingSettings
 
 TEXTS = {
     "long": "The door of the house was old, and nobody went there. " * 12,
     "short": "He came from the sea and said nothing of it to her.",
 }
-FAST = ["--window", "32", "--stride", "16", "--width", "4", "--device", "cpu"]
+FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
 TIMES = ("seconds", "tokens_per_second", "peak_bytes")
 
 
-def run_threads(work, count: int = 2) -> list:
-    """Runs `work(processes)` in threads that stand for processes; gives what each returned or raised."""
-    store, results = HashStore(), [None] * count
+def make_units(folder, count: int, made: list) -> list[Unit]:
+    def make(number: int) -> dict:
+        made.append(number)
+        return {"number": number}
 
-    def run(index: int) -> None:
-        try:
-            results[index] = work(Processes(index, count, store=store))
-        except BaseException as error:
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert not any(thread.is_alive() for thread in threads), "a process was left hanging"
-    return results
+    return [Unit(folder / f"{number}.json", partial(make, number), str(number)) for number in range(count)]
 
 
-def test_shares_hold_each_task_once_and_weigh_about_the_same():
-    costs = [3.0, 1.0, 9.0, 4.0, 4.0, 2.0, 5.0]
-    for count in (1, 2, 3, 10):
-        shares = share_out(costs, count)
-        assert sorted(task for share in shares for task in share) == list(range(len(costs)))
-        loads = [sum(costs[task] for task in share) for share in shares]
-        assert max(loads) - min(loads) <= max(costs)
-        assert shares == share_out(costs, count)
-    assert share_out(costs, 1) == [list(range(len(costs)))]
-    assert share_out(costs, 2) == [[1, 2, 4], [0, 3, 5, 6]], "the dearest first: 9 + 4 + 1 and 5 + 4 + 3 + 2"
-    assert share_out([], 2) == [[], []]
+def test_each_result_is_made_once_and_what_exists_is_left(tmp_path):
+    (tmp_path / "2.json").write_text("{}")
+    made = []
+    run_units(make_units(tmp_path, 4, made))
+    assert made == [0, 1, 3]
+    run_units(make_units(tmp_path, 4, made))
+    assert made == [0, 1, 3] and (tmp_path / "2.json").read_text() == "{}"
+    assert sorted(os.listdir(tmp_path)) == ["0.json", "1.json", "2.json", "3.json"], "no lock is left"
 
 
-def test_a_process_on_its_own_needs_nobody():
-    assert ALONE.share([1, 1]) == [0, 1]
-    assert ALONE.from_main(lambda: "value") == "value"
-    ALONE.wait()
-    with pytest.raises(ValueError, match="no"), ALONE.together():
-        raise ValueError("no")
+def test_a_unit_waits_for_the_one_that_it_needs(tmp_path):
+    made = []
+    units = make_units(tmp_path, 3, made)
+    units[1] = dataclasses.replace(units[1], needs=units[2])
+    units[0] = dataclasses.replace(units[0], needs=units[1])
+    run_units(units)
+    assert made == [2, 1, 0]
 
 
-def test_what_the_main_process_finds_goes_to_all():
-    asked = []
-
-    def work(processes):
-        first = processes.from_main(lambda: (asked.append(processes.index), [1, "two"])[1])
-        second = processes.from_main(lambda: None)
-        processes.wait()
-        return first, second
-
-    assert run_threads(work, 3) == [([1, "two"], None)] * 3
-    assert asked == [0]
+def test_a_unit_that_is_needed_is_made_even_if_the_table_lacks_it(tmp_path):
+    made = []
+    needed, unit = make_units(tmp_path, 2, made)
+    run_units([dataclasses.replace(unit, needs=needed)])
+    assert made == [0, 1]
 
 
-@pytest.mark.parametrize("failing", [{0}, {1}, {0, 1}])
-def test_a_failure_is_told_once_and_ends_all(failing):
-    def work(processes):
-        with processes.together():
-            if processes.index in failing:
-                raise ValueError(f"of process {processes.index}")
+def test_an_error_frees_the_unit_and_leaves_what_was_made(tmp_path):
+    made = []
+    units = make_units(tmp_path, 3, made)
 
-    results = run_threads(work)
-    first = min(failing)
-    assert str(results[first]) == f"of process {first}" and isinstance(results[first], ValueError)
-    assert isinstance(results[1 - first], SystemExit) and results[1 - first].code == 2
+    def fail() -> dict:
+        raise OSError("the disk is full")
 
-
-def test_a_failure_in_the_main_process_alone_ends_all():
-    def work(processes):
-        return processes.from_main(lambda: {}["missing"])
-
-    results = run_threads(work)
-    assert isinstance(results[0], KeyError) and isinstance(results[1], SystemExit)
+    with pytest.raises(OSError, match="^the disk is full$"):
+        run_units([units[0], Unit(units[1].path, fail), units[2]])
+    assert os.listdir(tmp_path) == ["0.json"]
+    run_units(units)
+    assert made == [0, 1, 2]
 
 
-def make_tasks(folder, number: int, do=lambda path: path.write_text("done")) -> list[Task]:
-    paths = [folder / str(n) for n in range(number)]
-    return [Task(path.exists, lambda path=path: do(path)) for path in paths]
+def test_a_unit_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
+    made, shown = [], []
+    units = make_units(tmp_path, 2, made)
+    lock = FileLock(tmp_path / "0.json.lock")
+    lock.acquire()
+
+    def other_process_ends(seconds: float) -> None:
+        assert seconds == study.POLL_SECONDS and made == [1]
+        units[0].path.write_text('{"number": "made by the other"}')
+        lock.release()
+
+    monkeypatch.setattr(study.time, "sleep", other_process_ends)
+
+    def progress(description: str, total: int):
+        assert (description, total) == ("2 results", 2)
+        return lambda steps, note="": shown.append((steps, note))
+
+    run_units(units, progress)
+    assert made == [1] and shown == [(1, "1 left"), (1, "0 left, in other processes")]
 
 
-def test_tasks_are_done_once_each_and_what_is_done_is_left(tmp_path):
-    (tmp_path / "2").write_text("before")
-    begun, done = [], []
-
-    def work(processes):
-        def do(path):
-            done.append((processes.index, path.name))
-            path.write_text("done")
-
-        do_tasks(make_tasks(tmp_path, 5, do), lambda: begun.append(processes.index), processes)
-        return sorted(path.name for path in tmp_path.iterdir())
-
-    assert run_threads(work) == [list("01234")] * 2, "none returns before all is done"
-    assert begun == [0]
-    assert sorted(name for _, name in done) == list("0134")
-    assert {index for index, _ in done} == {0, 1}
-    assert (tmp_path / "2").read_text() == "before"
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_process_that_fails_leaves_nobody_waiting_and_what_was_done(tmp_path, failing):
-    def work(processes):
-        def do(path):
-            if processes.index == failing:
-                raise OSError("the disk is full")
-            path.write_text("done")
-
-        do_tasks(make_tasks(tmp_path, 4, do), lambda: None, processes)
-
-    results = run_threads(work)
-    assert isinstance(results[failing], OSError)
-    assert isinstance(results[1 - failing], SystemExit) and results[1 - failing].code == 2
-    assert len(list(tmp_path.iterdir())) == 2
+def test_a_killed_process_does_not_block_the_others(tmp_path):
+    code = (
+        "import sys, time; from pathlib import Path; from locas_peft.evaluation.study import Unit, run_units\n"
+        "def make(): Path('begun').touch(); time.sleep(600)\n"
+        "run_units([Unit(Path('0.json'), make)])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    try:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        made = []
+        units = make_units(tmp_path, 1, made)
+        assert not study._make(units[0]), "it is held"
+    finally:
+        process.kill()
+        process.wait()
+    run_units(units)
+    assert made == [0]
+    assert sorted(os.listdir(tmp_path)) == ["0.json", "begun"]
 
 
-def test_the_main_process_shows_how_far_all_are(tmp_path):
-    shown = []
+def test_what_a_process_left_that_was_killed_after_its_result_is_removed(tmp_path):
+    made = []
+    unit = make_units(tmp_path, 1, made)[0]
+    run_units([unit])
+    unit.checkpoint.mkdir()
+    for file in (tmp_path / "0.json.lock", unit.unfinished, unit.checkpoint / "checkpoint.pt"):
+        file.touch()
+    run_units([unit])
+    assert made == [0] and os.listdir(tmp_path) == ["0.json"]
 
-    def work(processes):
-        def start(description, total):
-            return lambda steps, note="": shown.append((processes.index, description, total, steps, note))
 
-        def do(path):
-            time.sleep(1.1 * processes.index)
-            path.write_text("done")
+# ---------------------------------------------------------------------- the record of a run
 
-        do_tasks(make_tasks(tmp_path, 2, do), lambda: None, processes, start)
 
-    run_threads(work)
-    assert {(index, description, total) for index, description, total, _, _ in shown} == {(0, "2 processes", 2)}
-    assert sum(steps for *_, steps, _ in shown) == 2 and shown[-1][-1] == "0 tasks left"
+def open_as(folder, units, overwrite=False, common=None, **settings) -> None:
+    methods = {"lora": ReadingSettings(method="lora", **settings)}
+    open_study(folder, "work", {"model": "m", **(common or {})}, methods, overwrite, units)
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path):
+    units = make_units(tmp_path / "work", 2, [])
+    open_as(tmp_path, units)
+    open_as(tmp_path, units, r=8)  # without a result a record binds nobody
+    run_units(units)
+    open_as(tmp_path, units, r=8)
+    for changed, message in (
+        (
+            {"r": 16},
+            r"^lora: r must be 8 as in the results in '.*', got 16: choose another folder, or give --overwrite$",
+        ),
+        (
+            {"r": 8, "common": {"data": {"sha": "1"}}},
+            r"^data must be None as in the results in .*, got {'sha': '1'}: ",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_as(tmp_path, units, **changed)
+    methods = {"other": ReadingSettings(method="none")}
+    more = [Unit(tmp_path / "work" / "3.json", dict)]
+    open_study(tmp_path, "work", {"model": "m"}, methods, False, more)
+    run = json.loads((tmp_path / "work" / "run.json").read_text())
+    assert run["methods"].keys() == {"lora", "other"}, "methods may be added"
+    assert run["files"] == ["0.json", "1.json", "3.json"]
+
+
+def test_a_checkpoint_binds_and_a_stale_lock_does_not(tmp_path):
+    unit = Unit(tmp_path / "work" / "lora" / "book.json", dict)
+    folder = unit.path.with_suffix(".checkpoint")
+    open_as(tmp_path, [unit])
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.lock").touch()
+    (unit.path.parent / "book.json.lock").touch()
+    open_as(tmp_path, [unit], r=8)
+    (folder / "checkpoint.pt").touch()
+    with pytest.raises(ValueError, match="^lora: r must be 8 as in the results in"):
+        open_as(tmp_path, [unit], r=16)
+
+
+def test_overwrite_removes_the_results_of_the_run_and_no_other_file(tmp_path):
+    units = [Unit(tmp_path / "work" / "lora" / f"{name}.json", dict) for name in ("book", "other")]
+    open_as(tmp_path, units)
+    run_units(units)
+    memory, unfinished = units[0].path.with_suffix(""), units[1].path.with_suffix(".checkpoint")
+    for file in (memory / "adapter_config.json", memory / "reading.json", unfinished / "checkpoint.pt"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("ours")
+    foreign = [tmp_path / "work" / "notes.json", memory / "notes.txt", tmp_path / "work" / "lora" / "2" / "x.json"]
+    for file in foreign:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("mine")
+    open_as(tmp_path, units[:1], overwrite=True, r=16)
+    files = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {tmp_path / "work" / "run.json", *foreign}
+    run = json.loads((tmp_path / "work" / "run.json").read_text())
+    assert run["files"] == ["lora/book.json"] and run["methods"]["lora"]["r"] == 16
+
+
+def test_a_record_cannot_name_files_outside_its_folder(tmp_path):
+    units = make_units(tmp_path / "work", 1, [])
+    open_as(tmp_path, units)
+    outside = [tmp_path / "mine.json", tmp_path / "work.json"]
+    for file in outside:
+        file.write_text("{}")
+    path = tmp_path / "work" / "run.json"
+    run = json.loads(path.read_text())
+    path.write_text(json.dumps({**run, "files": ["../mine.json", str(outside[1])]}))
+    open_as(tmp_path, units, overwrite=True)
+    assert all(file.exists() for file in outside)
+
+
+def test_overwrite_joins_a_run_that_is_at_work(tmp_path):
+    units = make_units(tmp_path / "work", 2, [])
+    open_as(tmp_path, units, overwrite=True)
+    run_units(units[:1])
+    with FileLock(tmp_path / "work" / "1.json.lock"):
+        open_as(tmp_path, units, overwrite=True)
+        assert units[0].path.exists(), "it was made by this run"
+        with pytest.raises(ValueError, match="^lora: r must be None as in the results in"):
+            open_as(tmp_path, units, overwrite=True, r=8)
+    open_as(tmp_path, units, overwrite=True)
+    assert not units[0].path.exists()
 
 
 # ---------------------------------------------------------------------- commands
-
-
-def test_nothing_launched_is_a_process_on_its_own(monkeypatch):
-    for name in [name for name in os.environ if name.startswith("ACCELERATE_") or name == "LOCAL_RANK"]:
-        monkeypatch.delenv(name)
-    assert join() == Processes()
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -172,44 +229,35 @@ def test_commands_that_cannot_share_refuse_in_one_line(index, monkeypatch, capsy
     monkeypatch.setenv("RANK", str(index))
     with pytest.raises(SystemExit) as ended:
         cli.main(["memorize", "text.txt", "--out", "memory"])
-    line = (
-        "error: this command must run in one process, got 2: start it without a launcher; "
-        "what several can share is locas eval\n"
-    )
     assert ended.value.code == 2
-    assert capsys.readouterr() == ("", "" if index else line)
+    out, err = capsys.readouterr()
+    assert out == "" and (err.startswith("error: this command must run in one process, got 2: ") or index)
+    assert err.count("\n") == (0 if index else 1)
 
 
-def test_accelerate_that_started_one_process_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    with pytest.raises(SystemExit):
-        cli.main(["eval", "perplexity", "none.txt", "--device", "cpu"])
-    remark, error = capsys.readouterr().err.splitlines()
-    assert remark.startswith("accelerate launch --cpu has started one process: ")
-    assert error.startswith("error: text must be an existing file, got 'none.txt'")
-
-
-def launch(*args, folder) -> list[tuple[int, str, str]]:
-    """Runs `locas eval` in two processes, with what `torchrun` sets; gives code, stdout and stderr of each."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
+def launch(count: int, *args, folder, launcher: bool = False) -> list[subprocess.Popen]:
+    """Start `locas eval` in several processes; with `launcher` in the environment that `torchrun` makes."""
+    ranks = [
+        {"WORLD_SIZE": str(count), "RANK": str(n), "LOCAL_RANK": str(n)} if launcher else {} for n in range(count)
+    ]
+    return [
         subprocess.Popen(
             [sys.executable, "-m", "locas_peft", "eval", *map(str, args)],
             cwd=folder,
-            env={**os.environ, **shared, "OMP_NUM_THREADS": "1", "RANK": str(index), "LOCAL_RANK": str(index)},
+            env={**os.environ, **(rank if launcher else {}), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for index in range(2)
+        for rank in ranks
     ]
+
+
+def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+    """Wait for processes; return code, stdout and stderr of each."""
     try:
-        return [(*process.communicate(timeout=600), process.returncode)[::-1] for process in processes]
+        outputs = [process.communicate(timeout=600) for process in processes]
+        return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
     finally:
         for process in processes:
             process.kill()
@@ -225,10 +273,11 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
     for name, text in TEXTS.items():
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     arguments = ["perplexity", "long.txt", "short.txt", "--method", "none,lora,locas-glu", *FAST]
-    (code, err, out), (other_code, other_err, other_out) = launch(*arguments, "--out", "two", folder=tmp_path)
-    assert (code, other_code) == (0, 0), (err, other_err)
-    assert (other_err, other_out) == ("", ""), "one table, one display"
-    assert out.count("all tokens") == 1 and "2 processes" in err
+    (code, out, err), other = finish(
+        launch(2, *arguments, "--out", "two", "--overwrite", folder=tmp_path, launcher=True)
+    )
+    assert (code, other) == (0, (0, "", "")), (err, other)
+    assert out.count("all tokens") == 1
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -238,11 +287,29 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
     one, two = (json.loads((tmp_path / name / "perplexity.json").read_text()) for name in ("one", "two"))
     assert without_times(one) == without_times(two)
     assert one["readings"]["locas-glu"]["long"]["nll_nats"] > 0
+    assert not list((tmp_path / "two").rglob("*.lock")) and not list((tmp_path / "two").rglob("*.checkpoint"))
+
+
+def test_a_study_survives_the_kill_of_one_of_its_processes(tmp_path):
+    (tmp_path / "long.txt").write_text(TEXTS["long"] * 4, encoding="utf-8")
+    arguments = ["perplexity", "long.txt", "--out", "o", "--method", "lora", *FAST]
+    first, second = launch(2, *arguments, folder=tmp_path)
+    try:
+        while not list((tmp_path / "o").rglob("long.json.lock")):
+            assert first.poll() is None
+            time.sleep(0.05)
+    finally:
+        first.kill()
+    code, out, err = finish([second])[0]
+    assert code == 0, err
+    assert out.count("all tokens") == 1
+    assert (tmp_path / "o" / "perplexity.json").exists()
+    finish([first])
 
 
 @pytest.mark.slow
 def test_bad_input_of_two_processes_is_one_line(tmp_path):
-    (code, err, out), other = launch("perplexity", "none.txt", folder=tmp_path)
+    (code, out, err), other = finish(launch(2, "perplexity", "none.txt", folder=tmp_path, launcher=True))
     assert (code, out) == (2, "") and other == (2, "", "")
     assert err == ("error: text must be an existing file, got 'none.txt': check the path, or give - to read stdin\n")
     assert list(tmp_path.iterdir()) == []

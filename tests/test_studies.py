@@ -1,22 +1,27 @@
-"""The studies and `locas eval`: what is written, what is done twice, what goes on where it was broken off."""
+"""The studies and `locas eval`: the files that they write, and how they continue after an interruption."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
+from functools import partial
 
 import pytest
 import torch
 from locomo_data import make_samples, write_samples
-from typer.testing import CliRunner
 
 from locas_peft import backbone, cli
-from locas_peft.evaluation.f1 import answer_f1
-from locas_peft.evaluation.locomo import read_locomo
-from locas_peft.methods import Settings
-from locas_peft.studies import locomo as locomo_study
-from locas_peft.studies.documents import load_column, read_documents
-from locas_peft.studies.run import Recipe, make_memory, name_method, split_method, with_memory
+from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo, open_study, run_units
+from locas_peft.evaluation import study as studies
+from locas_peft.evaluation.f1 import answer_f1, load_stemmer
+from locas_peft.evaluation.intervals import mean_interval
+from locas_peft.evaluation.locomo import Plan, make_prompts
+from locas_peft.evaluation.study import follow, reading_unit, summarize_reading
+from locas_peft.files import load_json, write_json
+from locas_peft.reading import memory_attached, score
+from locas_peft.settings import ReadingSettings
+from locas_peft.ttt.chunks import Chunk
 
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
 BOOK = "\n\n".join(f"The {word} of the house was old, and nobody went there." for word in ("door", "roof", "garden"))
@@ -99,17 +104,23 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     again = tmp_path / "again"
     shutil.copytree(folder / "out", again)
     lost = again / "locomo/predictions/locas-glu/talk-1.no-context.memory-talk-1.json"
-    expected = read(lost)
-    lost.write_text(json.dumps(expected[:2]))
+    expected = lost.read_bytes()
+    lost.unlink()
+    lost.with_suffix(".unfinished").write_text(json.dumps(json.loads(expected)[:2]))
     shutil.rmtree(again / "locomo/memories/lora")
     kept = again / "locomo/predictions/none/talk-1.no-context.memory-none.json"
     stamp = kept.stat().st_mtime_ns
     before = read(again / "locomo.json")
+    made = again / "locomo/memories/locas-glu/talk-2.json"
+    made.unlink()  # stopped between a memory and its result
+    memory = made.with_suffix("") / "adapter_model.safetensors"
+    memory_stamp = memory.stat().st_mtime_ns
     with pytest.raises(SystemExit) as ended:
         cli.main([str(again) if arg == str(folder / "out") else arg for arg in args])
     assert ended.value.code == 0
-    assert read(lost) == expected
-    assert kept.stat().st_mtime_ns == stamp, "what was there was not done again"
+    assert lost.read_bytes() == expected and not lost.with_suffix(".unfinished").exists()
+    assert kept.stat().st_mtime_ns == stamp, "a result that exists is not made again"
+    assert made.exists() and memory.stat().st_mtime_ns == memory_stamp, "nor is a memory"
     after = read(again / "locomo.json")
     assert after["answers"] == before["answers"] and after["cloze"] == before["cloze"]
     teaching = after["teachings"]["lora"]["talk-1"]
@@ -120,7 +131,7 @@ def test_a_folder_of_another_run_is_refused(locomo_run, run, tmp_path):
     folder, args = locomo_run
     code, _, err = run(*args[1:], "--readings", "2")
     assert code == 2
-    assert err.startswith("error: recipe: readings must be 1 as in the results in ")
+    assert ": readings must be 1 as in the results in " in err.splitlines()[-1]
     assert err.endswith("got 2: choose another folder, or give --overwrite\n")
     code, _, err = run(*args[1:], "--lr", "0.5")
     assert code == 2 and "learning_rate must be" in err
@@ -166,7 +177,7 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["perplexity", "empty"], "error: folder must hold .txt files, got none in 'empty': name another, or a file"),
         (["perplexity", "book.txt", "--long-window", "4096"], "error: --long-window must be within the model's 2048"),
         (["report", "empty"], "error: folders must hold figures of locas eval, got none in 'empty'"),
-        (["locomo"], "error: Missing argument 'DATA.json': see locas eval locomo --help"),
+        (["locomo"], 'error: Command "eval locomo" parameter DATA requires an argument: see locas eval locomo --help'),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, args, message):
@@ -185,14 +196,14 @@ def test_full_context_keeps_the_newest_lines_that_fit(tmp_path):
         {"speaker": "Ida", "dia_id": f"D1:{n}", "text": "The sea was grey and the boats lay still."}
         for n in range(3, 200)
     ]
-    conversation = read_locomo(write_samples(tmp_path, [sample]))[0][0]
-    plan = locomo_study.Plan(max_new_tokens=8)
-    prompts, dropped = locomo_study.make_prompts(model, tokenizer, conversation, "full-context", plan)
+    conversation = load_locomo(write_samples(tmp_path, [sample]))[0][0]
+    plan = Plan(max_new_tokens=8)
+    prompts, dropped = make_prompts(model, tokenizer, conversation, "full-context", plan)
     assert dropped > 0 and max(map(len, prompts)) <= 2048 - 8
     assert max(map(len, prompts)) > 2048 - 8 - 40, "no more is left out than must be"
     text = tokenizer.decode(prompts[0])
     assert "Paint the kitchen blue" in text and "grey parrot" not in text
-    assert locomo_study.make_prompts(model, tokenizer, conversation, "no-context", plan)[1] == 0
+    assert make_prompts(model, tokenizer, conversation, "no-context", plan)[1] == 0
 
 
 def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
@@ -200,7 +211,10 @@ def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
     for turn in samples[0]["conversation"]["session_1"]:
         turn["text"] *= 200
     write_samples(tmp_path, samples)
-    code, out, _ = run("locomo", "talks.json", "--setting", "full-context", "--method", "none", "--out", "o", *FAST)
+    settings = ["--window", "32", "--stride", "16", "--device", "cpu"]
+    code, out, _ = run(
+        "locomo", "talks.json", "--setting", "full-context", "--method", "none", "--out", "o", *settings
+    )
     assert code == 0
     assert "oldest lines left out" in out and "talk-1, full-context" in out and "talk-2, full-context" not in out
     figures = read(tmp_path / "o/locomo.json")["answers"]["none"]["full-context"]["none"]
@@ -259,30 +273,65 @@ def test_perplexity_of_several_documents(run, tmp_path):
     assert fresh["nll_nats"] == alone["nll_nats"], "a fresh memory for each document"
 
 
-def test_a_reading_that_was_broken_off_goes_on_inside_its_document(run, tmp_path, monkeypatch):
-    from locas_peft import methods
+def test_the_perplexity_of_text_files_needs_no_extra(run, monkeypatch):
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in ("datasets", "evaluate", "nltk", "lm_eval"):
+            monkeypatch.delitem(sys.modules, name)
+    for name in ("datasets", "evaluate", "nltk", "lm_eval"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert run("perplexity", "book.txt", "--out", "o", "--method", "lora", *FAST)[0] == 0
+    load_stemmer.cache_clear()
+    code, _, err = run("locomo", "talks.json", "--out", "p", "--method", "lora", *FAST)
+    assert code == 2 and err.splitlines()[-1].startswith("error: this measure needs nltk: install the extra with pip")
+    assert run("locomo", "talks.json", "--setting", "cloze", "--out", "p", "--method", "lora", *FAST)[0] == 0
 
-    args = ["perplexity", "book.txt", "--method", "locas-glu", *FAST]
+
+@pytest.mark.parametrize("command", ["perplexity", "forgetting"])
+def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path, monkeypatch, command):
+    args = [command, "book.txt", "--method", "locas-glu", *FAST]
+    path = {"perplexity": "locas-glu/book.json", "forgetting": "memories/locas-glu.json"}[command]
+    args += ["--blimp", "blimp"] if command == "forgetting" else []
     assert run(*args, "--out", "whole")[0] == 0
-    read_with, begun = methods.read_with, []
+    memorize, begun = studies.memorize, []
 
-    def often(base, ids, settings, *, on_chunk, **options):
-        def keep(chunk):
+    def stopped(base, ids, settings, *, on_chunk, **options):
+        def on_each(chunk):
             begun.append(chunk.index)
             on_chunk(chunk)
             if len(begun) == 3:
                 raise KeyboardInterrupt
 
-        return read_with(base, ids, settings, on_chunk=keep, **{**options, "checkpoint_seconds": 0.0})
+        stop_there = on_each if settings.method != "none" else on_chunk
+        return memorize(base, ids, settings, on_chunk=stop_there, **{**options, "checkpoint_seconds": 0.0})
 
-    monkeypatch.setattr("locas_peft.studies.perplexity.read_with", often)
+    monkeypatch.setattr(studies, "memorize", stopped)
     assert run(*args, "--out", "parts")[0] == 130
-    assert [path.name for path in (tmp_path / "parts/perplexity/locas-glu").iterdir()] == ["book.checkpoint"]
+    result = tmp_path / "parts" / command / path
+    assert result.with_suffix(".checkpoint").exists() and not result.exists()
     assert run(*args, "--out", "parts")[0] == 0
-    assert begun[:3] == [0, 1, 2] and begun[3:5] == [0, 1], "told of again, not read again"
-    whole, parts = (read(tmp_path / name / "perplexity/locas-glu/book.json") for name in ("whole", "parts"))
+    assert begun[:3] == [0, 1, 2] and begun[3:5] == [0, 1], "reported again, not read again"
+    whole, parts = (read(tmp_path / name / command / path) for name in ("whole", "parts"))
     assert parts["nll_nats"] == whole["nll_nats"] and parts["curve"] == whole["curve"]
-    assert [path.name for path in (tmp_path / "parts/perplexity/locas-glu").iterdir()] == ["book.json"]
+    assert not result.with_suffix(".checkpoint").exists()
+    assert not list((tmp_path / "parts").rglob("*.lock"))
+
+
+def test_a_checkpoint_stands_until_its_result_does(run, tmp_path, monkeypatch):
+    args = ["perplexity", "book.txt", "--method", "locas-glu", "--out", "o", *FAST]
+    memorize, folder = studies.memorize, tmp_path / "o/perplexity/locas-glu"
+
+    def stop_at_the_result(path, value):
+        if path.name == "book.json":
+            raise KeyboardInterrupt
+        write_json(path, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(studies, "memorize", lambda *args, **options: memorize(*args, **options, checkpoint_seconds=0.0))
+        patch.setattr(studies, "write_json", stop_at_the_result)
+        assert run(*args)[0] == 130
+    assert [path.name for path in folder.iterdir()] == ["book.checkpoint"]
+    assert run(*args)[0] == 0
+    assert [path.name for path in folder.iterdir()] == ["book.json"]
 
 
 def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
@@ -306,20 +355,12 @@ def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, tmp_path):
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     for title in ("## LoCoMo", "## Forgetting", "## Perplexity", "| locas-glu |", "right - wrong", "BLiMP"):
         assert title in text
-    tuned = "learning_rate 0.004, scaling 3.0, gradient tokenwise, anchor 0.5, anchor_every 4."
-    assert tuned.replace("_", " ") in text, "a method's settings are told, however they were given"
-    assert "none: " not in text, "which has none"
+    line = next(line for line in text.splitlines() if "gradient tokenwise" in line)
+    own = ("learning rate 0.004", "scaling 3.0", "gradient tokenwise", "anchor 0.5", "anchor every 4")
+    assert all(part in line for part in own), "a method's settings, given or from the preset"
+    assert "none: " not in text, "it has no settings"
     plots = sorted(path.name for path in tmp_path.glob("*.png"))
     assert len(plots) == 3 and all(f"({name})" in text for name in plots)
-
-
-def test_methods_are_named_with_width_and_rate():
-    assert split_method("lora@16:2e-3") == ("lora", 16, 0.002)
-    assert split_method("none") == ("none", None, None)
-    assert name_method("lora@16:2e-3") == "lora@16-lr2e-3"
-    for spec in ("lora@x", "lora:", "lora:-1", "@4", ""):
-        with pytest.raises(ValueError, match=r"^method must be NAME, NAME@WIDTH, NAME:RATE or both, got "):
-            split_method(spec)
 
 
 @pytest.mark.parametrize("method", ["lora", "locas-glu"])
@@ -328,12 +369,16 @@ def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
     base.requires_grad_(False)
     weights = {name: value.clone() for name, value in base.state_dict().items()}
     ids = tokenizer(BOOK, return_tensors="pt")["input_ids"][0]
-    settings = Settings.from_preset(method, window=32, stride=16, r=4)
-    recipe = Recipe(readings=2, token_weighting="loss")
-    teaching = make_memory(base, ids, settings, recipe, tmp_path / "memory")
-    assert len(teaching["perplexity"]) == 2 and teaching["perplexity"][1] < teaching["perplexity"][0]
-    assert teaching == make_memory(base, ids, settings, recipe, tmp_path / "memory")
-    with with_memory(base, tmp_path / "memory") as model, torch.no_grad():
+    settings = ReadingSettings(method=method, window=32, stride=16, r=4, readings=2, token_weighting="loss").complete()
+    unit = reading_unit(base, ids, settings, tmp_path / "memory.json", keep_memory=True)
+    run_units([unit])
+    found = summarize_reading(load_json(unit.path))
+    assert len(found["perplexity"]) == 2 and found["perplexity"][1] < found["perplexity"][0]
+    assert found["scored_tokens"] == 2 * (len(ids) - 1) and found["parameters"] > 0
+    stamp = (tmp_path / "memory" / "reading.json").stat().st_mtime_ns
+    run_units([unit])
+    assert (tmp_path / "memory" / "reading.json").stat().st_mtime_ns == stamp
+    with memory_attached(base, tmp_path / "memory") as model, torch.no_grad():
         changed = model(ids.unsqueeze(0)).logits
         assert not any(parameter.requires_grad for parameter in model.parameters())
     assert base.state_dict().keys() == weights.keys()
@@ -342,18 +387,59 @@ def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
         assert not torch.equal(base(ids.unsqueeze(0)).logits, changed)
 
 
-def test_readings_must_be_one_or_more():
-    with pytest.raises(ValueError, match=r"^readings must be at least 1, got 0: a text is read once or more$"):
-        Recipe(readings=0)
+def test_progress_begins_anew_with_each_reading():
+    shown = []
+    on_chunk = follow(lambda steps, note="": shown.append((steps, note)))
+    for reading, nll_nats in ((0, 20.0), (0, 40.0), (1, 0.0)):
+        on_chunk(Chunk(0, 0, 10, 10, nll_nats, 2.0, True, reading))
+    assert shown == [
+        (10, "perplexity 7.39, 5 tokens/s"),
+        (10, "perplexity 20.09, 5 tokens/s"),
+        (10, "perplexity 1.00, 5 tokens/s"),
+    ]
+
+
+def test_a_new_study_is_a_table_of_units_and_a_summary(tmp_path):
+    """The perplexity of one text under the memories of several texts: written with public names alone."""
+
+    def run_transfer(base, texts, target, settings, out, overwrite=False):
+        folder = out / "transfer"
+
+        def score_with(memory):
+            with memory_attached(base, memory) as model:
+                return {"perplexity": score(model, target, settings)}
+
+        units = []
+        for name, ids in texts.items():
+            reading = reading_unit(base, ids, settings, folder / "memories" / f"{name}.json", keep_memory=True)
+            units.append(Unit(folder / f"{name}.json", partial(score_with, reading.memory), name, needs=reading))
+        open_study(out, "transfer", {"texts": list(texts)}, {"locas-glu": settings}, overwrite, units)
+        run_units(units)
+        return mean_interval([unit.load()["perplexity"] for unit in units])
+
+    base, tokenizer = backbone.load()
+    target, *texts = (
+        tokenizer(text, return_tensors="pt")["input_ids"][0] for text in (BOOK, BOOK * 3, "He came. " * 30)
+    )
+    settings = ReadingSettings(method="locas-glu", window=32, stride=16, r=4, anchor=0).complete(base)
+    texts = dict(zip(("own", "other"), texts, strict=True))
+    found = run_transfer(base, texts, target, settings, tmp_path)
+    own, other = (read(tmp_path / "transfer" / f"{name}.json")["perplexity"] for name in texts)
+    assert found.n == 2 and own < other
+    assert run_transfer(base, texts, target, settings, tmp_path) == found
+    with pytest.raises(ValueError, match=r"^texts must be \['own', 'other'\] as in the results in "):
+        run_transfer(base, {"own": texts["own"]}, target, settings, tmp_path)
+    run_transfer(base, {"own": texts["own"]}, target, settings, tmp_path, overwrite=True)
+    assert not list((tmp_path / "transfer").rglob("other*"))
 
 
 def test_documents_from_files_folders_and_datasets(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.txt").write_text("first")
-    assert read_documents([str(tmp_path)]) == {"a": "first", "b": "second"}
-    assert read_documents([str(tmp_path)], limit=1) == {"a": "first"}
+    assert load_documents([str(tmp_path)]) == {"a": "first", "b": "second"}
+    assert load_documents([str(tmp_path)], limit=1) == {"a": "first"}
     with pytest.raises(ValueError, match=r"^documents must have different names, got 'a' twice: rename "):
-        read_documents([str(tmp_path), str(tmp_path / "a.txt")])
+        load_documents([str(tmp_path), str(tmp_path / "a.txt")])
     rows = tmp_path / "rows"
     rows.mkdir()
     lines = [json.dumps({"text": text}) for text in ("one", " ", "three")]
@@ -367,6 +453,6 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["perplexity", "locomo", "forgetting", "report"])
-def test_every_command_has_help(command):
-    result = CliRunner().invoke(cli.eval_app, [command, "--help"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0 and "--out" in result.stdout
+def test_every_command_has_help(run, command):
+    code, out, _ = run(command, "--help")
+    assert code == 0 and "--out" in out

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 import locas_peft
-from locas_peft.text import python_reference, read_text, tokenize, unwrap
+from locas_peft.text import load_text, python_reference, tokenize, unwrap
 
 BACKBONE = Path(locas_peft.__file__).parent / "backbone"
 
@@ -40,21 +40,21 @@ def test_unwrap_leaves_unwrapped_text_alone():
     assert unwrap(once) == once
 
 
-def test_read_text_gives_a_file_without_bom_and_carriage_returns(tmp_path):
+def test_load_text_drops_bom_and_carriage_returns(tmp_path):
     path = tmp_path / "book.txt"
     path.write_bytes("\ufeffnaïve\r\ntext".encode())
-    assert read_text(path) == read_text(str(path)) == "naïve\ntext"
+    assert load_text(path) == load_text(str(path)) == "naïve\ntext"
 
 
-def test_read_text_reads_standard_input_for_a_dash(monkeypatch):
+def test_load_text_takes_standard_input_for_a_dash(monkeypatch):
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO("from a pipe, naïve".encode())))
-    assert read_text("-") == "from a pipe, naïve"
+    assert load_text("-") == "from a pipe, naïve"
 
 
-def test_read_text_names_what_is_wrong_with_a_file(tmp_path):
+def test_load_text_names_the_fault_of_a_file(tmp_path):
     def error(path) -> str:
         with pytest.raises(ValueError) as caught:
-            read_text(path)
+            load_text(path)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
@@ -90,6 +90,35 @@ def test_tokenize_gives_one_sequence_without_special_tokens(tokenizer):
     assert ids.dtype == torch.int64 and ids.ndim == 1
     assert tokenizer.decode(ids) == "Call me Ishmael."
     assert torch.equal(tokenize(tokenizer, "Call me Ishmael.", max_tokens=3), ids[:3])
+
+
+SAMPLES = {
+    "prose": unwrap(python_reference())[:60_000],
+    "hard-wrapped": python_reference()[:60_000],
+    "no spaces": "".join(python_reference()[:60_000].split()),
+    "one letter": "a" * 60_000,
+    "spaces": "end" + " " * 60_000 + "start",
+    "two scripts": "naïve 東京 😀\u200d❤️ e\u0301 " * 3_000,
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_prefix_gives_the_tokens_of_the_whole_text(tokenizer, sample):
+    text = SAMPLES[sample]
+    whole = tokenize(tokenizer, text)
+    for count in (2, 3, 100, 101, 1_000, len(whole) - 1, len(whole), len(whole) + 1):
+        assert torch.equal(tokenize(tokenizer, text, max_tokens=max(2, count)), whole[: max(2, count)])
+
+
+def test_a_few_tokens_need_a_short_part_of_a_long_text(tokenizer):
+    lengths = []
+
+    def count(text, **options):
+        lengths.append(len(text))
+        return tokenizer(text, **options)
+
+    assert len(tokenize(count, "Call me Ishmael. " * 1_000_000, max_tokens=600)) == 600
+    assert sum(lengths) < 50_000
 
 
 def test_tokenize_does_not_warn_of_long_texts(tokenizer, monkeypatch, caplog):

@@ -59,7 +59,7 @@ def test_writing_a_token_raises_its_likelihood(family):
     ids = make_tokens(1, 12)[0]
     before = log_likelihoods(model, ids)[-1]
     # The last token alone: what came before it has no slot, so that nothing else changes.
-    writer = SlotWriter(model, epsilon=1e-3, tokens="evenly", slots_per_chunk=1, fold="nlsvd")
+    writer = SlotWriter(model, epsilon=1e-3, slots_per_chunk=1, fold="nlsvd")
     with writer.recording():
         logits = model(input_ids=ids[None, :-1]).logits[0]
         loss = -logits.log_softmax(-1)[-1, ids[-1]]
@@ -80,7 +80,7 @@ def test_the_change_of_every_layer_is_along_its_gradient():
         with torch.no_grad():
             layer.locas_up["default"].weight[0] = key
             layer.locas_down["default"].weight[:, 0] = value / layer.scale("default")
-            changes.append(layer._recall("default", a[None])[0])
+            changes.append(layer.recall(["default"], a[None])[0])
     for change, value, a, gradient, layer in zip(
         changes, values[:, 0], inputs, gradients, layers_of(model), strict=True
     ):
@@ -130,17 +130,20 @@ def test_keys_are_unit_inputs_and_the_rest_stays_free():
 
 
 def test_which_tokens_are_written():
-    model = make_model(r=32)
     ids = make_tokens(1, 13)[0]
-    inputs = {}
-    for tokens, count in (("all", 12), ("evenly", 4), ("highest-loss", 4)):
-        fresh = make_model(r=32)
-        assert write_tokens(fresh, ids, tokens=tokens, slots_per_chunk=4).slots == count
-        inputs[tokens] = ups(fresh)[0, :count]
-    losses = -log_likelihoods(model, ids)
-    hardest = losses.topk(4).indices.sort().values
-    torch.testing.assert_close(inputs["highest-loss"], inputs["all"][hardest])
-    torch.testing.assert_close(inputs["evenly"], inputs["all"][[2, 5, 8, 11]])
+    keys = {}
+    for tokens, count in (("all", 12), ("highest-loss", 4)):
+        model = make_model(r=32)
+        writer = SlotWriter(model, tokens=tokens, slots_per_chunk=4)
+        with writer.recording():
+            losses = -model(input_ids=ids[None, :-1]).logits[0].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            losses.sum().backward()
+        assert writer.write(losses.detach()).slots == count
+        keys[tokens] = ups(model)[0, :count]
+    torch.testing.assert_close(keys["highest-loss"], keys["all"][losses.topk(4).indices.sort().values])
+    written = make_model(r=32)
+    assert write_tokens(written, ids).slots == 12
+    torch.testing.assert_close(ups(written)[0, :12], keys["all"])
 
 
 @pytest.mark.parametrize("fold", ["nlsvd", "refit"])
@@ -174,9 +177,9 @@ def test_a_refit_fold_answers_as_before_on_what_it_saw():
     writer = SlotWriter(model, fold="refit")
     inputs = torch.randn(len(layers), 30, 16, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        before = [layer._recall("default", a) for layer, a in zip(layers, inputs, strict=True)]
+        before = [layer.recall(["default"], a) for layer, a in zip(layers, inputs, strict=True)]
         moved = writer._fold(inputs, None)
-        after = [layer._recall("default", a) for layer, a in zip(layers, inputs, strict=True)]
+        after = [layer.recall(["default"], a) for layer, a in zip(layers, inputs, strict=True)]
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-5)
     assert writer.taken == 4
     for weight, (dim, source) in moved.items():
@@ -292,8 +295,8 @@ def test_beside_a_gated_host_as_an_experiment(tmp_path):
     layer = layers_of(model)[0]
     a = torch.randn(3, 16)
     up, down = layer.locas_up["default"].weight, layer.locas_down["default"].weight
-    torch.testing.assert_close(layer._recall("default", a), torch.relu(a @ up.T) @ down.T * layer.scale("default"))
-    with pytest.raises(ValueError, match="is no part of a gated FFN; keep it as an adapter"):
+    torch.testing.assert_close(layer.recall(["default"], a), torch.relu(a @ up.T) @ down.T * layer.scale("default"))
+    with pytest.raises(ValueError, match="cannot be part of a gated FFN; keep it as an adapter"):
         model.merge_adapter()
     with torch.no_grad():
         expected = model(input_ids=ids).logits
@@ -313,7 +316,7 @@ def test_variant_mlp_is_the_hosts_own_structure_on_two_layer_hosts():
     "kwargs, message",
     [
         ({"epsilon": 0}, "epsilon must be a finite number above 0, got 0"),
-        ({"tokens": "some"}, "tokens must be one of 'highest-loss', 'evenly', 'all', got 'some'"),
+        ({"tokens": "some"}, "tokens must be one of 'highest-loss', 'all', got 'some'"),
         ({"normalization": "layer"}, "normalization must be one of 'token', 'chunk', got 'layer'"),
         ({"fold": "half"}, "fold must be one of 'nlsvd', 'refit', got 'half'"),
         ({"slots_per_chunk": 0}, "slots_per_chunk must be a whole number of at least 1, got 0"),

@@ -1,4 +1,4 @@
-"""Plain-text books to token arrays: read, unwrap, train or load the tokenizer, encode."""
+"""Plain-text books to token ids: load, unwrap, train or load the tokenizer, encode."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from locas_peft.text import read_text, tokenize, unwrap
+from locas_peft.text import load_text, tokenize, unwrap
 
 VOCABULARY_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 
 
-def read_books(directory: Path) -> dict[str, str]:
-    """Read every `.txt` file of a directory, paragraphs unwrapped, in the order of the names.
+def load_books(directory: Path) -> dict[str, str]:
+    """Load every `.txt` file of a directory, paragraphs unwrapped, in the order of the names.
 
     Args:
-        directory: where the books lie, UTF-8.
+        directory: of UTF-8 files.
 
     Returns:
         File name without its ending -> text.
@@ -26,7 +26,7 @@ def read_books(directory: Path) -> dict[str, str]:
     Raises:
         ValueError: the directory holds no book, or a book is empty or not UTF-8.
     """
-    books = {path.stem: unwrap(read_text(path)) for path in sorted(directory.glob("*.txt"))}
+    books = {path.stem: unwrap(load_text(path)) for path in sorted(directory.glob("*.txt"))}
     if not books:
         raise ValueError(f"no .txt file in {directory}: give a directory of plain-text books")
     return books
@@ -58,7 +58,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         raise ValueError(f"no tokenizer.json in {directory}: give the output folder of an earlier run")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"the tokenizer in {directory} has no end-of-text token: documents could not be told apart")
+        raise ValueError(
+            f"the tokenizer in {directory} has no end-of-text token, which separates documents: give another one"
+        )
     return tokenizer
 
 

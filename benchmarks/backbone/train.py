@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -30,13 +29,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from books import encode_books, load_tokenizer, read_books, train_tokenizer
+from books import encode_books, load_books, load_tokenizer, train_tokenizer
+from locas_peft.files import staged
+from locas_peft.ttt import checkpoint
 
 CONTEXT_TOKENS = 512
 BATCH_WINDOWS = 16
 WARMUP_STEPS = 50
 CONSTANT_SHARE = 0.4
-CHECKPOINT = "checkpoint.pt"
 
 
 def build_glu(vocabulary: int, end_of_text: int) -> PreTrainedModel:
@@ -88,7 +88,7 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def training_batch(tokens: torch.Tensor, step: int, seed: int) -> torch.Tensor:
-    """Give the windows of one step, a pure function of the step: a resumed run reads what it would have read.
+    """Return the windows of one step. They depend on the step alone, so that a resumed run gets the same ones.
 
     Each pass over the books cuts them at its own random offset and visits every whole window once, in random order.
 
@@ -109,13 +109,13 @@ def training_batch(tokens: torch.Tensor, step: int, seed: int) -> torch.Tensor:
 
 
 def learning_rate_factor(step: int, spent: float) -> float:
-    """Share of the peak learning rate at `step` (from 0), after the share `spent` (0 to 1) of the time budget."""
+    """Return the share of the peak rate at `step` (from 0), after the share `spent` (0 to 1) of the time budget."""
     decay = min(1.0, (1.0 - spent) / (1.0 - CONSTANT_SHARE))
     return min(1.0, (step + 1) / WARMUP_STEPS) * max(0.0, decay)
 
 
 def build_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for embeddings, norms and biases."""
+    """Make Muon for the matrices inside the layers, and AdamW for embeddings, norms and biases."""
     embedding = model.get_input_embeddings().weight  # tied: the output matrix is the same parameter
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     others = [p for p in model.parameters() if p.ndim != 2 or p is embedding]
@@ -129,28 +129,18 @@ def build_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     return optimizers
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint in one move: after a crash the file is the old one or the new one, never a part."""
-    partial = path.with_suffix(".partial")
-    with partial.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def load_checkpoint(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Read a checkpoint and make sure that it belongs to this run.
+def load_checkpoint(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """Load the checkpoint of this run; None where there is none.
 
     Raises:
         ValueError: the checkpoint was made with another architecture, seed, vocabulary or set of books.
     """
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    for name, value in settings.items():
+    state = checkpoint.load(out)
+    for name, value in settings.items() if state else ():
         if state["settings"][name] != value:
             raise ValueError(
-                f"{path} was made with {name}={state['settings'][name]!r}, this run has {value!r}: "
-                "give the same arguments, or another --out"
+                f"{out / checkpoint.CHECKPOINT} was made with {name}={state['settings'][name]!r}, this run has "
+                f"{value!r}: give the same arguments, or another --out"
             )
     return state
 
@@ -162,7 +152,7 @@ def train(
     minutes: float,
     seed: int,
     precision: str,
-    checkpoint: Path,
+    out: Path,
     checkpoint_minutes: float,
     resume: bool,
     settings: dict[str, Any],
@@ -177,10 +167,10 @@ def train(
         minutes: the budget.
         seed: of the order of the windows.
         precision: a key of `PRECISIONS`; the weights stay float32.
-        checkpoint: the file to continue from and to write.
+        out: the folder of the checkpoint.
         checkpoint_minutes: between two checkpoints.
         resume: continue from the checkpoint where there is one.
-        settings: what a checkpoint must agree on to be continued.
+        settings: must be the same in a checkpoint that is resumed.
 
     Returns:
         `steps`, `tokens`, `seconds` of training, and `loss` of the last step (nats a token).
@@ -195,8 +185,8 @@ def train(
         )
     optimizers = build_optimizers(model)
     step, seconds, loss_nats = 0, 0.0, math.nan
-    if resume and checkpoint.is_file():
-        state = load_checkpoint(checkpoint, settings)
+    state = load_checkpoint(out, settings) if resume else None
+    if state is not None:
         model.load_state_dict(state["model"])
         for optimizer, optimizer_state in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(optimizer_state)
@@ -214,7 +204,7 @@ def train(
             "seconds": seconds,
             "loss": loss_nats,
         }
-        save_checkpoint(checkpoint, state)
+        checkpoint.save(out, state)
 
     model.train()
     saved_seconds = first_seconds = seconds
@@ -249,7 +239,7 @@ def train(
 
 @torch.no_grad()
 def held_out_loss(model: PreTrainedModel, books: dict[str, torch.Tensor], limit: int) -> dict[str, Any]:
-    """Measure the loss on books the model has not seen, in windows that know nothing of each other.
+    """Measure the loss on books the model has not seen, in separate windows.
 
     The first token of a window has no context and is not scored; a last window too short to score is left out.
 
@@ -306,7 +296,7 @@ def model_card(arch: str, model: PreTrainedModel, facts: dict[str, Any]) -> str:
         )
     return f"""# tinybook-{arch}
 
-A small language model trained from nothing on the books named below, for tests, examples and benchmarks that must
+A small language model trained from scratch on the books named below, for tests, examples and benchmarks that must
 run without a download.
 
 ## Architecture
@@ -333,34 +323,27 @@ positions up to {config.max_position_embeddings:,}, tied embeddings, byte-level 
 
 ## Limits
 
-It writes prose in the manner of its books and means nothing by it. It answers no questions and follows no
-instructions. It knows contexts of {CONTEXT_TOKENS} tokens; beyond that it is untested. Text has to be prepared as in
-training: one line a paragraph, a blank line between.
+It writes prose in the style of its books, without meaning. It answers no questions and follows no instructions. It was
+trained with contexts of {CONTEXT_TOKENS} tokens; longer ones are untested. Text has to be prepared as in training: one
+line a paragraph, a blank line between.
 """
 
 
 def save_model(out: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Save model and tokenizer as a plain transformers folder, each file in one move.
-
-    Returns:
-        Bytes of the weights on disk.
-    """
-    staging = out / ".partial"
-    model.save_pretrained(staging)
-    tokenizer.save_pretrained(staging)
-    for path in staging.iterdir():
-        path.replace(out / path.name)
-    staging.rmdir()
+    """Save model and tokenizer as a plain transformers folder; return the size of the weights, in bytes."""
+    with staged(out) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return (out / "model.safetensors").stat().st_size
 
 
 def log(line: str) -> None:
-    """Progress goes to stderr: stdout carries the result alone."""
+    """Print a line of progress on stderr; stdout has the result alone."""
     print(line, file=sys.stderr, flush=True)
 
 
 def command_line(arguments: argparse.Namespace) -> str:
-    """The command that made a model, folders by their last name: whose disk it was says nothing."""
+    """Return the command that made a model, with the last parts of the folders' names alone."""
     parts = ["python benchmarks/backbone/train.py", f"--arch {arguments.arch}"]
     for name in ("books", "held_out", "tokenizer", "out"):
         path = getattr(arguments, name)
@@ -401,14 +384,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--minutes must be more than 0, got {arguments.minutes:g}")
     if arguments.held_out_tokens < 2:
         raise ValueError(f"--held-out-tokens must be at least 2, got {arguments.held_out_tokens}")
-    out, checkpoint = arguments.out, arguments.out / CHECKPOINT
-    if checkpoint.exists() and not arguments.resume:
-        raise ValueError(f"{checkpoint} is there already: continue it with --resume, or choose another --out")
+    out = arguments.out
+    if checkpoint.has_checkpoint(out) and not arguments.resume:
+        path = out / checkpoint.CHECKPOINT
+        raise ValueError(f"{path} exists: continue it with --resume, or choose another --out")
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
 
-    books = read_books(arguments.books)
-    held_out_books = read_books(arguments.held_out) if arguments.held_out else {}
+    books = load_books(arguments.books)
+    held_out_books = load_books(arguments.held_out) if arguments.held_out else {}
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else train_tokenizer(books)
     tokens = torch.cat(list(encode_books(tokenizer, books).values()))
@@ -428,7 +412,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         minutes=arguments.minutes,
         seed=arguments.seed,
         precision=arguments.precision,
-        checkpoint=checkpoint,
+        out=out,
         checkpoint_minutes=arguments.checkpoint_minutes,
         resume=arguments.resume,
         settings=settings,

@@ -4,7 +4,7 @@ Importing this package registers `PeftType.LOCAS` with PEFT and does nothing els
 """
 
 from .registration import register
-from .ttt import Anchor, Chunk, TestTimeTrainer, read_many, write_own_text
+from .ttt import Anchor, Chunk, TestTimeTrainer, TrainingSettings, read_many, write_own_text
 from .tuner import (
     LocasConfig,
     LocasLayer,
@@ -29,6 +29,7 @@ __all__ = [
     "LocasModel",
     "SlotWriter",
     "TestTimeTrainer",
+    "TrainingSettings",
     "calibrate",
     "compress",
     "empty_memories",

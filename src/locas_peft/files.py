@@ -1,4 +1,4 @@
-"""Files written whole or not at all: a run that fails, or meets a full disk, leaves what was there before."""
+"""Files and folders that are written whole or not at all, and JSON."""
 
 from __future__ import annotations
 
@@ -13,18 +13,38 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+__all__ = [
+    "check_output_directory",
+    "check_output_file",
+    "finish_replacement",
+    "format_json",
+    "is_disk_full",
+    "load_json",
+    "staged",
+    "staged_file",
+    "write_json",
+]
+
+# A replacement of a folder's entries passes through two folders inside it. `_STAGED` appears in one step, complete.
+# The old entries move into it; when they are all out of the way it becomes `_MOVING`, and the new entries move up.
+_STAGED, _MOVING = ".locas-staged", ".locas-moving"
+_OLD = ".old"
+
 
 @contextmanager
-def staged(directory: str | Path, last: str | None = None) -> Iterator[Path]:
-    """Gives a new folder to write into; its entries move to `directory` when the block ends without an error.
+def staged(directory: str | Path) -> Iterator[Path]:
+    """Yield a new folder to write into; its entries become those of `directory` when the block ends without an error.
 
-    The new folder lies inside `directory` where that exists, else beside it: on the same disk, so that moving needs
-    no space. After an error it is removed, with the parent folders that were made for it. Other files in `directory`
-    stay.
+    A folder that does not exist appears in one step. In a folder that exists, the new entries replace those of the
+    same name, and all others stay. If the process is killed meanwhile, the folder has old entries or new ones, never
+    both; where some are missing, `finish_replacement` puts the remaining new ones in place.
+
+    After an error the new folder is removed, with the parent folders that were made for it. Folders that a killed
+    process left behind are removed first.
 
     Args:
-        directory: where the entries go in the end; made where it does not exist, parents too.
-        last: the entry to move last: the one whose presence says that the rest is complete.
+        directory: the folder to fill; made where it does not exist, with its parents. At most one process may fill
+            it at a time.
 
     Raises:
         OSError: the disk is full, or a folder cannot be written. Errors of the disk that safetensors reports in its
@@ -35,25 +55,24 @@ def staged(directory: str | Path, last: str | None = None) -> Iterator[Path]:
         ...     model.save_pretrained(folder)
     """
     directory = Path(os.path.abspath(directory))
-    made = _make_parents(directory)
-    staging = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
-    if directory.is_dir():  # a mounted volume is another disk than its parent, which may not be writable either
-        staging = directory / f".{os.getpid()}.partial"
+    missing_parents = [parent for parent in directory.parents if not parent.exists()]
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Beside a new folder, inside an existing one: a mounted volume is another disk than its parent.
+    home, prefix = (directory, ".") if directory.is_dir() else (directory.parent, f".{directory.name}.")
+    new = home / f"{prefix}{os.getpid()}.partial"
     try:
-        staging.mkdir()
-        yield staging
-        if not directory.exists():
-            os.replace(staging, directory)
-            return
-        for entry in sorted(staging.iterdir(), key=lambda entry: (entry.name == last, entry.name)):
-            target = directory / entry.name
-            if target.is_dir() and not target.is_symlink():
-                shutil.rmtree(target)
-            os.replace(entry, target)
-        staging.rmdir()
+        finish_replacement(directory)
+        _sweep(home, prefix)
+        new.mkdir()
+        yield new
+        if directory.exists():
+            os.replace(new, directory / _STAGED)
+            finish_replacement(directory)
+        else:
+            os.replace(new, directory)
     except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
-        for parent in made:
+        shutil.rmtree(new, ignore_errors=True)
+        for parent in missing_parents:
             with suppress(OSError):
                 parent.rmdir()
         found = re.search(r"os error (\d+)", str(error)) if not isinstance(error, OSError) else None
@@ -62,9 +81,32 @@ def staged(directory: str | Path, last: str | None = None) -> Iterator[Path]:
         raise
 
 
+def finish_replacement(directory: str | Path) -> None:
+    """Finish a replacement of a folder's entries by `staged` that was stopped midway; do nothing where there is none.
+
+    Two processes may do this at the same time: each step is one rename, and a rename whose source or target folder is
+    gone was done by the other process.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    directory = Path(directory)
+    complete, moving = directory / _STAGED, directory / _MOVING
+    _move_in(moving)
+    if complete.is_dir() and not complete.is_symlink():
+        with suppress(FileNotFoundError):
+            (complete / _OLD).mkdir(exist_ok=True)
+        for name in _list_new(complete):
+            with suppress(FileNotFoundError):
+                os.replace(directory / name, complete / _OLD / name)
+        with suppress(FileNotFoundError):
+            os.replace(complete, moving)
+        _move_in(moving)
+
+
 @contextmanager
 def staged_file(path: str | Path) -> Iterator[Path]:
-    """Gives the path of a new file to write; it becomes `path`, in one step, when the block ends without an error.
+    """Yield the path of a new file to write, which becomes `path`, in one step, when the block ends without an error.
 
     After an error it is removed, and a file that was there is untouched.
 
@@ -82,7 +124,7 @@ def staged_file(path: str | Path) -> Iterator[Path]:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Writes a value as indented JSON (UTF-8), replacing the file in one step. NaN and infinities become null.
+    """Write a value as indented JSON (UTF-8), replacing the file in one step. NaN and infinities become null.
 
     Raises:
         OSError: the file cannot be written; one that was there is untouched.
@@ -91,19 +133,38 @@ def write_json(path: str | Path, value: Any) -> None:
         temporary.write_text(format_json(value) + "\n", encoding="utf-8")
 
 
+def load_json(path: str | Path) -> Any:
+    """Load a JSON file.
+
+    Raises:
+        ValueError: the file does not exist, cannot be read, or is not JSON.
+    """
+    path = Path(path)
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ValueError(f"{str(path)!r} must be an existing JSON file, got none: check the path") from None
+    except OSError as error:
+        raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}): check the file's permissions") from None
+    except RecursionError:
+        raise ValueError(f"{str(path)!r} must be JSON of ordinary depth, got deeper nesting: write it again") from None
+    except ValueError as error:
+        raise ValueError(f"{str(path)!r} must be JSON ({error}): write it again") from None
+
+
 def format_json(value: Any) -> str:
-    """Gives a value as indented JSON; NaN and infinities, which JSON does not have, become null."""
+    """Return a value as indented JSON; NaN and infinities, which JSON does not have, become null."""
     text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
-    # Lists of numbers on one line each. Strings in JSON hold no raw line breaks, so that none can match.
+    # Each list of numbers on one line. A string in JSON holds no raw line break, so none can match.
     return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
 
 
 def check_output_file(option: str, path: str | Path) -> None:
-    """Checks, before the work begins, that a file can be written there. Nothing is written.
+    """Check, before the work begins, that a file can be written. Nothing is written.
 
     Args:
-        option: what the user calls it, for the message.
-        path: the file to be.
+        option: the option's name, for the message.
+        path: the file.
 
     Raises:
         ValueError: its folder does not exist or cannot be written, or `path` is a folder.
@@ -118,33 +179,64 @@ def check_output_file(option: str, path: str | Path) -> None:
 
 
 def check_output_directory(option: str, path: str | Path) -> None:
-    """Checks, before the work begins, that a folder can be made or filled there. Nothing is written.
+    """Check, before the work begins, that a folder can be made or filled. Nothing is written.
 
     Args:
-        option: what the user calls it, for the message.
-        path: the folder to be.
+        option: the option's name, for the message.
+        path: the folder.
 
     Raises:
-        ValueError: `path` is a file, or the nearest folder that exists cannot be written.
+        ValueError: `path` or a parent is a file or a broken link, or the nearest folder that exists cannot be written.
     """
     path = Path(os.path.abspath(path))
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not existing.is_dir():
-        raise ValueError(f"{option} must be a folder, got {str(path)!r} ({existing.name} is a file): choose another")
+        kind = "a file" if existing.exists() else "a broken link"
+        raise ValueError(f"{option} must be a folder, got {str(path)!r} ({existing.name} is {kind}): choose another")
     if not os.access(existing, os.W_OK):
         raise ValueError(f"{option} must be writable, got {str(path)!r}: choose a folder that you may write to")
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Says whether an error means that the disk, or one's share of it, is used up."""
+    """Return whether an error means that the disk, or the user's quota, is used up."""
     return error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
-def _make_parents(directory: Path) -> list[Path]:
-    """Makes the folders above `directory`; returns those that were not there, the deepest first."""
-    missing = [parent for parent in directory.parents if not parent.exists()]
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    return missing
+def _move_in(moving: Path) -> None:
+    """Move the entries of `_MOVING`, if there is such a folder, to the folder around it."""
+    if moving.is_dir() and not moving.is_symlink():
+        for name in _list_new(moving):
+            with suppress(FileNotFoundError):
+                os.replace(moving / name, moving.parent / name)
+        shutil.rmtree(moving, ignore_errors=True)
+
+
+def _list_new(folder: Path) -> list[str]:
+    """Return the names of the new entries, sorted; none where another process has moved the folder on."""
+    with suppress(FileNotFoundError):
+        return sorted(name for name in os.listdir(folder) if name != _OLD)
+    return []
+
+
+def _sweep(home: Path, prefix: str) -> None:
+    """Remove the unfinished folders in `home` whose processes have ended."""
+    for folder in home.iterdir():
+        found = re.fullmatch(rf"{re.escape(prefix)}(\d+)\.partial", folder.name)
+        if found and not _is_running(int(found[1])) and folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(process: int) -> bool:
+    """Return whether another process of this number is running; True where the system cannot tell."""
+    if os.name != "posix":  # elsewhere signal 0 ends the process
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):
+        return True
+    return process != os.getpid()  # the folder is of an earlier process with the same number
 
 
 def _finite(value: Any) -> Any:

@@ -1,79 +1,93 @@
-"""What lies on disk or on the hub: bases by name, memories by folder, and what a memory's files say by themselves."""
+"""Loading from disk or the hub: base models by name, memories by folder, and the description of a memory's files."""
 
 from __future__ import annotations
 
-import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig, PeftModel
+from peft import PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import backbone
+from .files import finish_replacement, load_json
 from .tuner import LocasConfig
+
+__all__ = [
+    "DTYPES",
+    "MEMORY_CONFIG",
+    "choose_device",
+    "describe_memory",
+    "load_base",
+    "load_memory",
+    "load_memory_config",
+]
 
 MEMORY_CONFIG = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}
+"""The values of `accelerate launch --mixed_precision`."""
 _HUB_SECONDS = 10.0
 
 
 def load_base(
     name: str = backbone.NAME, dtype: str = "auto", device: str = "auto"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a causal LM and its tokenizer, frozen and in evaluation mode.
+    """Load a causal LM and its tokenizer, frozen and in evaluation mode.
 
     Args:
         name: `backbone.NAME` or `backbone.MLP_NAME` for an embedded backbone, a folder, or a name on the hub.
-        dtype: "float32", "bfloat16", "float16", or "auto": the one that the weights are stored in (float32 for the
-            embedded backbone).
-        device: a torch device, or "auto": CUDA where there is one, else the CPU.
+        dtype: "float32", "bfloat16", "float16" or "auto": the launcher's (`accelerate launch --mixed_precision`) where
+            there is one, else the one that the weights are stored in (float32 for an embedded backbone).
+        device: a torch device, or "auto" (see `choose_device`).
 
     Raises:
-        ValueError: there is no such model, it cannot be read, or dtype or device are none that we know.
+        ValueError: there is no such model, it cannot be loaded, or the dtype or the device is unknown.
     """
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
-    place = choose_device(device)
+    torch_dtype, torch_device = _choose_dtype(dtype), choose_device(device)
     if backbone.is_embedded(name):
-        model, tokenizer = backbone.load(DTYPES.get(dtype), place, backbone.name_of(name))
+        model, tokenizer = backbone.load(torch_dtype, torch_device, backbone.name_of(name))
     else:
         source = _find_source(name)
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=DTYPES.get(dtype, "auto"))
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype or "auto")
             tokenizer = AutoTokenizer.from_pretrained(source)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise ValueError(
                 f"model {name!r} cannot be loaded ({_first_line(error)}): give a causal LM with its tokenizer"
             ) from error
-        model.to(place)
+        model.to(torch_device)
     return model.requires_grad_(False).eval(), tokenizer
 
 
 def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> PeftModel:
-    """Loads a memory, LOCAS or another PEFT adapter, onto its base, for reading and writing but not for learning.
+    """Load a memory, LOCAS or another PEFT adapter, onto its base, frozen.
 
     Args:
         base: the model that it was made for; mutated (`PeftModel.unload` takes the memory out again).
         directory: the memory's folder.
-        fields: fields of its config to set otherwise, such as `pad_to_multiple_of`.
+        fields: values for fields of its config, such as `pad_to_multiple_of`, in place of the saved ones.
 
     Raises:
         ValueError: the folder holds no memory, or one that was made for another base.
     """
-    read_memory_config(directory)
-    if not (Path(directory) / SAFETENSORS_WEIGHTS_NAME).is_file():  # PEFT would take a pickle in its place
-        raise ValueError(f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again")
-    config = PeftConfig.from_pretrained(str(directory))
-    # Once more by its own class, which checks the file before anything of the claimed width is made.
-    config = type(config).from_pretrained(str(directory))
+    peft_type = load_memory_config(directory)["peft_type"]
+    _find_weights(directory)
+    try:
+        config = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
+    except TypeError as error:
+        raise ValueError(
+            f"{Path(directory) / MEMORY_CONFIG} is no config of type {peft_type} ({_first_line(error)}): "
+            "copy or save the memory again"
+        ) from error
     for name, value in fields.items():
         if not hasattr(config, name):
-            raise ValueError(f"{name} has no meaning for a memory of type {config.peft_type.value}, got {value!r}")
+            raise ValueError(f"{name} has no meaning for a memory of type {peft_type}, got {value!r}: leave it out")
         setattr(config, name, value)
     try:
         with warnings.catch_warnings():
@@ -82,7 +96,7 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
     except (RuntimeError, UserWarning, ValueError, SafetensorError) as error:
         if isinstance(error, ValueError) and not str(error).startswith("Target modules"):
             raise
-        # PEFT lists every module name here, a screen of them.
+        # PEFT's message lists the name of every module.
         reason = "it has other modules" if isinstance(error, ValueError) else _first_line(error)
         raise ValueError(
             f"memory {str(directory)!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason}): "
@@ -90,12 +104,15 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         ) from error
 
 
-def read_memory_config(directory: str | Path) -> dict[str, Any]:
-    """Reads the JSON config of a memory's folder.
+def load_memory_config(directory: str | Path) -> dict[str, Any]:
+    """Load the JSON config of a memory's folder.
+
+    A replacement of the memory that was stopped midway is finished first (see `files.staged`).
 
     Raises:
-        ValueError: there is no such folder, or no memory in it, or its config is not readable.
+        ValueError: there is no such folder, or no memory in it, or its config is damaged.
     """
+    finish_replacement(directory)
     path = Path(directory) / MEMORY_CONFIG
     if not path.is_file():
         found = "a folder without " + MEMORY_CONFIG if Path(directory).is_dir() else "no folder"
@@ -103,10 +120,7 @@ def read_memory_config(directory: str | Path) -> dict[str, Any]:
             f"memory must be a folder that holds a memory, got {str(directory)!r}, {found}: "
             "make one with `locas memorize TEXT --out DIR`"
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not readable as JSON ({error}): copy or save the memory again") from None
+    config = load_json(path)
     if not isinstance(config, dict) or "peft_type" not in config:
         raise ValueError(f"{path} must name its peft_type, got none: copy or save the memory again")
     if not isinstance(config["peft_type"], str) or config["peft_type"] not in PEFT_TYPE_TO_CONFIG_MAPPING:
@@ -118,7 +132,7 @@ def read_memory_config(directory: str | Path) -> dict[str, Any]:
 
 
 def describe_memory(directory: str | Path) -> dict[str, Any]:
-    """Says what is in a memory, from its files alone: no base is loaded.
+    """Describe a memory from its files alone: no base is loaded.
 
     Args:
         directory: the memory's folder.
@@ -127,16 +141,14 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         JSON values: `memory_dir`, `base`, `peft_type`, `r`, `init`, `scaling`, `dtype`, `parameters`, `bytes`
         (of the tensors' file), `host`, `layers`. For a LOCAS memory `layers` has an entry for each FFN: `name`, `r`,
         `tau`, `slots` (None where no host slots were cloned) and, for `gate` (None in a two-layer memory), `up` and
-        `down`, the `mean` and `max` of the slots' norms. For other adapters it is empty.
+        `down`, the `mean` and `max` of the slots' norms. For other adapters `layers` is empty.
 
     Raises:
         ValueError: there is no memory, or its files are damaged.
     """
     directory = Path(directory)
-    config = read_memory_config(directory)
-    path = directory / SAFETENSORS_WEIGHTS_NAME
-    if not path.is_file():
-        raise ValueError(f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again")
+    config = load_memory_config(directory)
+    path = _find_weights(directory)
     if config["peft_type"] == "LOCAS":
         LocasConfig.from_pretrained(str(directory))  # for its checks
     try:
@@ -181,13 +193,20 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
 
 
 def choose_device(device: str) -> torch.device:
-    """Turns a device's name into a device; "auto" is CUDA where there is one, else the CPU.
+    """Turn a device's name into a device.
+
+    Args:
+        device: a torch device, or "auto": CUDA where there is one, else the CPU. Of several processes that a launcher
+            started, each takes the CUDA device of its `LOCAL_RANK`.
 
     Raises:
-        ValueError: torch knows no such device, or it is not there.
+        ValueError: torch has no such device, or the machine does not.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
+            return torch.device("cpu")
+        rank = os.environ.get("LOCAL_RANK")
+        return torch.device("cuda" if rank is None else f"cuda:{int(rank) % torch.cuda.device_count()}")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -195,8 +214,22 @@ def choose_device(device: str) -> torch.device:
     return torch.device(device)
 
 
+def _choose_dtype(dtype: str) -> torch.dtype | None:
+    """Turn a dtype's name into a dtype; None for the one that the weights are stored in."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}: choose one of them")
+    if dtype == "auto":
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if precision not in _PRECISIONS:
+            raise ValueError(
+                f"mixed precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}: choose one of them"
+            )
+        dtype = _PRECISIONS[precision]
+    return DTYPES.get(dtype)
+
+
 def _find_source(name: str) -> str:
-    """Gives the folder, or the hub name after a quick look whether it can be had."""
+    """Return the folder, or the hub name after a quick check that it can be downloaded."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if (folder / MEMORY_CONFIG).is_file():
@@ -211,7 +244,7 @@ def _find_source(name: str) -> str:
 
 
 def _check_hub(name: str) -> None:
-    """Asks once, where loading without a network would try again and again for the better part of a minute."""
+    """Ask the hub for a model once; loading without a network would retry for most of a minute."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
@@ -232,11 +265,23 @@ def _check_hub(name: str) -> None:
         ) from error
 
 
+def _find_weights(directory: str | Path) -> Path:
+    """Return the file of a memory's tensors. PEFT would load a pickle in its place."""
+    path = Path(directory) / SAFETENSORS_WEIGHTS_NAME
+    if not path.is_file():
+        raise ValueError(f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again")
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): check the file's permissions") from None
+    return path
+
+
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0].rstrip(":.") if lines else type(error).__name__
 
 
 def _natural(name: str) -> list:
-    """Sort key that puts layer 10 after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

@@ -1,8 +1,8 @@
-"""The only code that writes to PEFT's registries: it makes LOCAS a PEFT type like any other.
+"""Register LOCAS with PEFT. This is the only module that writes to PEFT's registries.
 
-PEFT keeps its methods in a closed `str` enum, `PeftType`, and in dictionaries keyed by its members. Plain string keys
-look up in those dictionaries too, but status reports, hot-swapping and mixed models format the member itself; so the
-enum gets a real member.
+PEFT lists its methods in a closed `str` enum, `PeftType`, and in dictionaries keyed by its members. A plain string
+would do for the dictionaries, but status reports, hot-swapping and mixed models format the member itself. The enum
+therefore gets a real member.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def register() -> PeftType:
 
 
 def add_member(enum: type[Enum], name: str) -> Enum:
-    """Adds a member whose value is its name to a `str` enum (Python 3.10 to 3.13), or returns the one that is there.
+    """Adds a member whose value is its name to a `str` enum (Python 3.10 to 3.13), or returns the existing one.
 
     Args:
-        enum: a class that derives from `str` and `Enum`; it is mutated, for the life of the process.
-        name: the name, and the value, of the member.
+        enum: a class that derives from `str` and `Enum`; mutated, for the life of the process.
+        name: the name and the value of the member.
     """
     if name in enum.__members__:
         return enum[name]
@@ -44,11 +44,11 @@ def add_member(enum: type[Enum], name: str) -> Enum:
     member._value_ = name
     member.__objclass__ = enum
     member._sort_order_ = len(enum.__members__)
-    # From 3.12 on members are found as class attributes; the metaclass refuses this once the name is in the map.
+    # Python 3.12 looks members up as class attributes. The metaclass refuses this once the name is in the map.
     setattr(enum, name, member)
     enum._member_names_.append(name)
     enum._member_map_[name] = member
     enum._value2member_map_[name] = member
-    if hasattr(enum, "_hashable_values_"):  # 3.13: where `value in enum` looks first
+    if hasattr(enum, "_hashable_values_"):  # Python 3.13 uses it for `value in enum`
         enum._hashable_values_.append(name)
     return member

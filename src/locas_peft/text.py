@@ -9,12 +9,16 @@ from pathlib import Path
 
 import torch
 
+__all__ = ["digest_ids", "load_text", "python_reference", "tokenize", "unwrap"]
+
+_MARGIN_TOKENS = 256
+
 
 def unwrap(text: str) -> str:
-    """Joins hard-wrapped lines: each paragraph on one line, one blank line between paragraphs.
+    """Join hard-wrapped lines: each paragraph on one line, one blank line between paragraphs.
 
-    Line breaks inside a paragraph (Windows, old Mac or Unix ones), byte-order marks and runs of spaces carry
-    nothing that a language model should spend tokens on.
+    Line breaks inside a paragraph (Windows, old Mac or Unix), byte-order marks and runs of spaces are replaced by
+    single spaces: a language model should not spend tokens on them.
 
     Args:
         text: any text; a paragraph ends at a line that holds nothing but whitespace.
@@ -31,17 +35,17 @@ def unwrap(text: str) -> str:
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
-def read_text(path: str | Path) -> str:
-    """Reads a UTF-8 text file, or standard input for `-`, as it stands but for a byte-order mark.
+def load_text(path: str | Path) -> str:
+    """Load a UTF-8 text file, or standard input for `-`, without its byte-order mark.
 
     Args:
         path: a file's path, or `-`.
 
     Returns:
-        The text, with its line breaks as Python's universal newlines give them.
+        The text, with every line break as "\\n".
 
     Raises:
-        ValueError: where there is no such file, or it is no readable file, empty, or not UTF-8.
+        ValueError: the file does not exist, cannot be read, is empty, or is not UTF-8 text.
     """
     name = "standard input" if str(path) == "-" else repr(str(path))
     try:
@@ -71,14 +75,14 @@ def read_text(path: str | Path) -> str:
 
 
 def python_reference() -> str:
-    """Gives the Python language reference that ships with every interpreter: a text that is always at hand.
+    """Return the Python language reference that ships with every interpreter.
 
     Returns:
-        The topics of `pydoc_data.topics`, sorted by name, a blank line between; about half a million characters,
-        and not the same ones for each Python version.
+        The topics of `pydoc_data.topics`, sorted by name, a blank line between; about half a million characters.
+        Each Python version has its own.
 
     Raises:
-        ValueError: where a distribution has left the topics out.
+        ValueError: the Python distribution has left the topics out.
     """
     try:
         from pydoc_data.topics import topics
@@ -90,31 +94,42 @@ def python_reference() -> str:
 
 
 def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongTensor:
-    """Turns a text into one sequence of token ids, without special tokens.
+    """Turn a text into one sequence of token ids, without special tokens.
+
+    With `max_tokens`, no more of the text is tokenized than these tokens need, and a margin: the cut can change the
+    tokens just before it.
 
     Args:
         tokenizer: a transformers tokenizer. Its warning about sequences beyond the model's length is not shown:
             a text is read in chunks and may be of any length.
         text: the text as the model shall see it (see `unwrap`).
-        max_tokens: how many tokens to keep at most, from the start; all of them where None.
+        max_tokens: the number of tokens to keep, from the start; all of them where None.
 
     Returns:
         LongTensor [T], on the CPU, T >= 2.
 
     Raises:
-        ValueError: where `max_tokens` is below 2 or the text makes fewer than two tokens: with the first token
-            unscored, nothing would be left to measure.
+        ValueError: `max_tokens` is below 2, or the text makes fewer than two tokens. The first token is not scored,
+            so that one alone leaves nothing to measure.
     """
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens must be at least 2, got {max_tokens}: raise it, or leave it out")
-    ids = tokenizer(
-        text, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )["input_ids"]
+    characters = len(text) if max_tokens is None else 8 * (max_tokens + _MARGIN_TOKENS)
+    ids = _encode(tokenizer, text[:characters])
+    while characters < len(text) and len(ids) < max_tokens + _MARGIN_TOKENS:
+        characters *= 4
+        ids = _encode(tokenizer, text[:characters])
     if len(ids) < 2:
         raise ValueError(f"text must have at least 2 tokens, got {len(ids)}: give a longer text")
     return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
 
 def digest_ids(input_ids: torch.Tensor) -> str:
-    """Gives the SHA-256 of token ids [T] as little-endian 64-bit integers: the same on every machine and device."""
+    """Return the SHA-256 of token ids [T] as little-endian 64-bit integers: the same on every machine and device."""
     return hashlib.sha256(input_ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def _encode(tokenizer, text: str) -> list[int]:
+    return tokenizer(
+        text, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
+    )["input_ids"]

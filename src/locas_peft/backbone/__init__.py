@@ -1,8 +1,8 @@
 """The embedded backbones: two small models of English books, one with gated FFNs and one with two-layer FFNs.
 
-They come with the package, so that the `locas` command, the examples and the tests need no network. They write period
-prose with no sense in it and answer no questions: they are there to be taught. tinybook-glu (Qwen3 architecture) is
-the default everywhere; tinybook-mlp (GPT-NeoX with ReLU) is the host for Locas-MLP. They share a tokenizer.
+They are part of the package, so that the `locas` command, the examples and the tests need no network. They generate
+period prose without meaning and cannot answer questions; they are hosts for memories. tinybook-glu (Qwen3 architecture)
+is the default everywhere; tinybook-mlp (GPT-NeoX with ReLU) is the host for Locas-MLP. They share a tokenizer.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+__all__ = ["MLP_NAME", "NAME", "is_embedded", "load", "name_of", "path"]
+
 NAME = "locas_peft/tinybook-glu"
-"""What stands for the default backbone in a memory's config: the folder differs from one machine to the next."""
+"""The default backbone's name in a memory's config; its folder differs from one machine to the next."""
 
 MLP_NAME = "locas_peft/tinybook-mlp"
-"""The same for the backbone with two-layer FFNs."""
+"""The name of the backbone with two-layer FFNs."""
 
 _FOLDERS = {NAME: ("locas_peft", "backbone"), MLP_NAME: ("locas_peft", "backbone", "tinybook_mlp")}
 
 
 def path(name: str = NAME) -> Path:
-    """Gives the folder with a backbone's weights, config and tokenizer, as transformers loads them.
+    """Return the folder with a backbone's weights, config and tokenizer, as transformers loads them.
 
     Args:
         name: `NAME` or `MLP_NAME`.
@@ -40,7 +42,7 @@ def path(name: str = NAME) -> Path:
 def load(
     dtype: torch.dtype | None = None, device: torch.device | str | None = None, name: str = NAME
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a backbone in evaluation mode, without the network.
+    """Load a backbone in evaluation mode, without the network.
 
     Its texts must have one paragraph a line, as `locas_peft.text.unwrap` makes them: it has seen no others.
 
@@ -71,12 +73,12 @@ def load(
 
 
 def is_embedded(name: str) -> bool:
-    """Says whether a recorded model name means one of these backbones: its name, or its folder in any installation."""
+    """Return whether a recorded model name is one of these backbones or the folder of one in any installation."""
     return name_of(name) in _FOLDERS
 
 
 def name_of(name: str) -> str:
-    """Gives the name of the backbone that a name or a folder in any installation means; other names as they are."""
+    """Return the name of the backbone that has this name or this folder, in any installation; other names as they are."""
     if name in _FOLDERS:
         return name
     return next((known for known, end in _FOLDERS.items() if Path(name).parts[-len(end) :] == end), name)

@@ -1,18 +1,160 @@
-"""The `locas` command: read a text into a memory, compare methods, generate, merge, inspect, evaluate.
+"""The `locas` command: memorize a text, compare methods, generate, merge, inspect, evaluate.
 
-Bad input ends with one line on stderr and exit code 2; an interruption with 130; what nobody foresaw with its
-traceback and 1. What a command has to say goes to stdout, progress and remarks to stderr.
+Results go to stdout, progress and remarks to stderr. Exit codes: 0; 2 for bad input, with one line on stderr; 130 for
+an interruption, 143 for a termination; 1 for any other error, with its traceback.
 """
 
-from .evaluate import eval_app, forgetting, locomo, perplexity, report
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from cyclopts import App, CycloptsError, Parameter
+
+from .. import __version__
+from ..files import is_disk_full
+from .console import find_process, printable
+from .evaluate import forgetting, locomo, perplexity, report
 from .memories import generate, inspect, merge
 from .reading import compare, demo, memorize
-from .shell import app, main
-
-for _function in (demo, memorize, compare, generate, merge, inspect):
-    app.command()(_function)
-for _function in (perplexity, locomo, forgetting, report):
-    eval_app.command()(_function)
-app.add_typer(eval_app, name="eval")
 
 __all__ = ["app", "main"]
+
+
+app = App(
+    name="locas",
+    help="A memory made of weights for language models: read a text, keep what was learned in a small file.",
+    help_epilogue="LOCAS_TRACEBACK=1 shows the traceback behind an error's one line.",
+    help_format="plaintext",
+    version=__version__,
+    default_parameter=Parameter(negative="", allow_repeating=True),
+    result_action="return_value",
+    suppress_keyboard_interrupt=False,
+)
+eval_app = App(
+    name="eval",
+    help="Measure memories: the protocols, resumable, shared by any number of processes.",
+    sort_key=10,
+)
+for _place, _function in enumerate((demo, memorize, compare, generate, merge, inspect)):
+    app.command(_function, sort_key=_place)
+for _place, _function in enumerate((perplexity, locomo, forgetting, report)):
+    eval_app.command(_function, sort_key=_place)
+app.command(eval_app)
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and end the process with its exit code.
+
+    Args:
+        args: the arguments; those of the process where None.
+    """
+    with _sigterm_raises():
+        code = _run(list(sys.argv[1:] if args is None else args) or ["--help"])
+    sys.exit(code)
+
+
+# ---------------------------------------------------------------------- errors
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM."""
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """End the command on SIGTERM as on Ctrl-C: with an exception that lets each `finally` run."""
+
+    def terminate(number: int, frame: Any) -> NoReturn:
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():  # only there are signals handled
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+def _run(args: list[str]) -> int:
+    """Run one command and return the exit code."""
+    index, count = find_process()
+    try:
+        if count > 1 and args[0] != "eval" and not args[0].startswith("-"):
+            raise ValueError(
+                f"this command must run in one process, got {count}: start it without a launcher; several processes "
+                "can share locas eval"
+            )
+        app(args, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+        return 0
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, _Terminated)
+        _print_error("terminated" if terminated else "interrupted", index)
+        return 143 if terminated else 130
+    except CycloptsError as error:
+        command = " ".join(("locas", *(error.command_chain or ())))
+        _print_error(f"error: {printable(str(error)).rstrip('.')}: see {command} --help", index)
+    except BrokenPipeError:
+        _give_up_stdout()
+        return 1
+    except Exception as error:
+        line = _explain(error)
+        if line is None or os.environ.get("LOCAS_TRACEBACK"):
+            raise
+        if isinstance(error, ValueError):  # an input that all processes share
+            _print_error(f"error: {line}", index)
+        else:
+            print(f"error in process {index}: {line}" if index else f"error: {line}", file=sys.stderr)
+        if isinstance(error, OSError):
+            _give_up_stdout()
+    return 2
+
+
+def _print_error(line: str, index: int) -> None:
+    if index == 0:
+        print(line, file=sys.stderr)
+
+
+def _explain(error: Exception) -> str | None:
+    """Return one line for an error that input or machine can cause; None for a defect of the program."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return "the device is out of memory: lower --window, or choose another --dtype or --device"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
+        return "the machine is out of memory: lower the width or the window, or choose a smaller model or dtype"
+    if isinstance(error, OSError):
+        where = repr(str(error.filename)) if error.filename else ""
+        if is_disk_full(error):
+            where = f" while writing {where}" if where else ""
+            return f"the disk is full{where}: free some space or choose another folder; nothing was left half-written"
+        if where:
+            return f"{where} cannot be read or written ({error.strerror}): check the path and its permissions"
+        return printable(error.strerror or str(error))
+    if isinstance(error, ValueError) or (isinstance(error, TypeError) and _is_ours(error)):
+        return printable(str(error)) or type(error).__name__
+    return None
+
+
+def _is_ours(error: Exception) -> bool:
+    """Return whether this package raised an error: a TypeError from elsewhere is a defect, not an input."""
+    frame = error.__traceback__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    return Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
+
+
+def _give_up_stdout() -> None:
+    """Discard the rest of stdout's buffer if it cannot be written: Python would try again at its end."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

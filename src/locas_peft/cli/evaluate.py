@@ -1,313 +1,291 @@
-"""`locas eval`: the protocols on the command line. What is found goes to --out as JSON; a broken run goes on there."""
+"""`locas eval`: the protocols. Figures go to --out as JSON; the same command continues an interrupted run.
+
+Any number of processes that run the same command on the same --out share the work, in whatever way they were started.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
-import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 
-from .job import Job, check_window, load, make_settings
-from .options import BaseOptions, MethodOptions, Overwrite, TeachingOptions, TextOptions
-from .progress import show_progress
-from .shell import command, make_consoles, quieten
-
-if TYPE_CHECKING:
-    from ..methods import Settings
-    from ..studies.sharing import Processes
-
-eval_app = typer.Typer(
-    name="eval", help="Measure what memories hold and what they cost: the protocols, resumable.", no_args_is_help=True
+from ..settings import ReadingSettings, complete_all
+from .console import find_process, make_consoles, show_progress
+from .reading import (
+    BASE,
+    MANY_METHODS,
+    READING,
+    AtLeastOne,
+    Base,
+    BaseGroup,
+    BaseOptions,
+    OutputPath,
+    Overwrite,
+    ReadingOptions,
+    Text,
+    Unwrap,
+    load,
+    split_names,
 )
 
-Out = Annotated[Path, typer.Option(help="Where JSON and memories go; a broken run goes on there.", metavar="DIR")]
+Out = Annotated[OutputPath, Parameter(help="folder for figures, single results and memories.")]
 Methods = Annotated[
     str,
-    typer.Option(
-        "--method",
-        help="Separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both.",
-        metavar="LIST",
+    Parameter(
+        help="separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both."
     ),
 ]
-BatchTokens = Annotated[int, typer.Option(help="Tokens scored at once, padding included.", min=1)]
-BatchSize = Annotated[int, typer.Option(help="Questions or documents at once.", min=1)]
+Count = Annotated[int, AtLeastOne]
+DEFAULT_OUT = Path("locas-eval")
 
 
-@command(several=True)
 def perplexity(
-    how: MethodOptions,
-    base: BaseOptions,
-    content: TextOptions,
-    texts: Annotated[
-        list[str] | None, typer.Argument(help="UTF-8 text files, or folders of .txt files.", metavar="[TEXT]...")
-    ] = None,
-    out: Out = Path("locas-eval"),
-    dataset: Annotated[
-        str | None, typer.Option(help="Read a dataset instead: hub name or folder.", metavar="NAME")
-    ] = None,
-    split: Annotated[str, typer.Option(help="Of the dataset.")] = "test",
-    column: Annotated[str, typer.Option(help="Of the dataset: where the texts are.")] = "text",
-    limit_documents: Annotated[int | None, typer.Option(help="The first so many documents.", min=1)] = None,
+    *texts: Text,
     method: Methods = "none,lora,locas-glu",
-    long_window: Annotated[
-        int | None, typer.Option(help="Add the row `long`: no memory, but so long a window.", min=2)
-    ] = None,
+    long_window: Annotated[int | None, Parameter(validator=Number(gte=2))] = None,
+    dataset: str | None = None,
+    split: str = "test",
+    column: str = "text",
+    limit_documents: Count | None = None,
+    unwrap: Unwrap = None,
+    out: Out = DEFAULT_OUT,
     overwrite: Overwrite = False,
+    settings: Annotated[ReadingOptions, MANY_METHODS] = READING,
+    base: BaseGroup = BASE,
 ) -> None:
-    """Online perplexity: each token scored before it is learned, a fresh memory for each document."""
-    from ..studies.documents import load_column, read_documents
-    from ..studies.perplexity import run_perplexity
-    from ..studies.report import print_perplexity
-    from ..studies.run import without_memory
+    """Online perplexity: each token scored before it is learned, a fresh memory for each document.
 
-    stdout, stderr = make_consoles(None)
-    processes = _join(base, stderr)
-    with processes.together():
-        _check_place(out)
-        if bool(texts) == (dataset is not None):
-            raise ValueError("give either TEXT files or --dataset NAME, one of the two")
-        documents = (
-            read_documents(texts, limit_documents) if texts else load_column(dataset, split, column, limit_documents)
-        )
-        job = load(base, processes)
-        methods = _settings_of(method, job, how, max_tokens=content.max_tokens)
-        if long_window is not None:
-            check_window("--long-window", long_window, job)
-            methods["long"] = dataclasses.replace(without_memory(next(iter(methods.values()))), window=long_window)
-        ids = {name: job.encode(text, content) for name, text in documents.items()}
-    with show_progress(stderr) as start:
+    Args:
+        texts: UTF-8 text files, folders of .txt files, or - for stdin.
+        long_window: add the row `long`: no memory, but a window of so many tokens.
+        dataset: load a dataset instead: hub name or folder.
+        split: of the dataset.
+        column: of the dataset: where the texts are.
+        limit_documents: the first documents.
+    """
+    from ..evaluation.documents import load_column, load_documents
+    from ..evaluation.perplexity import run_perplexity
+
+    stdout, stderr = _open(out, base)
+    if bool(texts) == (dataset is not None):
+        raise ValueError("give either TEXT files or --dataset NAME, one of the two")
+    documents = (
+        load_documents(texts, limit_documents)
+        if dataset is None
+        else load_column(dataset, split, column, limit_documents)
+    )
+    loaded = load(base)
+    methods = _complete(settings, method, loaded)
+    if long_window is not None:
+        methods["long"] = _long_window(methods, long_window, loaded)
+    ids = {name: loaded.encode(text, settings.max_tokens, unwrap) for name, text in documents.items()}
+    with show_progress(stderr) as progress:
         figures = run_perplexity(
-            job.base, ids, methods, out,
-            common=_describe(job), overwrite=overwrite, start=start, processes=processes,
-        )  # fmt: skip
-    print_perplexity(figures, stdout)
-    _point_to(stdout, out, "perplexity")
+            loaded.model, ids, methods, out, common=_describe(loaded), overwrite=overwrite, progress=progress
+        )
+    _show(figures, stdout, out)
 
 
-@command(several=True)
 def locomo(
-    data: Annotated[Path, typer.Argument(help="LoCoMo's JSON.", metavar="DATA.json")],
-    how: MethodOptions,
-    base: BaseOptions,
-    teaching: TeachingOptions,
-    out: Out = Path("locas-eval"),
-    setting: Annotated[
-        str, typer.Option(help="no-context, full-context, cloze; separated by commas.", metavar="LIST")
-    ] = "no-context,full-context,cloze",
+    data: Path,
+    /,
+    *,
+    setting: str = "no-context,full-context,cloze",
     method: Methods = "none,lora,locas-glu",
-    conversations: Annotated[
-        str | None, typer.Option(help="Only these, by sample_id, separated by commas.", metavar="LIST")
-    ] = None,
-    limit_conversations: Annotated[int | None, typer.Option(help="The first so many.", min=1)] = None,
-    limit_questions: Annotated[int | None, typer.Option(help="The first so many of each.", min=1)] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON with prompts in place of the built-in ones.", metavar="FILE")
-    ] = None,
-    wrong_memory: Annotated[bool, typer.Option(help="Also ask each conversation with another one's memory.")] = True,
-    max_new_tokens: Annotated[int, typer.Option(help="An answer's length at most.", min=1)] = 32,
-    batch_size: BatchSize = 16,
-    batch_tokens: BatchTokens = 4096,
+    conversations: str | None = None,
+    limit_conversations: Count | None = None,
+    limit_questions: Count | None = None,
+    prompts: Path | None = None,
+    wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True,
+    max_new_tokens: Count = 32,
+    batch_size: Count = 16,
+    batch_tokens: Count = 4096,
+    out: Out = DEFAULT_OUT,
     overwrite: Overwrite = False,
+    settings: Annotated[ReadingOptions, MANY_METHODS] = READING,
+    base: BaseGroup = BASE,
 ) -> None:
-    """LoCoMo: what a memory of a dialogue knows, against the base, TempLoRA and the memory of another dialogue."""
-    from ..evaluation.locomo import PROMPTS, choose_conversations, read_locomo, read_prompts
-    from ..studies.locomo import Plan, run_locomo
-    from ..studies.report import print_locomo
-    from ..studies.run import digest_file
+    """LoCoMo: questions about a dialogue, with its memory, without a memory, and with the memory of another dialogue.
 
-    stdout, stderr = make_consoles(None)
-    processes = _join(base, stderr)
-    with processes.together():
-        _check_place(out)
-        plan = Plan(
-            settings=_split(setting, "--setting"),
-            prompts=dict(PROMPTS) if prompts is None else read_prompts(prompts),
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            batch_tokens=batch_tokens,
-            seed=how.seed,
-            wrong_memory=wrong_memory,
-        )
-        recipe = teaching.to_recipe()
-        found, problems = read_locomo(data)
-        for line in problems:
-            stderr.print(line, markup=False)
-        names = None if conversations is None else _split(conversations, "--conversations")
-        chosen = choose_conversations(found, names)[:limit_conversations]
-        if limit_questions is not None:
-            chosen = [dataclasses.replace(one, questions=one.questions[:limit_questions]) for one in chosen]
-        if wrong_memory and len(chosen) < 2:
-            stderr.print("one conversation alone has no other one's memory to be asked with: no wrong-memory control")
-        job = load(base, processes)
-        methods = _settings_of(method, job, how)
-        common = {
-            **_describe(job),
-            "data": data.name,
-            "data_sha256": digest_file(data),
-            "limit_questions": limit_questions,
-            "left_out": problems,
-        }
-    with show_progress(stderr) as start:
+    Args:
+        data: LoCoMo's JSON.
+        setting: no-context, full-context, cloze; separated by commas.
+        conversations: only these, by sample_id, separated by commas.
+        limit_conversations: the first conversations.
+        limit_questions: the first questions of each conversation.
+        prompts: JSON with prompts in place of the built-in ones.
+        wrong_memory: also ask each conversation with another one's memory.
+        max_new_tokens: the most tokens of an answer.
+        batch_size: questions at once.
+        batch_tokens: tokens scored at once, padding included.
+    """
+    from ..evaluation.locomo import PROMPTS, Plan, choose_conversations, load_locomo, load_prompts, run_locomo
+
+    stdout, stderr = _open(out, base)
+    plan = Plan(
+        settings=split_names(setting, "--setting"),
+        prompts=dict(PROMPTS) if prompts is None else load_prompts(prompts),
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        batch_tokens=batch_tokens,
+        seed=settings.seed,
+        wrong_memory=wrong_memory,
+    )
+    found, problems = load_locomo(data)
+    _print_lines(problems, stderr)
+    names = None if conversations is None else split_names(conversations, "--conversations")
+    chosen = choose_conversations(found, names)[:limit_conversations]
+    chosen = [replace(one, questions=one.questions[:limit_questions]) for one in chosen]
+    if wrong_memory and len(chosen) < 2:
+        stderr.print("no wrong-memory control: it needs a second conversation, whose memory is asked")
+    loaded = load(base)
+    methods = _complete(settings, method, loaded)
+    common = {**_describe(loaded), "data": data.name, "limit_questions": limit_questions, "left_out": problems}
+    with show_progress(stderr) as progress:
         figures = run_locomo(
-            job.base, job.tokenizer, chosen, methods, out,
-            recipe=recipe, plan=plan, common=common, overwrite=overwrite, start=start, processes=processes,
+            loaded.model, loaded.tokenizer, chosen, methods, out,
+            plan=plan, common=common, overwrite=overwrite, progress=progress,
         )  # fmt: skip
-    print_locomo(figures, stdout)
-    _point_to(stdout, out, "locomo")
+    _show(figures, stdout, out)
 
 
-@command(several=True)
 def forgetting(
-    book: Annotated[str, typer.Argument(help="What the memory reads: a UTF-8 text file.", metavar="BOOK")],
-    how: MethodOptions,
-    base: BaseOptions,
-    content: TextOptions,
-    teaching: TeachingOptions,
-    out: Out = Path("locas-eval"),
-    unread: Annotated[
-        list[str] | None, typer.Option(help="A text that it does not read; may be given again.", metavar="TEXT")
-    ] = None,
-    unread_tokens: Annotated[int, typer.Option(help="The first so many tokens of each.", min=2)] = 50_000,
-    blimp: Annotated[
-        Path | None, typer.Option(help="BLiMP's zip file, or a folder with its .jsonl files.", metavar="PATH")
-    ] = None,
-    limit_pairs: Annotated[int | None, typer.Option(help="The first so many of each paradigm.", min=1)] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks of lm-evaluation-harness, separated by commas: mmlu.", metavar="LIST")
-    ] = None,
-    include_path: Annotated[
-        Path | None, typer.Option(help="A folder with task files of your own.", metavar="DIR")
-    ] = None,
-    limit: Annotated[int | None, typer.Option(help="The first so many documents of each task.", min=1)] = None,
-    num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question.", min=0)] = None,
+    book: Text,
+    /,
+    *,
+    unread: tuple[str, ...] | None = None,
+    unread_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 50_000,
+    blimp: Path | None = None,
+    limit_pairs: Count | None = None,
+    tasks: str | None = None,
+    include_path: Path | None = None,
+    limit: Count | None = None,
     method: Methods = "lora,locas-glu",
-    batch_size: BatchSize = 8,
-    batch_tokens: BatchTokens = 4096,
+    batch_size: Count = 8,
+    batch_tokens: Count = 4096,
+    unwrap: Unwrap = None,
+    out: Out = DEFAULT_OUT,
     overwrite: Overwrite = False,
+    settings: Annotated[ReadingOptions, MANY_METHODS] = READING,
+    base: BaseGroup = BASE,
 ) -> None:
-    """Forgetting: grammar, unread text and drift from the base, before and after a book, and with the memory off."""
-    from ..evaluation.forgetting import read_blimp
+    """Forgetting: grammar, unread text and drift from the base, before and after a book, and with the memory off.
+
+    Args:
+        book: a UTF-8 text file, or - for stdin: what the memory reads.
+        unread: a text that the memory does not read; may be given again.
+        unread_tokens: the first tokens of each unread text.
+        blimp: BLiMP's zip file, or a folder with its .jsonl files.
+        limit_pairs: the first pairs of each paradigm.
+        tasks: tasks of lm-evaluation-harness, separated by commas: mmlu.
+        include_path: a folder with your own task files.
+        limit: the first documents of each task.
+        batch_size: documents of tasks at once.
+        batch_tokens: tokens scored at once, padding included.
+    """
+    from ..evaluation.blimp import load_blimp
+    from ..evaluation.documents import load_documents
+    from ..evaluation.forgetting import Plan, run_forgetting
     from ..evaluation.harness import find_tasks
-    from ..studies.documents import read_documents
-    from ..studies.forgetting import Plan, run_forgetting
-    from ..studies.report import print_forgetting
-    from ..text import read_text
+    from ..text import load_text
 
-    stdout, stderr = make_consoles(None)
-    processes = _join(base, stderr)
-    with processes.together():
-        _check_place(out)
-        recipe = teaching.to_recipe()
-        if not (unread or blimp or tasks):
-            raise ValueError("something must be measured: give --unread TEXT, --blimp PATH or --tasks LIST")
-        names = () if tasks is None else _split(tasks, "--tasks")
-        if names:
-            if importlib.util.find_spec("lm_eval") is None:
-                raise ValueError("--tasks needs lm-evaluation-harness: install the extra 'eval' of locas_peft")
-            find_tasks(names, include_path)
-        pairs, problems = ([], []) if blimp is None else read_blimp(blimp, limit_pairs)
-        for line in problems:
-            stderr.print(line, markup=False)
-        words, others = read_text(book), read_documents(unread or [])
-        job = load(base, processes)
-        methods = _settings_of(method, job, how)
-        elsewhere = dataclasses.replace(content, max_tokens=unread_tokens)
-        plan = Plan(
-            pairs=pairs,
-            unread={name: job.encode(text, elsewhere) for name, text in others.items()},
-            tasks=names,
-            include_path=include_path,
-            limit=limit,
-            num_fewshot=num_fewshot,
-            batch_tokens=batch_tokens,
-            batch_size=batch_size,
-            seed=how.seed,
-        )
-        ids = job.encode(words, content)
-    with show_progress(stderr) as start:
+    stdout, stderr = _open(out, base)
+    if not (unread or blimp or tasks):
+        raise ValueError("something must be measured: give --unread TEXT, --blimp PATH or --tasks LIST")
+    names = () if tasks is None else split_names(tasks, "--tasks")
+    if names:
+        find_tasks(names, include_path)
+    pairs, problems = ([], []) if blimp is None else load_blimp(blimp, limit_pairs)
+    _print_lines(problems, stderr)
+    content, others = load_text(book), load_documents(unread or ())
+    loaded = load(base)
+    plan = Plan(
+        pairs=pairs,
+        unread={name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()},
+        tasks=names,
+        include_path=include_path,
+        limit=limit,
+        batch_tokens=batch_tokens,
+        batch_size=batch_size,
+        seed=settings.seed,
+    )
+    ids = loaded.encode(content, settings.max_tokens, unwrap)
+    methods = _complete(settings, method, loaded)
+    with show_progress(stderr) as progress:
         figures = run_forgetting(
-            job.base, job.tokenizer, ids, methods, out, plan,
-            recipe=recipe, common=_describe(job), overwrite=overwrite, start=start, processes=processes,
+            loaded.model, loaded.tokenizer, ids, methods, out, plan,
+            common=_describe(loaded), overwrite=overwrite, progress=progress,
         )  # fmt: skip
-    print_forgetting(figures, stdout)
-    _point_to(stdout, out, "forgetting")
+    _show(figures, stdout, out)
 
 
-@command()
-def report(
-    folders: Annotated[list[Path], typer.Argument(help="What the other commands wrote with --out.", metavar="DIR...")],
-    out: Annotated[Path, typer.Option(help="The Markdown file; plots lie beside it.", metavar="FILE")] = Path(
-        "report.md"
-    ),
-) -> None:
-    """One Markdown file with tables and plots from the JSON of one or more runs."""
+def report(folder: Path, /, *folders: Path, out: OutputPath = Path("report.md")) -> None:
+    """Write one Markdown file with tables and plots from the JSON of one or more runs.
+
+    Args:
+        folder: the --out of an earlier command.
+        folders: more of them.
+        out: the Markdown file; the plots lie beside it.
+    """
     from ..files import check_output_file
-    from ..studies.report import write_report
+    from ..report import write_report
 
-    stdout, stderr = make_consoles(None)
+    stdout, stderr = make_consoles()
     check_output_file("--out", out)
-    written = write_report(folders, out, remark=stderr.print)
-    stdout.print(f"Written: {', '.join(str(path) for path in written)}", markup=False)
+    written = write_report([folder, *folders], out, remark=stderr.print)
+    stdout.print(f"Written: {', '.join(map(str, written))}")
 
 
-# ---------------------------------------------------------------------- shared work
-
-
-def _join(base: BaseOptions, stderr: Console) -> Processes:
-    """Finds the other processes, if any; from here on an error of all of them is told once."""
-    from .. import loading
-    from ..studies.sharing import join
-
-    quieten()
-    processes = join(cpu=base.device == "cpu" or loading.choose_device("auto").type == "cpu")
-    # A place to meet and nobody to be met: Accelerate's --cpu leaves the starting of processes to mpirun.
-    if processes.count == 1 and "MASTER_PORT" in os.environ and os.environ.get("ACCELERATE_USE_CPU") == "True":
-        stderr.print("accelerate launch --cpu has started one process: with --multi_gpu, or torchrun, it is several")
-    return processes
-
-
-def _check_place(out: Path) -> None:
-    """Checks that the study can be run and its results be written, before the work begins."""
+def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
+    """Check the options that all protocols share, and return the consoles of results and of remarks."""
     from ..files import check_output_directory
 
-    for name in ("datasets", "evaluate", "nltk", "scipy"):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"locas eval needs {name}: install the extra 'eval' of locas_peft")
     check_output_directory("--out", out)
+    count = find_process()[1]
+    if count > 1 and base.device not in ("auto", "cpu"):
+        raise ValueError(f"--device must be auto or cpu for {count} processes, got {base.device!r}: leave it out")
+    return make_consoles()
 
 
-def _describe(job: Job) -> dict[str, Any]:
-    return {"model": job.name, "dtype": job.dtype}
+def _complete(settings: ReadingOptions, method: str, base: Base) -> dict[str, ReadingSettings]:
+    return complete_all(settings.of(base), split_names(method, "--method"), base.model)
 
 
-def _settings_of(specs: str, job: Job, how: MethodOptions, **given: Any) -> dict[str, Settings]:
-    """Makes the settings of each method in the list, by the name that it has in tables."""
-    from ..studies.run import name_method, split_method
+def _long_window(methods: dict[str, ReadingSettings], window: int, base: Base) -> ReadingSettings:
+    """Return the settings of a frozen reading that differs from the first method's in its window alone."""
+    from ..ttt import count_positions
 
-    chosen = _split(specs, "--method")
-    parts = [split_method(spec) for spec in chosen]
-    own = [
-        {field: value for field, value in (("r", width), ("learning_rate", rate)) if value is not None}
-        for _, width, rate in parts
-    ]
-    settings = make_settings([name for name, _, _ in parts], job, how, own, strict=False, **given)
-    return dict(zip(map(name_method, chosen), settings, strict=True))
-
-
-def _split(names: str, option: str) -> tuple[str, ...]:
-    chosen = tuple(name.strip() for name in names.split(",") if name.strip())
-    if not chosen:
-        raise ValueError(f"{option} must name something, got {names!r}: separate names by commas")
-    if len(set(chosen)) < len(chosen):
-        raise ValueError(f"{option} must name each once, got {names!r}: drop the second mention")
-    return chosen
+    limit = count_positions(base.model)
+    if limit is not None and window > limit:
+        raise ValueError(f"--long-window must be within the model's {limit} positions, got {window}: lower it")
+    like = next(iter(methods.values()))
+    return ReadingSettings(
+        method="none",
+        window=window,
+        **{
+            name: getattr(like, name)
+            for name in ("stride", "context", "max_tokens", "seed", "model", "dtype", "preset")
+        },
+    ).complete(base.model)
 
 
-def _point_to(stdout: Console, out: Path, study: str) -> None:
-    stdout.print(
-        f"Figures: {out / study}.json; single results below {out / study}. Next: locas eval report {out}", markup=False
-    )
+def _describe(base: Base) -> dict[str, Any]:
+    return {"model": base.name, "dtype": base.dtype}
+
+
+def _print_lines(lines: list[str], console: Console) -> None:
+    for line in lines:
+        console.print(line)
+
+
+def _show(figures: dict[str, Any], stdout: Console, out: Path) -> None:
+    from ..report import tabulate_study
+
+    for sheet in tabulate_study(figures):
+        stdout.print(sheet.to_rich())
+    study = out / figures["study"]
+    stdout.print(f"Figures: {study}.json; single results below {study}. Next: locas eval report {out}")

@@ -1,80 +1,206 @@
-"""`locas demo`, `memorize` and `compare`: texts read with one method or with several."""
+"""`locas demo`, `memorize` and `compare`: read a text with one method or several; and options that commands share."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from cyclopts import Parameter
+from cyclopts.validators import Number
 from rich.console import Console
 
-from .job import Job, load, make_settings
-from .options import (
-    BaseOptions,
-    Device,
-    JsonFile,
-    MaxTokens,
-    MethodOptions,
-    Overwrite,
-    Preset,
-    Seed,
-    Text,
-    TextOptions,
-    Width,
-)
-from .progress import show_progress
-from .shell import check_json_file, command, make_consoles, write_result
+from .. import backbone
+from ..settings import ReadingSettings, complete_all
+from .console import check_json_file, make_consoles, show_progress, silence_libraries, write_result
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..methods import Reading, Settings
+    from ..reading import Reading
 
-DEMO_JSON, DEMO_PLOT = "demo.json", "perplexity.png"
+DEMO_JSON, COMPARE_JSON, PLOT = "demo.json", "readings.json", "perplexity.png"
 DEMO_METHODS = "none,lora,locas-glu"
 DEMO_PROMPT = "See also:"
 PASSAGE_TOKENS = 20_000
+LARGEST = 2**48  # the size in bytes of a tensor with so many rows fits 64 bits
 
 
-@command()
+# ---------------------------------------------------------------------- shared options
+
+
+def _parse_layers(type_: Any, tokens: Sequence) -> list[int] | str:
+    value = tokens[0].value
+    try:
+        return value if value == "upper" else [int(index) for index in value.split(",")]
+    except ValueError:
+        raise ValueError(f"must be upper, or indices separated by commas, got {value!r}: write 3,4,5, say") from None
+
+
+def _parse_path(type_: Any, tokens: Sequence) -> Path:
+    if not tokens[0].value:
+        raise ValueError("must name a path, got an empty text")
+    return Path(tokens[0].value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingOptions(ReadingSettings):
+    """The settings of a reading, with the names and forms that they have on the command line."""
+
+    learning_rate: Annotated[float | None, Parameter(name="--lr")] = None
+    r: Annotated[int | None, Parameter(alias="--width")] = None
+    layers_to_transform: Annotated[
+        list[int] | str | None,
+        Parameter(name="--layers", converter=_parse_layers, n_tokens=1, accepts_keys=False, metavar="LIST"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value in vars(self).items():
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise ValueError(f"{name} must be at most {LARGEST:,}, got {value:,}: lower it")
+
+    def of(self, base: Base) -> ReadingSettings:
+        """Return plain settings, with the record of the base that was loaded."""
+        return ReadingSettings(**{**vars(self), "model": base.name, "dtype": base.dtype})
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaseOptions:
+    """The base model.
+
+    Args:
+        model: folder or hub name of a causal LM; where not given, the one that the memory names, or an embedded one.
+        dtype: auto, float32, bfloat16 or float16.
+        device: cpu, cuda, cuda:1, ... or auto.
+    """
+
+    model: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+ONE_METHOD = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$)")
+MANY_METHODS = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$)")
+Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
+BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
+OutputPath = Annotated[Path, Parameter(converter=_parse_path, n_tokens=1, accepts_keys=False)]
+JsonFile = Annotated[
+    Path | None,
+    Parameter(name="--json", converter=_parse_path, allow_leading_hyphen=True, help="write JSON; - for stdout."),
+]
+Overwrite = Annotated[bool, Parameter(help="replace the results of an earlier run in --out.")]
+Unwrap = Annotated[
+    bool | None,
+    Parameter(
+        negative="--no-unwrap",
+        help="join hard-wrapped lines to paragraphs first; by default for an embedded base model only.",
+    ),
+]
+AtLeastOne = Parameter(validator=Number(gte=1, lte=LARGEST))
+Seed = Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST))]
+READING, BASE = ReadingOptions(), BaseOptions()
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model with its tokenizer, under its recorded name."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def encode(self, text: str, max_tokens: int | None, unwrap: bool | None) -> torch.LongTensor:
+        """Return a text's token ids, LongTensor [T] on the CPU; unwrap None: unwrapped for an embedded backbone."""
+        from .. import text as texts
+
+        if backbone.is_embedded(self.name) if unwrap is None else unwrap:
+            text = texts.unwrap(text)
+        return texts.tokenize(self.tokenizer, text, max_tokens)
+
+
+def load(options: BaseOptions) -> Base:
+    """Load the base model that the options name."""
+    from .. import loading
+
+    silence_libraries()
+    name = options.model or backbone.NAME
+    model, tokenizer = loading.load_base(name, options.dtype, options.device)
+    return Base(backbone.name_of(name), model, tokenizer)
+
+
+def split_names(names: str, option: str) -> tuple[str, ...]:
+    """Split the value of an option into names.
+
+    Raises:
+        ValueError: there is none, or one is repeated.
+    """
+    chosen = tuple(name.strip() for name in names.split(",") if name.strip())
+    if not chosen:
+        raise ValueError(f"{option} must name something, got {names!r}: separate names by commas")
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"{option} must name each once, got {names!r}: drop the second mention")
+    return chosen
+
+
+# ---------------------------------------------------------------------- commands
+
+
 def demo(
-    out: Annotated[Path, typer.Option(help="Where plot, JSON and memories go.", metavar="DIR")] = Path("locas-demo"),
-    preset: Preset = "tuned",
-    r: Width = None,
-    max_tokens: MaxTokens = 100_000,
+    *,
+    out: OutputPath = Path("locas-demo"),
+    preset: str = "tuned",
+    r: Annotated[int | None, Parameter(alias="--width"), AtLeastOne] = None,
+    max_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 100_000,
     seed: Seed = 0,
-    device: Device = "auto",
+    device: str = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Watch a small model learn the Python language reference: with no memory, with LoRA, with Locas."""
-    from .. import loading, methods, text
+    """Watch a small model learn the Python language reference: with no memory, with LoRA, with Locas.
+
+    Args:
+        out: folder for the plot, JSON and memories.
+        preset: where the settings come from: tuned or paper.
+        r: memory width, or LoRA rank.
+        max_tokens: tokens to read.
+        seed: set before each method.
+        device: cpu, cuda, cuda:1, ... or auto.
+    """
+    from .. import loading, reading, text
     from ..files import check_output_directory, write_json
 
     stdout, stderr = make_consoles(json_file)
-    names = _split_methods(DEMO_METHODS)
+    options = ReadingOptions(preset=preset, r=r, seed=seed, max_tokens=max_tokens)
+    methods = split_names(DEMO_METHODS, "--methods")
     check_output_directory("--out", out)
     check_json_file(json_file)
-    if not (out / DEMO_JSON).exists():
-        _check_vacant(out, names, overwrite=False)
+    own = (out / DEMO_JSON).exists()  # an earlier demo's folder
+    _check_vacant(out, methods, [PLOT], overwrite=own)
     stderr.print(
-        "The embedded backbone, trained on English books alone, reads the Python language reference. Each chunk is\n"
-        "scored first and learned second, so that the perplexity says how well the text was foretold."
+        "The embedded model was trained on English books alone. It now reads the Python language reference. Each\n"
+        "chunk is scored before it is learned: the lower the perplexity, the better the prediction."
     )
-    job = load(BaseOptions(device=device))
-    input_ids = job.encode(text.python_reference(), TextOptions(max_tokens=max_tokens))
-    settings = make_settings(names, job, MethodOptions(preset=preset, r=r, seed=seed), max_tokens=max_tokens)
-    readings = _read_all(job, input_ids, settings, stderr, out)
-    write_json(out / DEMO_JSON, [reading.to_json() for reading in readings])
-    _show(readings, stdout, stderr, json_file, out / DEMO_PLOT, "the Python language reference")
+    base = load(BaseOptions(device=device))
+    input_ids = base.encode(text.python_reference(), max_tokens, unwrap=None)
+    settings = complete_all(options.of(base), methods, base.model)
+    readings = _read_each(base, input_ids, settings, stderr, out, overwrite=own)
+    write_json(out / DEMO_JSON, [each.to_json() for each in readings])
+    _show(readings, stdout, stderr, out / PLOT, "the Python language reference")
+    write_result(json_file, [each.to_json() for each in readings])
 
     memory = out / "locas-glu"
     passage = input_ids[:PASSAGE_TOKENS]
-    model = loading.load_memory(job.base, memory)
-    with_memory = methods.score(model, passage, settings[-1])
+    model = loading.load_memory(base.model, memory)
+    with_memory = reading.score(model, passage, settings["locas-glu"])
     with model.disable_adapter():
-        without = methods.score(model, passage, settings[-1])
+        without = reading.score(model, passage, settings["locas-glu"])
     stdout.print(
         f"\nThe Locas memory, loaded from {memory} and frozen, on the first {len(passage):,} tokens once more: "
         f"perplexity {with_memory:.2f}; without it {without:.2f}."
@@ -86,183 +212,174 @@ def demo(
     )
 
 
-@command()
 def memorize(
     text: Text,
-    how: MethodOptions,
-    base: BaseOptions,
-    content: TextOptions,
-    out: Annotated[
-        Path | None, typer.Option(help="Where the memory goes. Needed unless --method none.", metavar="DIR")
-    ] = None,
-    method: Annotated[str, typer.Option(help="locas-glu, locas-mlp (two-layer FFNs), lora or none.")] = "locas-glu",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --out, if any.")] = False,
+    /,
+    *,
+    out: OutputPath | None = None,
+    resume: bool = False,
     overwrite: Overwrite = False,
-    checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.", min=0.0)] = 30.0,
+    checkpoint_seconds: Annotated[float, Parameter(validator=Number(gte=0))] = 30.0,
+    unwrap: Unwrap = None,
     json_file: JsonFile = None,
+    settings: Annotated[ReadingOptions, ONE_METHOD] = READING,
+    base: BaseGroup = BASE,
 ) -> None:
-    """Read a text once and save what was learned as a memory."""
-    from .. import methods
-    from ..files import check_output_directory
-    from ..text import read_text
+    """Read a text and save what was learned as a memory.
+
+    Args:
+        text: a UTF-8 text file, or - for stdin.
+        out: the memory's folder; needed unless the method is none.
+        resume: continue from the checkpoint in --out, if there is one.
+        checkpoint_seconds: time between two checkpoints.
+    """
+    from .. import reading
+    from ..files import check_output_directory, finish_replacement
+    from ..text import load_text
+    from ..ttt.checkpoint import has_checkpoint
 
     stdout, stderr = make_consoles(json_file)
-    _split_methods(method)
     if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other: go on, or start afresh")
+        raise ValueError("--resume and --overwrite exclude each other: continue, or start afresh")
     check_json_file(json_file)
-    if method != "none":
+    saves = settings.method != "none"
+    if saves:
         if out is None:
-            raise ValueError(f"--out must name a folder for what {method} learns, got none: add --out DIR")
+            raise ValueError(f"--out must name a folder for what {settings.method} learns, got none: add --out DIR")
         check_output_directory("--out", out)
+        finish_replacement(out)
         if not resume:
-            _check_vacant(out, ["."], overwrite)
-    words = read_text(text)
-    job = load(base)
-    input_ids = job.encode(words, content)
-    (settings,) = make_settings([method], job, how, max_tokens=content.max_tokens)
-    finished = methods.find_finished(out, settings, input_ids) if resume and method != "none" else None
-    if finished is not None:
+            reading.check_vacant(out, overwrite=overwrite)
+    content = load_text(text)
+    loaded = load(base)
+    input_ids = loaded.encode(content, settings.max_tokens, unwrap)
+    complete = settings.of(loaded).complete(loaded.model)
+    result = reading.find_finished(out, complete, input_ids) if resume and saves else None
+    if result is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
-        readings = [finished]
     else:
         try:
-            readings = _read_all(
-                job, input_ids, [settings], stderr, out,
-                single=True, resume=resume, checkpoint_seconds=checkpoint_seconds,
+            (result,) = _read_each(
+                loaded, input_ids, {"": complete}, stderr, out,
+                checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
             )  # fmt: skip
         except KeyboardInterrupt:
-            if out is not None and methods.has_checkpoint(out):
-                stderr.print(f"{out} holds a checkpoint: the same command with --resume goes on from there")
+            if saves and has_checkpoint(out / reading.CHECKPOINT_FOLDER):
+                stderr.print(f"{out} holds a checkpoint: the same command with --resume continues from there")
             raise
-    _show(readings, stdout, stderr, json_file, None, "standard input" if text == "-" else text, as_list=False)
-    if readings[0].memory_dir is not None:
+    _show([result], stdout, stderr, None, _name_text(text))
+    write_result(json_file, result.to_json())
+    if saves:
         stdout.print(f"The memory is in {out}. Next: locas generate PROMPT --memory {out}, or locas inspect {out}")
 
 
-@command()
 def compare(
     text: Text,
-    how: MethodOptions,
-    base: BaseOptions,
-    content: TextOptions,
-    methods: Annotated[
-        str, typer.Option(help="Which, separated by commas: none, lora, locas-glu, locas-mlp.")
-    ] = DEMO_METHODS,
-    out: Annotated[
-        Path | None, typer.Option(help="Also write plot, JSON and a folder for each memory there.", metavar="DIR")
-    ] = None,
+    /,
+    *,
+    methods: str = DEMO_METHODS,
+    out: OutputPath | None = None,
     overwrite: Overwrite = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the perplexity so far (PNG).", metavar="FILE")] = None,
+    plot: OutputPath | None = None,
+    unwrap: Unwrap = None,
     json_file: JsonFile = None,
+    settings: Annotated[ReadingOptions, MANY_METHODS] = READING,
+    base: BaseGroup = BASE,
 ) -> None:
-    """Read one text with several methods, one after the other, and put them side by side."""
+    """Read one text with several methods, one after the other, and put them side by side.
+
+    Args:
+        text: a UTF-8 text file, or - for stdin.
+        methods: separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both.
+        out: also write a plot, JSON and a folder for each memory there.
+        plot: draw the perplexity so far (PNG).
+    """
     from ..files import check_output_directory, check_output_file, write_json
-    from ..text import read_text
+    from ..text import load_text
 
     stdout, stderr = make_consoles(json_file)
-    names = _split_methods(methods)
+    names = split_names(methods, "--methods")
     check_json_file(json_file)
     if plot is not None:
         check_output_file("--plot", plot)
     if out is not None:
         check_output_directory("--out", out)
-        _check_vacant(out, names, overwrite)
-    words = read_text(text)
-    job = load(base)
-    input_ids = job.encode(words, content)
-    settings = make_settings(names, job, how, max_tokens=content.max_tokens)
-    readings = _read_all(job, input_ids, settings, stderr, out)
+        labels = [name.replace(":", "-lr") for name in names]
+        _check_vacant(out, labels, [COMPARE_JSON, PLOT], overwrite)
+    content = load_text(text)
+    loaded = load(base)
+    input_ids = loaded.encode(content, settings.max_tokens, unwrap)
+    readings = _read_each(
+        loaded, input_ids, complete_all(settings.of(loaded), names, loaded.model), stderr, out, overwrite=overwrite
+    )
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / "readings.json", [reading.to_json() for reading in readings])
-        plot = plot or out / DEMO_PLOT
-    _show(readings, stdout, stderr, json_file, plot, "standard input" if text == "-" else text, as_list=True)
+        write_json(out / COMPARE_JSON, [reading.to_json() for reading in readings])
+    _show(readings, stdout, stderr, plot or (out and out / PLOT), _name_text(text))
+    write_result(json_file, [reading.to_json() for reading in readings])
 
 
-def _read_all(
-    job: Job,
+def _check_vacant(out: Path, folders: Sequence[str], files: Sequence[str], overwrite: bool) -> None:
+    """Refuse a folder in which memories or files would replace something."""
+    from ..files import finish_replacement
+    from ..reading import check_vacant
+
+    for folder in folders:
+        finish_replacement(out / folder)
+        check_vacant(out / folder, overwrite=overwrite)
+    for name in files if not overwrite else ():
+        if os.path.lexists(out / name):
+            raise ValueError(f"--out {str(out)!r} holds {name}: choose another folder, or give --overwrite")
+
+
+def _read_each(
+    base: Base,
     input_ids: torch.LongTensor,
-    settings: Sequence[Settings],
+    settings: dict[str, ReadingSettings],
     stderr: Console,
     out: Path | None,
     *,
-    single: bool = False,
-    resume: bool = False,
     checkpoint_seconds: float | None = None,
+    **options: Any,
 ) -> list[Reading]:
-    """Reads the text with each method in turn, with a progress bar each.
+    """Read the text with each method in turn, with a progress bar each.
 
-    Memories go to `out` itself where there is a `single` one, else each to a folder in `out` named after its method.
+    Args:
+        base: the base model.
+        input_ids: LongTensor [T].
+        settings: by the name of the memory's folder in `out`; "" stands for `out` itself.
+        stderr: for the progress bars.
+        out: None where nothing is saved.
+        checkpoint_seconds: None for no checkpoints.
+        options: of `reading.memorize`.
     """
-    from ..methods import CHECKPOINT_FOLDER, read_with
-    from ..studies.progress import follow
+    from ..evaluation.study import follow
+    from ..reading import CHECKPOINT_FOLDER, memorize
 
     readings = []
-    with show_progress(stderr) as start:
-        for each in settings:
-            memory_dir = out if single or out is None else out / each.method
-            checkpoints = {}
-            if checkpoint_seconds is not None and memory_dir is not None:
-                checkpoints = {
-                    "checkpoint_dir": memory_dir / CHECKPOINT_FOLDER,
-                    "checkpoint_seconds": checkpoint_seconds,
-                    "resume": resume,
-                }
-            on_chunk = follow(start(each.method, len(input_ids)))
-            readings.append(
-                read_with(job.base, input_ids, each, on_chunk=on_chunk, memory_dir=memory_dir, **checkpoints)
-            )
+    with show_progress(stderr) as progress:
+        for name, each in settings.items():
+            memory = None if out is None else out / name
+            if checkpoint_seconds is not None and memory is not None:
+                options |= {"checkpoint_dir": memory / CHECKPOINT_FOLDER, "checkpoint_seconds": checkpoint_seconds}
+            on_chunk = follow(progress(name or each.method, len(input_ids) * each.readings))
+            readings.append(memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
     return readings
 
 
-def _show(
-    readings: Sequence[Reading],
-    stdout: Console,
-    stderr: Console,
-    json_file: Path | None,
-    plot_file: Path | None,
-    title: str,
-    as_list: bool = True,
-) -> None:
+def _show(readings: Sequence[Reading], stdout: Console, stderr: Console, plot: Path | None, title: str) -> None:
     from .. import report
 
-    stdout.print(report.make_table(readings, title=title))
+    stdout.print(report.tabulate_readings(readings, title).to_rich())
     skipped = sum(reading.skipped_chunks for reading in readings)
     if skipped:
         stderr.print(f"{skipped} chunks were scored but not learned: their loss or gradient was not finite")
-    if plot_file is not None:
+    if plot is not None:
         try:
-            report.plot(readings, plot_file, title=title)
+            report.plot_readings(readings, plot, title)
         except ModuleNotFoundError as error:
             stderr.print(f"no plot: {error}")
-    values = [reading.to_json() for reading in readings]
-    write_result(json_file, values if as_list else values[0], stderr)
 
 
-def _split_methods(names: str) -> list[str]:
-    from ..methods import METHODS
-
-    chosen = [name.strip() for name in names.split(",")]
-    for name in chosen:
-        if name not in METHODS:
-            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}")
-    if len(set(chosen)) < len(chosen):
-        raise ValueError(f"--methods must name each method once, got {names!r}: drop the second mention")
-    return chosen
-
-
-def _check_vacant(out: Path, folders: Sequence[str], overwrite: bool) -> None:
-    """Refuses to write over a memory, or over a reading that could be resumed."""
-    from ..loading import MEMORY_CONFIG
-    from ..methods import has_checkpoint
-
-    if overwrite:
-        return
-    for folder in (out / name for name in folders):
-        if has_checkpoint(folder):
-            raise ValueError(
-                f"--out {str(folder)!r} holds an unfinished reading: go on with --resume, or give --overwrite"
-            )
-        if (folder / MEMORY_CONFIG).exists():
-            raise ValueError(f"--out {str(folder)!r} holds a memory: choose another folder, or give --overwrite")
+def _name_text(path: str) -> str:
+    return "standard input" if path == "-" else path

@@ -1,1 +1,27 @@
-"""Measures that consume losses and answers, and know no adapter: one module a protocol."""
+"""Studies and their measures: each study lists units of work, whose results are JSON files, and summarizes them."""
+
+from .blimp import load_blimp
+from .conversations import choose_conversations, load_locomo
+from .documents import load_column, load_documents
+from .forgetting import run_forgetting
+from .locomo import load_prompts, run_locomo
+from .perplexity import run_perplexity
+from .study import Progress, Unit, follow, open_study, run_units, silent
+
+__all__ = [
+    "Progress",
+    "Unit",
+    "choose_conversations",
+    "follow",
+    "load_blimp",
+    "load_column",
+    "load_documents",
+    "load_locomo",
+    "load_prompts",
+    "open_study",
+    "run_forgetting",
+    "run_locomo",
+    "run_perplexity",
+    "run_units",
+    "silent",
+]

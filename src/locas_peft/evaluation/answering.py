@@ -1,19 +1,24 @@
-"""Greedy answers from any causal language model, in batches; what all prompts begin with goes through it once."""
+"""Greedy answers from a causal language model, in batches; the beginning that all prompts share is computed once."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ..ttt.host import Host, count_positions
+
+__all__ = ["answer", "encode_prompt", "first_line"]
+
 _WORTH_KEEPING = 64
+"""A shared beginning of at least this many tokens is computed once and kept."""
 
 
 def encode_prompt(tokenizer, prompt: str) -> list[int]:
-    """Turns a prompt into token ids, as the user's message where the tokenizer has a chat template.
+    """Turn a prompt into token ids, as a user's message if the tokenizer has a chat template.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -35,73 +40,67 @@ def answer(
     *,
     max_new_tokens: int = 32,
     batch_size: int = 16,
-    skip: Callable[[Sequence[int]], bool] | None = None,
-    on_batch: Callable[[list[int], list[str]], None] | None = None,
-) -> list[str | None]:
-    """Answers prompts greedily, in batches of similar length, padded on the left.
+    known: Collection[int] = (),
+) -> Iterator[tuple[list[int], list[str]]]:
+    """Answer prompts greedily, in batches of similar length, padded on the left.
 
-    Prompts that begin alike, such as questions after one dialogue, share that beginning's keys and values. The
-    batches depend on the prompts and `batch_size` alone.
+    The keys and values of a beginning that all prompts share, such as a dialogue before its questions, are computed
+    once. The batches depend on the prompts and `batch_size` alone.
 
     Args:
-        model: a causal language model in evaluation mode, with or without a memory; only read.
+        model: a causal language model in evaluation mode, with or without a memory; not changed.
         tokenizer: its tokenizer.
         prompts: token ids, none of them empty (see `encode_prompt`).
-        max_new_tokens: an answer's length at most.
+        max_new_tokens: the most tokens of an answer.
         batch_size: prompts at once.
-        skip: called with a batch's places in `prompts`; True where its answers are known already.
-        on_batch: called with a batch's places and answers.
+        known: indices of prompts whose answers are not needed; a batch of only such prompts is left out.
 
-    Returns:
-        Each prompt's answer, its first line that is not blank; None where its batch was skipped.
+    Yields:
+        A batch's indices into `prompts` and its answers, each one the first line that is not blank.
 
     Raises:
-        ValueError: a prompt is empty, or leaves the model no room for the answer.
+        ValueError: a prompt is empty, or leaves no positions for the answer.
     """
-    if not prompts:
-        return []
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = count_positions(model)
     for number, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {number} must not be empty: give the model a question")
-        if isinstance(limit, int) and 0 < limit < len(prompt) + max_new_tokens:
+        if positions is not None and positions < len(prompt) + max_new_tokens:
             raise ValueError(
-                f"prompt {number} and max_new_tokens must fit the model's {limit} positions, got {len(prompt)} + "
+                f"prompt {number} and max_new_tokens must fit the model's {positions} positions, got {len(prompt)} + "
                 f"{max_new_tokens}: shorten one of them"
             )
     order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
     batches = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
-    wanted = [batch for batch in batches if skip is None or not skip(batch)]
-    answers: list[str | None] = [None] * len(prompts)
-    if not wanted:
-        return answers
-    beginning = _common_beginning(prompts)
-    cache = _read_beginning(model, beginning) if len(beginning) >= _WORTH_KEEPING else None
-    for batch in wanted:
-        texts = _answer_batch(model, tokenizer, [prompts[number] for number in batch], max_new_tokens, cache)
-        for number, text in zip(batch, texts, strict=True):
-            answers[number] = text
-        if on_batch is not None:
-            on_batch(batch, texts)
-    return answers
+    batches = [batch for batch in batches if not all(number in known for number in batch)]
+    if not batches:
+        return
+    beginning = _shared_beginning(prompts)
+    cache = _fill_cache(model, beginning) if len(beginning) >= _WORTH_KEEPING else None
+    for batch in batches:
+        yield batch, _answer_batch(model, tokenizer, [prompts[number] for number in batch], max_new_tokens, cache)
 
 
-def _common_beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """What all prompts begin with, short of the last token of any: that one has to be fed to be answered."""
+def first_line(text: str) -> str:
+    """Return the first line of a text that is not blank, stripped: models continue after their answer."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
+
+
+def _shared_beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the tokens that all prompts begin with, without the last token of any: that one must be fed."""
     first, last = min(map(tuple, prompts)), max(map(tuple, prompts))
     shared = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
     return list(first[: min(shared, min(map(len, prompts)) - 1)])
 
 
-def _read_beginning(model: nn.Module, ids: list[int]) -> DynamicCache | None:
+def _fill_cache(model: nn.Module, ids: list[int]) -> DynamicCache | None:
+    """Run tokens through the model and return their keys and values; None for a model that keeps something else."""
     config = model.config.get_text_config()
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        return None  # what such layers keep cannot be followed by padding
+        return None  # the state of such layers cannot be followed by padding
     cache = DynamicCache()
-    found = model(
-        input_ids=torch.tensor([ids], device=_device(model)), past_key_values=cache, use_cache=True, logits_to_keep=1
-    ).past_key_values
-    return found if isinstance(found, DynamicCache) and found.get_seq_length() == len(ids) else None
+    Host(model).logits(torch.tensor([ids], device=Host(model).device), 1, past_key_values=cache, use_cache=True)
+    return cache if cache.get_seq_length() == len(ids) else None
 
 
 def _answer_batch(
@@ -112,16 +111,15 @@ def _answer_batch(
     length = max(map(len, prompts))
     ids = torch.full((len(prompts), length), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        prompt = torch.tensor(list(prompt))
-        rest = len(prompt) - kept
+    for row, prompt in enumerate(map(torch.tensor, prompts)):  # beginning, padding, rest
+        rest = length - (len(prompt) - kept)
         ids[row, :kept], mask[row, :kept] = prompt[:kept], 1
-        ids[row, length - rest :], mask[row, length - rest :] = prompt[kept:], 1
+        ids[row, rest:], mask[row, rest:] = prompt[kept:], 1
     options = {}
     if cache is not None:
         options["past_key_values"] = copy.deepcopy(cache)
         options["past_key_values"].batch_repeat_interleave(len(prompts))
-    device = _device(model)
+    device = Host(model).device
     output = model.generate(
         input_ids=ids.to(device),
         attention_mask=mask.to(device),
@@ -135,13 +133,3 @@ def _answer_batch(
         **options,
     )
     return [first_line(text) for text in tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)]
-
-
-def first_line(text: str) -> str:
-    """Gives the first line of a text that is not blank, without blanks around it; models go on after an answer."""
-    lines = [line.strip() for line in text.splitlines()]
-    return next((line for line in lines if line), "")
-
-
-def _device(model: nn.Module) -> torch.device:
-    return model.get_input_embeddings().weight.device

@@ -1,8 +1,8 @@
-"""The cloze: what a memory knows of a conversation, for models that are too small to answer questions.
+"""The cloze: how well a model predicts the gold answers inside their own turns, with nothing else in context.
 
-Where a gold answer stands word for word in one of its evidence turns, the turn up to that span is the prompt and the
-span is the target; nothing else is in context. Two figures: how many nats a token the memory saves on the span, and
-how often the span beats three other spans of the same conversation.
+It measures models that are too small to answer questions. If a gold answer occurs word for word in one of its evidence
+turns, the turn before that span is the prompt and the span is the target. Two measures: the nats a token that a memory
+saves on the span, and the share of spans with a lower nll a token than three other spans of the same conversation.
 """
 
 from __future__ import annotations
@@ -10,15 +10,19 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from torch import nn
 
-from .locomo import ADVERSARIAL, Conversation, Question
+from .conversations import Conversation, Question
+from .f1 import ADVERSARIAL
 from .scoring import encode_pair, score_targets
 
+__all__ = ["OTHERS", "Span", "find_spans", "firsts", "gains", "score_spans"]
+
 OTHERS = 3
-"""How many other spans each span is ranked among: by chance a quarter of all spans come first."""
+"""The number of other spans that each span is compared with: a quarter of all spans come first by chance."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,11 @@ class Span:
     Attributes:
         sample_id: the conversation.
         dia_id: the turn.
-        index: place of the question, the first one that this span answers.
-        category: the question's.
+        index: index of the question; the first one, if several have this answer.
+        category: the question's category.
         prompt: "Speaker: " and the turn's text up to the span.
-        text: the span as it stands in the turn.
-        others: three other spans of the conversation; fewer where it has no more.
+        text: the span as it is written in the turn.
+        others: three other spans of the conversation, fewer if it has fewer.
     """
 
     sample_id: str
@@ -44,44 +48,14 @@ class Span:
     others: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class SpanScore:
-    """A span under one model: nats a token of the span and of each of the others after the same prompt."""
-
-    sample_id: str
-    dia_id: str
-    index: int
-    category: int
-    prompt: str
-    text: str
-    others: tuple[str, ...]
-    nll_per_token: float
-    others_nll_per_token: tuple[float, ...]
-    tokens: int
-
-    @property
-    def first(self) -> bool:
-        """Whether the span beats all the others; a draw is no win."""
-        return all(self.nll_per_token < other for other in self.others_nll_per_token)
-
-    def to_json(self) -> dict:
-        return {**asdict(self), "first": self.first}
-
-    @classmethod
-    def from_json(cls, value: dict) -> SpanScore:
-        value = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
-        value.pop("first", None)
-        return cls(**value)
-
-
 def find_spans(conversation: Conversation, seed: int = 0) -> list[Span]:
-    """Finds the gold answers that stand word for word in their evidence turns, whatever their case.
+    """Find the gold answers that occur word for word in their evidence turns, in any case.
 
-    For category 1 each item of the comma-separated list is looked for; category 5, whose answers are traps, has none.
-    A place in a turn counts once, however many questions it answers.
+    For category 1 each item of the comma-separated list is searched. Category 5 is left out: its answers are traps. A
+    place in a turn counts once, even if it answers several questions.
 
     Args:
-        conversation: with its questions.
+        conversation: the conversation with its questions.
         seed: of the draw of the other spans, from the sorted list of the conversation's spans.
     """
     found: dict[tuple[str, int, int], Span] = {}
@@ -89,31 +63,28 @@ def find_spans(conversation: Conversation, seed: int = 0) -> list[Span]:
     for question in conversation.questions:
         if question.category == ADVERSARIAL:
             continue
-        for dia_id in question.evidence:
-            turn = turns.get(dia_id)
-            for item in _items(question) if turn is not None else ():
-                text = " ".join(turn.text.split())
+        for turn in (turns[dia_id] for dia_id in question.evidence if dia_id in turns):
+            text = " ".join(turn.text.split())
+            for item in _items(question):
                 match = re.search(rf"(?<!\w){re.escape(item)}(?!\w)", text, re.IGNORECASE)
                 if match:
-                    place = (dia_id, *match.span())
                     prompt = f"{turn.speaker}: {text[: match.start()]}"
-                    span = Span(conversation.sample_id, dia_id, question.index, question.category, prompt, match[0])
-                    found.setdefault(place, span)
-    every = sorted({span.text for span in found.values()})
-    return [
-        Span(**{**asdict(span), "others": _draw(span, every, f"{seed}/{span.sample_id}/{place}")})
-        for place, span in found.items()
-    ]
+                    span = Span(
+                        conversation.sample_id, turn.dia_id, question.index, question.category, prompt, match[0]
+                    )
+                    found.setdefault((turn.dia_id, *match.span()), span)
+    texts = sorted({span.text for span in found.values()})
+    spans = []
+    for key, span in found.items():
+        others = [text for text in texts if text.casefold() != span.text.casefold()]
+        draw = random.Random(f"{seed}/{span.sample_id}/{key}")
+        spans.append(replace(span, others=tuple(draw.sample(others, min(OTHERS, len(others))))))
+    return spans
 
 
 def _items(question: Question) -> list[str]:
     items = question.answer.split(",") if question.category == 1 else [question.answer]
     return [item for item in (" ".join(item.split()).rstrip(".") for item in items) if item]
-
-
-def _draw(span: Span, every: Sequence[str], seed: str) -> tuple[str, ...]:
-    others = [text for text in every if text.casefold() != span.text.casefold()]
-    return tuple(random.Random(seed).sample(others, min(OTHERS, len(others))))
 
 
 def score_spans(
@@ -123,23 +94,48 @@ def score_spans(
     *,
     batch_tokens: int = 4096,
     on_batch: Callable[[int], None] | None = None,
-) -> list[SpanScore]:
-    """Scores spans, and for each the other spans in its place.
+) -> list[dict[str, Any]]:
+    """Score spans, and the other spans of each one after the same prompt.
 
     Args:
-        model: a causal language model in evaluation mode, with or without a memory; only read.
+        model: a causal language model in evaluation mode, with or without a memory; not changed.
         tokenizer: its tokenizer.
         spans: see `find_spans`.
         batch_tokens: see `scoring.score_targets`.
         on_batch: called with the number of texts that were scored, 1 + `OTHERS` a span.
+
+    Returns:
+        One record a span: its fields, `nll_per_token` and `others_nll_per_token` in nats, the number of its `tokens`,
+        and whether it is `first`: below all the others.
     """
     pairs = [encode_pair(tokenizer, span.prompt, text) for span in spans for text in (span.text, *span.others)]
     scores = iter(score_targets(model, pairs, batch_tokens=batch_tokens, on_batch=on_batch))
-    results = []
+    records = []
     for span in spans:
         own = next(scores)
-        others = tuple(next(scores).per_token for _ in span.others)
-        results.append(
-            SpanScore(**asdict(span), nll_per_token=own.per_token, others_nll_per_token=others, tokens=own.tokens)
+        others = [next(scores).per_token for _ in span.others]
+        records.append(
+            {
+                **asdict(span),
+                "nll_per_token": own.per_token,
+                "others_nll_per_token": others,
+                "tokens": own.tokens,
+                "first": all(own.per_token < other for other in others),
+            }
         )
-    return results
+    return records
+
+
+def gains(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the nats a token that each span costs less than in a reference.
+
+    Args:
+        records: see `score_spans`.
+        reference: records of the same spans: of the base, or with another conversation's memory.
+    """
+    return [old["nll_per_token"] - new["nll_per_token"] for new, old in zip(records, reference, strict=True)]
+
+
+def firsts(records: Sequence[dict[str, Any]]) -> list[float]:
+    """Return 1 for each span that comes first, 0 for each that does not; spans without others are left out."""
+    return [float(record["first"]) for record in records if record["others"]]

@@ -1,67 +1,44 @@
-"""Token F1 of answers as LoCoMo scores them, by category. Pure functions of two texts."""
+"""Token F1 of answers by LoCoMo's rules for each category."""
 
 from __future__ import annotations
 
 import string
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
 
-from .locomo import ADVERSARIAL, CATEGORIES
+from .extras import import_extra
+
+__all__ = ["ADVERSARIAL", "CATEGORIES", "abstains", "answer_f1", "load_stemmer", "token_f1", "tokens_of"]
+
+CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
+"""The names of the release's category numbers."""
+ADVERSARIAL = 5
 
 _DROPPED = frozenset({"a", "an", "the", "and"})
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ABSTENTIONS = ("no information available", "not mentioned")
 
 
-def tokens_of(text: str) -> list[str]:
-    """Gives a text's tokens: no commas or other punctuation, lower case, no articles, no "and", Porter-stemmed."""
-    words = text.lower().translate(_NO_PUNCTUATION).split()
-    return [_stem(word) for word in words if word not in _DROPPED]
-
-
-@cache
-def _stemmer():
-    from nltk.stem import PorterStemmer
-
-    return PorterStemmer()
-
-
-@cache
-def _stem(word: str) -> str:
-    return _stemmer().stem(word)
-
-
-def token_f1(prediction: str, reference: str) -> float:
-    """Gives the harmonic mean of precision and recall over the tokens that two texts share, counted with repetition.
-
-    0 where they share none, so also where either is empty.
-    """
-    predicted, expected = Counter(tokens_of(prediction)), Counter(tokens_of(reference))
-    shared = (predicted & expected).total()
-    # 2PR / (P + R) with P = shared / predicted and R = shared / expected
-    return 2 * shared / (predicted.total() + expected.total()) if shared else 0.0
-
-
 def answer_f1(prediction: str, reference: str, category: int) -> float:
-    """Gives an answer's F1 by the rules of its category.
+    """Compute an answer's F1 by the rules of its category.
 
     Args:
         prediction: the model's answer.
         reference: the gold answer; for category 5 the trap.
         category: 1: the reference is a comma-separated list; the mean over its items of the best F1 of any item of
-            the prediction. 3: only what stands before the reference's first ";" counts. 5: F1 with the trap, negative.
+            the prediction. 3: only the text before the reference's first ";" counts. 5: F1 with the trap, negative.
 
     Returns:
         0 to 1; for category 5 -1 to 0.
 
     Raises:
-        ValueError: there is no such category.
+        ValueError: the category does not exist.
     """
     if category not in CATEGORIES:
         raise ValueError(f"category must be 1 to 5, got {category!r}: see the release's categories")
     if category == 1:
-        items = prediction.split(",")
-        expected = reference.split(",")
+        items, expected = prediction.split(","), reference.split(",")
         return sum(max(token_f1(item, one) for item in items) for one in expected) / len(expected)
     if category == 3:
         return token_f1(prediction, reference.split(";")[0])
@@ -70,5 +47,35 @@ def answer_f1(prediction: str, reference: str, category: int) -> float:
 
 
 def abstains(prediction: str) -> bool:
-    """Says whether an answer declines, in the words that the official accuracy of category 5 looks for."""
+    """Tell whether an answer declines, by the phrases of the official accuracy of category 5."""
     return any(phrase in prediction.lower() for phrase in _ABSTENTIONS)
+
+
+def token_f1(prediction: str, reference: str) -> float:
+    """Compute the harmonic mean of precision and recall over the tokens that two texts share, with repetition.
+
+    The result is 0 if they share no token, so also if one of them is empty.
+    """
+    predicted, expected = Counter(tokens_of(prediction)), Counter(tokens_of(reference))
+    shared = (predicted & expected).total()
+    # 2PR / (P + R) with P = shared / predicted and R = shared / expected
+    return 2 * shared / (predicted.total() + expected.total()) if shared else 0.0
+
+
+def tokens_of(text: str) -> list[str]:
+    """Split a text into tokens: lower case, without punctuation, articles and "and", Porter-stemmed."""
+    words = text.lower().translate(_NO_PUNCTUATION).split()
+    return [load_stemmer()(word) for word in words if word not in _DROPPED]
+
+
+@cache
+def load_stemmer() -> Callable[[str], str]:
+    """Load the Porter stemmer of nltk.
+
+    Returns:
+        A function from a word to its stem; it keeps the stems of words that it has seen.
+
+    Raises:
+        ValueError: nltk is not installed.
+    """
+    return cache(import_extra("nltk.stem.porter").PorterStemmer().stem)

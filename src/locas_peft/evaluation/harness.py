@@ -1,7 +1,4 @@
-"""lm-evaluation-harness (MMLU and whatever else it knows) on a live model, its memory included.
-
-The harness would load an adapter by itself only where it knows its type; here the model is handed over as it stands.
-"""
+"""Tasks of lm-evaluation-harness, such as MMLU, on a model in memory."""
 
 from __future__ import annotations
 
@@ -13,23 +10,27 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..ttt.host import count_positions
+from .extras import import_extra
+
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
+__all__ = ["evaluate_tasks", "find_tasks"]
+
 
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> TaskManager:
-    """Looks tasks up by their names, before any work is done for them.
+    """Find tasks by their names, before any work is done for them.
 
     Args:
-        tasks: names of tasks or groups that the harness knows ("mmlu", ...), or that `include_path` defines.
-        include_path: a folder with task files (YAML) of one's own.
+        tasks: names of tasks or groups of the harness ("mmlu", ...), or of `include_path`.
+        include_path: a folder with the user's task files (YAML).
 
     Returns:
-        The harness's manager, which knows them.
+        The harness's index of tasks.
 
     Raises:
-        ValueError: the harness knows no such task, or there is no such folder.
-        ModuleNotFoundError: it is not installed.
+        ValueError: a task or the folder does not exist, or the harness is not installed.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"include_path must be a folder with task files, got {str(include_path)!r}: check the path")
@@ -38,21 +39,19 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> 
         own = _index(folder, defaults=False)
         if set(tasks) <= set(own.all_subtasks):
             return own
-    manager = _index(folder, defaults=True)
+    index = _index(folder, defaults=True)
     for task in tasks:
-        if task not in manager.all_tasks:
-            near = difflib.get_close_matches(task, manager.all_tasks, n=3)
-            hint = f"did you mean {', '.join(near)}?" if near else "see `lm-eval ls tasks` for those that it knows"
+        if task not in index.all_tasks:
+            near = difflib.get_close_matches(task, index.all_tasks, n=3)
+            hint = f"did you mean {', '.join(near)}?" if near else "see `lm-eval ls tasks` for its tasks"
             raise ValueError(f"task must be one that lm-eval knows, got {task!r}: {hint}")
-    return manager
+    return index
 
 
 @cache
 def _index(include_path: str | None, defaults: bool) -> TaskManager:
-    """The harness reads thousands of files to learn its own tasks: once a process, and only if need be."""
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(include_path=include_path, include_defaults=defaults)
+    """Make the harness's index; with its own tasks it reads thousands of files, so once a process."""
+    return import_extra("lm_eval.tasks").TaskManager(include_path=include_path, include_defaults=defaults)
 
 
 def evaluate_tasks(
@@ -62,47 +61,40 @@ def evaluate_tasks(
     *,
     include_path: str | Path | None = None,
     limit: int | None = None,
-    num_fewshot: int | None = None,
     batch_size: int = 8,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
-    """Runs tasks of lm-evaluation-harness on a model in memory.
+    """Run tasks of lm-evaluation-harness.
 
     Args:
-        model: a causal language model in evaluation mode, with or without a memory; only read.
+        model: a causal language model in evaluation mode, with or without a memory; not changed.
         tokenizer: its tokenizer.
-        tasks: names of tasks or groups that the harness knows ("mmlu", ...), or that `include_path` defines.
-        include_path: a folder with task files (YAML) of one's own.
-        limit: the first so many documents of each task.
-        num_fewshot: examples before each question; the task's own number where None.
+        tasks: see `find_tasks`.
+        include_path: see `find_tasks`.
+        limit: the number of documents of each task, from the first; None for all of them.
         batch_size: documents at once.
         seed: of the choice of examples.
 
     Returns:
-        Of each task its measures, such as {"mmlu": {"acc": 0.6, "acc_stderr": 0.004}}, by the harness's names.
+        Each task's measures by the harness's names, such as {"mmlu": {"acc": 0.6, "acc_stderr": 0.004}}.
 
     Raises:
-        ValueError: the harness knows no such task, or cannot load one.
-        ModuleNotFoundError: it is not installed.
+        ValueError: a task does not exist or cannot be loaded, or the harness is not installed.
     """
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-
-    manager = find_tasks(tasks, include_path)
-    host = HFLM(
+    index = find_tasks(tasks, include_path)
+    host = import_extra("lm_eval.models.huggingface").HFLM(
         pretrained=model,
         tokenizer=tokenizer,
         backend="causal",
         batch_size=batch_size,
-        max_length=getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        max_length=count_positions(model),
     )
     try:
-        found = lm_eval.simple_evaluate(
+        found = import_extra("lm_eval").simple_evaluate(
             model=host,
             tasks=list(tasks),
-            task_manager=manager,
+            task_manager=index,
             limit=limit,
-            num_fewshot=num_fewshot,
             bootstrap_iters=1000,
             log_samples=False,
             random_seed=seed,
@@ -110,16 +102,16 @@ def evaluate_tasks(
             torch_random_seed=seed,
             fewshot_random_seed=seed,
         )
-    except (OSError, ConnectionError, KeyError, FileNotFoundError) as error:
+    except (OSError, KeyError) as error:
         raise ValueError(
             f"task {', '.join(tasks)} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0][:200]}): "
             "check the network or the task's files"
         ) from error
-    results = {}
-    for task, measures in found["results"].items():
-        results[task] = {
+    return {
+        task: {
             name.removesuffix(",none").replace(",", " "): value
             for name, value in measures.items()
             if isinstance(value, (int, float))
         }
-    return results
+        for task, measures in found["results"].items()
+    }

@@ -1,23 +1,75 @@
-"""LoCoMo in the release's own JSON: conversations, questions by category, prompts, and the paper's dialogue protocol.
+"""The LoCoMo study: each method's memory of a conversation answers questions about it and about another conversation.
 
-The paper's section on long-context dialogue. A memory reads the conversation; questions are then answered with no
-context or with the whole dialogue. What cannot be used is named with its place in the file and left out; the rest is
-kept.
+The paper's section on long-context dialogue, with the wrong-memory control that it lacks: a memory that helps no more
+than another conversation's memory has learned style, not facts. Conversation i is also asked with the memory of
+conversation i - 1 (the first one with that of the last).
+
+A question takes these forms: `Question` (`load_locomo`), token ids (`make_prompts`), an answer (`answering.answer`), a
+record with its F1 (`_answer_questions`), a mean by category (`_summarize_answers`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
-"""The release's category numbers."""
-ADVERSARIAL = 5
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..files import load_json, write_json
+from ..reading import memory_attached
+from ..settings import ReadingSettings
+from ..text import tokenize
+from ..ttt.host import count_positions
+from .answering import answer, encode_prompt
+from .cloze import find_spans, firsts, gains, score_spans
+from .conversations import (
+    Conversation,
+    Question,
+    choose_conversations,
+    dialogue,
+    dialogue_lines,
+    load_locomo,
+)
+from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
+from .intervals import mean_interval
+from .study import (
+    Progress,
+    Unit,
+    digest,
+    open_study,
+    reading_unit,
+    run_units,
+    silent,
+    summarize_reading,
+)
+
+__all__ = [
+    "PROMPTS",
+    "SETTINGS",
+    "Plan",
+    "choose_conversations",
+    "f1_by_category",
+    "load_locomo",
+    "load_prompts",
+    "make_prompt",
+    "make_prompts",
+    "run_locomo",
+]
+
+STUDY = "locomo"
+BASE = "none"
+CLOZE = "cloze"
+ANSWERED = ("no-context", "full-context")
+SETTINGS = (*ANSWERED, CLOZE)
 PROMPTS: dict[str, str] = {
     "no-context": (
         "{speaker_a} and {speaker_b} have been writing to each other.{hint} Answer the question with a short "
@@ -30,199 +82,333 @@ PROMPTS: dict[str, str] = {
     ),
     "hint-2": " Work out dates from the dates of the sessions.",
 }
-"""The prompts, by setting, and hints by category number (`hint-1` to `hint-5`) that take the place of `{hint}`."""
-SETTINGS = ("no-context", "full-context")
+"""The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`."""
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One message; `caption` describes a photo that went with it."""
-
-    dia_id: str
-    speaker: str
-    text: str
-    caption: str | None = None
-
-
-@dataclass(frozen=True)
-class Session:
-    """Messages of one sitting, and when it was."""
-
-    number: int
-    date_time: str | None
-    turns: tuple[Turn, ...]
-
-
-@dataclass(frozen=True)
-class Question:
-    """A question of category 1 to 5. `answer` is the gold answer, for category 5 the trap.
-
-    `index` is its place in the conversation's list, `evidence` the ids of the turns that it rests on.
-    """
-
-    index: int
-    question: str
-    category: int
-    answer: str
-    evidence: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """One conversation with its questions."""
-
-    sample_id: str
-    speakers: tuple[str, str]
-    sessions: tuple[Session, ...]
-    questions: tuple[Question, ...]
-
-    @property
-    def turns(self) -> dict[str, Turn]:
-        """All turns by their ids, in order."""
-        return {turn.dia_id: turn for session in self.sessions for turn in session.turns}
-
-
-def read_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:
-    """Reads a LoCoMo file.
+class Plan:
+    """What is asked, and how.
 
     Args:
-        path: JSON as the release has it: a list of samples with `sample_id`, `conversation` and `qa`.
-
-    Returns:
-        The conversations that can be used, and one line for each record that cannot, with its place in the file.
+        settings: names in `SETTINGS`.
+        prompts: see `PROMPTS`.
+        max_new_tokens: the most tokens of an answer.
+        batch_size: answers at once.
+        batch_tokens: tokens at once, in the cloze.
+        seed: of the cloze's other spans.
+        wrong_memory: also ask each conversation with another one's memory.
 
     Raises:
-        ValueError: there is no such file, it is no LoCoMo, or nothing in it can be used.
+        ValueError: a setting does not exist.
     """
-    path = Path(path)
-    remedy = "give the release's locomo10.json, or a file of the same form"
-    try:
-        samples = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"LoCoMo data must be an existing file, got {str(path)!r}: check the path") from None
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise ValueError(f"LoCoMo data must be readable as JSON, got {str(path)!r} ({error}): {remedy}") from None
-    if isinstance(samples, dict):
-        samples = [samples]
-    known = [s for s in samples if isinstance(s, dict) and "conversation" in s] if isinstance(samples, list) else []
-    if not known:
-        raise ValueError(
-            f"LoCoMo data must be a list of samples with 'conversation' and 'qa', got {str(path)!r} without any: "
-            f"{remedy}"
-        )
-    conversations, problems = [], []
-    for number, sample in enumerate(samples):
-        place = f"{path.name}[{number}]"
-        try:
-            conversation = _read_sample(sample, place, problems)
-        except ValueError as error:
-            problems.append(str(error))
-            continue
-        if any(conversation.sample_id == other.sample_id for other in conversations):
-            problems.append(f"{place}.sample_id must be unique, got {conversation.sample_id!r} again: sample left out")
-            continue
-        conversations.append(conversation)
-    if not conversations:
-        raise ValueError(f"LoCoMo data must hold a conversation, got none in {str(path)!r} ({problems[0]}): {remedy}")
-    return conversations, problems
+
+    settings: tuple[str, ...] = SETTINGS
+    prompts: dict[str, str] = field(default_factory=lambda: dict(PROMPTS))
+    max_new_tokens: int = 32
+    batch_size: int = 16
+    batch_tokens: int = 4096
+    seed: int = 0
+    wrong_memory: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.settings:
+            if name not in SETTINGS:
+                raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {name!r}: choose one of them")
 
 
-def _read_sample(sample: Any, place: str, problems: list[str]) -> Conversation:
-    if not isinstance(sample, dict) or not isinstance(sample.get("conversation"), dict):
-        raise ValueError(f"{place} must have a 'conversation', got none: sample left out")
-    talk = sample["conversation"]
-    sample_id = str(sample.get("sample_id") or place)
-    if not re.fullmatch(r"[\w.\[\]-]+", sample_id) or sample_id.startswith("."):
-        raise ValueError(
-            f"{place}.sample_id must be letters, digits, - and _, got {sample_id!r}: sample left out, rename it"
-        )
-    sessions = []
-    numbers = sorted(int(key[8:]) for key in talk if re.fullmatch(r"session_\d+", key))
-    for number in numbers:
-        turns = list(_read_turns(talk[f"session_{number}"], f"{place}.conversation.session_{number}", problems))
-        if turns:
-            date_time = talk.get(f"session_{number}_date_time")
-            sessions.append(Session(number, date_time if isinstance(date_time, str) else None, tuple(turns)))
-    if not sessions:
-        raise ValueError(
-            f"{place}.conversation must have a session with turns, got none in {sample_id!r}: sample left out"
-        )
-    met = list(dict.fromkeys(turn.speaker for session in sessions for turn in session.turns))
-    speakers = tuple(str(talk.get(key) or "") for key in ("speaker_a", "speaker_b"))
-    if not all(speakers):
-        speakers = (met[0], met[1] if len(met) > 1 else met[0])
-    questions = sample.get("qa")
-    if not isinstance(questions, list):
-        problems.append(f"{place}.qa must be a list of questions, got none in {sample_id!r}: nothing is asked there")
-        questions = []
-    read = []
-    for index, question in enumerate(questions):
-        try:
-            read.append(_read_question(question, index, f"{place}.qa[{index}]"))
-        except ValueError as error:
-            problems.append(str(error))
-    return Conversation(sample_id, speakers, tuple(sessions), tuple(read))
+class _Row(NamedTuple):
+    """One conversation, asked in one setting with one memory; `path` is the file of its records.
+
+    `group` is "none" for the base, "right" for the conversation's own memory, "wrong" for another one's. `reading`
+    makes the memory; None for the base.
+    """
+
+    method: str
+    setting: str
+    group: str
+    conversation: Conversation
+    reading: Unit | None
+    path: Path
+
+    @property
+    def memory(self) -> str | None:
+        """The conversation that the memory is of."""
+        return None if self.reading is None else self.reading.path.stem
 
 
-def _read_turns(turns: Any, place: str, problems: list[str]) -> Iterator[Turn]:
-    if not isinstance(turns, list):
-        problems.append(f"{place} must be a list of turns, got {type(turns).__name__}: session left out")
-        return
-    for number, turn in enumerate(turns):
-        fields = [turn.get(key) for key in ("dia_id", "speaker", "text")] if isinstance(turn, dict) else [None]
-        if not all(isinstance(field, str) for field in fields):
-            problems.append(f"{place}[{number}] must have dia_id, speaker and text, got {_short(turn)}: turn left out")
-            continue
-        caption = turn.get("blip_caption")
-        yield Turn(*fields, caption if isinstance(caption, str) and caption.strip() else None)
+def run_locomo(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
+    methods: dict[str, ReadingSettings],
+    out: Path,
+    *,
+    plan: Plan | None = None,
+    common: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Run the study, or continue it.
+
+    Args:
+        base: a causal LM without adapters; mutated while it runs, and restored.
+        tokenizer: its tokenizer.
+        conversations: at least one; a single one has no wrong memory.
+        methods: each method's settings, by its name in tables; the base is always asked too.
+        out: the folder: answers in `locomo/predictions`, scored spans in `locomo/cloze`, memories in
+            `locomo/memories`, and `locomo.json`.
+        plan: what is asked.
+        common: more fields for the record of the run, as JSON values.
+        overwrite: see `study.open_study`.
+        progress: shows progress.
+
+    Returns:
+        The figures, as in `locomo.json`.
+
+    Raises:
+        ValueError: the folder holds another run, or the model has too few positions for the questions.
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    plan = plan or Plan()
+    if set(plan.settings) - {CLOZE}:
+        load_stemmer()  # a missing package is reported before the work begins
+    methods = {name: settings.complete(base) for name, settings in methods.items()}
+    names = [conversation.sample_id for conversation in conversations]
+    folder = out / STUDY
+    readings: dict[str, dict[str, Unit]] = {}
+    for method, settings in methods.items():
+        for conversation in conversations if settings.method != "none" else ():
+            name = conversation.sample_id
+            readings.setdefault(method, {})[name] = reading_unit(
+                base,
+                tokenize(tokenizer, dialogue(conversation)),
+                settings,
+                folder / "memories" / method / f"{name}.json",
+                keep_memory=True,
+                label=f"{method} reads {name}",
+                progress=progress,
+            )
+    rows = list(_list_rows(folder, conversations, readings, plan))
+    units = [unit for row in readings.values() for unit in row.values()]
+    for row in rows:
+        label = f"{row.method}, memory of {row.memory}" if row.memory else "base"
+        label += f": {row.conversation.sample_id}, {row.setting}"
+        make = partial(_ask, base, tokenizer, row, plan, progress, label)
+        units.append(Unit(row.path, make, label, needs=row.reading))
+    shared = {
+        **(common or {}),
+        "conversations": {one.sample_id: digest(asdict(one)) for one in conversations},
+        "plan": {name: value for name, value in asdict(plan).items() if name != "settings"},
+    }
+    head = open_study(out, STUDY, shared, methods, overwrite, units)
+    run_units(units, progress)
+    figures = {
+        **head,
+        "conversations": names,
+        "teachings": {
+            method: {name: summarize_reading(unit.load()) for name, unit in row.items()}
+            for method, row in readings.items()
+        },
+        "answers": _summarize_answers([row for row in rows if row.setting != CLOZE]),
+        "cloze": _summarize_cloze([row for row in rows if row.setting == CLOZE]) if CLOZE in plan.settings else {},
+    }
+    write_json(out / f"{STUDY}.json", figures)
+    return figures
 
 
-def _read_question(question: Any, index: int, place: str) -> Question:
-    if not isinstance(question, dict) or not str(question.get("question") or "").strip():
-        raise ValueError(f"{place} must have a 'question', got {_short(question)}: left out")
-    category = question.get("category")
-    if category not in CATEGORIES or isinstance(category, bool):
-        raise ValueError(f"{place}.category must be 1 to 5, got {category!r}: question left out")
-    key = "adversarial_answer" if category == ADVERSARIAL else "answer"
-    answer = question.get(key)
-    if not isinstance(answer, (str, int, float)) or not str(answer).strip():
-        raise ValueError(f"{place} must have an {key!r} (category {category}), got {answer!r}: question left out")
-    evidence = question.get("evidence") or []
-    # Some of the release's entries hold two ids, or a colon or a zero too many.
-    found = [
-        f"D{int(session)}:{int(turn)}"
-        for item in (evidence if isinstance(evidence, list) else [evidence])
-        for session, turn in re.findall(r"D:?(\d+):(\d+)", str(item))
-    ]
-    return Question(
-        index, str(question["question"]).strip(), int(category), str(answer).strip(), tuple(dict.fromkeys(found))
+def _list_rows(
+    folder: Path, conversations: Sequence[Conversation], readings: dict[str, dict[str, Unit]], plan: Plan
+) -> Iterator[_Row]:
+    """List what is asked; the rows of one setting, method and group follow each other."""
+
+    def make_row(setting: str, method: str, group: str, conversation: Conversation, reading: Unit | None) -> _Row:
+        kind, middle = ("cloze", "") if setting == CLOZE else ("predictions", f".{setting}")
+        memory = "none" if reading is None else reading.path.stem
+        path = folder / kind / method / f"{conversation.sample_id}{middle}.memory-{memory}.json"
+        return _Row(method, setting, group, conversation, reading, path)
+
+    groups = {"right": conversations}
+    if plan.wrong_memory and len(conversations) > 1:
+        groups["wrong"] = [conversations[-1], *conversations[:-1]]
+    for setting in plan.settings:
+        for conversation in conversations:
+            yield make_row(setting, BASE, "none", conversation, None)
+        for method, row in readings.items():
+            for group, owners in groups.items():
+                for conversation, owner in zip(conversations, owners, strict=True):
+                    yield make_row(setting, method, group, conversation, row[owner.sample_id])
+
+
+def _ask(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    row: _Row,
+    plan: Plan,
+    progress: Progress,
+    label: str,
+) -> list[dict[str, Any]]:
+    """Make a row's records."""
+    with nullcontext(base) if row.reading is None else memory_attached(base, row.reading.memory) as model:
+        if row.setting == CLOZE:
+            spans = find_spans(row.conversation, plan.seed)
+            advance = progress(label, sum(1 + len(span.others) for span in spans))
+            return score_spans(model, tokenizer, spans, batch_tokens=plan.batch_tokens, on_batch=advance)
+        return _answer_questions(model, tokenizer, row, plan, progress(label, len(row.conversation.questions)))
+
+
+def _answer_questions(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, row: _Row, plan: Plan, advance: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """Answer a conversation's questions; each batch is kept in a file, so that it is not asked again."""
+    questions = row.conversation.questions
+    prompts, dropped = make_prompts(model, tokenizer, row.conversation, row.setting, plan)
+    unfinished = Unit(row.path, list).unfinished
+    records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
+    advance(len(records))
+    answers = answer(
+        model,
+        tokenizer,
+        prompts,
+        max_new_tokens=plan.max_new_tokens,
+        batch_size=plan.batch_size,
+        known={number for number, question in enumerate(questions) if question.index in records},
     )
+    for batch, texts in answers:
+        for question, text in zip((questions[number] for number in batch), texts, strict=True):
+            records[question.index] = {
+                "sample_id": row.conversation.sample_id,
+                "index": question.index,
+                "question": question.question,
+                "category": question.category,
+                "answer": question.answer,
+                "prediction": text,
+                "f1": answer_f1(text, question.answer, question.category),
+                "abstains": abstains(text),
+                "memory": row.memory,
+                "setting": row.setting,
+                "dropped_lines": dropped,
+            }
+        write_json(unfinished, [records[index] for index in sorted(records)])
+        advance(len(batch))
+    return [records[index] for index in sorted(records)]
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+# ---------------------------------------------------------------------- summary
 
 
-def dialogue_lines(conversation: Conversation) -> list[str]:
-    """Gives a conversation as text, line by line: a session's date, then its turns, "Speaker: text".
+def _summarize_answers(rows: Sequence[_Row]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for (method, setting, group), part in groupby(rows, key=lambda row: row[:3]):
+        records = [record for row in part for record in load_json(row.path)]
+        if records:
+            figures.setdefault(method, {}).setdefault(setting, {})[group] = {
+                **f1_by_category(records),
+                "dropped_lines": {record["sample_id"]: record["dropped_lines"] for record in records},
+            }
+    return figures
 
-    A photo stands after the text in square brackets. An empty line parts two sessions.
+
+def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | int]]:
+    """Return the mean F1 of each category that has questions, with intervals.
+
+    Args:
+        records: each with `category`, `f1` and `abstains`.
+
+    Returns:
+        Means by the category's name ("multi-hop", ...); "adversarial" is the negative F1 with the trap. "answerable"
+        is the mean over categories 1 to 4, "abstention" the share of category 5 that was declined.
     """
-    lines = []
-    for session in conversation.sessions:
-        if lines:
-            lines.append("")
-        lines.append(f"Session {session.number}" + (f", {session.date_time}" if session.date_time else ""))
-        for turn in session.turns:
-            text = " ".join(turn.text.split())
-            lines.append(f"{turn.speaker}: {text}" + (f" [photo: {turn.caption}]" if turn.caption else ""))
-    return lines
+    values = {
+        name: [record["f1"] for record in records if record["category"] == category]
+        for category, name in CATEGORIES.items()
+    }
+    values["answerable"] = [record["f1"] for record in records if record["category"] != ADVERSARIAL]
+    values["abstention"] = [float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL]
+    return {name: mean_interval(numbers).to_json() for name, numbers in values.items() if numbers}
 
 
-def dialogue(conversation: Conversation) -> str:
-    """Gives a whole conversation as text: what a memory reads, and what stands in context (see `dialogue_lines`)."""
-    return "\n".join(dialogue_lines(conversation))
+def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
+    spans: dict[str, dict[str, list[dict[str, Any]]]] = {}
+    for row in rows:
+        spans.setdefault(row.method, {}).setdefault(row.group, []).extend(load_json(row.path))
+    base = spans.pop(BASE)["none"]
+    figures: dict[str, Any] = {"spans": len(base), "base": {"first": _mean(firsts(base))}, "methods": {}}
+    contrasts: dict[str, list[float]] = {}
+    for method, groups in spans.items():
+        right, wrong = groups["right"], groups.get("wrong", [])
+        found = {"gain_right": _mean(gains(right, base)), "first_right": _mean(firsts(right))}
+        if len(wrong) == len(right):
+            contrasts[method] = gains(right, wrong)
+            categories = [CATEGORIES[record["category"]] for record in right]
+            by_category = {
+                name: [gain for gain, other in zip(contrasts[method], categories, strict=True) if other == name]
+                for name in CATEGORIES.values()
+            }
+            found |= {
+                "gain_wrong": _mean(gains(wrong, base)),
+                "first_wrong": _mean(firsts(wrong)),
+                "right_minus_wrong": _mean(contrasts[method]),
+                "by_category": {name: _mean(values) for name, values in by_category.items() if values},
+            }
+        figures["methods"][method] = found
+    figures["differences"] = [
+        {
+            "method": one,
+            "against": other,
+            "right_minus_wrong": _mean([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)]),
+        }
+        for number, one in enumerate(contrasts)
+        for other in list(contrasts)[:number]
+    ]
+    return figures
+
+
+def _mean(values: Sequence[float]) -> dict[str, float | int]:
+    return mean_interval(values).to_json()
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+def make_prompts(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    setting: str,
+    plan: Plan,
+) -> tuple[list[list[int]], int]:
+    """Make the prompts of a conversation's questions, as token ids.
+
+    If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as leave room for the
+    longest question and its answer.
+
+    Args:
+        model: for its positions.
+        tokenizer: its tokenizer.
+        conversation: the conversation with its questions.
+        setting: "no-context" or "full-context".
+        plan: the prompts and the answers' length.
+
+    Returns:
+        The prompts, and the number of the dialogue's lines that were left out.
+    """
+    lines = dialogue_lines(conversation)
+
+    def encode(question: Question, kept: int = len(lines)) -> list[int]:
+        text = "\n".join(lines[len(lines) - kept :])
+        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, text=text, prompts=plan.prompts))
+
+    prompts = [encode(question) for question in conversation.questions]
+    positions = count_positions(model)
+    if setting == "no-context" or positions is None or not prompts:
+        return prompts, 0
+    room = positions - plan.max_new_tokens
+    if max(map(len, prompts)) <= room:
+        return prompts, 0
+    longest = conversation.questions[max(range(len(prompts)), key=lambda number: len(prompts[number]))]
+    fitting = bisect_right(range(len(lines) + 1), room, key=lambda kept: len(encode(longest, kept)))
+    kept = max(0, fitting - 1)  # 0 even if that does not fit: `answer` refuses the question then
+    return [encode(question, kept) for question in conversation.questions], len(lines) - kept
 
 
 def make_prompt(
@@ -233,49 +419,48 @@ def make_prompt(
     text: str | None = None,
     prompts: dict[str, str] = PROMPTS,
 ) -> str:
-    """Makes a question's prompt.
+    """Make a question's prompt.
 
     Args:
-        conversation: where the question belongs.
+        conversation: the question's conversation.
         question: one of its questions.
         setting: "no-context" or "full-context".
-        text: the dialogue as it shall stand in context; the whole one where None.
+        text: the dialogue in context; the whole one if None.
         prompts: see `PROMPTS`.
 
     Raises:
-        ValueError: there is no such setting.
+        ValueError: the setting does not exist.
     """
-    if setting not in SETTINGS:
-        raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {setting!r}")
-    fields = {
-        "speaker_a": conversation.speakers[0],
-        "speaker_b": conversation.speakers[1],
-        "question": question.question,
-        "hint": prompts.get(f"hint-{question.category}", ""),
-    }
-    if setting == "full-context":
-        fields["dialogue"] = dialogue(conversation) if text is None else text
-    return prompts[setting].format(**fields)
+    if setting not in ANSWERED:
+        raise ValueError(f"setting must be one of {', '.join(ANSWERED)}, got {setting!r}")
+    return prompts[setting].format(
+        speaker_a=conversation.speakers[0],
+        speaker_b=conversation.speakers[1],
+        question=question.question,
+        hint=prompts.get(f"hint-{question.category}", ""),
+        dialogue=dialogue(conversation) if text is None else text,
+    )
 
 
-def read_prompts(path: str | Path) -> dict[str, str]:
-    """Reads prompts from a JSON file; what it leaves out is as in `PROMPTS`.
+def load_prompts(path: str | Path) -> dict[str, str]:
+    """Load prompts from a JSON file; a prompt that it leaves out is as in `PROMPTS`.
 
     Raises:
-        ValueError: it is no JSON object of texts, or names a prompt or a placeholder that there is not.
+        ValueError: the file is no JSON object of texts, or a prompt's name or placeholder does not exist.
     """
     try:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"prompts must be a JSON file, got {str(path)!r} ({error}): check it") from None
-    names = [*SETTINGS, *(f"hint-{category}" for category in CATEGORIES)]
+    names = [*ANSWERED, *(f"hint-{category}" for category in CATEGORIES)]
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
         raise ValueError(f"prompts must be an object of texts, got {str(path)!r}: name {', '.join(names)}")
     for name, value in given.items():
         if name not in names:
             raise ValueError(f"prompts must be named {', '.join(names)}, got {name!r} in {str(path)!r}: rename it")
-        allowed = {"speaker_a", "speaker_b", "question", "hint"} | ({"dialogue"} if name == "full-context" else set())
-        needed = {"question"} | (allowed & {"dialogue"}) if name in SETTINGS else set()
+        context = {"dialogue"} if name == "full-context" else set()
+        allowed = {"speaker_a", "speaker_b", "question", "hint"} | context
+        needed = {"question"} | context if name in ANSWERED else set()
         found = set(re.findall(r"{(\w*)}", value))
         if found - allowed or needed - found:
             raise ValueError(
@@ -287,18 +472,3 @@ def read_prompts(path: str | Path) -> dict[str, str]:
 
 def _braced(names: set[str]) -> str:
     return ", ".join(f"{{{name}}}" for name in sorted(names)) or "no placeholders"
-
-
-def choose_conversations(conversations: Sequence[Conversation], names: Sequence[str] | None) -> list[Conversation]:
-    """Picks conversations by their ids, in the order of the file.
-
-    Raises:
-        ValueError: an id is not in the file.
-    """
-    if names is None:
-        return list(conversations)
-    known = [conversation.sample_id for conversation in conversations]
-    for name in names:
-        if name not in known:
-            raise ValueError(f"conversation must be one of {', '.join(known)}, got {name!r}: choose one of them")
-    return [conversation for conversation in conversations if conversation.sample_id in names]

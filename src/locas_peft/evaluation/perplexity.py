@@ -1,127 +1,89 @@
-"""Perplexity from chunk records: what was read, how well it was foretold. Knows losses, no model and no adapter.
+"""The perplexity study: each method reads each document with a fresh memory, each token scored before it is learned.
 
-A chunk here is any object with `stop` (tokens of the document read once it is done), `tokens` (how many of its
-own were scored) and `nll_nats` (their summed negative log-likelihood), in the order of the document. Perplexity
-is exp(sum of nll / number of scored tokens), never a mean of chunk perplexities: those cannot be compared.
+The paper's PG-19 protocol. Over documents the mean is weighted by tokens.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..files import write_json
+from ..reading import Reading
+from ..settings import ReadingSettings
+from ..ttt.chunks import perplexity
+from .intervals import mean_interval
+from .study import Progress, describe_text, open_study, reading_unit, run_units, silent
+
+__all__ = ["run_perplexity"]
+
+STUDY = "perplexity"
 
 
-def perplexity(nll_nats: float, tokens: int) -> float:
-    """Gives exp(nll / tokens).
+def run_perplexity(
+    base: PreTrainedModel,
+    documents: dict[str, torch.Tensor],
+    methods: dict[str, ReadingSettings],
+    out: Path,
+    *,
+    common: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Read each document with each method, or continue such a run.
 
     Args:
-        nll_nats: the summed negative log-likelihood, in nats.
-        tokens: how many tokens it was summed over.
+        base: a causal LM without adapters; mutated while it runs, and restored.
+        documents: LongTensor [T] each, by name.
+        methods: each method's settings, by its name in tables.
+        out: the folder: `perplexity/METHOD/DOCUMENT.json`, one a reading, and `perplexity.json`.
+        common: more fields for the record of the run, as JSON values.
+        overwrite: see `study.open_study`.
+        progress: shows progress, in tokens.
 
     Returns:
-        The perplexity; inf where it is too large for a float, nan where the sum is.
+        The figures, as in `perplexity.json`.
 
     Raises:
-        ValueError: where no token was scored.
+        ValueError: the folder holds another run, or a method does not fit the base.
+        OSError: the disk is full, or the folder cannot be written.
     """
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1, got {tokens}: score a token before asking for a perplexity")
-    try:
-        return math.exp(nll_nats / tokens)
-    except OverflowError:
-        return math.inf
+    methods = {name: settings.complete(base) for name, settings in methods.items()}
+    shared = {**(common or {}), "documents": {name: describe_text(ids) for name, ids in documents.items()}}
+    rows = {
+        method: {
+            name: reading_unit(
+                base,
+                ids,
+                settings,
+                out / STUDY / method / f"{name}.json",
+                label=f"{method}: {name}",
+                progress=progress,
+            )
+            for name, ids in documents.items()
+        }
+        for method, settings in methods.items()
+    }
+    units = [unit for row in rows.values() for unit in row.values()]
+    head = open_study(out, STUDY, shared, methods, overwrite, units)
+    run_units(units, progress)
+    readings = {method: {name: unit.load() for name, unit in row.items()} for method, row in rows.items()}
+    means = {method: _average(list(map(Reading.from_json, row.values()))) for method, row in readings.items()}
+    figures = {**head, "readings": readings, "means": means}
+    write_json(out / f"{STUDY}.json", figures)
+    return figures
 
 
-def cumulative(chunks: Iterable) -> list[tuple[int, float]]:
-    """Gives the perplexity of everything scored so far, at the end of each chunk.
-
-    Args:
-        chunks: chunk records, in order.
-
-    Returns:
-        One (tokens read, perplexity) a chunk; a chunk before the first scored token has none and is left out.
-    """
-    points, nll_nats, tokens = [], 0.0, 0
-    for chunk in chunks:
-        nll_nats += chunk.nll_nats
-        tokens += chunk.tokens
-        if tokens:
-            points.append((chunk.stop, perplexity(nll_nats, tokens)))
-    return points
-
-
-def choose_marks(tokens: int) -> list[int]:
-    """Chooses the numbers of tokens at which the perplexity so far is reported: at most four, evenly spaced.
-
-    Long texts have the protocol's 50K, 100K, 150K and 200K, shorter ones smaller steps.
-
-    Args:
-        tokens: how many tokens the text has.
-    """
-    steps = (1_000, 2_500, 5_000, 10_000, 25_000, 50_000)
-    step = next((step for step in steps if tokens <= 4 * step), steps[-1])
-    return [mark for mark in range(step, 4 * step + 1, step) if mark <= tokens]
-
-
-def at_marks(chunks: Iterable, marks: Sequence[int]) -> dict[str, float]:
-    """Gives the cumulative perplexity at marks such as 50,000 and 100,000 tokens.
-
-    Nothing is interpolated: a mark inside a chunk takes the value at that chunk's end, at most a stride further.
-
-    Args:
-        chunks: chunk records, in order.
-        marks: numbers of tokens read, each at least 1, in any order.
-
-    Returns:
-        {"50000": perplexity, ...}, ascending; marks beyond the end of the document are left out.
-
-    Raises:
-        ValueError: where a mark is below 1.
-    """
-    points = cumulative(chunks)
-    values = {}
-    for mark in _ascending(marks):
-        reached = next((value for stop, value in points if stop >= mark), None)
-        if reached is not None:
-            values[str(mark)] = reached
-    return values
-
-
-def per_segment(chunks: Iterable, marks: Sequence[int]) -> dict[str, float]:
-    """Gives the perplexity between the marks, each segment on its own: a memory's gain shows late.
-
-    A chunk that a mark falls into belongs to the segment that the mark ends, as in `at_marks`, so that the
-    segments share no token and leave none out.
-
-    Args:
-        chunks: chunk records, in order.
-        marks: numbers of tokens read, each at least 1, in any order.
-
-    Returns:
-        {"0-50000": perplexity, "50000-100000": ...}; what follows the last mark reached is a segment of its own that
-        is named after the document's end. A segment in which nothing was scored is left out.
-
-    Raises:
-        ValueError: where a mark is below 1.
-    """
-    ends = iter(_ascending(marks))
-    end, begin, values = next(ends, None), 0, {}
-    nll_nats, tokens, stop = 0.0, 0, 0
-    for chunk in chunks:
-        nll_nats += chunk.nll_nats
-        tokens += chunk.tokens
-        stop = chunk.stop
-        while end is not None and stop >= end:
-            if tokens:
-                values[f"{begin}-{end}"] = perplexity(nll_nats, tokens)
-            nll_nats, tokens, begin, end = 0.0, 0, end, next(ends, None)
-    if tokens:
-        values[f"{begin}-{stop}"] = perplexity(nll_nats, tokens)
-    return values
-
-
-def _ascending(marks: Sequence[int]) -> list[int]:
-    wrong = [mark for mark in marks if mark < 1]
-    if wrong:
-        raise ValueError(f"marks must be at least 1, got {wrong[0]}: give numbers of tokens read")
-    return sorted(set(marks))
+def _average(readings: Sequence[Reading]) -> dict[str, Any]:
+    nll_nats = sum(reading.nll_nats for reading in readings)
+    tokens = sum(reading.scored_tokens for reading in readings)
+    return {
+        "perplexity": perplexity(nll_nats, tokens),
+        "scored_tokens": tokens,
+        "documents": len(readings),
+        "nll_per_token": mean_interval([reading.nll_nats / reading.scored_tokens for reading in readings]).to_json(),
+    }

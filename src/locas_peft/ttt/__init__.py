@@ -1,21 +1,39 @@
-"""Test-time training: a document is read chunk by chunk, each chunk scored first and learned second.
+"""Test-time training: a document is read chunk by chunk; each chunk is scored first and learned second.
 
-`TestTimeTrainer` reads one document and teaches whatever adapter is active; `read_many` reads many at once and gives
-each a LOCAS memory of its own.
+`TestTimeTrainer` reads one document and trains the active adapter, of whatever type. `read_many` reads many documents
+in one batch, each into a LOCAS memory of its own.
 """
 
 from .anchor import Anchor, write_own_text
-from .chunk import Chunk
-from .losses import token_losses
+from .checkpoint import InUse
+from .chunks import Chunk, Span, at_marks, choose_marks, cumulative, cut, per_segment, perplexity, perplexity_of
+from .host import Host, count_positions
 from .many import ManyReading, read_many
-from .trainer import TestTimeTrainer, prepare
+from .objectives import OBJECTIVES, WEIGHTINGS, Objective, divergences, token_losses
+from .settings import TrainingSettings
+from .trainer import TestTimeTrainer
 
 __all__ = [
+    "OBJECTIVES",
+    "WEIGHTINGS",
     "Anchor",
     "Chunk",
+    "Host",
+    "InUse",
     "ManyReading",
+    "Objective",
+    "Span",
     "TestTimeTrainer",
-    "prepare",
+    "TrainingSettings",
+    "at_marks",
+    "choose_marks",
+    "count_positions",
+    "cumulative",
+    "cut",
+    "divergences",
+    "per_segment",
+    "perplexity",
+    "perplexity_of",
     "read_many",
     "token_losses",
     "write_own_text",

@@ -5,8 +5,8 @@ Axes: B rows of a batch, n tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,132 +14,91 @@ from transformers import DynamicCache
 
 from .host import Host
 
+__all__ = ["SlidingCache"]
+
 
 class SlidingCache:
-    """The keys and values of the last `keep` tokens that were fed, detached, with room for what comes next.
+    """The keys and values of the last `keep` tokens that were fed, detached.
 
-    All rows of a batch have kept the same number of tokens; their positions may differ.
+    All rows of a batch are at the same position. The positions grow with the text; when a chunk would pass the model's
+    last position, the context is fed again, without gradients, from position 0.
 
-    Attributes:
-        layers: (keys, values), each [B, heads, n, head size], n <= keep, one pair a layer; None: nothing is kept.
-        positions: for each row the position of the next token to be fed; None: the row's context is not known and has
-            to be fed.
+    Args:
+        host: the model.
+        keep: how many tokens are kept.
+        layers: (keys, values), each [B, heads, n, head size] with n <= keep, one pair a layer.
+        position: of the next token to be fed; None where the context has to be fed first.
     """
 
     def __init__(
-        self, host: Host, keep: int, rows: int = 1, only: Callable[[list[int]], AbstractContextManager] | None = None
+        self, host: Host, keep: int, layers: Sequence[tuple[Tensor, Tensor]] = (), position: int | None = None
     ):
-        """Makes an empty cache.
+        self._host, self._keep = host, keep
+        self._layers, self._position = list(layers), position
+        self._fed: tuple[list[tuple[Tensor, Tensor]], int] | None = None
+
+    def forward(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None) -> Tensor:
+        """Feed the last `count` tokens after the kept context, and return their logits [B, count, V].
+
+        The same tokens may be fed again; `advance` adds those that were fed last to the context.
 
         Args:
-            only: a context within which the model reads a batch of these rows alone; for `rows` > 1.
-        """
-        self._host, self._keep, self._only = host, keep, only or (lambda rows: nullcontext())
-        self.layers: list[tuple[Tensor, Tensor]] | None = None
-        self.positions: list[int | None] = [None] * rows
-        self._fed: tuple[DynamicCache, list[int]] | None = None
-
-    def forget(self, rows: list[int] | None = None) -> None:
-        """Makes the context of some rows, or of all, one that has to be fed."""
-        self._fed = None
-        self.positions = [None if rows is None or row in rows else p for row, p in enumerate(self.positions)]
-        if all(position is None for position in self.positions):
-            self.layers = None
-
-    def narrow(self, rows: list[int]) -> None:
-        """Keeps these rows alone."""
-        self._fed, self.positions = None, [self.positions[row] for row in rows]
-        if self.layers:
-            self.layers = [(keys[rows], values[rows]) for keys, values in self.layers]
-
-    def forward(self, ids: Tensor, begin: int, ends: list[int], count: int) -> Tensor:
-        """Feeds ids[:, begin:max(ends)] after the kept context, and gives the logits [B, count, V] of the last tokens.
-
-        The same tokens may be fed again; `advance` makes those that were fed last a part of the context.
-
-        Args:
-            ids: LongTensor [B, T], the documents, padded on the right.
-            ends: for each row where its own tokens end.
+            ids: LongTensor [B, n], the context and the tokens to be fed. The context is used where it is not kept.
+            count: how many tokens are fed.
+            adapters: see `Host.logits`.
         """
         limit = self._host.positions
-        stale = [
-            row
-            for row, (position, end) in enumerate(zip(self.positions, ends, strict=True))
-            if position is None or (limit is not None and position + end - begin > limit)
-        ]
-        if stale:
-            self._feed_context(ids[:, max(0, begin - self._keep) : begin], stale)
-        return self._feed(ids[:, begin : max(ends)], count, self.layers, self.positions)
+        if self._position is None or (limit is not None and self._position + count > limit):
+            context = ids[:, :-count]
+            self._layers, self._position = [], 0
+            if context.shape[1]:
+                with torch.no_grad():
+                    self._feed(context, 1, adapters)
+                self.advance()
+        return self._feed(ids[:, -count:], count, adapters)
 
-    def advance(self) -> None:
-        """Makes the tokens that were fed last a part of the context, and drops what is older than `keep`."""
-        if self._fed is not None:
-            cache, self.positions = self._fed
-            self.layers = self._tails(cache)
-            self._fed = None
-            if not self._keep:
-                self.positions = [0] * len(self.positions)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Gives the keys and values, named "layer/keys" and "layer/values"."""
-        return {
-            f"{number}/{name}": entries
-            for number, pair in enumerate(self.layers or [])
-            for name, entries in zip(("keys", "values"), pair, strict=True)
-        }
-
-    def restore(self, tensors: dict[str, Tensor], layers: int | None, position: int | None) -> None:
-        """Takes up what `tensors` gave, for one row.
-
-        Args:
-            layers: how many there were; None for a cache that kept nothing.
-            position: of the next token.
-
-        Raises:
-            KeyError, TypeError: they contradict each other.
-        """
-        self.forget()
-        if layers is None:
-            return
-        device = self._host.device
-        pairs = [tuple(tensors[f"{number}/{name}"] for name in ("keys", "values")) for number in range(layers)]
-        if any(
-            entry.ndim != 4 or entry.shape[:3] != keys.shape[:3] for keys, values in pairs for entry in (keys, values)
-        ):
-            raise TypeError("keys and values of the cache do not belong together")
-        self.layers = [(keys.to(device), values.to(device)) for keys, values in pairs]
-        self.positions = [position]
-
-    def _feed_context(self, ids: Tensor, rows: list[int]) -> None:
-        layers = []
-        if ids.shape[1]:
-            with torch.no_grad(), self._only(rows):
-                self._feed(ids[rows], 1, [], [0] * len(rows))
-            layers = self._tails(self._fed[0])
-            self._fed = None
-        if len(rows) == len(self.positions):
-            self.layers = layers
-        for (keys, values), (fed_keys, fed_values) in zip(self.layers, layers, strict=True):
-            if keys is not fed_keys:
-                keys[rows], values[rows] = fed_keys, fed_values
-        self.positions = [ids.shape[1] if row in rows else p for row, p in enumerate(self.positions)]
-
-    def _feed(self, ids: Tensor, count: int, layers: list[tuple[Tensor, Tensor]], positions: list[int]) -> Tensor:
-        cache = DynamicCache(layers)  # without a config: plain layers, that keep what they are given
-        length, limit = ids.shape[1], self._host.positions
-        starts = torch.tensor(positions, device=ids.device).unsqueeze(1)
-        places = torch.arange(length, device=ids.device) + starts
-        if limit is not None and max(positions) + length > limit:
-            places = places.clamp_(max=limit - 1)  # padding alone reaches so far
-        logits = self._host.logits(ids, count, past_key_values=cache, position_ids=places, use_cache=True)
-        self._fed = cache, [position + length for position in positions]
+    def _feed(self, ids: Tensor, count: int, adapters: Sequence[str] | None) -> Tensor:
+        cache = DynamicCache(self._layers)  # without a config: plain layers, which keep all that they are given
+        stop = self._position + ids.shape[1]
+        positions = torch.arange(self._position, stop, device=ids.device).expand(len(ids), -1)
+        logits = self._host.logits(ids, count, adapters, past_key_values=cache, position_ids=positions, use_cache=True)
+        self._fed = [(layer.keys, layer.values) for layer in cache.layers], stop
         return logits
 
-    def _tails(self, cache: DynamicCache) -> list[tuple[Tensor, Tensor]]:
-        # Clones: a view would keep the whole former storage, and its graph, alive.
+    def advance(self) -> None:
+        """Add the tokens that were fed last to the context, and drop the tokens older than `keep`."""
+        if self._fed is None:
+            return
+        layers, self._position = self._fed
+        self._fed = None
         if not self._keep:
-            return []
-        return [
-            tuple(entries[..., -self._keep :, :].detach().clone() for entries in (layer.keys, layer.values))
-            for layer in cache.layers
-        ]
+            self._layers, self._position = [], 0
+            return
+        # Clones: a view would keep the whole former storage, and its graph, alive.
+        self._layers = [tuple(entries[..., -self._keep :, :].detach().clone() for entries in pair) for pair in layers]
+
+    def select(self, rows: list[int]) -> SlidingCache:
+        """Return the cache of some rows."""
+        selected = SlidingCache(self._host, self._keep, _select(self._layers, rows), self._position)
+        if self._fed is not None:
+            layers, stop = self._fed
+            selected._fed = _select(layers, rows), stop
+        return selected
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"layers": self._layers, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned.
+
+        Raises:
+            ValueError: keys and values do not belong together.
+        """
+        layers = [tuple(entries.to(self._host.device) for entries in pair) for pair in state["layers"]]
+        if any(entries.ndim != 4 or entries.shape[:3] != pair[0].shape[:3] for pair in layers for entries in pair):
+            raise ValueError("keys and values of the cache do not belong together")
+        self._layers, self._position, self._fed = layers, state["position"], None
+
+
+def _select(layers: Sequence[tuple[Tensor, Tensor]], rows: list[int]) -> list[tuple[Tensor, Tensor]]:
+    return [(keys[rows], values[rows]) for keys, values in layers]

@@ -1,13 +1,12 @@
-"""The model as a reading sees it: limits, adapters, logits.
+"""The model as the loop uses it: its limits, its adapter, its logits.
 
-Axes: B rows of a batch, V vocabulary.
+Axes: B rows of a batch, n tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from peft import PeftModel
@@ -15,9 +14,28 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
+__all__ = ["Host", "count_positions"]
+
+
+def count_positions(model: nn.Module) -> int | None:
+    """Return how many positions a causal language model has; None where its config has no limit."""
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
 
 class Host:
-    """What a reading asks of a model: its limits, its adapter, and logits for some tokens."""
+    """A causal language model, plain or with adapters.
+
+    Attributes:
+        model: the model.
+        kind: the class name of the base.
+        positions: see `count_positions`.
+
+    Raises:
+        TypeError: the model is no transformers language model.
+        ValueError: its adapter is a prompt method, which has no weights in the layers.
+    """
 
     def __init__(self, model: nn.Module):
         if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
@@ -33,33 +51,42 @@ class Host:
             )
         self.model = model
         base = model.get_base_model() if isinstance(model, PeftModel) else model
-        self._accepts = inspect.signature(base.forward).parameters.keys()
         self.kind = type(base).__name__
+        self.positions = count_positions(base)
         self._config = base.config.get_text_config()
-        positions = getattr(self._config, "max_position_embeddings", None)
-        self.positions = positions if isinstance(positions, int) and positions > 0 else None
+        self._accepts = inspect.signature(base.forward).parameters.keys()
 
     @property
     def device(self) -> torch.device:
+        """The device that token ids go to; the CPU for an offloaded model, whose hooks move them."""
         device = self.model.get_input_embeddings().weight.device
-        return torch.device("cpu") if device.type == "meta" else device  # offloaded: accelerate moves the tokens
+        return torch.device("cpu") if device.type == "meta" else device
 
     @property
     def vocabulary(self) -> int:
         return self.model.get_input_embeddings().weight.shape[0]
 
-    def logits(self, ids: Tensor, count: int, **kwargs) -> Tensor:
-        """Gives the logits [B, count, V] at the last `count` tokens of each row of `ids` [B, n]."""
+    def logits(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs) -> Tensor:
+        """Return the logits [B, count, V] at the last `count` tokens of each row.
+
+        Args:
+            ids: LongTensor [B, n].
+            count: how many tokens at the end of each row.
+            adapters: one adapter's name for each row, of a PEFT model; None for the active adapters in all rows.
+            kwargs: more for the model's forward; what it does not take is left out.
+        """
         kwargs = {name: value for name, value in {"logits_to_keep": count, **kwargs}.items() if name in self._accepts}
+        if adapters is not None:
+            kwargs["adapter_names"] = list(adapters)
         logits = self.model(input_ids=ids, **kwargs).logits
-        # No slice where none is needed: its backward pass fills all the logits with zeros.
+        # Slice only where needed: the backward pass of a slice fills all the logits with zeros.
         return logits if logits.shape[1] == count else logits[:, -count:]
 
     def check_cache(self) -> None:
-        """Refuses models whose context is more than keys and values that slide."""
+        """Raise a `ValueError` for models whose context is more than keys and values that slide."""
         layer_types = set(getattr(self._config, "layer_types", None) or ())
         slides = layer_types <= {"full_attention", "sliding_attention"} and "past_key_values" in self._accepts
-        relative = self._config.model_type in ("bloom", "mpt")  # ALiBi: distances, no positions
+        relative = self._config.model_type in ("bloom", "mpt")  # ALiBi: distances instead of positions
         if not slides or not ("position_ids" in self._accepts or relative):
             raise ValueError(
                 f"context must be 'recompute' for {self._config.model_type}, got 'cache': "
@@ -73,20 +100,3 @@ class Host:
 
     def is_merged(self) -> bool:
         return any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer))
-
-
-@contextmanager
-def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Switches all adapters off. PEFT's own `disable_adapter` would also touch which parameters require gradients."""
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not module._disable_adapters
-    ]
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False

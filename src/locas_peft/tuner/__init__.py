@@ -1,23 +1,32 @@
-"""The PEFT tuner: config, layer and model, and what they stand on. Nothing here imports from outside this folder."""
+"""The PEFT tuner: config, layer, model and their parts. Nothing here imports from outside this folder."""
 
 from .compression import compress
 from .config import LocasConfig
-from .initialization import STRATEGIES
+from .ffn import KNOWN_PARTS, FFNParts, find_ffns
+from .initialization import STRATEGIES, Rows, Strategy
 from .layer import LocasLayer, list_layers
 from .memories import calibrate, empty_memories, rescale, unwritten_memories
 from .model import LocasModel
 from .nlsvd import nl_svd
+from .passes import adapters_disabled, evaluating
 from .writing import SlotWriter, write_tokens
 
 __all__ = [
+    "KNOWN_PARTS",
     "STRATEGIES",
+    "FFNParts",
     "LocasConfig",
     "LocasLayer",
     "LocasModel",
+    "Rows",
     "SlotWriter",
+    "Strategy",
+    "adapters_disabled",
     "calibrate",
     "compress",
     "empty_memories",
+    "evaluating",
+    "find_ffns",
     "list_layers",
     "nl_svd",
     "rescale",

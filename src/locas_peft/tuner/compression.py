@@ -1,18 +1,17 @@
-"""Compressing a memory to fewer slots: NL-SVD where its guarantee reaches, slots chosen and refitted elsewhere.
+"""Compress a memory to fewer slots: NL-SVD for two-layer memories, chosen and refitted slots for any memory.
 
-Two-layer memories can be folded without any text (`nl_svd`). A gated memory's slots have two input directions each,
-and the paper says that NL-SVD does not carry over. What does work for every structure, since the output is linear in
-the values whatever the activation is: keep n of the slots and fit their values, by least squares over a calibration
-text, to what the whole memory said there. The slots are chosen one by one, each time the one that takes away most of
-what the chosen ones cannot say yet.
+Two-layer memories can be reduced without a text (`nl_svd`). A gated memory's slots have two input directions each, to
+which the paper's NL-SVD does not apply. The other method works for every structure, since the output is linear in the
+values whatever the activation: keep n of the slots and fit their values, by least squares over a calibration text, to
+the output of the whole memory. The slots are chosen one at a time, each time the one that reduces the remaining error
+most.
 
 Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -27,26 +26,23 @@ def compress(
     rank: int,
     adapter_name: str | None = None,
     batches: Iterable[Tensor | Mapping[str, Tensor]] | None = None,
-    method: Literal["nlsvd", "refit"] | None = None,
 ) -> None:
     """Reduces a memory to `rank` slots in every layer, in place; its config's `r` follows, so that it can be saved.
 
-    "nlsvd" is for two-layer memories and needs no text; `nl_svd` says what it keeps, under ReLU and otherwise. "refit"
-    is for every memory and keeps what the memory does on a text: the slots that contribute most, with their values
-    fitted again. The weights are new parameters: make optimizers after this. The output scale stays what it was.
+    With `batches`, it keeps the slots that contribute most on that text and refits their values (any memory). Without,
+    it applies `nl_svd`, which is for two-layer memories. The weights are new parameters: create optimizers
+    afterwards. The output scale does not change.
 
     Args:
-        model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` return it; mutated.
+        model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
         rank: n, from 1 to the memory's width.
-        adapter_name: which memory; `None` for the active one.
-        batches: the text for "refit": `LongTensor [B, T]`, or mappings with `input_ids` and `attention_mask`, both
-            `[B, T]`. The memory is switched on while they are read.
-        method: "nlsvd" or "refit"; `None` for "refit" where `batches` are given and "nlsvd" elsewhere.
+        adapter_name: the memory; `None` for the active one.
+        batches: the text: `LongTensor [B, T]`, or mappings with `input_ids` and `attention_mask`, both `[B, T]`.
 
     Raises:
         TypeError: `rank` is no whole number.
         ValueError: a rank above the width, an empty or merged memory, slots that are not finite, a gated memory
-            without `batches`; the memory is as it was.
+            without `batches`; the memory is unchanged.
 
     Example:
         ```py
@@ -54,11 +50,13 @@ def compress(
         ```
     """
     name, layers = _find_layers(model, adapter_name)
-    gated = any(name in layer.locas_gate for layer in layers)
-    method = _choose_method(method, gated, batches is not None)
+    if batches is None and any(name in layer.locas_gate for layer in layers):
+        raise ValueError(
+            "NL-SVD needs a memory of two layers, got one with gates: give batches of a text to refit on."
+        )
     _check_memory(name, layers, rank)
-    if method == "nlsvd":
-        reduced = [_fold_layer(layer, name, rank) for layer in layers]
+    if batches is None:
+        reduced = [_reduce_layer(layer, name, rank) for layer in layers]
     else:
         grams = _measure_slots(model, name, layers, batches)
         reduced = [_refit_layer(layer, name, rank, gram) for layer, gram in zip(layers, grams, strict=True)]
@@ -70,7 +68,7 @@ def compress(
 
 @torch.no_grad()
 def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Chooses slots of a memory and refits their values to what all of them said: orthogonal least squares.
+    """Chooses slots of a memory and refits their values to the output of all slots: orthogonal least squares.
 
     With M the slots' activations over a text and V the values, slots S are chosen greedily and V' minimises
     |M_S V' - M V|^2. Only M^T M is needed.
@@ -81,53 +79,40 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
         rank: n, at most R.
 
     Returns:
-        The slots, LongTensor `[..., n]`, in the order of choice, and V' `[..., n, D]` in the dtype of `value`. Where
-        the chosen ones already say all, the rest are slots that add nothing, with values of zero.
+        The slots, LongTensor `[..., n]`, in the order of choice, and V' `[..., n, D]` in the dtype of `value`. If
+        fewer slots already give the whole output, the rest are slots that add nothing, with values of zero.
     """
     full = gram.double()
     target = full @ value.double()  # M^T M V
-    # Keeps the fit finite where slots are (nearly) silent or the same on this text: above float32's noise in M^T M.
+    # Keeps the fit finite where slots are (nearly) inactive or equal on this text: above float32's noise in M^T M.
     ridge = 1e-6 * full.diagonal(dim1=-2, dim2=-1).amax(dim=-1).clamp(min=torch.finfo(full.dtype).tiny)
-    rest, left = full.clone(), target.clone()
+    rest, residual = full.clone(), target.clone()
     chosen = []
     taken = torch.zeros(full.shape[:-1], dtype=torch.bool, device=full.device)
     for _ in range(rank):
         own = rest.diagonal(dim1=-2, dim2=-1).clamp(min=0)
-        gain = left.square().sum(dim=-1) / (own + ridge[..., None])
+        gain = residual.square().sum(dim=-1) / (own + ridge[..., None])
         slot = torch.where(taken, -1.0, gain).argmax(dim=-1, keepdim=True)
         chosen.append(slot)
         taken.scatter_(-1, slot, True)
-        # The part of every slot that the chosen one can say is taken out (a step of Cholesky's elimination).
+        # Subtract from every slot the part that the chosen one explains (a step of Cholesky's elimination).
         column = rest.gather(-1, slot[..., None, :].expand(*rest.shape[:-1], 1))
         pivot = own.gather(-1, slot)[..., None] + ridge[..., None, None]
-        said = left.gather(-2, slot[..., None].expand(*slot.shape, left.shape[-1]))
+        explained = residual.gather(-2, slot[..., None].expand(*slot.shape, residual.shape[-1]))
         rest = rest - column @ column.mT / pivot
-        left = left - column @ said / pivot
+        residual = residual - column @ explained / pivot
     slots = torch.cat(chosen, dim=-1)
     rows = full.gather(-2, slots[..., None].expand(*slots.shape, full.shape[-1]))
-    among = rows.gather(-1, slots[..., None, :].expand(*rows.shape[:-1], rank))
-    among = among + torch.diag_embed(ridge[..., None].expand(slots.shape))
-    goal = target.gather(-2, slots[..., None].expand(*slots.shape, target.shape[-1]))
-    return slots, torch.linalg.solve(among, goal).to(value.dtype)
-
-
-def _choose_method(method: str | None, gated: bool, has_text: bool) -> str:
-    method = method or ("refit" if has_text else "nlsvd")
-    if method not in ("nlsvd", "refit"):
-        raise ValueError(f"method must be one of 'nlsvd', 'refit', got {method!r}.")
-    if method == "nlsvd" and gated:
-        raise ValueError(
-            "NL-SVD needs a memory of two layers, got one with gates: give batches of a text to refit on."
-        )
-    if method == "refit" and not has_text:
-        raise ValueError("method 'refit' needs a text, got batches=None: give batches, LongTensors [B, T].")
-    return method
+    chosen_gram = rows.gather(-1, slots[..., None, :].expand(*rows.shape[:-1], rank))
+    chosen_gram = chosen_gram + torch.diag_embed(ridge[..., None].expand(slots.shape))
+    chosen_target = target.gather(-2, slots[..., None].expand(*slots.shape, target.shape[-1]))
+    return slots, torch.linalg.solve(chosen_gram, chosen_target).to(value.dtype)
 
 
 def _find_layers(model: nn.Module, adapter_name: str | None) -> tuple[str, list[LocasLayer]]:
     names = list_active_memories(model) if adapter_name is None else [adapter_name]
-    layers = [layer for layer in list_layers(model) if names[:1] and names[0] in layer.locas_up]
-    if len(names) != 1 or not layers:
+    layers = list_layers(model, names[0]) if len(names) == 1 else []
+    if not layers:
         raise ValueError(f"the model has no single LOCAS memory {adapter_name or 'that is active'!r} to compress.")
     return names[0], layers
 
@@ -146,9 +131,9 @@ def _check_memory(name: str, layers: list[LocasLayer], rank: int) -> None:
         raise ValueError(f"the memory '{name}' holds values that are not finite: load it again.")
 
 
-def _fold_layer(layer: LocasLayer, name: str, rank: int) -> list[Tensor]:
+def _reduce_layer(layer: LocasLayer, name: str, rank: int) -> list[Tensor]:
     up, down = (module.weight.detach().float() for module in layer.projections(name))
-    # The norms that an FFN's inputs have after a layer norm; ReLU does not mind.
+    # The norm of an FFN's inputs after a layer norm. ReLU gives the same result for any norm.
     probe_norm = layer.ffn.hidden_size**0.5
     reduced = nl_svd(up.T, down.T, rank, activation=layer.activation_of(name), probe_norm=probe_norm)
     return [reduced.key.T, reduced.value.T]
@@ -162,16 +147,16 @@ def _refit_layer(layer: LocasLayer, name: str, rank: int, gram: Tensor) -> list[
 
 @torch.no_grad()
 def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batches: Iterable) -> list[Tensor]:
-    """M^T M of each layer's memory over a text, `[R, R]` float32 sums; padding does not count."""
+    """Returns M^T M of each layer's memory over a text, `[R, R]` float32 sums. Padding does not count."""
     grams: list[Tensor | None] = [None] * len(layers)
     mask: Tensor | None = None
 
-    def counter(place: int):
+    def counter(index: int) -> Callable[[nn.Module, tuple], None]:
         def count(module: nn.Module, args: tuple) -> None:
             activation = args[0].detach().float().flatten(0, -2)
             kept = activation if mask is None else activation[mask.flatten().bool()]
             gram = kept.T @ kept
-            grams[place] = gram if grams[place] is None else grams[place] + gram
+            grams[index] = gram if grams[index] is None else grams[index] + gram
 
         return count
 
@@ -194,7 +179,8 @@ def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batche
 
 @torch.no_grad()
 def _replace_weights(layer: LocasLayer, name: str, weights: list[Tensor]) -> None:
-    for old, weight in zip(layer.projections(name), weights, strict=True):
-        parameter = nn.Parameter(weight.to(old.weight.dtype).contiguous(), requires_grad=old.weight.requires_grad)
-        old.weight = parameter
-        old.out_features, old.in_features = parameter.shape
+    for module, weight in zip(layer.projections(name), weights, strict=True):
+        module.weight = nn.Parameter(
+            weight.to(module.weight.dtype).contiguous(), requires_grad=module.weight.requires_grad
+        )
+        module.out_features, module.in_features = weight.shape

@@ -1,10 +1,11 @@
-"""LocasConfig: what a memory is, in the fields that PEFT saves beside its weights."""
+"""LocasConfig: the configuration of a memory, saved beside its weights."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,42 +22,43 @@ class LocasConfig(PeftConfig):
     """Configuration of a LOCAS memory: a narrow FFN of width `r` beside each FFN of the host.
 
     Args:
-        r: width R of the memory, in slots. A slot is one gate row, one up row and one down column.
+        r: the width R of the memory, in slots. A slot is one gate row, one up row and one down column.
         target_modules: the FFNs that get a memory: names, suffixes of names, or a regular expression. `None` (and
             "all-linear") finds every dense FFN of the language model by its structure.
         exclude_modules: the FFNs that get none: names, suffixes, or a regular expression.
-        init_strategy: how gate and up rows are made: "topk", "bottomk" and "random" clone slots of the host,
-            "gaussian" draws unit vectors, "activation" takes normalised FFN inputs (the paper's table on
-            initialisation). "topk", "bottomk" and "activation" need a calibration pass. "write" leaves all slots of a
-            two-layer memory free, to be written in closed form while reading (`SlotWriter`, `write_tokens`).
+        init_strategy: how gate and up rows are initialised, a row of `STRATEGIES`: "topk", "bottomk" and "random"
+            clone slots of the host, "gaussian" draws unit vectors, "activation" takes normalised FFN inputs (the
+            paper's table on initialisation). "topk", "bottomk" and "activation" need a calibration pass. "write"
+            leaves all slots of a two-layer memory free, to be written in closed form (`SlotWriter`, `write_tokens`).
         variant: "auto" gives the memory the host's structure. "mlp" is the paper's Locas-MLP, two layers: on a
-            two-layer host the same as "auto", on a gated one an experiment, with ReLU, that cannot be merged.
-        gated_host_experiment: has to be True for variant "mlp" on a host with gated FFNs, which the paper says it
-            suits less.
+            two-layer host the same as "auto", on a gated host an experiment with ReLU that cannot be merged.
+        gated_host_experiment: must be True for variant "mlp" on a host with gated FFNs, which the paper does not
+            recommend.
         scaling: multiplies tau, the paper's output scale (mean norm of the host's down columns, divided by R). 1.0 is
-            the paper's; `r` undoes the division.
-        row_norm: the norm that gate and up rows are made with; 1.0 is the paper's. With larger ones a slot is sharper:
-            it answers to fewer inputs, and more strongly. Above 1 it may not pass `max_slot_norm`.
-        max_slot_norm: the radius of the norm clip, projected after each optimizer step; 1.0 is the paper's, `None`
-            switches it off.
+            the paper's value; `r` cancels the division.
+        row_norm: the initial norm of gate and up rows; 1.0 is the paper's value. A larger norm makes a slot respond
+            to fewer inputs, and more strongly. Above 1 it must not exceed `max_slot_norm`.
+        max_slot_norm: the radius of the norm clip, applied after each optimizer step; 1.0 is the paper's value,
+            `None` switches the clip off.
         pad_to_multiple_of: merged FFNs are padded with zero neurons to a multiple of this width.
         rank_pattern: other widths for some FFNs, from names or regular expressions to `r`.
         layers_to_transform: indices of the layers that get a memory; `None` for all.
-        layers_pattern: the name of the module list that those indices count in, where it is not found by itself.
-        ffn_parts: names the parts of an FFN that we do not know: `{"gate": "w_gate", "up": "w_in", "down": "w_out",
-            "activation": "act"}`; `gate_up` instead of `gate` and `up` where one projection holds both; no `gate` for
-            a two-layer FFN; `activation` is an attribute of the FFN or one of transformers' activation names.
-        seed: of the strategies that draw.
-        init_weights: `False` fills gate, up and down with random numbers, so that the memory changes the output: for
+        layers_pattern: the name of the module list that those indices refer to, if it is not found automatically.
+        ffn_parts: the attribute names of the parts of an unknown FFN: `{"gate": "w_gate", "up": "w_in", "down":
+            "w_out", "activation": "act"}`; `gate_up` instead of `gate` and `up` where one projection holds both; no
+            `gate` for a two-layer FFN; `activation` is an attribute of the FFN or one of transformers' activation
+            names.
+        seed: the seed of the strategies that draw random numbers.
+        init_weights: `False` fills gate, up and down with random numbers, so that the memory changes the output; for
             tests only.
         modules_to_save: modules outside the memory that are trained and saved in full.
-        trainable_token_indices: tokens whose embeddings are trained besides.
-        host: what the memory was made for (family, hidden size, number of FFNs, activation): filled in by us, checked
-            when the memory is loaded.
-        slots: the host slots that each FFN's memory was cloned from: filled in by us.
+        trainable_token_indices: tokens whose embeddings are trained as well.
+        host: the base that the memory was made for (family, hidden size, number of FFNs, activation). Filled in
+            automatically and checked when the memory is loaded.
+        slots: the host slots that each FFN's memory was cloned from. Filled in automatically.
 
     Raises:
-        TypeError, ValueError: a field holds what it cannot; the message names field, rule and value.
+        TypeError, ValueError: a field has an invalid value; the message names field, rule and value.
     """
 
     r: int = field(default=64, metadata={"help": "Width of the memory, in slots."})
@@ -64,9 +66,7 @@ class LocasConfig(PeftConfig):
         default=None, metadata={"help": "FFN modules that get a memory; None finds every dense FFN."}
     )
     exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "FFN modules that get none."})
-    init_strategy: Literal["topk", "bottomk", "random", "gaussian", "activation", "write"] = field(
-        default="topk", metadata={"help": "How gate and up rows are made."}
-    )
+    init_strategy: str = field(default="topk", metadata={"help": "How gate and up rows are initialised."})
     variant: Literal["auto", "mlp"] = field(
         default="auto", metadata={"help": "Structure of the memory: the host's, or two layers (Locas-MLP)."}
     )
@@ -74,7 +74,7 @@ class LocasConfig(PeftConfig):
         default=False, metadata={"help": "Allows variant 'mlp' on a host with gated FFNs."}
     )
     scaling: float = field(default=1.0, metadata={"help": "Multiplies tau, the output scale."})
-    row_norm: float = field(default=1.0, metadata={"help": "Norm that gate and up rows are made with."})
+    row_norm: float = field(default=1.0, metadata={"help": "Initial norm of gate and up rows."})
     max_slot_norm: float | None = field(default=1.0, metadata={"help": "Radius of the norm clip; None: no clip."})
     pad_to_multiple_of: int | None = field(
         default=None, metadata={"help": "Merged FFNs are zero-padded to a multiple of this width."}
@@ -84,10 +84,10 @@ class LocasConfig(PeftConfig):
         default=None, metadata={"help": "Indices of the layers that get a memory."}
     )
     layers_pattern: list[str] | str | None = field(
-        default=None, metadata={"help": "Name of the module list that layers_to_transform counts in."}
+        default=None, metadata={"help": "Name of the module list that layers_to_transform refers to."}
     )
     ffn_parts: dict[str, str] | None = field(default=None, metadata={"help": "Names of an unknown FFN's parts."})
-    seed: int = field(default=0, metadata={"help": "Seed of the strategies that draw."})
+    seed: int = field(default=0, metadata={"help": "Seed of the strategies that draw random numbers."})
     init_weights: bool = field(
         default=True, metadata={"help": "False fills the memory with random numbers, for tests."}
     )
@@ -95,56 +95,40 @@ class LocasConfig(PeftConfig):
         default=None, metadata={"help": "Modules outside the memory that are trained and saved in full."}
     )
     trainable_token_indices: list[int] | dict[str, list[int]] | None = field(
-        default=None, metadata={"help": "Tokens whose embeddings are trained besides."}
+        default=None, metadata={"help": "Tokens whose embeddings are trained as well."}
     )
-    host: dict | None = field(default=None, metadata={"help": "What the memory was made for; filled in by itself."})
+    host: dict | None = field(default=None, metadata={"help": "Base of the memory; filled in automatically."})
     slots: dict[str, list[int]] | None = field(
-        default=None, metadata={"help": "Host slots that each memory was cloned from; filled in by itself."}
+        default=None, metadata={"help": "Host slots that each memory was cloned from; filled in automatically."}
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PeftType.LOCAS
-        self._check_types()
+        self._check_names()
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             setattr(self, name, set(value) if isinstance(value, list | tuple) else value)
         _check_width("r", self.r)
         for pattern, r in self.rank_pattern.items():
             _check_width(f"rank_pattern[{pattern!r}]", r)
-        if not isinstance(self.init_strategy, str) or self.init_strategy not in STRATEGIES:
-            raise ValueError(
-                f"init_strategy must be one of {', '.join(map(repr, STRATEGIES))}, got {self.init_strategy!r}."
-            )
-        if self.variant not in ("auto", "mlp"):
-            raise ValueError(f"variant must be one of 'auto', 'mlp', got {self.variant!r}.")
-        if isinstance(self.scaling, bool) or not isinstance(self.scaling, int | float):
-            raise TypeError(f"scaling must be a number, got {self.scaling!r}.")
-        if not math.isfinite(self.scaling):
-            raise ValueError(f"scaling must be finite, got {self.scaling}.")
-        if self.max_slot_norm is not None and not self.max_slot_norm > 0:
-            raise ValueError(f"max_slot_norm must be above 0, or None for no clip, got {self.max_slot_norm}.")
-        if not 0 < self.row_norm < math.inf:
-            raise ValueError(f"row_norm must be a finite number above 0, got {self.row_norm}.")
-        if self.max_slot_norm is not None and self.row_norm > max(1.0, self.max_slot_norm):
-            raise ValueError(
-                f"row_norm must be at most max_slot_norm ({self.max_slot_norm}), got {self.row_norm}: the first step "
-                "would clip the rows; raise max_slot_norm, or set it to None."
-            )
         if self.pad_to_multiple_of is not None:
             _check_width("pad_to_multiple_of", self.pad_to_multiple_of)
-        if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
-            raise ValueError("layers_to_transform cannot be used when target_modules is a regular expression.")
-        if isinstance(self.target_modules, str) and self.layers_pattern is not None:
-            raise ValueError("layers_pattern cannot be used when target_modules is a regular expression.")
+        _check_choice("init_strategy", self.init_strategy, STRATEGIES)
+        _check_choice("variant", self.variant, ("auto", "mlp"))
+        self._check_scales()
+        if isinstance(self.target_modules, str):
+            for name in ("layers_to_transform", "layers_pattern"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} cannot be used when target_modules is a regular expression.")
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError("layers_pattern needs layers_to_transform: set the layers that it counts.")
-        # A host given at construction was read from a memory's file, so the model must match it. One filled in later
-        # says what this memory was made for, and must not tie the config object to that model.
+        # A host given at construction comes from a memory's file, so the model must match it. One filled in later
+        # describes this memory and must not bind the config object to that model.
         self._expected_host = self.host
 
-    def _check_types(self) -> None:
-        """Checks what JSON could hold in the place of lists, objects and regular expressions."""
+    def _check_names(self) -> None:
+        """Checks names, lists and dictionaries, which a memory's JSON may hold in a wrong type."""
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -166,22 +150,39 @@ class LocasConfig(PeftConfig):
             _check_pattern("rank_pattern", pattern)
         if self.ffn_parts and not _holds_only(list(self.ffn_parts.values()), str):
             raise TypeError(f"ffn_parts must name attributes, got {self.ffn_parts!r}.")
-        if isinstance(self.row_norm, bool) or not isinstance(self.row_norm, int | float):
-            raise TypeError(f"row_norm must be a number, got {self.row_norm!r}.")
-        radius = self.max_slot_norm
-        if radius is not None and (isinstance(radius, bool) or not isinstance(radius, int | float)):
+
+    def _check_scales(self) -> None:
+        scaling, row_norm, radius = self.scaling, self.row_norm, self.max_slot_norm
+        if not _is_number(scaling):
+            raise TypeError(f"scaling must be a number, got {scaling!r}.")
+        if not math.isfinite(scaling):
+            raise ValueError(f"scaling must be finite, got {scaling}.")
+        if not _is_number(row_norm):
+            raise TypeError(f"row_norm must be a number, got {row_norm!r}.")
+        if not 0 < row_norm < math.inf:
+            raise ValueError(f"row_norm must be a finite number above 0, got {row_norm}.")
+        if radius is None:
+            return
+        if not _is_number(radius):
             raise TypeError(f"max_slot_norm must be a number, or None for no clip, got {radius!r}.")
+        if not radius > 0:
+            raise ValueError(f"max_slot_norm must be above 0, or None for no clip, got {radius}.")
+        if row_norm > max(1.0, radius):
+            raise ValueError(
+                f"row_norm must be at most max_slot_norm ({radius}), got {row_norm}: the first step would clip the "
+                "rows; raise max_slot_norm, or set it to None."
+            )
 
     def width_of(self, name: str) -> int:
-        """R of the memory at the FFN of that name in the model: `rank_pattern`'s, or else `r`."""
+        """Returns R of the memory at the FFN of that name: from `rank_pattern`, or else `r`."""
         return self.rank_pattern.get(get_pattern_key(self.rank_pattern, name), self.r)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
-        """Reads a memory's config, and checks a local memory file against it before any model is touched.
+        """Loads a memory's config, and checks a local memory file against it before any model is changed.
 
         Raises:
-            ValueError: the folder has no config, or its memory file is missing, truncated or tampered with.
+            ValueError: the folder has no config, or its memory file is pickled, truncated or does not fit the config.
         """
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
@@ -192,6 +193,15 @@ class LocasConfig(PeftConfig):
 
 def _holds_only(values: object, kind: type) -> bool:
     return isinstance(values, list | tuple | set) and all(isinstance(value, kind) for value in values)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
 def _check_pattern(name: str, pattern: str) -> None:

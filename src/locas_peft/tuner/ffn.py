@@ -1,14 +1,14 @@
-"""The host's FFN, whatever its family: find its parts, read its activations, widen it and narrow it again.
+"""The host's FFN in any model family: find its parts, read its weights, widen it and narrow it again.
 
-Families differ in names and in how the weights lie, not in what is computed. With A the FFN's input and `*` the
-elementwise product,
+Families differ in attribute names and in the layout of the weights, not in the function. With A the FFN's input and
+`*` the elementwise product,
 
     gated      FFN(A) = Wdown (act(Wgate A) * (Wup A))     gate/up/down, fused gate_up/down, w1/w3/w2, wi_0/wi_1/wo
     two-layer  FFN(A) = Wdown act(Wup A + b) + c           c_fc/c_proj, fc1/fc2, dense_h_to_4h/dense_4h_to_h, ...
 
-The parts may be children of a module that is an FFN and nothing else, or sit on the decoder layer beside attention and
-norms (OPT). They are found by those names and by their shapes, and what was found is believed only after one random
-token gave the same output through our reading of the FFN as through the module's own forward.
+The parts may be children of a module that is an FFN and nothing else, or attributes of the decoder layer beside
+attention and norms (a flat FFN, as in OPT). They are found by name and shape. One random token then checks that the
+formula above gives the output of the module's own forward. A new family is one row of `KNOWN_PARTS`.
 
 Axes: B batch, T tokens, D hidden size, F host FFN width, R memory width.
 """
@@ -20,7 +20,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from accelerate.utils import align_module_device
@@ -36,13 +36,13 @@ from .passes import evaluating
 
 @dataclass(frozen=True)
 class FFNParts:
-    """The attribute names under which a module keeps the parts of an FFN."""
+    """The attribute names of the parts of an FFN."""
 
     down: str
     up: str | None = None
     gate: str | None = None
-    gate_up: str | None = None  # one projection whose first F rows are the gate's, the other F the up's
-    activation: str | None = None  # an attribute, or a name that transformers knows; None: found
+    gate_up: str | None = None  # one projection: the first F rows are the gate's, the other F the up's
+    activation: str | None = None  # an attribute, or one of transformers' activation names; None: found by name
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -50,23 +50,23 @@ class FFNParts:
 
     @property
     def inlet(self) -> str:
-        """The projection that receives the FFN's input (the up projection, fused or not)."""
+        """The projection that receives the FFN's input: the up projection, fused or not."""
         return self.up or self.gate_up
 
 
-# Gated families first: what has a gate also has the up and down of a two-layer FFN.
-KNOWN_PARTS = (
-    FFNParts(gate="gate_proj", up="up_proj", down="down_proj"),
-    FFNParts(gate_up="gate_up_proj", down="down_proj"),
-    FFNParts(gate="w1", up="w3", down="w2", activation="silu"),
-    FFNParts(gate="wi_0", up="wi_1", down="wo"),
-    FFNParts(up="up_proj", down="down_proj"),
-    FFNParts(up="c_fc", down="c_proj"),
-    FFNParts(up="dense_h_to_4h", down="dense_4h_to_h"),
-    FFNParts(up="fc1", down="fc2"),
-    FFNParts(up="fc_in", down="fc_out"),
-    FFNParts(up="wi", down="wo"),
-)
+# A row's name is a family that has these parts; many others share them.
+KNOWN_PARTS: dict[str, FFNParts] = {
+    "llama": FFNParts(gate="gate_proj", up="up_proj", down="down_proj"),
+    "phi3": FFNParts(gate_up="gate_up_proj", down="down_proj"),
+    "lfm2": FFNParts(gate="w1", up="w3", down="w2", activation="silu"),
+    "t5 v1.1": FFNParts(gate="wi_0", up="wi_1", down="wo"),
+    "nemotron": FFNParts(up="up_proj", down="down_proj"),
+    "gpt2": FFNParts(up="c_fc", down="c_proj"),
+    "gpt_neox": FFNParts(up="dense_h_to_4h", down="dense_4h_to_h"),
+    "opt": FFNParts(up="fc1", down="fc2"),
+    "gptj": FFNParts(up="fc_in", down="fc_out"),
+    "t5": FFNParts(up="wi", down="wo"),
+}
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "activation_func", "gelu_impl")
 # Fields of a transformers config that hold the FFN's width.
 WIDTH_FIELDS = (
@@ -79,17 +79,17 @@ WIDTH_FIELDS = (
     "decoder_ffn_dim",
 )
 WIDENABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# What a model that sees or hears keeps beside its language model: no FFN in there gets a memory unless it is named.
+# Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 
 
 class HostFFN:
-    """One FFN of the host: its parts, its arithmetic, and the two operations that change its width.
+    """One FFN of the host: its parts, its weights, and the two operations that change its width.
 
     Args:
-        owner: the module whose attributes the parts are.
+        owner: the module that has the parts as attributes.
         parts: their names.
-        name: where the FFN lies in the model, for messages.
+        name: the module's name in the model, for messages.
 
     Raises:
         ValueError: the parts are missing, are no projections, or their shapes do not make an FFN.
@@ -119,7 +119,7 @@ class HostFFN:
 
     @property
     def width(self) -> int:
-        """F as it is now, merged memories included."""
+        """The current F, merged memories included."""
         return _in_out_features(self.down)[0]
 
     @property
@@ -131,21 +131,28 @@ class HostFFN:
         return getattr(self.act, "__name__", None) or type(self.act).__name__
 
     def projection(self, part: str) -> nn.Module:
-        """The host's own projection of that attribute name, under whatever adapters wrap it."""
+        """The host's own projection of that attribute name, without the adapters that wrap it."""
         module = getattr(self.owner, part)
         return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
     @property
     def inlet(self) -> nn.Module:
-        """The module that receives A; a hook on it sees the FFN's input."""
+        """The module that receives A."""
         return getattr(self.owner, self.parts.inlet)
 
     @property
     def down(self) -> nn.Module:
-        """The module that receives M, the activation; a hook on it sees it."""
+        """The module that receives M, the activation."""
         return self.projection(self.parts.down)
 
-    # ------------------------------------------------------------------ reading
+    def _row_blocks(self) -> list[tuple[nn.Module, int]]:
+        """The projections of the gate rows (if gated) and the up rows, each with the index of its first row."""
+        if self.parts.gate_up:
+            fused = self.projection(self.parts.gate_up)
+            return [(fused, 0), (fused, self.width)]
+        return [(self.projection(part), 0) for part in (self.parts.gate, self.parts.up) if part is not None]
+
+    # -------------------------------------------------------- weights, activations
 
     def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Copies the gate rows and up rows of some slots.
@@ -156,11 +163,8 @@ class HostFFN:
         Returns:
             gate `[R, D]` (`None` for a two-layer FFN) and up `[R, D]`, float32.
         """
-        if self.parts.gate_up:
-            rows = _rows_of(self.projection(self.parts.gate_up))
-            return rows[slots].float(), rows[slots + self.width].float()
-        gate = _rows_of(self.projection(self.parts.gate))[slots].float() if self.gated else None
-        return gate, _rows_of(self.projection(self.parts.up))[slots].float()
+        rows = [_rows_of(module)[slots + first].float() for module, first in self._row_blocks()]
+        return rows[0] if self.gated else None, rows[-1]
 
     def mean_down_norm(self) -> float:
         """The mean over slots of the norm of the slot's down column: tau times R (section "Output Scaling Factor").
@@ -172,7 +176,7 @@ class HostFFN:
 
     @contextmanager
     def observing(self, callback: Callable[[torch.Tensor], None]) -> Iterator[None]:
-        """Within the context, each forward of the FFN hands its activation M `[..., F]` to the callback."""
+        """Calls the callback with the activation M `[..., F]` of each forward within the context."""
         handle = self.down.register_forward_pre_hook(lambda module, args: callback(args[0]))
         try:
             yield
@@ -182,7 +186,7 @@ class HostFFN:
     # ----------------------------------------------------------------- changing
 
     def find_obstacle(self) -> str | None:
-        """Says why the FFN cannot be widened, or returns `None`: nothing is in the way."""
+        """Returns the reason why the FFN cannot be widened, or `None`."""
         for part in self.parts.projections:
             module = self.projection(part)
             if getattr(self.owner, part) is not module and not _wraps_only_memory(getattr(self.owner, part)):
@@ -201,37 +205,26 @@ class HostFFN:
 
     @torch.no_grad()
     def widen(self, gate: torch.Tensor | None, up: torch.Tensor, down: torch.Tensor) -> None:
-        """Appends R neurons. Parameters stay the same objects, with new data; `narrow` undoes it bit for bit.
+        """Appends R neurons. Parameters stay the same objects, with new data; `narrow` restores it bit for bit.
 
         Args:
             gate: `[R, D]`, or `None` for a two-layer FFN.
             up: `[R, D]`.
-            down: `[D, R]`, any output scale already in it.
+            down: `[D, R]`, with any output scale applied.
         """
-        width = self.width
-        if self.parts.gate_up:
-            fused = self.projection(self.parts.gate_up)
-            _insert_rows(fused, 2 * width, up)
-            _insert_rows(fused, width, gate)
-        else:
-            if self.gated:
-                _insert_rows(self.projection(self.parts.gate), width, gate)
-            _insert_rows(self.projection(self.parts.up), width, up)
-        _append_columns(self.down, down)
+        width, rows = self.width, [gate, up] if self.gated else [up]
+        # Last block first: in a fused projection, it shifts none of the others.
+        for (module, first), new in reversed(list(zip(self._row_blocks(), rows, strict=True))):
+            _splice(module, 0, first + width, first + width, new)
+        _splice(self.down, 1, width, width, down)
         self._refresh_owner()
 
     @torch.no_grad()
     def narrow(self, start: int, stop: int) -> None:
-        """Cuts the neurons [start, stop) off again; the others keep their bits."""
-        if self.parts.gate_up:
-            fused = self.projection(self.parts.gate_up)
-            _remove_rows(fused, self.width + start, self.width + stop)
-            _remove_rows(fused, start, stop)
-        else:
-            if self.gated:
-                _remove_rows(self.projection(self.parts.gate), start, stop)
-            _remove_rows(self.projection(self.parts.up), start, stop)
-        _remove_columns(self.down, start, stop)
+        """Removes the neurons [start, stop). The others keep their bits."""
+        for module, first in reversed(self._row_blocks()):
+            _splice(module, 0, first + start, first + stop)
+        _splice(self.down, 1, start, stop)
         self._refresh_owner()
 
     def pad(self, width: int) -> None:
@@ -246,12 +239,12 @@ class HostFFN:
             self.owner.intermediate_size = self.width
 
     def verify(self) -> None:
-        """Sends one random token through the module and through our reading of it.
+        """Compares the module's forward with the formula of its parts, on one random token.
 
-        Skipped where the weights cannot be run (meta device) and where the FFN has no forward of its own.
+        Skipped where the weights are on the meta device and where the FFN has no forward of its own.
 
         Raises:
-            ValueError: the two outputs differ: the FFN does more than its parts say.
+            ValueError: the two outputs differ.
         """
         if self.is_flat or any(parameter.is_meta for parameter in self.owner.parameters()):
             return
@@ -261,9 +254,12 @@ class HostFFN:
         token = token.to(weight.device, dtype)
         with torch.no_grad(), evaluating(self.owner):
             # Some FFNs also take the residual stream and add it (Bloom): zeros there.
-            own = self.owner(token, *[torch.zeros_like(token)] * (_count_required_inputs(self.owner) - 1))
-            read = self._forward(token)
-        if not isinstance(own, torch.Tensor) or (own - read).float().norm() > 0.02 * own.float().norm():
+            expected = self.owner(token, *[torch.zeros_like(token)] * (_count_required_inputs(self.owner) - 1))
+            output = self._forward(token)
+        if (
+            not isinstance(expected, torch.Tensor)
+            or (expected - output).float().norm() > 0.02 * expected.float().norm()
+        ):
             raise ValueError(
                 f"{self.name} ({type(self.owner).__name__}) computes something other than "
                 f"{'down(act(gate) * up)' if self.gated else 'down(act(up))'} of its parts "
@@ -289,19 +285,22 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
     """Finds the dense FFNs of a language model by their structure.
 
     Args:
-        model: any module; adapters of any kind may already be in it.
-        parts: names of the parts, where they are none that we know (`LocasConfig.ffn_parts`).
+        model: any module, with adapters of any kind or without.
+        parts: the names of the parts, if they are not in `KNOWN_PARTS` (`LocasConfig.ffn_parts`).
 
     Returns:
-        From the name of the module that a memory wraps (the FFN, or its down projection where the FFN sits flat on
-        the decoder layer) to the FFN, in the model's order. Experts, and FFNs of vision or audio towers, are left out.
+        From the name of the module that a memory wraps (the FFN, or the down projection of a flat FFN) to the FFN, in
+        the model's order. Experts, and FFNs of vision or audio towers, are left out.
     """
-    table = KNOWN_PARTS if parts is None else (to_parts(parts),)
+    if parts is not None:
+        candidates = [to_parts(parts)]
+    else:  # an FFN with a gate also has the up and down of a two-layer FFN: most projections first
+        candidates = sorted(KNOWN_PARTS.values(), key=lambda known: -len(known.projections))
     found: dict[str, HostFFN] = {}
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) or _is_expert(name) or OTHER_MODALITIES.search(name):
             continue
-        for candidate in table:
+        for candidate in candidates:
             if all(_is_projection(getattr(module, part, None)) for part in candidate.projections):
                 host = _outermost_name(name)
                 try:
@@ -313,7 +312,11 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
                 found[f"{host}.{candidate.down}" if ffn.is_flat else host] = ffn
                 break
     found.pop("", None)
-    _verify_each_class(found)
+    first_of_class: dict[tuple, HostFFN] = {}
+    for ffn in found.values():
+        first_of_class.setdefault((type(ffn.owner), ffn.parts), ffn)
+    for ffn in first_of_class.values():
+        ffn.verify()
     return found
 
 
@@ -321,10 +324,9 @@ def to_parts(names: dict[str, str]) -> FFNParts:
     """Checks a user's names of an FFN's parts.
 
     Raises:
-        ValueError: there is no down, neither up nor gate_up, or a name that is no part.
+        ValueError: down is missing, not exactly one of up and gate_up is given, or a name is not that of a part.
     """
-    known = {"gate", "up", "gate_up", "down", "activation"}
-    unknown = sorted(set(names) - known)
+    unknown = set(names) - {field.name for field in fields(FFNParts)}
     if unknown or "down" not in names or ("up" in names) == ("gate_up" in names):
         raise ValueError(
             f"ffn_parts must name down and either up (with gate, if gated) or gate_up, and may name activation; "
@@ -334,26 +336,18 @@ def to_parts(names: dict[str, str]) -> FFNParts:
 
 
 def find_experts(model: nn.Module) -> list[str]:
-    """Names the modules that hold a mixture's experts."""
+    """Names the modules that hold the experts of a mixture."""
     return [name for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
 
 
 def describe_without_ffn(model: nn.Module) -> str:
-    """What a model without a readable FFN has instead, for an error's message."""
+    """Lists the parts of a decoder layer in which no FFN was found, for an error's message."""
     layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)), None)
     return _describe_children(model if layers is None else layers[0])
 
 
-def _verify_each_class(found: dict[str, HostFFN]) -> None:
-    seen = set()
-    for ffn in found.values():
-        if (type(ffn.owner), ffn.parts) not in seen:
-            seen.add((type(ffn.owner), ffn.parts))
-            ffn.verify()
-
-
 def _outermost_name(name: str) -> str:
-    """'layers.0.mlp.base_layer' -> 'layers.0.mlp': the place where the FFN lay before an adapter wrapped it."""
+    """'layers.0.mlp.base_layer' -> 'layers.0.mlp': the FFN's name before an adapter wrapped it."""
     return re.sub(r"(\.base_layer)+$", "", name)
 
 
@@ -370,16 +364,16 @@ def _is_projection(module: nn.Module | None) -> bool:
 
 
 def _wraps_only_memory(module: nn.Module) -> bool:
-    """Whether the only adapter on a projection is ours (the memory of a flat FFN wraps the down projection)."""
+    """Whether the only adapter on a projection is a memory: that of a flat FFN wraps the down projection."""
     return (
         isinstance(module, BaseTunerLayer)
-        and any(n.startswith("locas_") for n in module.adapter_layer_names)
-        and (module.base_layer is module.get_base_layer())
+        and any(name.startswith("locas_") for name in module.adapter_layer_names)
+        and module.base_layer is module.get_base_layer()
     )
 
 
 def _owns_more_than(owner: nn.Module, parts: FFNParts) -> bool:
-    """Whether a module has parameters outside the FFN's parts, and so is a decoder layer and no FFN."""
+    """Whether a module has parameters outside the FFN's parts: it is a decoder layer, not an FFN."""
     own = set(parts.projections) | set(ACTIVATION_NAMES) | {parts.activation}
     return any(name.split(".")[0] not in own for name, _ in owner.named_parameters())
 
@@ -421,55 +415,27 @@ def _count_required_inputs(module: nn.Module) -> int:
 
 
 def _rows_of(module: nn.Module) -> torch.Tensor:
-    """The weight `[out, in]` of a projection, dequantised and brought from where it is offloaded."""
+    """The weight `[out, in]` of a projection, dequantised, and onloaded if it is offloaded."""
     with torch.no_grad(), align_module_device(module):
         weight = dequantize_module_weight(module)
         return weight.detach().T if isinstance(module, Conv1D) else weight.detach()
 
 
-def _insert_rows(module: nn.Module, at: int, rows: torch.Tensor) -> None:
-    """Inserts output rows `[R, in]` into a projection, with zeros in its bias."""
-    axis = 1 if isinstance(module, Conv1D) else 0
-    weight = module.weight
-    new = (rows.T if axis else rows).to(weight.device, weight.dtype)
-    before, after = weight.data.split([at, weight.shape[axis] - at], dim=axis)
-    weight.data = torch.cat([before, new, after], dim=axis)
-    if module.bias is not None:
-        bias = module.bias
-        bias.data = torch.cat([bias.data[:at], bias.data.new_zeros(len(rows)), bias.data[at:]])
-    _refresh_features(module)
+def _splice(module: nn.Module, dim: int, start: int, stop: int, new: torch.Tensor | None = None) -> None:
+    """Replaces the entries [start, stop) of a projection's weight `[out, in]`, along one dimension, by new ones.
 
-
-def _remove_rows(module: nn.Module, start: int, stop: int) -> None:
-    axis = 1 if isinstance(module, Conv1D) else 0
-    module.weight.data = _cut(module.weight.data, axis, start, stop)
-    if module.bias is not None:
-        module.bias.data = _cut(module.bias.data, 0, start, stop)
-    _refresh_features(module)
-
-
-def _append_columns(module: nn.Module, columns: torch.Tensor) -> None:
-    """Appends input columns `[out, R]` to a projection."""
-    axis = 0 if isinstance(module, Conv1D) else 1
-    weight = module.weight
-    new = (columns if axis else columns.T).to(weight.device, weight.dtype)
-    weight.data = torch.cat([weight.data, new], dim=axis)
-    _refresh_features(module)
-
-
-def _remove_columns(module: nn.Module, start: int, stop: int) -> None:
-    axis = 0 if isinstance(module, Conv1D) else 1
-    module.weight.data = _cut(module.weight.data, axis, start, stop)
-    _refresh_features(module)
-
-
-def _cut(tensor: torch.Tensor, axis: int, start: int, stop: int) -> torch.Tensor:
-    before, _, after = tensor.split([start, stop - start, tensor.shape[axis] - stop], dim=axis)
-    return torch.cat([before, after], dim=axis)
-
-
-def _refresh_features(module: nn.Module) -> None:
-    if isinstance(module, Conv1D):
+    Along dimension 0 (output rows) the bias follows, with zeros for new entries.
+    """
+    transposed = isinstance(module, Conv1D)
+    weight = module.weight.data.T if transposed else module.weight.data
+    new = weight.narrow(dim, 0, 0) if new is None else new.to(weight.device, weight.dtype)
+    kept = weight.narrow(dim, 0, start), weight.narrow(dim, stop, weight.shape[dim] - stop)
+    weight = torch.cat([kept[0], new, kept[1]], dim=dim)
+    module.weight.data = weight.T.contiguous() if transposed else weight.contiguous()
+    if dim == 0 and module.bias is not None:
+        bias = module.bias.data
+        module.bias.data = torch.cat([bias[:start], bias.new_zeros(new.shape[0]), bias[stop:]])
+    if transposed:
         module.nx, module.nf = module.weight.shape
     else:
         module.out_features, module.in_features = module.weight.shape
@@ -480,7 +446,7 @@ def _refresh_features(module: nn.Module) -> None:
 
 @dataclass
 class WidthGroup:
-    """FFNs of one original width, which one field of the model's config gives, and their width after merging."""
+    """FFNs of one original width, set by one field of the model's config, and their width after merging."""
 
     width: int
     new_width: int
@@ -488,7 +454,7 @@ class WidthGroup:
 
 
 def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> PretrainedConfig:
-    """A copy of a model's config with the FFNs' new widths, proven to build a model of just those shapes.
+    """Returns a copy of a model's config with the FFNs' new widths. A model built from it has exactly these shapes.
 
     Raises:
         ValueError: no field of the config makes a model whose FFNs have those widths.
@@ -500,7 +466,7 @@ def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> Pretrain
     try:
         with torch.device("meta"):
             rebuilt = find_ffns(type(model)(copy.deepcopy(config)))
-    except Exception as error:  # whatever a config of an unknown family does with an odd width
+    except Exception as error:  # a config of an unknown family may fail in any way with an odd width
         raise ValueError(f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}") from None
     for group in groups:
         for name in group.ffns:
@@ -531,6 +497,6 @@ def _set_width(config: PretrainedConfig, width: int, new_width: int) -> None:
         config.intermediate_size = new_width
         return
     for field in WIDTH_FIELDS:
-        default = 4 * getattr(config, "hidden_size", 0)  # what GPT-2 takes for n_inner=None
+        default = 4 * getattr(config, "hidden_size", 0)  # the width of GPT-2 with n_inner=None
         if getattr(config, field, 0) in (width, None if width == default else width):
             setattr(config, field, new_width)

@@ -1,9 +1,9 @@
-"""How a memory's gate and up rows are made: calibration, which reads the host, and the strategies, which choose.
+"""How a memory's gate and up rows are initialised: calibration collects statistics, a strategy chooses the rows.
 
-Paper, section "Memory Initialization for Locas-GLU": over a calibration text, alpha_j = mean over tokens of |M_j| says
-how active the host's slot j is; the rows of the R most active slots are cloned and scaled to unit norm; the value
-matrix starts at zero, so that a fresh memory changes no output. The other strategies are the rows of the paper's table
-on initialisation.
+Paper, section "Memory Initialization for Locas-GLU": over a calibration text, alpha_j = mean over tokens of |M_j|
+measures how active the host's slot j is; the rows of the R most active slots are cloned and scaled to unit norm; the
+value matrix starts at zero, so that a fresh memory changes no output. The other strategies are the rows of the paper's
+table on initialisation. A new strategy is one function and one row of `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from torch import distributed as dist
 
 from .ffn import HostFFN
 
+_NO_TOKENS = "calibration saw no tokens: give at least one batch with a token that is no padding."
+
 
 class Calibration:
-    """What one FFN did over a calibration text: sums only, and at most R tokens' inputs. Padding does not count.
+    """Statistics of one FFN over a calibration text: sums, and at most R tokens' inputs. Padding does not count.
 
     Args:
-        samples: how many tokens' inputs to keep, for strategies that start from inputs.
-        seed: of the choice of those tokens.
+        samples: the number of tokens whose inputs are kept, for strategies that start from inputs.
+        seed: the seed for the choice of those tokens.
     """
 
     def __init__(self, samples: int = 0, seed: int = 0) -> None:
@@ -31,18 +33,18 @@ class Calibration:
         self.tokens = 0
         self._activity: torch.Tensor | None = None  # [F] float64, sum over tokens of |M|
         self._inputs: torch.Tensor | None = None  # [at most samples, D]
-        self._lots: torch.Tensor | None = None  # [at most samples] float64: the tokens with the largest lots are kept
+        self._keys: torch.Tensor | None = None  # [at most samples] float64, the tokens' random keys
         rank = dist.get_rank() if _is_distributed() else 0
         self._generator = make_generator(seed, f"process {rank}")
 
     @torch.no_grad()
     def update(self, ffn_input: torch.Tensor, activation: torch.Tensor, token_mask: torch.Tensor | None) -> None:
-        """Counts the tokens of one forward.
+        """Adds the tokens of one forward pass.
 
         Args:
             ffn_input: A, `[..., D]`.
             activation: M, `[..., F]`.
-            token_mask: `[B, T]`, nonzero where a token is no padding; ignored where it covers other tokens.
+            token_mask: `[B, T]`, nonzero where a token is no padding; ignored if its size is not that of the batch.
         """
         ffn_input, activation = ffn_input.flatten(0, -2), activation.flatten(0, -2)
         if token_mask is not None and token_mask.dim() == 2 and token_mask.numel() == len(activation):
@@ -55,13 +57,13 @@ class Calibration:
             self._sample(ffn_input.float())
 
     def _sample(self, inputs: torch.Tensor) -> None:
-        # Each token draws a lot and the largest stay: a uniform choice over a stream of unknown length, the same
-        # tokens in every layer.
-        lots = torch.rand(len(inputs), generator=self._generator, dtype=torch.float64)
-        if self._lots is not None:
-            lots, inputs = torch.cat([self._lots, lots]), torch.cat([self._inputs, inputs])
-        best = lots.topk(min(self.samples, len(lots))).indices
-        self._lots, self._inputs = lots[best], inputs[best.to(inputs.device)]
+        # Reservoir sampling: each token gets a random key and the largest keys stay. This draws uniformly from a
+        # stream of unknown length, the same tokens in every layer.
+        keys = torch.rand(len(inputs), generator=self._generator, dtype=torch.float64)
+        if self._keys is not None:
+            keys, inputs = torch.cat([self._keys, keys]), torch.cat([self._inputs, inputs])
+        largest = keys.topk(min(self.samples, len(keys))).indices
+        self._keys, self._inputs = keys[largest], inputs[largest.to(inputs.device)]
 
     def importance(self) -> torch.Tensor:
         """alpha `[F]`, float64: the mean of |M| over all tokens of all processes.
@@ -70,14 +72,14 @@ class Calibration:
             ValueError: there were no tokens, or an activation was not finite.
         """
         if self._activity is None:
-            raise ValueError("calibration saw no tokens: give at least one batch with a token that is no padding.")
+            raise ValueError(_NO_TOKENS)
         activity = self._activity.clone()
         tokens = torch.tensor(float(self.tokens), dtype=torch.float64, device=activity.device)
         if _is_distributed():
             dist.all_reduce(activity)
             dist.all_reduce(tokens)
         if tokens == 0:
-            raise ValueError("calibration saw no tokens: give at least one batch with a token that is no padding.")
+            raise ValueError(_NO_TOKENS)
         if not activity.isfinite().all():
             raise ValueError(
                 "an FFN's activations are not finite on the calibration text: check the base and its dtype."
@@ -89,10 +91,10 @@ class Calibration:
         inputs = self._inputs
         if _is_distributed():
             gathered: list = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, (self._lots, inputs.cpu()))
-            lots = torch.cat([g[0] for g in gathered])
-            best = lots.topk(min(self.samples, len(lots))).indices
-            inputs = torch.cat([g[1] for g in gathered])[best].to(inputs.device)
+            dist.all_gather_object(gathered, (self._keys, inputs.cpu()))
+            keys = torch.cat([keys for keys, _ in gathered])
+            largest = keys.topk(min(self.samples, len(keys))).indices
+            inputs = torch.cat([sampled for _, sampled in gathered])[largest].to(inputs.device)
         return inputs
 
 
@@ -102,12 +104,12 @@ def _is_distributed() -> bool:
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows that a memory starts from.
+    """The initial rows of a memory.
 
     Args:
         gate: `[R, D]` float32, unit rows; `None` for a two-layer memory.
         up: `[R, D]` float32, unit rows.
-        slots: the host slots `[R]` that were cloned; `None` where none was.
+        slots: the cloned host slots, `LongTensor [R]`; `None` if none was cloned.
     """
 
     gate: torch.Tensor | None
@@ -117,14 +119,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to make a memory's rows.
+    """One way to initialise a memory's rows.
 
     Args:
-        make: from the host FFN, the calibration (`None` where none is needed), R and a generator to the rows.
-        needs_calibration: whether `make` reads the calibration.
+        make: returns the rows, given the host FFN, the calibration (`None` if none is needed), R and a generator.
+        needs_calibration: whether `make` uses the calibration.
         samples_inputs: whether the calibration must keep FFN inputs.
-        clones: whether the rows are the host's, so that R cannot exceed F.
-        written: whether the memory starts with no rows at all, and is written slot by slot (`writing.py`).
+        clones: whether the rows are slots of the host, so that R cannot exceed F.
+        written: whether the memory starts without rows and is written slot by slot (`writing.py`).
     """
 
     make: Callable[[HostFFN, Calibration | None, int, torch.Generator], Rows]
@@ -145,33 +147,33 @@ def clone_slots(ffn: HostFFN, slots: torch.Tensor) -> Rows:
 
 
 def to_unit_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Scales the rows of `[R, D]` to unit L2 norm; a row of zeros stays one."""
+    """Scales the rows of `[R, D]` to unit L2 norm. Zero rows stay zero."""
     return torch.nn.functional.normalize(rows, dim=-1)
 
 
 def clone_most_active(ffn: HostFFN, calibration: Calibration, r: int, generator: torch.Generator) -> Rows:
-    """The paper's own: the R slots with the largest alpha, largest first."""
+    """Clones the R slots with the largest alpha, largest first: the paper's strategy."""
     return clone_slots(ffn, calibration.importance().topk(r).indices)
 
 
 def clone_least_active(ffn: HostFFN, calibration: Calibration, r: int, generator: torch.Generator) -> Rows:
-    """The R slots with the smallest alpha, smallest first."""
+    """Clones the R slots with the smallest alpha, smallest first."""
     return clone_slots(ffn, calibration.importance().topk(r, largest=False).indices)
 
 
 def clone_random(ffn: HostFFN, calibration: Calibration | None, r: int, generator: torch.Generator) -> Rows:
-    """R different slots, drawn uniformly."""
+    """Clones R different slots, drawn uniformly."""
     return clone_slots(ffn, torch.randperm(ffn.width, generator=generator)[:r].to(ffn.down.weight.device))
 
 
 def draw_gaussian(ffn: HostFFN, calibration: Calibration | None, r: int, generator: torch.Generator) -> Rows:
-    """Unit rows in random directions: nothing of the host."""
+    """Draws unit rows in random directions, independent of the host."""
     gate, up = (to_unit_rows(torch.randn(r, ffn.hidden_size, generator=generator)) for _ in range(2))
     return Rows(gate=gate if ffn.gated else None, up=up)
 
 
 def take_activations(ffn: HostFFN, calibration: Calibration, r: int, generator: torch.Generator) -> Rows:
-    """Normalised FFN inputs of R tokens, as the keys of Locas-MLP are; gate and up start from the same ones.
+    """Takes the normalised FFN inputs of R tokens, like the keys of Locas-MLP; gate and up start equal.
 
     A text with fewer than R tokens gives each of them several times.
     """
@@ -182,7 +184,7 @@ def take_activations(ffn: HostFFN, calibration: Calibration, r: int, generator: 
 
 
 def leave_empty(ffn: HostFFN, calibration: Calibration | None, r: int, generator: torch.Generator) -> Rows:
-    """R free slots, for a two-layer memory that is written while reading (Locas-MLP)."""
+    """Leaves R free slots, for a two-layer memory that is written while reading (Locas-MLP)."""
     return Rows(gate=None, up=torch.zeros(r, ffn.hidden_size))
 
 
@@ -197,6 +199,6 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def make_generator(seed: int, name: str) -> torch.Generator:
-    """A generator for one purpose, an FFN say: other numbers under each name, the same ones in each run."""
-    # Hashed together, since PyTorch's generator looks at 32 bits of a seed only.
+    """Returns a generator for one purpose, such as one FFN: reproducible, and different for each name."""
+    # Hashed together, since PyTorch's generator uses only 32 bits of a seed.
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))

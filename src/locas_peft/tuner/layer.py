@@ -1,20 +1,20 @@
 """LocasLayer: one FFN of the host with its memories.
 
 Axes used throughout the tuner: B batch, T tokens, D hidden size, F host FFN width, R memory width. With A `[B, T, D]`
-the FFN's input, after its norm, and tau a number per layer and memory (paper, sections "Two Variants" and "Output
+the FFN's input, after its norm, and tau one number per layer and memory (paper, sections "Two Variants" and "Output
 Scaling Factor"):
 
     gated      output = FFN(A) + tau * Wdown (act(Wgate A) * (Wup A))
     two-layer  output = FFN(A) + tau * Wdown act(Wup A)
 
-`act` is the host's own activation: only then is a merged memory exactly R more neurons of the host. A two-layer memory
-beside a gated FFN (variant "mlp", an experiment) has ReLU and cannot be merged.
+`act` is the host's activation: only then is a merged memory exactly R more neurons of the host. A two-layer memory
+beside a gated FFN (variant "mlp", an experiment) uses ReLU and cannot be merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -24,14 +24,11 @@ from torch import nn
 from .config import LocasConfig
 from .ffn import HostFFN
 from .initialization import STRATEGIES, Calibration, Rows, make_generator
-from .norm_clip import clip_after_optimizer_steps, clip_norms_
-
-if TYPE_CHECKING:
-    from .stacking import MemoryStack
+from .norm_clip import clip_after_optimizer_steps
 
 
 class ScaleDict(BufferDict):
-    """The taus of a layer's memories: they follow the layer to another device, but stay float32 in any model."""
+    """The taus of a layer's memories. They move with the layer to another device and stay float32 in any model."""
 
     def _apply(self, fn, recurse: bool = True):
         taus = dict(self.items())
@@ -43,26 +40,26 @@ class ScaleDict(BufferDict):
 
 
 class LocasLayer(nn.Module, BaseTunerLayer):
-    """One FFN of the host with its memories, in the place of the module that it wraps.
+    """One FFN of the host with its memories. It replaces the module that it wraps.
 
     Args:
-        base_layer: the FFN, or its down projection where the FFN's parts sit on the decoder layer.
+        base_layer: the FFN, or its down projection where the FFN's parts are attributes of the decoder layer.
         ffn: the description of that FFN.
-        name: where the layer lies in the model.
+        name: the name of the wrapped module in the model.
         adapter_name: the first memory's name.
         config: the first memory's configuration.
-        r: its width.
+        r: the first memory's width.
     """
 
     adapter_layer_names: tuple[str, ...] = ("locas_gate", "locas_up", "locas_down")
-    other_param_names: tuple[str, ...] = ("locas_tau", "locas_config")
+    other_param_names: tuple[str, ...] = ("locas_tau", "locas_config", "locas_multiplier")
 
     def __init__(
         self, base_layer: nn.Module, ffn: HostFFN, name: str, adapter_name: str, config: LocasConfig, r: int
     ) -> None:
         super().__init__()
         self.base_layer = base_layer
-        self.training = base_layer.training  # a new module starts in training mode; the first such forward calibrates
+        self.training = base_layer.training  # a new module starts in training mode, where a forward calibrates
         self.ffn = ffn
         self.name = name
         self.in_features = self.out_features = ffn.hidden_size
@@ -71,19 +68,19 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_down = nn.ModuleDict()
         self.locas_tau = ScaleDict(persistent=True)
         self.locas_config: dict[str, LocasConfig] = {}
+        # Factors on the outputs of memories, set by `rescale` for the duration of its context; never saved.
+        self.locas_multiplier: dict[str, float] = {}
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
         self._active_adapter = adapter_name
         self.cast_input_dtype_enabled = True
-        # While set, a forward is the backbone's alone and is counted there (explicit calibration).
+        # While set, forwards run the host's FFN alone and collect its activations here (explicit calibration).
         self.calibration: Calibration | None = None
-        # The padding of the forward under way, for calibration: [B, T], nonzero where a token counts.
+        # The padding mask of the current forward, for calibration: [B, T], nonzero where a token counts.
         self.token_mask: torch.Tensor | None = None
-        # While set, each forward with gradients shows A and the layer's output to it (writing slots).
+        # While set, called with A and the layer's output in each forward with gradients (`writing.py`).
         self.recorder: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        # While set, each row of the batch has a memory of its own there, whatever is active (`stacking.py`).
-        self.stack: MemoryStack | None = None
-        self._filled: set[str] = set()  # memories known to have rows, so that training need not look again
+        self._filled: set[str] = set()  # memories seen to have rows: a cache for `is_empty`
         self._ffn_input: torch.Tensor | None = None
         self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input) if ffn.is_flat else None
         self.update_layer(adapter_name, config, r)
@@ -91,19 +88,20 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
-        clip_after_optimizer_steps(self)  # a copied or unpickled layer is trained too
+        self.locas_multiplier = {}  # a copy is outside the `rescale` context of the original
+        clip_after_optimizer_steps(self)
 
     # ----------------------------------------------------------------- memories
 
     def update_layer(self, adapter_name: str, config: LocasConfig, r: int) -> None:
-        """Adds a memory of width `r` to this FFN; it changes no output until it has learned."""
+        """Adds a memory of width `r` to this FFN. The output does not change until the memory is trained."""
         d = self.ffn.hidden_size
         self.locas_config[adapter_name] = config
         if self.ffn.gated and config.variant != "mlp":
             self.locas_gate[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_up[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_down[adapter_name] = nn.Linear(r, d, bias=False)
-        # From the base as it is now: a later merge must not move it.
+        # Computed once, from the base as it is now: merging memories later would change it.
         self.locas_tau[adapter_name] = torch.tensor(self.ffn.mean_down_norm() / r, dtype=torch.float32)
         self._reset(adapter_name)
         self._move_adapter_to_device_of_base_layer(adapter_name)
@@ -112,9 +110,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     @torch.no_grad()
     def _reset(self, adapter_name: str) -> None:
         config = self.locas_config[adapter_name]
-        weights = self._weights(adapter_name)
+        weights = [module.weight for module in self.projections(adapter_name)]
         self._filled.discard(adapter_name)
-        if weights[-1].is_meta:  # low_cpu_mem_usage: the rows come from a file
+        if weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
             return
         for weight in weights:
             nn.init.zeros_(weight) if config.init_weights else nn.init.normal_(weight)
@@ -122,17 +120,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if config.init_weights and not strategy.needs_calibration and not strategy.written:
             self.fill(adapter_name, None)
 
-    def _weights(self, adapter_name: str) -> list[nn.Parameter]:
-        """The memory's gate and up `[R, D]` (no gate in a two-layer memory) and down `[D, R]`."""
-        return [module.weight for module in self.projections(adapter_name)]
-
     def projections(self, adapter_name: str) -> list[nn.Linear]:
-        """A memory's gate (where it has one), up and down."""
+        """Returns a memory's gate and up, weights `[R, D]`, and down, weight `[D, R]`; no gate if it has none."""
         dicts = (self.locas_gate, self.locas_up, self.locas_down)
         return [modules[adapter_name] for modules in dicts if adapter_name in modules]
 
     def is_empty(self, adapter_name: str) -> bool:
-        """Whether a memory still waits for its calibration, or its first slot: all its up rows are zero."""
+        """Whether a memory has no rows yet: all its up rows are zero."""
         if adapter_name in self._filled:
             return False
         weight = self.locas_up[adapter_name].weight
@@ -142,25 +136,29 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return True
 
     def is_written(self, adapter_name: str) -> bool:
-        """Whether a memory's slots are written while reading, so that an empty one needs no calibration."""
+        """Whether a memory's slots are written in closed form (`SlotWriter`) instead of calibrated."""
         return STRATEGIES[self.locas_config[adapter_name].init_strategy].written
 
+    def needs_calibration(self, adapter_name: str) -> bool:
+        """Whether a memory is empty and calibration would fill it."""
+        return not self.is_written(adapter_name) and self.is_empty(adapter_name)
+
     def has_learned(self, adapter_name: str) -> bool:
-        """Whether a memory's value matrix has left zero."""
+        """Whether a memory's value matrix is no longer zero."""
         return bool(self.locas_down[adapter_name].weight.any())
 
     def start_calibration(self, adapter_name: str) -> Calibration:
-        """The empty statistics that a memory's strategy needs."""
+        """Returns the empty statistics that a memory's strategy needs."""
         config = self.locas_config[adapter_name]
         r = self.locas_up[adapter_name].out_features
         samples = r if STRATEGIES[config.init_strategy].samples_inputs else 0
         return Calibration(samples=samples, seed=config.seed)
 
     def make_rows(self, adapter_name: str, calibration: Calibration | None) -> Rows:
-        """Makes a memory's rows by its strategy, and changes nothing.
+        """Computes a memory's initial rows by its strategy. The memory does not change.
 
         Raises:
-            ValueError: the calibration saw no tokens, or values that are not finite.
+            ValueError: the calibration has no tokens, or values that are not finite.
         """
         config = self.locas_config[adapter_name]
         generator = make_generator(config.seed, self.name)
@@ -168,12 +166,12 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return STRATEGIES[config.init_strategy].make(self.ffn, calibration, r, generator)
 
     def fill(self, adapter_name: str, calibration: Calibration | None) -> None:
-        """Gives an empty memory its gate and up rows; see `make_rows` for what it raises."""
+        """Initialises an empty memory's gate and up rows. Raises as `make_rows` does."""
         self.load_rows(adapter_name, self.make_rows(adapter_name, calibration))
 
     @torch.no_grad()
     def load_rows(self, adapter_name: str, rows: Rows) -> None:
-        """Writes unit rows into a memory, at `row_norm`, sets its values to zero, and notes which slots they clone."""
+        """Writes unit rows into a memory, times `row_norm`, zeroes its values, and records the cloned slots."""
         config = self.locas_config[adapter_name]
         if rows.gate is not None and adapter_name in self.locas_gate:
             self.locas_gate[adapter_name].weight.copy_(rows.gate * config.row_norm)
@@ -182,16 +180,6 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if rows.slots is not None:
             config.slots = {**(config.slots or {}), self.name: rows.slots.tolist()}
         self._filled.add(adapter_name)
-
-    def clip_slot_norms(self, adapter_name: str) -> None:
-        """Projects each slot's gate row, up row and down column into the ball of radius `max_slot_norm`, in place."""
-        radius = self.locas_config[adapter_name].max_slot_norm
-        if radius is None:
-            return
-        *rows, down = self._weights(adapter_name)
-        for weight in rows:
-            clip_norms_(weight, dim=1, max_norm=radius)
-        clip_norms_(down, dim=0, max_norm=radius)
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._filled.discard(adapter_name)
@@ -203,107 +191,158 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """The FFN's output plus the active memories' outputs, `[B, T, D]` in the host's dtype.
 
         Args:
-            hidden_states: what the wrapped module receives: A `[B, T, D]`, or M `[..., F]` where it is the down
+            hidden_states: the input of the wrapped module: A `[B, T, D]`, or M `[..., F]` where it is the down
                 projection of a flat FFN.
-            adapter_names: one memory's name (or "__base__") for each row of the batch.
+            adapter_names: one memory's name, or "__base__", for each row of the batch.
         """
         adapter_names = kwargs.pop("adapter_names", None)
         ffn_input = self._take_ffn_input() if self.ffn.is_flat else hidden_states
         if getattr(self, "_is_replica", False):
             self._check_replica()
         if self.calibration is not None:
-            return self._forward_counted(self.calibration, ffn_input, hidden_states, *args, **kwargs)
-        if self.stack is not None:
-            return self.stack.add_to(self.base_layer(hidden_states, *args, **kwargs), ffn_input)
+            return self._forward_observed([self.calibration], ffn_input, hidden_states, *args, **kwargs)
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()
             return self.base_layer(hidden_states, *args, **kwargs)
         if adapter_names is not None:
-            return self._forward_mixed_batch(adapter_names, ffn_input, hidden_states, *args, **kwargs)
-        if self.merged:
+            self._check_adapter_names(adapter_names, ffn_input)
+            if len(set(adapter_names)) > 1:
+                return self._forward_mixed_batch(adapter_names, ffn_input, hidden_states, *args, **kwargs)
+        elif self.merged:
             return self.base_layer(hidden_states, *args, **kwargs)
 
-        memories = [name for name in self.active_adapters if name in self.locas_up]
-        waiting = [n for n in memories if self.training and not self.is_written(n) and self.is_empty(n)]
-        if waiting:
-            result = self._forward_and_fill(waiting, ffn_input, hidden_states, *args, **kwargs)
+        names = self.active_adapters if adapter_names is None else adapter_names[:1]
+        memories = [name for name in names if name in self.locas_up]
+        empty = [name for name in memories if self.training and self.needs_calibration(name)]
+        if empty:
+            # The first training-mode forward: the values are zero, so it is also the calibration pass.
+            calibrations = {name: self.start_calibration(name) for name in empty}
+            result = self._forward_observed(calibrations.values(), ffn_input, hidden_states, *args, **kwargs)
+            for name, calibration in calibrations.items():
+                self.fill(name, calibration)
         else:
             result = self.base_layer(hidden_states, *args, **kwargs)
         for name in memories:
-            result = result + self._recall(name, ffn_input).to(result.dtype)
+            result = result + self.recall([name], ffn_input).to(result.dtype)
         if self.recorder is not None and torch.is_grad_enabled():
             if not result.requires_grad:
                 result = result.detach().requires_grad_()
             self.recorder(ffn_input, result)
         return result
 
-    def _recall(self, adapter_name: str, ffn_input: torch.Tensor) -> torch.Tensor:
-        """tau * Locas(A): a memory's output `[B, T, D]`, in the memory's dtype."""
-        return self.locas_down[adapter_name](self.activate(adapter_name, ffn_input)) * self.scale(adapter_name)
+    def recall(self, adapter_names: Sequence[str], ffn_input: torch.Tensor) -> torch.Tensor:
+        """tau * Locas(A): the output of a memory, `[..., D]` in the memory's dtype.
 
-    def activate(self, adapter_name: str, ffn_input: torch.Tensor) -> torch.Tensor:
-        """M of a memory's slots, `[..., R]` in the memory's dtype, for A `[..., D]`."""
-        up = self.locas_up[adapter_name]
-        ffn_input = self._cast_input_dtype(ffn_input, up.weight.dtype)
-        act = self.activation_of(adapter_name)
-        if adapter_name in self.locas_gate:
-            return act(self.locas_gate[adapter_name](ffn_input)) * up(ffn_input)
+        Args:
+            adapter_names: one memory for all of A, or N memories of one shape, one for each entry of A's first
+                dimension.
+            ffn_input: A, `[..., D]`, or `[N, T, D]` for N memories.
+        """
+        down = self._projection(self.locas_down, adapter_names)
+        scales = [self.scale(name) for name in adapter_names]
+        scale = scales[0] if len(scales) == 1 else torch.stack(scales).reshape(-1, 1, 1)
+        return down(self.activate(adapter_names, ffn_input)) * scale
+
+    def activate(self, adapter_names: Sequence[str], ffn_input: torch.Tensor) -> torch.Tensor:
+        """M of the memory's slots, `[..., R]` in the memory's dtype. Arguments as for `recall`."""
+        first = adapter_names[0]
+        ffn_input = self._cast_input_dtype(ffn_input, self.locas_up[first].weight.dtype)
+        act = self.activation_of(first)
+        up = self._projection(self.locas_up, adapter_names)
+        if first in self.locas_gate:
+            gate = self._projection(self.locas_gate, adapter_names)
+            return act(gate(ffn_input)) * up(ffn_input)
         return act(up(ffn_input))
+
+    @staticmethod
+    def _projection(modules: nn.ModuleDict, adapter_names: Sequence[str]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """One memory's projection, or one batched product with the projections of several memories."""
+        if len(adapter_names) == 1:
+            return modules[adapter_names[0]]
+        weights = torch.stack([modules[name].weight for name in adapter_names])  # [N, out, in]
+        return lambda inputs: inputs @ weights.mT
 
     def activation_of(self, adapter_name: str) -> Callable[[torch.Tensor], torch.Tensor]:
         """A memory's activation: the host's, but ReLU for a two-layer memory beside a gated FFN."""
         return torch.relu if self.ffn.gated and adapter_name not in self.locas_gate else self.ffn.act
 
     def scale(self, adapter_name: str) -> torch.Tensor:
-        """The factor on a memory's output, a float32 scalar: tau times the config's `scaling`."""
+        """The factor on a memory's output, a float32 scalar: the saved scale, and `rescale`'s multiplier on it."""
+        scale = self.saved_scale(adapter_name)
+        return scale * self.locas_multiplier[adapter_name] if adapter_name in self.locas_multiplier else scale
+
+    def saved_scale(self, adapter_name: str) -> torch.Tensor:
+        """tau times the config's `scaling`, a float32 scalar."""
         return self.locas_tau[adapter_name] * self.locas_config[adapter_name].scaling
 
-    def _forward_counted(self, calibration: Calibration, ffn_input: torch.Tensor, *args: Any, **kwargs: Any):
-        with self.ffn.observing(lambda activation: calibration.update(ffn_input, activation, self.token_mask)):
-            return self.base_layer(*args, **kwargs)
-
-    def _forward_and_fill(self, waiting: list[str], ffn_input: torch.Tensor, *args: Any, **kwargs: Any):
-        # The first training-mode forward: its values are zero, so it is the backbone's forward and can be counted.
-        calibrations = {name: self.start_calibration(name) for name in waiting}
+    def _forward_observed(
+        self, calibrations: Collection[Calibration], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Runs the host's FFN and adds its input and activation to the statistics."""
 
         def update(activation: torch.Tensor) -> None:
-            for calibration in calibrations.values():
+            for calibration in calibrations:
                 calibration.update(ffn_input, activation, self.token_mask)
 
         with self.ffn.observing(update):
-            result = self.base_layer(*args, **kwargs)
-        for name, calibration in calibrations.items():
-            self.fill(name, calibration)
-        return result
+            return self.base_layer(*args, **kwargs)
 
-    def _forward_mixed_batch(
-        self, adapter_names: list[str], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def _check_adapter_names(self, adapter_names: list[str], ffn_input: torch.Tensor) -> None:
         if self.merged:
             raise ValueError(
                 "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
             )
-        # A flat FFN (OPT) sees its batch as rows [B * T, D]: B is restored, so that a name stands for one of B.
+        # The input of a flat FFN (OPT) is [B * T, D].
         if len(ffn_input) % len(adapter_names) or (ffn_input.dim() > 2 and len(ffn_input) != len(adapter_names)):
             raise ValueError(
                 "Length of `adapter_names` should be the same as the number of inputs, but got "
                 f"{len(adapter_names)} and {len(ffn_input)} respectively."
             )
+
+    def _forward_mixed_batch(
+        self, adapter_names: list[str], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """The FFN's output plus, for each row of the batch, the output of the memory of that name."""
         result = self.base_layer(*args, **kwargs)
-        inputs = ffn_input.reshape(len(adapter_names), -1, ffn_input.shape[-1])
-        outputs = result.reshape(len(adapter_names), -1, result.shape[-1]).clone()
-        for name in dict.fromkeys(adapter_names):
-            if name in self.locas_up:
-                rows = [row for row, row_name in enumerate(adapter_names) if row_name == name]
-                outputs[rows] += self._recall(name, inputs[rows]).to(outputs.dtype)
+        batch = len(adapter_names)
+        inputs = ffn_input.reshape(batch, -1, ffn_input.shape[-1])  # [B, T, D], flat FFN or not
+        outputs = result.reshape(batch, -1, result.shape[-1])
+        for names, rows in self._group_rows(adapter_names):
+            in_order = rows == list(range(batch))
+            selected = inputs if in_order else inputs[rows]
+            recalled = self.recall(names, selected.reshape(len(names), -1, inputs.shape[-1]))
+            recalled = recalled.reshape(len(rows), *outputs.shape[1:]).to(outputs.dtype)
+            if in_order:
+                outputs = outputs + recalled
+            else:
+                outputs = outputs.index_add(0, torch.tensor(rows, device=outputs.device), recalled)
         return outputs.reshape(result.shape)
 
+    def _group_rows(self, adapter_names: list[str]) -> list[tuple[list[str], list[int]]]:
+        """Groups the rows of a batch so that one batched product serves each group.
+
+        The memories of a group have weights of one shape and dtype, and equally many rows.
+
+        Returns:
+            For each group its memories and their rows, the rows of the first memory first. Rows without a memory
+            here are in no group.
+        """
+        rows: dict[str, list[int]] = {}
+        for row, name in enumerate(adapter_names):
+            if name in self.locas_up:
+                rows.setdefault(name, []).append(row)
+        groups: dict[tuple, list[str]] = {}
+        for name in rows:
+            up = self.locas_up[name].weight
+            groups.setdefault((name in self.locas_gate, up.shape, up.dtype, len(rows[name])), []).append(name)
+        return [(names, [row for name in names for row in rows[name]]) for names in groups.values()]
+
     def _check_replica(self) -> None:
-        # torch.nn.DataParallel, which Trainer takes on several GPUs: what a replica writes is lost, and its hooks are
-        # the original's.
-        waiting = [n for n in self.active_adapters if n in self.locas_up and not self.is_written(n)]
-        if self.training and any(self.is_empty(name) for name in waiting):
+        # Trainer wraps a model in torch.nn.DataParallel on several GPUs. What a replica writes is lost, and its hooks
+        # are the original's.
+        memories = [name for name in self.active_adapters if name in self.locas_up]
+        if self.training and any(self.needs_calibration(name) for name in memories):
             raise ValueError(
                 "a memory cannot calibrate itself under DataParallel: calibrate(model, batches) first, or train with "
                 "DistributedDataParallel (torchrun)."
@@ -331,19 +370,19 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     @torch.no_grad()
     def neurons(self, adapter_name: str) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
         """A memory as neurons of the host: gate `[R, D]` or `None`, up `[R, D]`, down times its scale `[D, R]`."""
-        *rows, down = self._weights(adapter_name)
+        *rows, down = (module.weight for module in self.projections(adapter_name))
         gate = rows[0] if adapter_name in self.locas_gate else None
         return gate, rows[-1], (down.float() * self.scale(adapter_name)).to(down.dtype)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Makes memories R more neurons of the host FFN each; `unmerge` gives the base's weights back bit for bit.
+        """Appends memories to the host FFN as R neurons each. `unmerge` restores the base's weights bit for bit.
 
         Args:
-            safe_merge: checks the memory for values that are not finite first.
-            adapter_names: which memories; `None` for the active ones.
+            safe_merge: refuse a memory with values that are not finite.
+            adapter_names: the memories; `None` for the active ones.
 
         Raises:
-            ValueError: a memory is empty or broken, or the host cannot be widened; the base is as it was.
+            ValueError: a memory is empty, rescaled or broken, or the host cannot be widened; the base is unchanged.
         """
         for name in check_adapters_to_merge(self, adapter_names):
             if name not in self.locas_up:
@@ -356,47 +395,51 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.merged_adapters.append(name)
 
     def check_mergeable(self, adapter_name: str) -> None:
-        """Raises a `ValueError` if a memory is empty, or its host cannot be widened."""
+        """Raises a `ValueError` if a memory is empty or rescaled, or its host cannot be widened."""
         if self.is_empty(adapter_name):
             raise ValueError(
                 f"the memory '{adapter_name}' is empty: calibrate(model, batches) or train it before it is merged."
             )
+        if adapter_name in self.locas_multiplier:
+            raise ValueError(
+                f"the memory '{adapter_name}' cannot be merged inside rescale(), got the multiplier "
+                f"{self.locas_multiplier[adapter_name]}: merge it outside, or set the config's scaling."
+            )
         if self.ffn.gated and adapter_name not in self.locas_gate:
             raise ValueError(
-                f"cannot merge '{adapter_name}' into {self.name}: a two-layer memory (variant 'mlp') is no part of a "
-                "gated FFN; keep it as an adapter, or use variant='auto'."
+                f"cannot merge '{adapter_name}' into {self.name}: a two-layer memory (variant 'mlp') cannot be part "
+                "of a gated FFN; keep it as an adapter, or use variant='auto'."
             )
         obstacle = self.ffn.find_obstacle()
         if obstacle:
             raise ValueError(f"cannot merge into {self.name}: {obstacle}.")
 
     def unmerge(self, adapter_names: list[str] | None = None) -> None:
-        """Cuts merged memories off the host FFN again.
+        """Removes merged memories from the host FFN.
 
         Args:
-            adapter_names: which; `None` for all. Memories merged after one that is cut out stay merged.
+            adapter_names: the memories; `None` for all. Memories merged later than a removed one stay merged.
         """
-        for name in list(self.merged_adapters) if adapter_names is None else adapter_names:
+        for name in list(self.merged_adapters if adapter_names is None else adapter_names):
             if name not in self.merged_adapters:
                 continue
-            place = self.merged_adapters.index(name)
-            later = self.merged_adapters[place:]
+            later = self.merged_adapters[self.merged_adapters.index(name) :]
             start = self.ffn.width - sum(self.locas_up[other].out_features for other in later)
             self.ffn.narrow(start, start + self.locas_up[name].out_features)
             self.merged_adapters.remove(name)
 
     def release(self) -> nn.Module:
-        """Takes the layer's hook off the host and returns the wrapped module."""
+        """Removes the layer's hook from the host and returns the wrapped module."""
         if self._inlet_hook is not None:
             self._inlet_hook.remove()
             self._inlet_hook = None
         return self.base_layer
 
-    # ------------------------------------------------------------ PEFT's questions
+    # ----------------------------------------------------------- PEFT's interface
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module):
-        # An FFN has no weight of its own; its down projection knows device and dtype, quantised or not. Offloaded
-        # weights are on the meta device between forwards; the memory stays where they are computed with.
+        # An FFN has no weight of its own: take its down projection's, quantised or not. Offloaded weights are on the
+        # meta device between forwards; the memory stays on the device that computes.
         device, dtype = super()._get_base_layer_device_and_dtype(self.ffn.down)
         hook = getattr(self.ffn.down, "_hf_hook", None)
         if getattr(hook, "offload", False):
@@ -404,14 +447,14 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return device, dtype
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        # PEFT moves the dictionaries that it finds in this tuple, to the base's dtype too: tau stays float32.
+        # PEFT also casts what it moves to the base's dtype: tau stays float32.
         tau = self.locas_tau[adapter_name]
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
         weight = self.locas_up[adapter_name].weight
         self.locas_tau[adapter_name] = tau if weight.is_meta else tau.to(weight.device)
 
     def __getattr__(self, name: str) -> Any:
-        # Hosts read attributes off their FFN (T5 reads `wo.weight`): what the layer lacks, the wrapped module has.
+        # Hosts read attributes of their FFN (T5 reads `wo.weight`): delegate what the layer lacks.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -423,13 +466,14 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return "locas." + super().__repr__()
 
 
-def list_layers(model: nn.Module) -> list[LocasLayer]:
-    """The FFNs of a model that memories lie beside, from the lowest on; none in a model without memories."""
-    return [module for module in model.modules() if isinstance(module, LocasLayer)]
+def list_layers(model: nn.Module, adapter_name: str | None = None) -> list[LocasLayer]:
+    """Returns the model's LocasLayers, lowest first; only those with the memory of that name if one is given."""
+    layers = [module for module in model.modules() if isinstance(module, LocasLayer)]
+    return layers if adapter_name is None else [layer for layer in layers if adapter_name in layer.locas_up]
 
 
 def list_active_memories(model: nn.Module) -> list[str]:
-    """The names of a model's active memories, in the order in which its layers have them."""
+    """Returns the names of a model's active memories, in the order of its layers."""
     return list(
         dict.fromkeys(name for layer in list_layers(model) for name in layer.active_adapters if name in layer.locas_up)
     )

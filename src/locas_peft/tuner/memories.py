@@ -1,4 +1,4 @@
-"""What a user does with the memories of a model, beyond PEFT's verbs: calibrate them, ask for empty ones, rescale."""
+"""Functions on the memories of a model, beyond PEFT's verbs: calibrate them, list empty ones, rescale them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .layer import LocasLayer, list_active_memories, list_layers
-from .passes import evaluating, to_inputs
+from .passes import adapters_disabled, evaluating, to_inputs
 
 
 @torch.no_grad()
@@ -19,20 +19,21 @@ def calibrate(
     batches: Iterable[torch.Tensor | Mapping[str, torch.Tensor]],
     adapter_name: str | None = None,
 ) -> None:
-    """Initialises a memory's gate and up rows from what the backbone does on a text; the values stay zero.
+    """Initialises a memory's gate and up rows from the host's activations on a text. The values stay zero.
 
-    One forward of the backbone a batch, without its head; only sums are kept. Under torch.distributed the processes'
-    sums are added, so that all choose the same slots. Paper, "Activation-Based Basis Selection".
+    Each batch takes one forward pass of the host without its head; only sums are kept. Under torch.distributed the
+    sums of all processes are added, so that all choose the same slots. Other memories are switched off meanwhile.
+    Paper, "Activation-Based Basis Selection".
 
     Args:
-        model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` return it; mutated.
+        model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
         batches: `LongTensor [B, T]`, or mappings with `input_ids` and, where there is padding, `attention_mask` (both
             `[B, T]`, nonzero where a token counts).
-        adapter_name: which memory; `None` for the active ones.
+        adapter_name: the memory; `None` for the active ones.
 
     Raises:
-        ValueError: there is no such memory, it has learned already, or the text gave no tokens or values that are not
-            finite; the memory is as it was.
+        ValueError: there is no such memory, it has learned already, or the text has no tokens or gives values that
+            are not finite; the memory is unchanged.
 
     Example:
         ```py
@@ -40,112 +41,95 @@ def calibrate(
         calibrate(model, [tokenizer(text, return_tensors="pt").input_ids])
         ```
     """
-    layers = {
-        name: [layer for layer in list_layers(model) if name in layer.locas_up] for name in _names(model, adapter_name)
-    }
-    if not any(layers.values()):
+    memories = {name: list_layers(model, name) for name in _names(model, adapter_name)}
+    if not any(memories.values()):
         raise ValueError(f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to calibrate.")
-    for name, its_layers in layers.items():
-        if any(layer.is_written(name) for layer in its_layers):
+    for name, layers in memories.items():
+        if any(layer.is_written(name) for layer in layers):
             raise ValueError(f"the memory '{name}' is written while reading, not calibrated: use SlotWriter.")
-        if any(layer.has_learned(name) for layer in its_layers):
+        if any(layer.has_learned(name) for layer in layers):
             raise ValueError(f"the memory '{name}' has learned already: calibrating would lose it. Add a new adapter.")
-    batches = list(batches) if len(layers) > 1 else batches  # a generator gives its batches once
-    for name, its_layers in layers.items():
-        _calibrate_one(model, batches, name, its_layers)
+    batches = list(batches) if len(memories) > 1 else batches  # a generator gives its batches once
+    for name, layers in memories.items():
+        _calibrate_one(model, batches, name, layers)
 
 
 def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer]) -> None:
     backbone = _find_backbone(model)
+    # Adapters of other kinds are part of the host that the memory runs in: they stay as they are.
+    kept = [module for module in model.modules() if not isinstance(module, LocasLayer) or module in layers]
     try:
         for layer in layers:
             layer.calibration = layer.start_calibration(name)
-        with evaluating(backbone), _backbone_alone(model, layers):
+        with evaluating(backbone), adapters_disabled(model, except_for=kept):
             for batch in batches:
                 inputs = to_inputs(model, batch)
                 for layer in layers:
                     layer.token_mask = inputs.get("attention_mask")
                 backbone(**inputs, use_cache=False)
-        # All rows are made before the first is written: what fails leaves no layer changed.
+        # All layers' rows are computed before the first is written: a failure leaves every layer unchanged.
         rows = [layer.make_rows(name, layer.calibration) for layer in layers]
     finally:
         for layer in layers:
             layer.calibration = layer.token_mask = None
-    for layer, its_rows in zip(layers, rows, strict=True):
-        layer.load_rows(name, its_rows)
-
-
-@contextmanager
-def _backbone_alone(model: nn.Module, counted: list[LocasLayer]) -> Iterator[None]:
-    """Switches off the memories of layers that are not counted; those that are answer for the backbone alone."""
-    others = [layer for layer in list_layers(model) if layer not in counted and not layer._disable_adapters]
-    for layer in others:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in others:
-            layer._disable_adapters = False
+    for layer, layer_rows in zip(layers, rows, strict=True):
+        layer.load_rows(name, layer_rows)
 
 
 def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[str]:
-    """Names the memories that still wait for their calibration.
+    """Names the memories that still need their calibration.
 
     Args:
-        model: any module; one without LOCAS memories has none that are empty. Those of the strategy "write" wait for
-            their first slot, not for a calibration, and are not named.
-        adapter_name: look at this one only; `None` for the active ones.
+        model: any module. Memories of the strategy "write" need no calibration and are not named.
+        adapter_name: check this memory only; `None` for the active ones.
     """
     return [
         name
         for name in _names(model, adapter_name)
-        if any(
-            name in layer.locas_up and not layer.is_written(name) and layer.is_empty(name)
-            for layer in list_layers(model)
-        )
+        if any(layer.needs_calibration(name) for layer in list_layers(model, name))
     ]
 
 
 def unwritten_memories(model: nn.Module) -> list[str]:
-    """Names the active memories of the strategy "write" that have no slot yet: training alone would leave them so."""
+    """Names the active memories of the strategy "write" that have no slot yet, so that training cannot change them."""
     return [
         name
         for name in _names(model, None)
-        if all(
-            layer.is_written(name) and layer.is_empty(name) for layer in list_layers(model) if name in layer.locas_up
-        )
+        if all(layer.is_written(name) and layer.is_empty(name) for layer in list_layers(model, name))
     ]
 
 
 @contextmanager
 def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None) -> Iterator[None]:
-    """Within the context, the output of a memory is multiplied by a number: 0 silences it, 1 changes nothing.
+    """Multiplies the output of a memory by a number within the context: 0 silences it, 1 changes nothing.
 
-    PEFT's `rescale_adapter_scale` does this for LoRA.
+    The multiplier is not saved with the memory, and a memory cannot be merged inside the context. Contexts may be
+    nested: their multipliers are multiplied. PEFT's `rescale_adapter_scale` does this for LoRA.
 
     Args:
-        model: a model with LOCAS memories; mutated, and restored at the end.
+        model: a model with LOCAS memories; mutated, and restored afterwards.
         multiplier: the number.
-        adapter_name: which memory; `None` for the active ones.
+        adapter_name: the memory; `None` for the active ones.
 
     Raises:
-        ValueError: the model has no such memory.
+        ValueError: the model has no such memory, or it is merged.
     """
-    taus = [
-        (layer, name, layer.locas_tau[name])
-        for layer in list_layers(model)
-        for name in _names(model, adapter_name)
-        if name in layer.locas_up
-    ]
-    if not taus:
+    memories = [(layer, name) for name in _names(model, adapter_name) for layer in list_layers(model, name)]
+    if not memories:
         raise ValueError(f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to rescale.")
-    for layer, name, tau in taus:
-        layer.locas_tau[name] = tau * multiplier
+    for layer, name in memories:
+        if name in layer.merged_adapters:
+            raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it is rescaled.")
+    former = [layer.locas_multiplier.get(name) for layer, name in memories]
+    for (layer, name), value in zip(memories, former, strict=True):
+        layer.locas_multiplier[name] = multiplier if value is None else value * multiplier
     try:
         yield
     finally:
-        for layer, name, tau in taus:
-            layer.locas_tau[name] = tau
+        for (layer, name), value in zip(memories, former, strict=True):
+            layer.locas_multiplier.pop(name, None)
+            if value is not None and name in layer.locas_up:
+                layer.locas_multiplier[name] = value
 
 
 def _names(model: nn.Module, adapter_name: str | None) -> list[str]:
@@ -153,6 +137,6 @@ def _names(model: nn.Module, adapter_name: str | None) -> list[str]:
 
 
 def _find_backbone(model: nn.Module) -> nn.Module:
-    """The transformer without its head, inside whatever PEFT put around it."""
+    """Returns the transformer without its head, from inside any PEFT wrapper."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return model.base_model if isinstance(model, PreTrainedModel) else model

@@ -1,4 +1,4 @@
-"""The memory's file, looked at before it is believed: safetensors and JSON, nothing unpickled."""
+"""Checks of a memory's file before it is loaded: safetensors and JSON; nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PARTS = ("locas_gate", "locas_up", "locas_down")
 
 
 def check_memory_file(folder: str, config: LocasConfig) -> None:
-    """Checks the header of a memory's file against its config: readable, whole, and of the widths that are claimed.
+    """Checks the header of a memory's file against its config: readable, complete, and of the configured widths.
 
-    Only the header is read. A folder with neither kind of weights is left to PEFT.
+    The tensors are not loaded. A folder without weights is left to PEFT.
 
     Raises:
         ValueError: the file is pickled, truncated, or its tensors do not fit the config.
@@ -43,12 +43,12 @@ def check_memory_file(folder: str, config: LocasConfig) -> None:
             layers.setdefault(layer, {})[part] = shape
     if not layers:
         raise ValueError(f"{path} holds no LOCAS memory: no tensor of it is named locas_up.")
-    # Where these are missing PEFT stops halfway, with a KeyError. (A classifier has one of several names.)
-    claimed = {
+    # Without these tensors PEFT stops halfway, with a KeyError. (A classifier has one of several names.)
+    required = {
         "modules_to_save": [f".{name}." for name in config.modules_to_save or ()],
         "trainable_token_indices": [".trainable_tokens_delta"] if config.trainable_token_indices else [],
     }
-    for field, marks in claimed.items():
+    for field, marks in required.items():
         if marks and not any(mark in f".{key}" for key in shapes for mark in marks):
             raise ValueError(f"{path} does not fit its config: no tensor is for {field}. Save the memory again.")
     hidden_size = (config.host or {}).get("hidden_size")
@@ -60,7 +60,7 @@ def check_memory_file(folder: str, config: LocasConfig) -> None:
 
 
 def _split_key(key: str) -> tuple[str, str]:
-    """'a.b.locas_up.weight' -> ('a.b', 'locas_up'); ('', '') for what is no part of a memory."""
+    """'a.b.locas_up.weight' -> ('a.b', 'locas_up'); ('', '') for the key of another tensor."""
     head, _, last = key.rpartition(".")
     if last == "weight":
         layer, _, part = head.rpartition(".")

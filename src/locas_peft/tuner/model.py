@@ -1,4 +1,4 @@
-"""LocasModel: the tuner that puts memories into a model, and makes plain checkpoints of them."""
+"""LocasModel: the tuner that injects memories into a model and merges them into plain checkpoints."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -34,10 +34,11 @@ from .layer import LocasLayer, list_layers
 
 
 class LocasModel(BaseTuner):
-    """Puts a memory beside each targeted FFN of a model. Made by `get_peft_model(model, LocasConfig(...))`.
+    """Adds a memory beside each targeted FFN of a model. Created by `get_peft_model(model, LocasConfig(...))`.
 
-    Merging makes the memories neurons of the host; `merge_and_unload` also brings all FFNs of the model to one width
-    and writes it into the model's config, so that `save_pretrained` gives a checkpoint that needs neither PEFT nor us.
+    Merging appends the memories to the host's FFNs as neurons. `merge_and_unload` also pads all FFNs of the model to
+    one width and writes it into the model's config, so that `save_pretrained` gives a checkpoint that loads without
+    PEFT and without this package.
     """
 
     prefix: str = "locas_"
@@ -46,7 +47,7 @@ class LocasModel(BaseTuner):
 
     # ---------------------------------------------------------------- injection
 
-    _ffns: dict[str, HostFFN] = {}  # of the injection under way
+    _ffns: dict[str, HostFFN] = {}  # the model's FFNs, found at the start of an injection
     _mask_hook = None
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
@@ -71,16 +72,16 @@ class LocasModel(BaseTuner):
             dense = ", ".join(repr(name) for name in sorted(_to_suffixes(self._ffns, self.model))) or "none"
             raise ValueError(
                 f"{type(self.model).__name__} is a mixture of experts ({experts[0]} and {len(experts) - 1} more): set "
-                f"target_modules to the dense FFNs that shall get a memory (found: {dense})."
+                f"target_modules to the dense FFNs that get a memory (found: {dense})."
             )
         if not self._ffns:
             raise ValueError(
-                f"{type(self.model).__name__} has no FFN that we can read; a layer of it has "
+                f"{type(self.model).__name__} has no FFN of a known structure; a layer of it has "
                 f"{describe_without_ffn(self.model)}. Set target_modules to its FFNs and ffn_parts to their parts."
             )
 
     def _prepare_model(self, peft_config: LocasConfig, model: nn.Module) -> None:
-        # All that can be refused is refused here, before a module is replaced.
+        # All checks run here, before a module is replaced.
         experiment = False
         for name, module in model.named_modules():
             if not name or isinstance(module, BaseTunerLayer) or re.search(r"\.base_layer(\.|$)", name):
@@ -89,7 +90,8 @@ class LocasModel(BaseTuner):
             if not matched or isinstance(matched, _ExcludedModule):
                 continue
             ffn = self._find_ffn(name, module, peft_config)
-            experiment |= _check_variant(peft_config, name, ffn)
+            experiment |= ffn.gated and peft_config.variant == "mlp"
+            _check_variant(peft_config, name, ffn)
             r = peft_config.width_of(name)
             if STRATEGIES[peft_config.init_strategy].clones and r > ffn.width:
                 raise ValueError(
@@ -108,7 +110,7 @@ class LocasModel(BaseTuner):
             return self._ffns[name]
         names = ", ".join(sorted(_to_suffixes(self._ffns, self.model))) or "none"
         raise ValueError(
-            f"target_modules matches {name} ({type(module).__name__}), which is no dense FFN that we can read: "
+            f"target_modules matches {name} ({type(module).__name__}), which is no dense FFN of a known structure: "
             f"name FFNs (found: {names}), or the parts of this one in ffn_parts."
         )
 
@@ -133,7 +135,7 @@ class LocasModel(BaseTuner):
         self._replace_module(parent, target_name, layer, target)
 
     def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
-        # PEFT's own hands a Linear's weight over, which an FFN does not have. Devices are the layer's business.
+        # PEFT's method copies a Linear's weight, which an FFN does not have. The layer handles devices itself.
         setattr(parent, child_name, new_module)
         if isinstance(child, LocasLayer):
             child.release()
@@ -141,17 +143,12 @@ class LocasModel(BaseTuner):
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
         config = self.peft_config[adapter_name]
         if any(other is config for name, other in self.peft_config.items() if name != adapter_name):
-            # One object for two memories: each notes slots of its own.
+            # One config object was given for two memories: each needs its own record of slots.
             self.peft_config[adapter_name] = copy.copy(config)
             self.peft_config[adapter_name].slots = None
         super().inject_adapter(model, adapter_name, *args, **kwargs)
         if self._mask_hook is None:
-            self._mask_hook = model.register_forward_pre_hook(_hand_out_token_mask, with_kwargs=True)
-
-    def _remove_mask_hook(self) -> None:
-        if self._mask_hook is not None:
-            self._mask_hook.remove()
-            self._mask_hook = None
+            self._mask_hook = model.register_forward_pre_hook(_set_token_mask, with_kwargs=True)
 
     # ------------------------------------------------------------- mixed batches
 
@@ -188,13 +185,13 @@ class LocasModel(BaseTuner):
     # ------------------------------------------------------------------- merging
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merges memories into the host's FFNs; if one layer cannot, none is. See `LocasLayer.merge`."""
+        """Merges memories into the host's FFNs, in all layers or in none. See `LocasLayer.merge`."""
         with self._all_or_none(adapter_names):
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
     def unmerge_adapter(self, adapter_names: list[str] | None = None) -> None:
-        """Cuts merged memories off again, all or (beyond PEFT) the named ones; the base's bits are as they were."""
-        for layer in self._tuner_layers():
+        """Removes all merged memories, or (beyond PEFT) the named ones, and restores the base bit for bit."""
+        for layer in self._mergeable_layers():
             _unmerge(layer, layer.merged_adapters if adapter_names is None else adapter_names)
 
     def _unload_and_optionally_merge(
@@ -204,7 +201,7 @@ class LocasModel(BaseTuner):
         safe_merge: bool = False,
         adapter_names: list[str] | None = None,
     ) -> nn.Module:
-        # Merge and check everything while the memories are still in place, so that a failure leaves all as it was.
+        # Merge and check everything before the memories are removed, so that a failure leaves the model unchanged.
         with self._all_or_none(adapter_names if merge else []):
             if merge:
                 super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
@@ -220,12 +217,13 @@ class LocasModel(BaseTuner):
                 ffn.pad(group.new_width)
         if config is not None:
             copy_widths(config, model.config)
-        self._remove_mask_hook()
+        self._mask_hook.remove()
+        self._mask_hook = None
         return model
 
     def _plan_widths(self) -> list[WidthGroup]:
-        """The FFNs that must come to one width because a memory is merged into one of them."""
-        layers = {layer.name: layer for layer in self._layers()}
+        """Groups the FFNs that must be padded to one width, because a memory is merged into one of them."""
+        layers = {layer.name: layer for layer in list_layers(self.model)}
         merged = {name for layer in layers.values() for name in layer.merged_adapters}
         configs = [self.peft_config[name] for name in sorted(merged)]
         multiple = math.lcm(*(config.pad_to_multiple_of or 1 for config in configs))
@@ -246,10 +244,10 @@ class LocasModel(BaseTuner):
 
     @contextmanager
     def _all_or_none(self, adapter_names: list[str] | None) -> Iterator[None]:
-        """Undoes the merges of a failed merge."""
-        before = {layer: list(layer.merged_adapters) for layer in self._tuner_layers()}
+        """Checks that memories can be merged, and undoes the merges of a failed merge."""
+        before = {layer: list(layer.merged_adapters) for layer in self._mergeable_layers()}
         try:
-            for layer in self._layers():
+            for layer in list_layers(self.model):
                 for name in layer.active_adapters if adapter_names is None else adapter_names:
                     if name in layer.locas_up and name not in layer.merged_adapters:
                         layer.check_mergeable(name)
@@ -259,11 +257,8 @@ class LocasModel(BaseTuner):
                 _unmerge(layer, [name for name in layer.merged_adapters if name not in merged])
             raise
 
-    def _layers(self) -> list[LocasLayer]:
-        return list_layers(self.model)
-
-    def _tuner_layers(self) -> list[BaseTunerLayer]:
-        # Memories, and the trained tokens that PEFT merges along with them.
+    def _mergeable_layers(self) -> list[BaseTunerLayer]:
+        # The memories, and the trained tokens that PEFT merges with them.
         return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
 
     # ------------------------------------------------------- saving and loading
@@ -278,7 +273,7 @@ class LocasModel(BaseTuner):
         unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
         selected = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
-        # Other tuners' weights under the same adapter name are not this memory's.
+        # Leave out other tuners' weights under the same adapter name.
         selected = {key: tensor for key, tensor in selected.items() if f".{cls.prefix}" in key}
         if not any(tensor.is_meta or tensor.any() for key, tensor in selected.items() if ".locas_up." in key):
             raise ValueError(
@@ -293,20 +288,19 @@ class LocasModel(BaseTuner):
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         problem = _find_load_problem(model, adapter_name, remapped) or _find_base_weight(model, remapped)
         if problem:
-            if _is_arriving(model, config, adapter_name):
+            if _is_new(model, config, adapter_name):
                 _discard(model, adapter_name)
             raise ValueError(f"the memory does not fit the model: {problem}.")
         return remapped
 
 
-def _hand_out_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Before a training-mode forward of the host: tells its memories which tokens are padding."""
+def _set_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Gives the memories the padding mask before a training-mode forward of the host, which may calibrate them."""
     if module.training:
         two_texts = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-        for layer in module.modules():
-            if isinstance(layer, LocasLayer):
-                decoding = two_texts and "decoder" in layer.name.split(".")
-                layer.token_mask = kwargs.get("decoder_attention_mask" if decoding else "attention_mask")
+        for layer in list_layers(module):
+            decoding = two_texts and "decoder" in layer.name.split(".")
+            layer.token_mask = kwargs.get("decoder_attention_mask" if decoding else "attention_mask")
 
 
 def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple:
@@ -314,7 +308,7 @@ def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_na
 
 
 def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
-    """Unmerges some adapters of a layer; PEFT's layers can only unmerge all, so the others are merged again."""
+    """Unmerges some adapters of a layer. PEFT's layers can only unmerge all; the others are merged again."""
     if isinstance(layer, LocasLayer):
         layer.unmerge(adapter_names)
         return
@@ -325,34 +319,29 @@ def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
             layer.merge(adapter_names=kept)
 
 
-def _check_variant(config: LocasConfig, name: str, ffn: HostFFN) -> bool:
-    """Refuses a structure that does not suit an FFN; says whether it is the experiment beside a gated one."""
-    if not ffn.gated:
-        return False
-    if config.variant != "mlp":
-        if STRATEGIES[config.init_strategy].written:
-            raise ValueError(
-                f"init_strategy={config.init_strategy!r} needs a two-layer memory, got the gated FFN {name}: use "
-                "'topk', or variant='mlp' with gated_host_experiment=True."
-            )
-        return False
-    if not config.gated_host_experiment:
+def _check_variant(config: LocasConfig, name: str, ffn: HostFFN) -> None:
+    """Raises a `ValueError` if the memory's structure does not suit the FFN."""
+    if ffn.gated and config.variant == "mlp" and not config.gated_host_experiment:
         raise ValueError(
             f"variant 'mlp' needs two-layer FFNs, got the gated FFN {name}: leave variant at 'auto', or set "
             "gated_host_experiment=True to try it all the same."
         )
-    return True
+    if ffn.gated and config.variant != "mlp" and STRATEGIES[config.init_strategy].written:
+        raise ValueError(
+            f"init_strategy={config.init_strategy!r} needs a two-layer memory, got the gated FFN {name}: use "
+            "'topk', or variant='mlp' with gated_host_experiment=True."
+        )
 
 
 def _to_suffixes(ffns: dict[str, HostFFN], model: nn.Module) -> set[str]:
-    """The shortest names that pick these FFNs and no other module: {"mlp"}, say; full names where that cannot be."""
+    """Returns names that match these FFNs and no other module: suffixes such as {"mlp"}, or else full names."""
     suffixes = {name.rpartition(".")[2] for name in ffns}
     taken = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in ffns}
     return suffixes if suffixes.isdisjoint(taken) else set(ffns)
 
 
 def _describe_host(model: nn.Module, ffns: dict[str, HostFFN]) -> dict[str, Any]:
-    """What a memory depends on. Not the host's width: other memories may be merged into it since."""
+    """Returns the properties of the base that a memory depends on. The width is none: merging changes it."""
     ffn = next(iter(ffns.values()), None)
     return {
         "model_type": getattr(getattr(model, "config", None), "model_type", None),
@@ -369,25 +358,24 @@ def _list_differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def _find_load_problem(model: nn.Module, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> str | None:
-    """Compares the tensors about to be loaded with the memory's places in the model."""
-    places = {}
+    """Compares the tensors to be loaded with the tensors of the memory in the model; returns the first mismatch."""
+    expected = {}
     for name, layer in model.named_modules():
         if isinstance(layer, LocasLayer) and adapter_name in layer.locas_up:
             for part, dictionary in layer.named_children():
                 if part.startswith("locas_") and adapter_name in dictionary:
-                    tensor = dictionary[adapter_name]
-                    suffix = ".weight" if isinstance(tensor, nn.Module) else ""
-                    tensor = tensor.weight if suffix else tensor
-                    places[f"{name}.{part}.{adapter_name}{suffix}"] = tuple(tensor.shape)
+                    entry = dictionary[adapter_name]
+                    suffix, tensor = (".weight", entry.weight) if isinstance(entry, nn.Module) else ("", entry)
+                    expected[f"{name}.{part}.{adapter_name}{suffix}"] = tuple(tensor.shape)
     given = {key: tensor for key, tensor in state_dict.items() if re.search(r"\.locas_(gate|up|down|tau)\b", key)}
-    given = {key if key in places else key.removeprefix("base_model.model."): given[key] for key in given}
-    for key in places.keys() - given.keys():
+    given = {key if key in expected else key.removeprefix("base_model.model."): given[key] for key in given}
+    for key in expected.keys() - given.keys():
         return f"the file has no {key}; load the base that the memory was made for"
     for key, tensor in given.items():
-        if key not in places:
-            return f"the model has no place for {key}; load the base that the memory was made for"
-        if tuple(tensor.shape) != places[key]:
-            return f"{key} has shape {list(tensor.shape)}, the model expects {list(places[key])}; check the config's r"
+        if key not in expected:
+            return f"the model has no layer for {key}; load the base that the memory was made for"
+        if tuple(tensor.shape) != expected[key]:
+            return f"{key} has shape {list(tensor.shape)}, expected {list(expected[key])}; check the config's r"
         if tensor.dtype not in WIDENABLE_DTYPES:
             return f"{key} is of {tensor.dtype}, a floating dtype of 16 bits or more expected; save the memory again"
         if not tensor.isfinite().all():
@@ -396,59 +384,56 @@ def _find_load_problem(model: nn.Module, adapter_name: str, state_dict: dict[str
 
 
 def _find_base_weight(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> str | None:
-    """Finds a tensor that would replace a weight of the base: of those only embeddings travel with an adapter."""
+    """Finds a tensor that would overwrite a weight of the base. Only embeddings may be saved with an adapter."""
     allowed: set[int] = set()
     for module in model.modules():
         if isinstance(module, LocasLayer):
-            allowed.update(
-                id(tensor) for name, tensor in module.state_dict(keep_vars=True).items() if "locas_" in name
-            )
+            state = module.state_dict(keep_vars=True)
+            allowed.update(id(tensor) for name, tensor in state.items() if "locas_" in name)
         elif isinstance(module, AuxiliaryTrainingWrapper):
             allowed.update(map(id, module.state_dict(keep_vars=True).values()))
-        for embedding in (
-            ("get_input_embeddings", "get_output_embeddings") if isinstance(module, PreTrainedModel) else ()
-        ):
-            with suppress(NotImplementedError, AttributeError):  # a part of the model may have none, or no answer
-                allowed.update(map(id, getattr(module, embedding)().state_dict(keep_vars=True).values()))
+        elif isinstance(module, PreTrainedModel):
+            for embedding in ("get_input_embeddings", "get_output_embeddings"):
+                with suppress(NotImplementedError, AttributeError):  # a part of the model may have no embeddings
+                    allowed.update(map(id, getattr(module, embedding)().state_dict(keep_vars=True).values()))
     own = model.state_dict(keep_vars=True)
     for key in state_dict:
         for name in (key, key.removeprefix("base_model.model.")):
             if name in own and id(own[name]) not in allowed:
-                return f"{key} is a weight of the base and no part of a memory; get the file from whom you trust"
+                return f"{key} is a weight of the base and no part of a memory; get the file from a trusted source"
     return None
 
 
-def _is_arriving(model: nn.Module, config: LocasConfig, adapter_name: str) -> bool:
-    """Whether a memory was put into the model for the file that could not be loaded: one that was there stays."""
-    downs = [
-        m.locas_down[adapter_name].weight
-        for m in model.modules()
-        if isinstance(m, LocasLayer)
-        if adapter_name in m.locas_down
-    ]
-    return config._expected_host is not None and not any(not down.is_meta and bool(down.any()) for down in downs)
+def _is_new(model: nn.Module, config: LocasConfig, adapter_name: str) -> bool:
+    """Whether a memory was added for the file that cannot be loaded; a memory that was there before stays."""
+    downs = [layer.locas_down[adapter_name].weight for layer in list_layers(model, adapter_name)]
+    return config._expected_host is not None and all(down.is_meta or not down.any() for down in downs)
 
 
 def _discard(model: nn.Module, adapter_name: str) -> None:
-    """Takes a memory that could not be loaded out of a model again, and the layers that then hold none."""
-    for name, layer in list(model.named_modules()):
-        if isinstance(layer, LocasLayer) and adapter_name in layer.locas_up:
-            layer.delete_adapter(adapter_name)
-            if not layer.locas_up:
-                parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, layer.release())
+    """Removes a memory that could not be loaded, and all wrappers and hooks if it was the only adapter."""
+    for layer in list_layers(model, adapter_name):
+        layer.delete_adapter(adapter_name)
+    _replace_modules(model, LocasLayer, lambda layer: layer if layer.locas_up else layer.release())
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    configs = model.peft_config
-    configs.pop(adapter_name, None)
-    if configs:
+    model.peft_config.pop(adapter_name, None)
+    if model.peft_config:
         return
-    for name, module in list(model.named_modules()):
-        if isinstance(module, AuxiliaryTrainingWrapper):
-            parent, _, child = name.rpartition(".")
-            plain = module.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
-            setattr(model.get_submodule(parent), child, plain)
+    _replace_modules(
+        model,
+        AuxiliaryTrainingWrapper,
+        lambda wrapper: wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None),
+    )
     for key, hook in list(base._forward_pre_hooks.items()):
-        if hook is _hand_out_token_mask:
+        if hook is _set_token_mask:
             del base._forward_pre_hooks[key], base._forward_pre_hooks_with_kwargs[key]
     if hasattr(base, "peft_config"):
         del base.peft_config
+
+
+def _replace_modules(model: nn.Module, kind: type, replace: Callable[[Any], nn.Module]) -> None:
+    """Replaces the modules of a class by what a function returns for them."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, kind):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, replace(module))

@@ -1,27 +1,28 @@
-"""NL-SVD: a two-layer memory of R slots folded into one of n slots. Pure functions of tensors.
+"""NL-SVD: reduce a two-layer memory of R slots to n slots. Pure functions of tensors.
 
 Paper, appendix "Non-Linear SVD for Memory Compression of Locas-MLP". In the paper's orientation a memory is
 
     f(A) = V^T phi(K^T A),    K [D, R] the keys, V [R, D] the values,
 
-so slot i is column i of K and row i of V. The paper speaks of rows and of columns of both; what it means is one norm a
-slot, since f does not change when a slot's key is shrunk and its value stretched by the same factor (phi = ReLU):
+so slot i is column i of K and row i of V. The paper mentions rows and columns of both; it means one norm for each
+slot, since f does not change when a slot's key is divided and its value multiplied by one factor (phi = ReLU):
 
     alpha_i = |column i of K|,  beta_i = |row i of V|,  s_i = alpha_i beta_i,  K~ = K diag(s_i / alpha_i)
     K~ = U Sigma W^T;  the probes p_1 ... p_n are the first n columns of U;  v_j = f(p_j)
 
-Three points where the text is loose or wrong, and what is done here:
+This module departs from the text in three points:
 
-- Sign. An eigenvector is known up to its sign, and ReLU sees one side of it: f(p) and f(-p) are different values.
-  Both sides are tried and the one is kept at which the slots say more, by the sum of their squared outputs; what the
-  memory says on the other side is lost. That rule gave smaller errors on text than the norm of f(+-p), than the side
-  on which more inputs lie, and than half as many probes with both sides of each (`benchmarks/LOG.md`).
-- "Identical on the span of the probes" does not follow. The reduced memory equals f at each probe and, phi being
+- Sign. An eigenvector's sign is arbitrary, but ReLU is not symmetric: f(p) and f(-p) differ. The sign is chosen at
+  which the sum of the slots' squared outputs is larger; the memory's output on the other side is lost. This rule gave
+  smaller errors on text than the norm of f(+-p), than the side with more inputs, and than half as many probes with
+  both signs of each (`benchmarks/LOG.md`).
+- "Identical on the span of the probes" does not follow. The reduced memory equals f at each probe and, since ReLU is
   positively homogeneous, on the ray through it. Between the rays f is not additive: for two keys at 60 degrees in the
-  plane, full rank n = 2, the two functions differ at p_1 + p_2 (`tests/test_nlsvd.py` has the numbers). Keys that are
-  orthogonal already, with distinct scales, do come back whole.
+  plane, full rank n = 2, the two functions differ at p_1 + p_2 (`tests/test_nlsvd.py` has the numbers). Orthogonal
+  keys with distinct scales are reproduced exactly.
 - Other activations. With phi(0) = 0 and v_j = f(rho p_j) / phi(rho), the reduced memory equals f at rho p_j, for any
-  one rho > 0. Nothing holds on the rest of the ray, and the scales s_i no longer say all: a GELU is not homogeneous.
+  one rho > 0. Nothing is guaranteed elsewhere on the ray, and the scales s_i are approximate: a GELU is not
+  homogeneous.
 
 Axes: D hidden size, R slots, n slots after the reduction; leading dimensions (layers) are a batch.
 """
@@ -37,22 +38,18 @@ from torch import Tensor
 
 
 class ReducedMemory(NamedTuple):
-    """What `nl_svd` makes of a memory.
+    """The result of `nl_svd`.
 
     Attributes:
         key: K' `[..., D, n]`; its kept columns are the orthonormal probes, strongest first.
         value: V' `[..., n, D]`.
-        strength: `[..., n]`, the singular values of K~ that go with the probes, in descending order.
-        kept: BoolTensor `[..., n]`; False where there was no n-th direction. Such slots are zero in key and value.
-        flipped: BoolTensor `[..., n]`; True where the probe is the eigenvector's other side. (The solver's own choice
-            of side is arbitrary: this says that both were tried, not more.)
+        kept: BoolTensor `[..., n]`; False where there are fewer than n directions. Such slots are zero in key and
+            value.
     """
 
     key: Tensor
     value: Tensor
-    strength: Tensor
     kept: Tensor
-    flipped: Tensor
 
 
 def nl_svd(
@@ -62,24 +59,20 @@ def nl_svd(
     *,
     activation: Callable[[Tensor], Tensor] = torch.relu,
     probe_norm: float = 1.0,
-    threshold: float | None = None,
 ) -> ReducedMemory:
-    """Reduces a two-layer memory to `rank` slots that answer as it does at `rank` orthonormal probes.
+    """Reduces a two-layer memory to `rank` slots whose output equals the memory's at `rank` orthonormal probes.
 
-    Paper, appendix on NL-SVD, algorithm "Non-Linear SVD for Two-Layer FFN Memory Compression"; see the module's
-    docstring for where this departs from it and for what holds. All of it is done in the dtype of the arguments, with
-    the eigenvectors of the smaller of K~ K~^T and K~^T K~.
+    Paper, appendix on NL-SVD, algorithm "Non-Linear SVD for Two-Layer FFN Memory Compression"; the module's docstring
+    lists the departures and the guarantees. Everything is computed in the dtype of the arguments, with the
+    eigenvectors of the smaller of K~ K~^T and K~^T K~.
 
     Args:
         key: K `[..., D, R]`, float32 or float64.
         value: V `[..., R, D]`, same dtype and leading dimensions.
-        rank: n, from 1 to R. Beyond min(D, R) there are no more directions: those slots come back as zeros.
+        rank: n, from 1 to R. There are at most min(D, R) directions: further slots are zeros.
         activation: phi, with phi(0) = 0.
-        probe_norm: rho, the norm at which the probes are fed. The paper's is 1; ReLU gives the same for every rho,
-            another activation is matched best where the FFN's inputs are.
-        threshold: directions whose singular value is at most this share of the largest one are dropped; None for
-            four times the square root of the dtype's precision (1.4e-3 in float32), below which a Gram matrix
-            resolves nothing.
+        probe_norm: rho, the norm of the probes as inputs. The paper's is 1. ReLU gives the same result for every rho;
+            for another activation, use the norm of the FFN's inputs.
 
     Returns:
         The reduced memory, in the dtype of the arguments.
@@ -99,24 +92,20 @@ def nl_svd(
     unit = activation(key.new_tensor(float(probe_norm)))
     if not unit.isfinite() or unit == 0 or not probe_norm > 0:
         raise ValueError(f"probe_norm must be above 0 and activate, got {probe_norm} with activation {unit.item()}.")
-    if threshold is None:
-        threshold = 4 * torch.finfo(key.dtype).eps ** 0.5
 
     scale = key.norm(dim=-2) * value.norm(dim=-1)  # s [..., R]
     if not scale.any():
         raise ValueError("key and value must hold a slot that is not zero, got an empty memory: write one first.")
     weighted = torch.nn.functional.normalize(key, dim=-2) * scale.unsqueeze(-2)  # K~
-    probes, strength, kept = _leading_directions(weighted, rank, threshold)
+    probes, kept = _leading_directions(weighted, rank)
 
-    # One product serves both sides: K^T (-p) = -(K^T p).
-    reach = probe_norm * (key.mT @ probes)  # [..., R, n]
+    # One product serves both signs: K^T (-p) = -(K^T p).
+    products = probe_norm * (key.mT @ probes)  # [..., R, n]
     weight = value.square().sum(dim=-1, keepdim=True)
-    here, there = ((weight * activation(sign * reach).square()).sum(dim=-2) for sign in (1, -1))
-    flipped = there > here
-    side = 1 - 2 * flipped.to(key.dtype).unsqueeze(-2)
-    probes = probes * side
-    new_value = activation(reach * side).mT @ value / unit * kept.unsqueeze(-1)
-    return ReducedMemory(_pad(probes, rank, -1), _pad(new_value, rank, -2), *_pad_all(rank, strength, kept, flipped))
+    plus, minus = ((weight * activation(sign * products).square()).sum(dim=-2) for sign in (1, -1))
+    sign = 1 - 2 * (minus > plus).to(key.dtype).unsqueeze(-2)
+    new_value = activation(products * sign).mT @ value / unit * kept.unsqueeze(-1)
+    return ReducedMemory(_pad(probes * sign, rank, -1), _pad(new_value, rank, -2), _pad(kept, rank, -1))
 
 
 def recall(key: Tensor, value: Tensor, inputs: Tensor, activation: Callable[[Tensor], Tensor] = torch.relu) -> Tensor:
@@ -125,20 +114,22 @@ def recall(key: Tensor, value: Tensor, inputs: Tensor, activation: Callable[[Ten
     Args:
         key: K `[..., D, R]`.
         value: V `[..., R, D]`.
-        inputs: A, N of them as rows, `[..., N, D]`.
+        inputs: A, N inputs as rows, `[..., N, D]`.
         activation: phi.
     """
     return activation(inputs @ key) @ value
 
 
-def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The first left singular vectors `[..., D, n]` of K~, their singular values and which of them to believe.
+def _leading_directions(weighted: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Returns the first left singular vectors `[..., D, n]` of K~, and which of them are significant `[..., n]`.
 
-    n is `rank`, or fewer where the matrix has no more directions.
+    n is `rank`, or fewer where the matrix has no more directions. A direction is significant if its singular value is
+    above four times the square root of the dtype's precision, relative to the largest (1.4e-3 in float32). A Gram
+    matrix does not resolve smaller ones.
     """
     d, r = weighted.shape[-2:]
     n = min(rank, d, r)
-    # Sizes of the order of 1, so that the squares in the Gram matrix neither overflow nor vanish.
+    # Scaled to order 1, so that the squares in the Gram matrix neither overflow nor vanish.
     size = weighted.flatten(-2).norm(dim=-1)[..., None, None].clamp(min=torch.finfo(weighted.dtype).tiny)
     unit = weighted / size
     wide = r > d
@@ -147,19 +138,18 @@ def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[
         squares, vectors = torch.linalg.eigh(gram)
     squares, vectors = squares.flip(-1)[..., :n], vectors.flip(-1)[..., :n]
     strength = squares.clamp(min=0).sqrt()
-    kept = (strength > threshold * strength[..., :1]) & (strength > 0)
+    kept = (strength > 4 * torch.finfo(weighted.dtype).eps ** 0.5 * strength[..., :1]) & (strength > 0)
     if not wide:
-        # U = K~ W / Sigma. Weak directions come out slightly slanted: one step towards the nearest orthonormal set.
+        # U = K~ W / Sigma. Weak directions are not exactly orthogonal: two steps towards the nearest orthonormal set.
         vectors = torch.nn.functional.normalize(unit @ vectors, dim=-2) * kept.unsqueeze(-2)
         for _ in range(2):
             vectors = 1.5 * vectors - 0.5 * vectors @ (vectors.mT @ vectors)
-    vectors = torch.nn.functional.normalize(vectors, dim=-2) * kept.unsqueeze(-2)
-    return vectors, strength * size.squeeze(-1), kept
+    return torch.nn.functional.normalize(vectors, dim=-2) * kept.unsqueeze(-2), kept
 
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """LAPACK on one thread of the CPU: on busy cores several wait for each other, ten times over."""
+    """Runs LAPACK on one thread of the CPU: on busy cores, several threads take up to ten times as long."""
     if device.type != "cpu":
         yield
         return
@@ -172,16 +162,10 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 
 def _pad(tensor: Tensor, length: int, dim: int) -> Tensor:
-    missing = length - tensor.shape[dim]
-    if not missing:
-        return tensor
+    """Appends zeros along a dimension up to a length."""
     shape = list(tensor.shape)
-    shape[dim] = missing
+    shape[dim] = length - shape[dim]
     return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
-
-
-def _pad_all(length: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(_pad(tensor, length, -1) for tensor in tensors)
 
 
 def _check(key: Tensor, value: Tensor, rank: int) -> None:

@@ -1,57 +1,113 @@
-"""The norm clip: after every optimizer step, each slot's gate row, up row and down column is projected into a ball.
+"""The norm clip: after each optimizer step, project each slot's gate row, up row and down column into a ball.
 
 Paper, section "Weight Norm Clipping for Implicit KL Constraint": w <- w / max(norm(w), 1). The paper clips "during
-inference"; here the parameters themselves are projected after each optimizer step, which is the same function at each
-forward and lets the memory be saved and merged as it stands. PyTorch calls a hook after each step of each of its
-optimizers, so a bare loop, Trainer, SFTTrainer and Accelerate are all served without the user's doing anything.
+inference"; here the parameters are projected after each optimizer step. The forward pass computes the same function,
+and the memory can be saved and merged as it is. PyTorch calls a hook after each step of every optimizer, so that a
+bare loop, Trainer, SFTTrainer and Accelerate need no call.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
+    from .config import LocasConfig
     from .layer import LocasLayer
 
 _layers: weakref.WeakSet[LocasLayer] = weakref.WeakSet()
+_indices: weakref.WeakKeyDictionary[Optimizer, _Index] = weakref.WeakKeyDictionary()
 _hook = None
 
 
 def clip_after_optimizer_steps(layer: LocasLayer) -> None:
-    """From now on, and as long as the layer lives, its memories are clipped after each step that trains them."""
+    """Clips the layer's memories after each optimizer step that trains them, as long as the layer lives."""
     global _hook
     _layers.add(layer)
     if _hook is None:
-        _hook = register_optimizer_step_post_hook(_clip_trained_memories)
-
-
-def _clip_trained_memories(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
-    if not _layers:
-        return
-    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for layer in list(_layers):
-        if layer.stack is not None:
-            layer.stack.clip_slot_norms(trained)
-            continue
-        for adapter_name, up in layer.locas_up.items():
-            if id(up.weight) in trained or id(layer.locas_down[adapter_name].weight) in trained:
-                layer.clip_slot_norms(adapter_name)
+        _hook = register_optimizer_step_post_hook(_clip_trained_weights)
 
 
 @torch.no_grad()
-def clip_norms_(weight: torch.Tensor, dim: int, max_norm: float) -> None:
-    """Projects the vectors that lie along a dimension into the ball of a radius, in place.
+def clip_norms_(weights: Sequence[torch.Tensor], dims: Sequence[int], max_norm: float) -> None:
+    """Projects vectors of several tensors into the ball of one radius, in place; vectors inside keep their bits.
 
     Args:
-        weight: `[..., R, D]` with `dim=-1` (rows), or `[..., D, R]` with `dim=-2` (columns).
-        dim: the dimension that a slot's vector lies along.
+        weights: `[..., R, D]` with dimension -1 (rows), or `[..., D, R]` with dimension -2 (columns).
+        dims: for each tensor the dimension along which its vectors lie.
         max_norm: the radius.
     """
-    norms = torch.linalg.vector_norm(
-        weight, dim=dim, keepdim=True, dtype=torch.promote_types(weight.dtype, torch.float32)
-    )
-    weight.mul_((max_norm / norms.clamp_(min=max_norm)).to(weight.dtype))
+    # A norm for each tensor: reductions of stacked tensors may add in another order. The rest is grouped.
+    norms = [
+        torch.linalg.vector_norm(weight, dim=dim, keepdim=True, dtype=torch.promote_types(weight.dtype, torch.float32))
+        for weight, dim in zip(weights, dims, strict=True)
+    ]
+    torch._foreach_div_(norms, max_norm)
+    torch._foreach_clamp_min_(norms, 1.0)
+    torch._foreach_reciprocal_(norms)
+    torch._foreach_mul_(weights, [norm.to(weight.dtype) for norm, weight in zip(norms, weights, strict=True)])
+
+
+class _Index:
+    """The memory weights that an optimizer held when the index was made. Keeps no parameter or layer alive.
+
+    Args:
+        parameters: all that the optimizer holds, in its order.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        known: dict[int, tuple[nn.Linear, int, LocasConfig]] = {}
+        for layer in _layers:
+            for name, config in layer.locas_config.items():
+                *rows, down = layer.projections(name)
+                known |= {id(module.weight): (module, -1, config) for module in rows}
+                known[id(down.weight)] = (down, -2, config)
+        # The module shows whether the parameter is still a memory's; the config holds the radius.
+        self._weights = [
+            (weakref.ref(parameter), weakref.ref(module), dim, config)
+            for parameter in parameters
+            for module, dim, config in [known.get(id(parameter), (None, 0, None))]
+            if module is not None
+        ]
+
+    def fits(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether the optimizer still holds the same parameters, and those of memories are still in their modules."""
+        return (
+            len(parameters) == len(self._parameters)
+            and all(ref() is parameter for ref, parameter in zip(self._parameters, parameters, strict=True))
+            and all(
+                (module := module_ref()) is not None and module.weight is ref()
+                for ref, module_ref, _, _ in self._weights
+            )
+        )
+
+    def clip(self) -> None:
+        """Clips the weights that the step changed: those with a gradient, or all if none of them has one."""
+        weights = [(ref(), dim, config.max_slot_norm) for ref, _, dim, config in self._weights]
+        # Optimizers skip parameters without a gradient. Those that work without gradients change all.
+        changed = [entry for entry in weights if entry[0].grad is not None] or weights
+        groups: dict[float, tuple[list[torch.Tensor], list[int]]] = {}
+        for weight, dim, radius in changed:
+            if radius is not None:
+                group = groups.setdefault(radius, ([], []))
+                group[0].append(weight)
+                group[1].append(dim)
+        for radius, (tensors, dims) in groups.items():
+            clip_norms_(tensors, dims, radius)
+
+
+def _clip_trained_weights(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    if not _layers:
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    index = _indices.get(optimizer)
+    if index is None or not index.fits(parameters):
+        index = _indices[optimizer] = _Index(parameters)
+    index.clip()

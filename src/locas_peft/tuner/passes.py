@@ -1,17 +1,19 @@
-"""What every pass over a text needs: evaluation mode for its duration, and inputs where the model takes them."""
+"""Context managers and inputs for forward passes over a text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode within the context; each module's own mode is restored after it."""
+    """Puts a model in evaluation mode within the context. Each module's own mode is restored afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -22,11 +24,38 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def to_inputs(model: nn.Module, batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A batch as the model's keyword arguments, on the device that it takes them on.
+@contextmanager
+def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Switches a model's adapters off within the context: PEFT's layers of any kind, and fully trained modules.
+
+    Unlike PEFT's `disable_adapter`, it works on any module and leaves `requires_grad` alone.
 
     Args:
-        batch: `LongTensor [B, T]`, or a mapping with `input_ids` and maybe `attention_mask`, both `[B, T]`.
+        model: the model; mutated, and restored afterwards.
+        except_for: layers that stay as they are.
+    """
+    kept = {id(module) for module in except_for}
+    switched = [
+        module
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        and id(module) not in kept
+        and not module._disable_adapters
+    ]
+    for module in switched:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in switched:
+            module._disable_adapters = False
+
+
+def to_inputs(model: nn.Module, batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns a batch as the model's keyword arguments, on the device of its embeddings.
+
+    Args:
+        batch: `LongTensor [B, T]`, or a mapping with `input_ids` and optionally `attention_mask`, both `[B, T]`.
     """
     inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
     device = model.get_input_embeddings().weight.device

@@ -1,0 +1,112 @@
+"""What the benchmarks share: models of known shapes, clocks, the machine's description, and Markdown tables."""
+
+from __future__ import annotations
+
+import copy
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import peft
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from locas_peft.loading import DTYPES, choose_device
+
+_QWEN3 = {"num_hidden_layers": 28, "vocab_size": 151936, "num_attention_heads": 16, "num_key_value_heads": 8}
+SHAPES: dict[str, dict[str, int]] = {
+    "tiny": {
+        **{"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    },
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128, **_QWEN3},
+    "qwen3-1.7b": {"hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128, **_QWEN3},
+}
+
+
+def load_shape(shape: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+    """Make a model with random weights, frozen and in evaluation mode: times do not depend on what a model learned.
+
+    Args:
+        shape: a name in `SHAPES`.
+        dtype: a name in `locas_peft.loading.DTYPES`; "auto" is bfloat16 on a GPU and float32 elsewhere.
+        device: a torch device, or "auto".
+    """
+    torch_device = choose_device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
+    # The anchor's text begins with the token `bos_token_id`.
+    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=40960, tie_word_embeddings=True, bos_token_id=0)
+    torch.manual_seed(0)
+    with torch_device:
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    return model.requires_grad_(False).eval()
+
+
+def draw_tokens(model: PreTrainedModel, tokens: int) -> torch.LongTensor:
+    """Draw a document of random tokens, LongTensor [T] on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, model.config.vocab_size, (tokens,), generator=generator)
+
+
+def share_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Make a second model with the same weights, so that an adapter on one does not touch the other's layers."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
+def wait(device: torch.device) -> float:
+    """Wait until a GPU is idle, and return the seconds that this took; do nothing for a CPU."""
+    began = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+class Clock:
+    """Wall and processor time since its construction. On a GPU both ends wait until the device is idle."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        wait(device)
+        self._began = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        """Return seconds of wall time and of processor time."""
+        wait(self._device)
+        return time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+
+
+def compare(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    """Return the ratio of the fastest rounds, and median, least and greatest ratio of a round."""
+    ratios = [a / b for a, b in zip(seconds, base, strict=True)]
+    fastest = min(seconds) / min(base)
+    return {"fastest": fastest, "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return hardware, versions and the commit."""
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except OSError:  # no git
+        commit = ""
+    cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
+    return {
+        "hardware": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "peft": peft.__version__,
+        "commit": commit or None,
+    }
+
+
+def make_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a Markdown table, with the numbers right of the first column."""
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])

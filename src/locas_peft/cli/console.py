@@ -1,0 +1,118 @@
+"""The terminal of a command: results and remarks, progress, JSON, and the processes that share it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from ..files import check_output_file, format_json, write_json
+
+__all__ = [
+    "check_json_file",
+    "find_process",
+    "make_consoles",
+    "printable",
+    "show_progress",
+    "silence_libraries",
+    "write_result",
+]
+
+_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+
+
+def make_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
+    """Return the consoles of results and of remarks; both are stderr where stdout is for JSON.
+
+    Of several processes all but the first have quiet ones. Texts are printed as they are, never as markup.
+    """
+
+    def make(stream: Any) -> Console:
+        return Console(
+            file=stream,
+            width=None if stream.isatty() else 120,  # 80, the default for a pipe or a file, would cut tables
+            highlight=False,
+            markup=False,
+            emoji=False,
+            soft_wrap=True,
+            quiet=find_process()[0] > 0,
+        )
+
+    stderr = make(sys.stderr)
+    return (stderr if str(json_file) == "-" else make(sys.stdout)), stderr
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[Callable[[str, int], Callable[..., None]]]:
+    """Yield a function that opens a line of progress (see `evaluation.study.Progress`).
+
+    Args:
+        console: where the lines are shown, each after its first step; a quiet one shows none.
+    """
+    columns = (
+        TextColumn("{task.description:10}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        TimeRemainingColumn(),
+    )
+    progress = Progress(*columns, console=console, disable=console.quiet)
+
+    def open_line(description: str, total: int) -> Callable[..., None]:
+        task = progress.add_task(description, total=total, visible=False, note="")
+
+        def advance(steps: int, note: str = "") -> None:
+            progress.start()  # not earlier: an error before the first step needs no empty line above it
+            progress.update(task, advance=steps, visible=True, **({"note": note} if note else {}))
+
+        return advance
+
+    try:
+        yield open_line
+    finally:
+        if progress.live.is_started:
+            progress.stop()
+
+
+def check_json_file(json_file: Path | None) -> None:
+    """Refuse a file for --json that cannot be written."""
+    if json_file is not None and str(json_file) != "-":
+        check_output_file("--json", json_file)
+
+
+def write_result(json_file: Path | None, value: Any) -> None:
+    """Write what --json asks for: nothing where None, to stdout for "-"."""
+    if str(json_file) == "-":
+        print(format_json(value))
+    elif json_file is not None:
+        write_json(json_file, value)
+
+
+def find_process() -> tuple[int, int]:
+    """Return this process's index and the number of processes that `torchrun`, Accelerate or MPI started."""
+    for index, count in _LAUNCHERS:
+        if count in os.environ:
+            return int(os.environ.get(index, 0)), int(os.environ[count])
+    return 0, 1
+
+
+def silence_libraries() -> None:
+    """Turn off the progress bars and remarks of transformers, and announcements of deprecations."""
+    from transformers.utils import logging
+
+    warnings.simplefilter("ignore", FutureWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def printable(text: str) -> str:
+    """Return a text on one line, with control characters and lone surrogates escaped."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split()))

@@ -1,0 +1,129 @@
+"""BLiMP: pairs of sentences of which one is ungrammatical, and how often a model gives the other one the lower nll."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from .intervals import mean_interval
+from .scoring import encode_pair, score_targets
+
+__all__ = ["MinimalPair", "PairScore", "load_blimp", "score_pairs", "summarize_pairs"]
+
+
+class MinimalPair(NamedTuple):
+    """A grammatical sentence and an ungrammatical one that differ in one respect."""
+
+    paradigm: str
+    field: str
+    good: str
+    bad: str
+
+
+class PairScore(NamedTuple):
+    """The total nll of each sentence of a pair, in nats."""
+
+    paradigm: str
+    field: str
+    good_nll_nats: float
+    bad_nll_nats: float
+
+    @property
+    def right(self) -> bool:
+        """Whether the grammatical sentence has the lower nll; False for equal ones."""
+        return self.good_nll_nats < self.bad_nll_nats
+
+
+def load_blimp(path: str | Path, limit_pairs: int | None = None) -> tuple[list[MinimalPair], list[str]]:
+    """Load BLiMP's JSON lines from the release's zip file or from a folder.
+
+    Args:
+        path: a zip file, or a folder; each `.jsonl` in it, at any depth, is a paradigm.
+        limit_pairs: the number of pairs of each paradigm, from the first; None for all of them.
+
+    Returns:
+        The pairs, by paradigm in alphabetical order, and one line for each record that cannot be used.
+
+    Raises:
+        ValueError: the file does not exist or holds no pair.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ValueError(f"BLiMP must be a zip file or a folder, got {str(path)!r}, which does not exist: check it")
+    if limit_pairs is not None and limit_pairs < 1:
+        raise ValueError(f"limit_pairs must be at least 1, got {limit_pairs}: raise it, or leave it out")
+    pairs, problems = [], []
+    for name, lines in _open_blimp(path):
+        count = 0
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or count == limit_pairs:
+                continue
+            try:
+                record = json.loads(line)
+                good, bad = record["sentence_good"], record["sentence_bad"]
+                if not (isinstance(good, str) and isinstance(bad, str) and good and bad):
+                    raise TypeError
+            except (ValueError, KeyError, TypeError, AttributeError):
+                problems.append(f"{name}:{number} must hold sentence_good and sentence_bad: pair left out")
+                continue
+            paradigm = str(record.get("UID") or PurePosixPath(name).stem)
+            pairs.append(MinimalPair(paradigm, str(record.get("field") or "unknown"), good, bad))
+            count += 1
+    if not pairs:
+        raise ValueError(f"BLiMP must hold pairs in .jsonl files, got none in {str(path)!r}: give the release's zip")
+    return pairs, problems
+
+
+def _open_blimp(path: Path) -> Iterator[tuple[str, list[str]]]:
+    if path.is_dir():
+        for file in sorted(path.rglob("*.jsonl"), key=lambda file: file.name):
+            yield file.name, file.read_text(encoding="utf-8", errors="replace").splitlines()
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".jsonl") and "__MACOSX" not in name]
+            for name in sorted(names, key=lambda name: PurePosixPath(name).name):
+                yield PurePosixPath(name).name, archive.read(name).decode("utf-8", errors="replace").splitlines()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"BLiMP must be a zip file or a folder, got {str(path)!r} ({error}): copy it again") from None
+
+
+def score_pairs(
+    model: nn.Module,
+    tokenizer,
+    pairs: Sequence[MinimalPair],
+    *,
+    batch_tokens: int = 4096,
+    on_batch: Callable[[int], None] | None = None,
+) -> list[PairScore]:
+    """Score both sentences of each pair, each one after the tokenizer's begin-of-text token alone.
+
+    Args:
+        model: a causal language model in evaluation mode; not changed.
+        tokenizer: its tokenizer.
+        pairs: see `load_blimp`.
+        batch_tokens: see `scoring.score_targets`.
+        on_batch: called with the number of sentences that were scored.
+    """
+    texts = [encode_pair(tokenizer, "", text) for pair in pairs for text in (pair.good, pair.bad)]
+    scores = score_targets(model, texts, batch_tokens=batch_tokens, on_batch=on_batch)
+    return [
+        PairScore(pair.paradigm, pair.field, good.nll_nats, bad.nll_nats)
+        for pair, good, bad in zip(pairs, scores[::2], scores[1::2], strict=True)
+    ]
+
+
+def summarize_pairs(scores: Sequence[PairScore]) -> dict[str, Any]:
+    """Return the share of pairs that are right as `accuracy`, with its interval, and of each of the `paradigms`."""
+    paradigms: dict[str, list[bool]] = {}
+    for score in scores:
+        paradigms.setdefault(score.paradigm, []).append(score.right)
+    return {
+        "accuracy": mean_interval([float(score.right) for score in scores]).to_json(),
+        "paradigms": {name: sum(right) / len(right) for name, right in sorted(paradigms.items())},
+    }

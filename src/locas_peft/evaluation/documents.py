@@ -1,0 +1,81 @@
+"""Documents by name: from text files, folders of them, or a column of a dataset."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..text import load_text
+from .extras import import_extra
+
+__all__ = ["load_column", "load_documents"]
+
+
+def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str, str]:
+    """Load text files, and all the `.txt` files of folders.
+
+    Args:
+        sources: paths; `-` for standard input.
+        limit: the number of documents to load, from the first; None for all of them.
+
+    Returns:
+        The texts by the files' names without their suffix, in the order given.
+
+    Raises:
+        ValueError: a file cannot be read, a folder has no text, or two files have the same name.
+    """
+    paths: list[Path | str] = []
+    for source in sources:
+        if source != "-" and Path(source).is_dir():
+            found = sorted(Path(source).glob("*.txt"))
+            if not found:
+                raise ValueError(f"folder must hold .txt files, got none in {source!r}: name another, or a file")
+            paths += found
+        else:
+            paths.append(source)
+    texts: dict[str, str] = {}
+    for path in paths[:limit]:
+        name = "stdin" if path == "-" else _as_name(Path(path).stem)
+        if name in texts:
+            raise ValueError(f"documents must have different names, got {name!r} twice: rename {str(path)!r}")
+        texts[name] = load_text(path)
+    return texts
+
+
+def load_column(dataset: str, split: str, column: str, limit: int | None = None) -> dict[str, str]:
+    """Load documents from a dataset: a name on the hub, or a folder that `datasets` can load.
+
+    Args:
+        dataset: name or folder.
+        split: such as "test".
+        column: the column with the texts.
+        limit: the number of documents to load, from the first; None for all of them. The rest is not downloaded.
+
+    Returns:
+        The texts by name: "test-0", "test-1", ...
+
+    Raises:
+        ValueError: the dataset, split or column does not exist, has no text, or `datasets` is not installed.
+    """
+    datasets = import_extra("datasets")
+    texts: dict[str, str] = {}
+    try:
+        for number, row in enumerate(datasets.load_dataset(dataset, split=split, streaming=True)):
+            if limit is not None and len(texts) >= limit:
+                break
+            if column not in row:
+                raise ValueError(f"column must be one of {', '.join(row)}, got {column!r}")
+            if isinstance(row[column], str) and row[column].strip():
+                texts[f"{_as_name(split)}-{number}"] = row[column]
+    except (OSError, ValueError, KeyError) as error:
+        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"dataset {dataset!r} cannot be read ({line}): check name, split and column") from error
+    if not texts:
+        raise ValueError(f"dataset must hold texts, got none in {column!r} of {dataset!r}: choose another column")
+    return texts
+
+
+def _as_name(text: str) -> str:
+    """Replace the characters of a name that a file's name cannot have on some system."""
+    return re.sub(r"[^\w.-]+", "_", text).strip(".") or "document"

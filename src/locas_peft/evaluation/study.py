@@ -1,0 +1,359 @@
+"""Studies: tables of units whose results are JSON files, shared by any number of processes.
+
+A study is a function that lists units, calls `open_study` and `run_units`, and summarizes the results. A unit whose
+result exists is skipped, so that a study that was interrupted continues. A unit that another process has locked is
+left to that process, so that processes which are started on one folder, in any way and at any time, share the work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from transformers import PreTrainedModel
+
+from ..files import load_json, write_json
+from ..loading import MEMORY_CONFIG
+from ..reading import READING, Reading, find_finished, memorize
+from ..settings import ReadingSettings
+from ..text import digest_ids
+from ..ttt import checkpoint
+from ..ttt.chunks import Chunk, perplexity
+
+__all__ = [
+    "Progress",
+    "Unit",
+    "describe_text",
+    "digest",
+    "follow",
+    "open_study",
+    "reading_unit",
+    "run_units",
+    "silent",
+    "summarize_reading",
+]
+
+RUN = "run.json"
+POLL_SECONDS = 1.0
+_RECIPE = ("readings", "objective", "teacher_window", "token_weighting")
+
+Progress = Callable[[str, int], Callable[..., None]]
+"""Opens a line of progress: (description, total steps) -> advance(steps, note="")."""
+
+
+def silent(description: str, total: int) -> Callable[..., None]:
+    """Show no progress."""
+    return lambda steps, note="": None
+
+
+def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
+    """Make an `on_chunk` for `memorize` that advances by a chunk's tokens, with perplexity and speed as the note.
+
+    Args:
+        advance: of a line whose total is the number of tokens, times the number of readings.
+    """
+    reading, nll_nats, tokens, seconds = 0, 0.0, 0, 0.0
+
+    def on_chunk(chunk: Chunk) -> None:
+        nonlocal reading, nll_nats, tokens, seconds
+        if chunk.reading != reading:
+            reading, nll_nats, tokens, seconds = chunk.reading, 0.0, 0, 0.0
+        nll_nats += chunk.nll_nats
+        tokens += chunk.tokens
+        seconds += chunk.seconds
+        note = f"perplexity {perplexity(nll_nats, tokens):.2f}" if tokens else ""
+        if note and seconds:
+            note += f", {tokens / seconds:,.0f} tokens/s"
+        advance(chunk.stop - chunk.start, note)
+
+    return on_chunk
+
+
+# ---------------------------------------------------------------------- units
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work whose result is a JSON file.
+
+    Args:
+        path: the file, `*.json`.
+        make: does the work and returns the result.
+        label: the unit's name on progress lines.
+        needs: a unit whose result must exist first; it belongs to the table too.
+    """
+
+    path: Path
+    make: Callable[[], dict | list]
+    label: str = ""
+    needs: Unit | None = None
+
+    @property
+    def memory(self) -> Path:
+        """The folder for a memory that the unit makes."""
+        return self.path.with_suffix("")
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder for an unfinished reading; removed when the result exists."""
+        return self.path.with_suffix(".checkpoint")
+
+    @property
+    def unfinished(self) -> Path:
+        """The file for other unfinished work; removed when the result exists."""
+        return self.path.with_suffix(".unfinished")
+
+    @property
+    def lock(self) -> FileLock:
+        return FileLock(f"{self.path}.lock")
+
+    def load(self) -> Any:
+        """Load the result."""
+        return load_json(self.path)
+
+
+def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
+    """Make the results that do not exist; return when all of them do.
+
+    A process that ends, in whatever way, frees its locks, and another process makes its unit. An error in a unit ends
+    this process alone.
+
+    Args:
+        units: the study's table, the same in each process.
+        progress: opens a line that counts the results of all processes.
+    """
+    units = _with_needs(units)
+    missing = [unit for unit in units if not unit.path.exists()]
+    advance = progress(f"{len(missing)} results", len(missing)) if missing else None
+    while missing:
+        ready = (unit for unit in missing if unit.needs is None or unit.needs.path.exists())
+        made = any(map(_make, ready))  # one unit; then the table is read again
+        if not made:
+            time.sleep(POLL_SECONDS)
+        left = [unit for unit in units if not unit.path.exists()]
+        advance(len(missing) - len(left), f"{len(left)} left" + ("" if made else ", in other processes"))
+        missing = left
+    for unit in units:
+        if Path(unit.lock.lock_file).exists():  # a process was killed between a result and its clean-up
+            _make(unit)
+
+
+def _with_needs(units: Sequence[Unit]) -> list[Unit]:
+    return list(dict.fromkeys(one for unit in units for one in (unit.needs, unit) if one is not None))
+
+
+def _make(unit: Unit) -> bool:
+    """Make a unit's result, unless another process holds the unit; return whether the result exists."""
+    unit.path.parent.mkdir(parents=True, exist_ok=True)
+    lock = unit.lock
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return False
+    try:
+        if not unit.path.exists():
+            write_json(unit.path, unit.make())
+        _remove_unfinished(unit)  # not earlier: until the result exists, the work can continue from there
+    finally:
+        _release(lock)
+    return True
+
+
+def _release(lock: FileLock) -> None:
+    """Release a lock and remove its file, while it is held: no other process can hold it then."""
+    with suppress(OSError):  # Windows removes no open file
+        os.unlink(lock.lock_file)
+    lock.release()
+
+
+def _remove_unfinished(unit: Unit) -> None:
+    unit.unfinished.unlink(missing_ok=True)
+    checkpoint.remove(unit.checkpoint)
+    (unit.checkpoint / checkpoint.LOCK).unlink(missing_ok=True)
+    with suppress(OSError):  # it does not exist, or holds other files
+        unit.checkpoint.rmdir()
+
+
+# ---------------------------------------------------------------------- the record of a run
+
+
+def open_study(
+    out: Path,
+    name: str,
+    common: dict[str, Any],
+    methods: dict[str, ReadingSettings],
+    overwrite: bool,
+    units: Sequence[Unit],
+) -> dict[str, Any]:
+    """Record in a folder which run its results are of, or refuse a run that differs from the recorded one.
+
+    Later runs may add methods; the fields in `common` must stay the same. A record without results, of a run that
+    failed at once, is replaced.
+
+    Args:
+        out: the folder; made if it does not exist. The record is `NAME/run.json` in it.
+        name: the study's name; a folder may hold several studies.
+        common: fields that all methods share, as JSON values.
+        methods: each method's settings.
+        overwrite: remove the results of an earlier run, and no other file. If another process is at work in the
+            folder, its results stay, so that processes that are all started with `overwrite` share one run.
+        units: the study's table, with paths in `out / name`.
+
+    Returns:
+        The fields that the study's figures begin with: its name, those in `common`, the settings of each of the
+        `methods`, and, if they agree in it, the `recipe` by which they teach a text.
+
+    Raises:
+        ValueError: the folder holds results of a different run.
+    """
+    folder = out / name
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / RUN
+    settings = {method: dataclasses.asdict(values) for method, values in methods.items()}
+    files = [unit.path.relative_to(folder).as_posix() for unit in _with_needs(units)]
+    run = {"study": name, "common": common, "methods": settings, "files": files}
+    lock = FileLock(f"{path}.lock")
+    lock.acquire()
+    try:
+        before = load_json(path) if path.exists() else {}
+        write_json(path, _join(folder, before, json.loads(json.dumps(run)), overwrite))
+    finally:
+        _release(lock)
+    recipes = [{field: values[field] for field in _RECIPE} for values in settings.values()]
+    recipe = {"recipe": recipes[0]} if all(other == recipes[0] for other in recipes) else {}
+    return {"study": name, **common, **recipe, "methods": settings}
+
+
+def _join(folder: Path, before: dict[str, Any], run: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+    """Return a run's record together with the one before it; check that they agree, or remove the earlier results."""
+    own = [file for file in before.get("files", ()) if not Path(file).is_absolute() and ".." not in Path(file).parts]
+    files = sorted({*own, *run["files"]})
+    units = [Unit(folder / file, dict) for file in files]
+    if overwrite and not any(map(_is_locked, units)):
+        for unit in units:
+            _remove(unit, folder)
+    elif any(unit.path.exists() or checkpoint.has_checkpoint(unit.checkpoint) for unit in units):
+        methods = before.get("methods", {})
+        _check_same(before.get("common", {}), run["common"], folder.parent)
+        for method in run["methods"]:
+            if method in methods:
+                _check_same(methods[method], run["methods"][method], folder.parent, f"{method}: ")
+        return {**run, "methods": {**methods, **run["methods"]}, "files": files}
+    return run
+
+
+def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path, prefix: str = "") -> None:
+    for field in sorted(before.keys() | now.keys()):
+        old, new = before.get(field), now.get(field)
+        if isinstance(old, dict) and isinstance(new, dict):
+            _check_same(old, new, out, f"{prefix}{field}: ")
+        elif old != new:
+            raise ValueError(
+                f"{prefix}{field} must be {old!r:.80} as in the results in {str(out)!r}, got {new!r:.80}: "
+                "choose another folder, or give --overwrite"
+            )
+
+
+def _is_locked(unit: Unit) -> bool:
+    lock = unit.lock
+    try:
+        if Path(lock.lock_file).exists():
+            lock.acquire(blocking=False)
+            lock.release()
+    except Timeout:
+        return True
+    return False
+
+
+def _remove(unit: Unit, folder: Path) -> None:
+    """Remove a unit's files from the study's folder, and the folders that are empty then."""
+    memory = (unit.memory / name for name in (MEMORY_CONFIG, "adapter_model.safetensors", "README.md", READING))
+    for file in (unit.path, Path(unit.lock.lock_file), *memory):
+        file.unlink(missing_ok=True)
+    _remove_unfinished(unit)
+    for directory in (unit.memory, *unit.path.parents):
+        if directory == folder:
+            break
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def digest(value: Any) -> str:
+    """Return the SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def describe_text(input_ids: torch.Tensor) -> dict[str, Any]:
+    """Return the identity of a text [T] for the record of a run: its number of tokens and their SHA-256."""
+    return {"tokens": len(input_ids), "sha256": digest_ids(input_ids)}
+
+
+# ---------------------------------------------------------------------- readings
+
+
+def reading_unit(
+    base: PreTrainedModel,
+    input_ids: torch.Tensor,
+    settings: ReadingSettings,
+    path: Path,
+    *,
+    keep_memory: bool = False,
+    label: str = "",
+    progress: Progress = silent,
+) -> Unit:
+    """Return the unit of one reading, which continues inside its text if it was interrupted.
+
+    Args:
+        base: a causal LM without adapters; mutated while the unit is made, and restored.
+        input_ids: LongTensor [T].
+        settings: complete.
+        path: the file of the result, a `Reading` as JSON.
+        keep_memory: save the memory too, in the unit's `memory`.
+        label: the name of the unit and of its progress line.
+        progress: opens the line, in tokens.
+    """
+
+    def make() -> dict[str, Any]:
+        memory = unit.memory if keep_memory else None
+        reading = None if memory is None else find_finished(memory, settings, input_ids)
+        if reading is None:
+            on_chunk = follow(progress(label, len(input_ids) * settings.readings))
+            reading = memorize(
+                base,
+                input_ids,
+                settings,
+                out=memory,
+                checkpoint_dir=unit.checkpoint,
+                resume=True,
+                on_chunk=on_chunk,
+            )
+        return reading.to_json()
+
+    unit = Unit(path, make, label)
+    return unit
+
+
+def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a reading that taught a memory: `perplexity` has one value a reading of the text.
+
+    Args:
+        record: a `Reading` as JSON.
+    """
+    reading = Reading.from_json(record)
+    return {
+        "parameters": reading.extra_parameters,
+        "perplexity": reading.perplexities,
+        "scored_tokens": reading.scored_tokens * reading.settings.readings,
+        "seconds": reading.seconds,
+        "skipped_chunks": reading.skipped_chunks,
+    }

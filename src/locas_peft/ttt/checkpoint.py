@@ -1,0 +1,196 @@
+"""The state of an unfinished reading in one file, and the lock of its folder.
+
+A write fills a temporary file, flushes it to the disk and renames it over the former checkpoint: a kill, a full disk
+or a power cut at any moment leaves a checkpoint that can be loaded. Loading uses `weights_only`, so that a file can
+hold tensors and plain values but run no code.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+__all__ = ["CHECKPOINT", "InUse", "Lock", "has_checkpoint", "load", "remove", "save"]
+
+CHECKPOINT = "checkpoint.pt"
+UNFINISHED = "checkpoint.tmp"
+LOCK = "checkpoint.lock"
+_KIND, _VERSION = "locas-checkpoint", 3
+
+
+def has_checkpoint(directory: str | Path) -> bool:
+    return (Path(directory) / CHECKPOINT).exists()
+
+
+def save(directory: str | Path, state: dict[str, Any]) -> Path:
+    """Write a checkpoint into a folder, in place of the former one; the folder is made where it is missing.
+
+    Args:
+        directory: the folder.
+        state: tensors, numbers, strings, None, and lists, tuples and dictionaries of them.
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        ValueError: `state` holds something else.
+        OSError: the disk is full or the folder cannot be written; the former checkpoint stands and nothing
+            half-written is left.
+    """
+    _check_plain(state)
+    path = Path(directory) / CHECKPOINT
+    unfinished = path.with_name(UNFINISHED)
+    content = io.BytesIO()  # torch.save reports a full disk in its own way; a file's write raises an OSError
+    torch.save({"kind": _KIND, "version": _VERSION, "state": state}, content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(unfinished, "wb") as file:
+            file.write(content.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        raise _explain(error, path.parent) from error
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()
+    return path
+
+
+def load(directory: str | Path) -> dict[str, Any] | None:
+    """Load the checkpoint of a folder, its tensors onto the CPU.
+
+    Returns:
+        The state as given to `save`, or None where there is no checkpoint.
+
+    Raises:
+        ValueError: the file is damaged, not a checkpoint of ours, or of another version.
+    """
+    path = Path(directory) / CHECKPOINT
+    if not path.exists():
+        return None
+    if not path.is_file():
+        raise ValueError(f"checkpoint must be a file, got {str(path)!r}: remove it, or choose another folder")
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # zip, pickle and torch raise errors of many types
+        raise damaged(path, error) from None
+    if not isinstance(found, dict) or found.get("kind") != _KIND:
+        raise ValueError(f"checkpoint must be written by locas_peft, got {str(path)!r}: choose another folder")
+    if found.get("version") != _VERSION:
+        raise ValueError(
+            f"checkpoint must be of version {_VERSION}, got {found.get('version')} in {str(path)!r}: "
+            "load it with the locas_peft that wrote it, or delete it to start afresh"
+        )
+    return found["state"]
+
+
+def damaged(path: Path, error: Exception) -> ValueError:
+    """Return the error for a checkpoint that cannot be used."""
+    reason = " ".join(str(error).split())[:200]
+    return ValueError(
+        f"checkpoint must be whole, got the damaged file {str(path)!r} ({type(error).__name__}: {reason}): "
+        "delete it to start afresh"
+    )
+
+
+def remove(directory: str | Path) -> None:
+    """Delete a folder's checkpoint and what a killed writer left of one.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    for name in (CHECKPOINT, UNFINISHED):
+        (Path(directory) / name).unlink(missing_ok=True)
+
+
+class InUse(ValueError):
+    """Another writer holds a checkpoint's folder."""
+
+
+class Lock:
+    """Holds a folder for one writer, from construction until `release` or the end of the process.
+
+    The operating system frees the lock when its process ends, in whatever way.
+
+    Args:
+        directory: the folder; made where it is missing.
+
+    Attributes:
+        directory: the folder, as a path.
+
+    Raises:
+        InUse: another process, or another trainer of this one, holds it.
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = directory = Path(directory)
+        lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            file = os.stat(lock.lock_file)
+        except Timeout:
+            raise InUse(
+                f"checkpoint folder must have one writer, got {str(directory)!r}, which another reading is using: "
+                "wait for it, or choose another folder"
+            ) from None
+        except OSError as error:
+            raise _explain(error, directory) from error
+        self._release = weakref.finalize(self, _release, lock, file)
+
+    def close(self) -> None:
+        """Free the folder; a second call does nothing."""
+        self._release()
+
+
+def _release(lock: FileLock, file: os.stat_result) -> None:
+    with suppress(OSError):
+        # Not the lock of a later holder, after the folder was removed. While it is held: filelock then refuses a
+        # process that has opened the same file in between.
+        if os.path.samestat(os.stat(lock.lock_file), file):
+            os.unlink(lock.lock_file)
+    lock.release()
+
+
+def _explain(error: OSError, directory: Path) -> OSError:
+    explained = OSError(
+        f"checkpoint folder must be writable, got {str(directory)!r} ({error.strerror or error}): "
+        "free some space or choose another folder; a former checkpoint stands as it was"
+    )
+    explained.errno = error.errno  # given to the constructor, it would stand in the message
+    return explained
+
+
+def _flush_folder(directory: Path) -> None:
+    if os.name != "posix":  # only there can a folder's entries be flushed
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_plain(value: Any) -> None:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_plain(key)
+            _check_plain(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_plain(item)
+    elif value is not None and not isinstance(value, (torch.Tensor, bool, int, float, str)):
+        raise ValueError(
+            f"checkpoint must hold tensors and plain values, got a {type(value).__name__} in the optimizer's state: "
+            "use an optimizer without such objects"
+        )

@@ -1,0 +1,185 @@
+"""Chunks: the windows that a document is read in, the record of a chunk, and perplexity over records.
+
+Perplexity is exp(sum of nll / number of scored tokens), in nats, never a mean of chunk perplexities.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+__all__ = [
+    "Chunk",
+    "Span",
+    "at_marks",
+    "choose_marks",
+    "cumulative",
+    "cut",
+    "per_segment",
+    "perplexity",
+    "perplexity_of",
+]
+
+
+@dataclass(frozen=True)
+class Span:
+    """The tokens of one chunk, [start, stop), and of its context, [begin, start), as indices into the document."""
+
+    begin: int
+    start: int
+    stop: int
+
+    @property
+    def scored(self) -> int:
+        """The number of tokens that are scored: all but the document's first one."""
+        return self.stop - max(self.start, 1)
+
+
+def cut(tokens: int, window: int, stride: int, start: int = 0) -> Iterator[Span]:
+    """Cut a document into chunks of `stride` tokens, each with up to `window - stride` tokens of context.
+
+    A chunk has at least one token of context, without which its first token could not be predicted.
+
+    Args:
+        tokens: the document's length.
+        window: tokens of context and chunk together.
+        stride: tokens of a chunk, at most `window`; the last chunk may be shorter.
+        start: the first chunk's first token.
+    """
+    for first in range(start, tokens, stride):
+        yield Span(max(0, first - max(window - stride, 1)), first, min(first + stride, tokens))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The record of one chunk: the tokens [start, stop) of the document.
+
+    Attributes:
+        index: the chunk's number in its reading of the document, from 0.
+        start: its first token's index in the document.
+        stop: the index after its last token.
+        tokens: the number of its tokens that were scored; all but the document's first one.
+        nll_nats: their summed negative log-likelihood, in nats, before the chunk was learned.
+        seconds: wall time of scoring and learning together.
+        learned: False where the adapter is as it was before: nothing is trainable, or a loss or a gradient was not
+            finite.
+        reading: the number of the reading, from 0; above 0 only where a document is read several times.
+    """
+
+    index: int
+    start: int
+    stop: int
+    tokens: int
+    nll_nats: float
+    seconds: float
+    learned: bool
+    reading: int = 0
+
+
+def perplexity(nll_nats: float, tokens: int) -> float:
+    """Return exp(nll / tokens): inf where it is too large for a float, nan where the sum is.
+
+    Args:
+        nll_nats: the summed negative log-likelihood, in nats.
+        tokens: the number of tokens that were scored.
+
+    Raises:
+        ValueError: no token was scored.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens must be at least 1, got {tokens}: score a token before asking for a perplexity")
+    try:
+        return math.exp(nll_nats / tokens)
+    except OverflowError:
+        return math.inf
+
+
+def perplexity_of(chunks: Iterable[Chunk]) -> float:
+    """Return the perplexity over chunk records; nan where no token was scored."""
+    chunks = list(chunks)
+    tokens = sum(chunk.tokens for chunk in chunks)
+    return perplexity(math.fsum(chunk.nll_nats for chunk in chunks), tokens) if tokens else math.nan
+
+
+def cumulative(chunks: Iterable[Chunk]) -> list[tuple[int, float]]:
+    """Return (tokens read, perplexity of everything scored so far) at the end of each chunk.
+
+    A chunk that ends before the first scored token is left out.
+    """
+    chunks = list(chunks)
+    nlls = accumulate(chunk.nll_nats for chunk in chunks)
+    tokens = accumulate(chunk.tokens for chunk in chunks)
+    return [
+        (chunk.stop, perplexity(nll, count)) for chunk, nll, count in zip(chunks, nlls, tokens, strict=True) if count
+    ]
+
+
+def choose_marks(tokens: int) -> list[int]:
+    """Choose the numbers of tokens at which the perplexity so far is reported: at most four, evenly spaced.
+
+    Texts of 200,000 tokens and more have the protocol's 50K, 100K, 150K and 200K; shorter ones have smaller steps.
+    """
+    steps = (1_000, 2_500, 5_000, 10_000, 25_000, 50_000)
+    step = next((step for step in steps if tokens <= 4 * step), steps[-1])
+    return [mark for mark in range(step, 4 * step + 1, step) if mark <= tokens]
+
+
+def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
+    """Return the cumulative perplexity at marks such as 50,000 and 100,000 tokens.
+
+    Nothing is interpolated: a mark inside a chunk takes the value at that chunk's end.
+
+    Args:
+        chunks: records, in the order of the document.
+        marks: numbers of tokens read, each at least 1, in any order.
+
+    Returns:
+        {"50000": perplexity, ...}, ascending, without the marks beyond the end of the document.
+
+    Raises:
+        ValueError: a mark is below 1.
+    """
+    points = cumulative(chunks)
+    reached = {mark: [value for stop, value in points if stop >= mark] for mark in _ascending(marks)}
+    return {str(mark): values[0] for mark, values in reached.items() if values}
+
+
+def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
+    """Return the perplexity of each segment between the marks.
+
+    A chunk that contains a mark belongs to the segment that the mark ends, as in `at_marks`: the segments share no
+    token and leave none out.
+
+    Args:
+        chunks: records, in the order of the document.
+        marks: numbers of tokens read, each at least 1, in any order.
+
+    Returns:
+        {"0-50000": perplexity, "50000-100000": ...}. The tokens after the last mark are one more segment, named after
+        the document's end. A segment without a scored token is left out.
+
+    Raises:
+        ValueError: a mark is below 1.
+    """
+    segments, segment, begin, ends = {}, [], 0, _ascending(marks)
+    for chunk in chunks:
+        segment.append(chunk)
+        while ends and chunk.stop >= ends[0]:
+            segments[f"{begin}-{ends[0]}"], segment = segment, []
+            begin = ends.pop(0)
+    if segment:
+        segments[f"{begin}-{segment[-1].stop}"] = segment
+    return {
+        name: perplexity(sum(chunk.nll_nats for chunk in segment), sum(chunk.tokens for chunk in segment))
+        for name, segment in segments.items()
+        if any(chunk.tokens for chunk in segment)
+    }
+
+
+def _ascending(marks: Sequence[int]) -> list[int]:
+    wrong = [mark for mark in marks if mark < 1]
+    if wrong:
+        raise ValueError(f"marks must be at least 1, got {wrong[0]}: give numbers of tokens read")
+    return sorted(set(marks))

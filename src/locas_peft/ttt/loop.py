@@ -1,0 +1,267 @@
+"""One step of test-time training: score a chunk, then learn it. The batch is B documents, usually one.
+
+Each row of the batch is one document with the adapter that learns it. No row's gradient reaches another row's
+adapter. All rows of a batch are at the same chunk; a row that skips a chunk goes on in a batch of its own.
+
+Axes: B rows, N tokens scored in a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from ..tuner import SlotWriter, calibrate, empty_memories
+from ..tuner.passes import adapters_disabled, evaluating
+from .anchor import Anchor
+from .attention_bypass import bypassing, is_tokenwise, list_attention
+from .cache import SlidingCache
+from .chunks import Chunk, Span
+from .host import Host
+from .learner import Learner
+from .objectives import OBJECTIVES, WEIGHTINGS, divergences, token_losses
+from .settings import TrainingSettings
+
+__all__ = ["Batch", "Loop", "Row", "calibrate_empty"]
+
+
+@dataclass(eq=False)
+class Row:
+    """A document that is being read, LongTensor [T], and the learner of its adapter.
+
+    Attributes:
+        adapter: the adapter's name; None in a batch of one row, whose adapters are the active ones.
+        chunks: the records so far.
+        skipped_chunks: how many chunks were not learned because a loss or a gradient was not finite.
+    """
+
+    ids: Tensor
+    learner: Learner
+    adapter: str | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+    skipped_chunks: int = 0
+
+
+@dataclass
+class Batch:
+    """Rows at the same chunk, and their context."""
+
+    rows: list[Row]
+    cache: SlidingCache
+
+    def select(self, indices: list[int]) -> Batch:
+        if len(indices) == len(self.rows):
+            return self
+        return Batch([self.rows[index] for index in indices], self.cache.select(indices))
+
+    @property
+    def adapters(self) -> list[str] | None:
+        return None if self.rows[0].adapter is None else [row.adapter for row in self.rows]
+
+    def tokens(self, start: int, stop: int) -> Tensor:
+        """The tokens [start, stop) of each row's document, [B, stop - start]."""
+        return torch.stack([row.ids[start:stop] for row in self.rows])
+
+
+class Loop:
+    """Scores and learns the chunks of documents.
+
+    Args:
+        host: the model.
+        settings: checked against the model here.
+        writer: writes tokens of each chunk into a two-layer LOCAS memory; for batches of one row.
+        anchor: see `Anchor`.
+
+    Raises:
+        ValueError: a setting does not fit the model.
+    """
+
+    def __init__(
+        self, host: Host, settings: TrainingSettings, writer: SlotWriter | None = None, anchor: Anchor | None = None
+    ):
+        self.host, self.settings, self.writer, self.anchor = host, _fit(settings, host), writer, anchor
+        self._bypassed = list_attention(host.model) if settings.gradient == "tokenwise" else []
+        self._objective = OBJECTIVES[settings.objective]
+        self._weigh = WEIGHTINGS[settings.token_weighting]
+
+    def make_batch(self, rows: list[Row]) -> Batch:
+        """Return a batch of rows whose context is not known yet."""
+        return Batch(rows, SlidingCache(self.host, keep=max(self.settings.window - self.settings.stride, 1) - 1))
+
+    def step(self, batch: Batch, span: Span, reading: int = 0) -> list[Batch]:
+        """Score a chunk and learn it, and append its record to each row.
+
+        Args:
+            batch: rows whose documents have the span's tokens.
+            span: the chunk.
+            reading: the number of the reading, for the record.
+
+        Returns:
+            The batches that go on: `batch` itself, or, where rows skipped the chunk, the other rows and a batch for
+            each of those. The context of a row that skipped is fed again: it may hold values that are not finite.
+        """
+        began = time.perf_counter()
+        learning = bool(batch.rows[0].learner.parameters())
+        with evaluating(self.host.model), bypassing(self._bypassed):
+            if learning and not batch.rows[0].chunks and batch.adapters is None:
+                calibrate_empty(self.host.model, batch.tokens(span.start, span.stop))
+            if learning and self.settings.epochs > 1:
+                paused = time.perf_counter()
+                for row in batch.rows:
+                    row.learner.take_snapshot()
+                began += time.perf_counter() - paused  # a safeguard of ours, not a cost of the method
+            with nullcontext() if self.writer is None else self.writer.recording():
+                nlls, going_on = self._score_and_learn(batch, span, learning)
+        seconds = (time.perf_counter() - began) / len(batch.rows)
+        batches = [going_on] if going_on.rows else []
+        for row, nll_nats in zip(batch.rows, nlls, strict=True):
+            finished = row in going_on.rows
+            if not finished:
+                batches.append(self.make_batch([row]))
+                if learning:
+                    row.skipped_chunks += 1
+                    if self.settings.epochs > 1:
+                        row.learner.restore_snapshot()
+            learned = learning and finished and span.scored > 0
+            index = row.chunks[-1].index + 1 if row.chunks and row.chunks[-1].reading == reading else 0
+            row.chunks.append(Chunk(index, span.start, span.stop, span.scored, nll_nats, seconds, learned, reading))
+        return batches
+
+    def _score_and_learn(self, batch: Batch, span: Span, learning: bool) -> tuple[list[float], Batch]:
+        """Return each row's nll, in nats, and the batch of the rows whose losses and gradients were finite."""
+        nlls = [0.0] * len(batch.rows)
+        targets = batch.tokens(max(span.start, 1), span.stop)
+        teacher = None
+        if learning and span.scored and self._objective.needs_teacher:
+            teacher = self._teacher_logits(batch, span)
+        for epoch in range(self.settings.epochs if span.scored else 0):
+            with torch.set_grad_enabled(learning):
+                logits = self._logits(batch, span)
+                if not learning:
+                    losses = token_losses(logits.flatten(0, 1), targets.flatten())
+                else:
+                    wanted = targets if teacher is None else teacher
+                    losses = self._objective.losses(logits.flatten(0, 1), wanted.flatten(0, 1))
+                losses = losses.unflatten(0, targets.shape)  # [B, N]
+            if epoch == 0:
+                scores = losses.detach()
+                if learning and self._objective.losses is not token_losses:
+                    scores = token_losses(logits.detach().flatten(0, 1), targets.flatten()).unflatten(0, targets.shape)
+                nlls = [row_scores.double().sum().item() for row_scores in scores]
+            del logits
+            healthy = self._learn(batch, losses) if learning else [math.isfinite(nll) for nll in nlls]
+            kept = [index for index, good in enumerate(healthy) if good]
+            if len(kept) < len(healthy):
+                batch, targets = batch.select(kept), targets[kept]
+                teacher = None if teacher is None else teacher[kept]
+            if not kept or not learning:
+                break
+        if learning and batch.rows and span.scored and self.writer is not None and self.writer.is_finite():
+            batch.rows[0].learner.move_slots(self.writer.write(losses.detach()[0]).moved or {})
+        batch.cache.advance()
+        return nlls, batch
+
+    def _logits(self, batch: Batch, span: Span) -> Tensor:
+        """Return the logits [B, N, V] of the chunk's targets: token t is predicted where token t - 1 is fed."""
+        ids = batch.tokens(span.begin, span.stop - 1)
+        if self.settings.context == "cache":
+            return batch.cache.forward(ids, span.scored, batch.adapters)
+        return self.host.logits(ids, span.scored, batch.adapters, use_cache=False)
+
+    @torch.no_grad()
+    def _teacher_logits(self, batch: Batch, span: Span) -> Tensor:
+        """Return the logits [B, N, V] of the base without adapters, with up to `teacher_window - S` tokens before."""
+        begin = max(0, span.start - max(self.settings.teacher_window - self.settings.stride, 1))
+        with adapters_disabled(self.host.model):
+            return self.host.logits(batch.tokens(begin, span.stop - 1), span.scored, use_cache=False)
+
+    def _learn(self, batch: Batch, losses: Tensor) -> list[bool]:
+        """Take an optimizer step for each row whose loss and gradient are finite; return which rows they are.
+
+        Args:
+            losses: [B, N].
+        """
+        row_losses = [self._weigh(tokens) for tokens in losses]
+        healthy = torch.stack(row_losses).detach().isfinite().tolist()
+        if not any(healthy):
+            return healthy
+        # The gradient of the sum is each row's own gradient, since no adapter serves two rows.
+        loss = torch.stack([loss for loss, good in zip(row_losses, healthy, strict=True) if good]).sum()
+        if self.writer is not None and not batch.rows[0].learner.trains:
+            loss.backward()
+            for parameter in batch.rows[0].learner.parameters():
+                parameter.grad = None
+            return [self.writer.is_finite()]
+        for row in batch.rows:
+            row.learner.begin()
+        loss.backward()
+        self._pull_to_base(batch)
+        return [row.learner.finish(step=good) for row, good in zip(batch.rows, healthy, strict=True)]
+
+    def _pull_to_base(self, batch: Batch) -> None:
+        """Add the anchor's gradient to the rows whose step has one."""
+        by_step: dict[int, list[Row]] = {}  # documents of different lengths are at different steps in a second reading
+        for row in batch.rows if self.anchor is not None else ():
+            by_step.setdefault(row.learner.steps, []).append(row)
+        for step, rows in by_step.items():
+            text = self.anchor.text_of(step)
+            if text is not None:
+                self._pull(replace(batch, rows=rows), text.to(self.host.device))
+
+    def _pull(self, batch: Batch, text: Tensor) -> None:
+        """Add the gradient of the divergence from the base on a text [1, L], for each row of a batch."""
+        ids, count = text[:, :-1], text.shape[1] - 1
+        with nullcontext() if self.writer is None else self.writer.pausing():
+            with torch.no_grad(), adapters_disabled(self.host.model):
+                base = self.host.logits(ids, count, use_cache=False)[0]
+            logits = self.host.logits(ids.expand(len(batch.rows), -1), count, batch.adapters, use_cache=False)
+            pulls = torch.stack([divergences(row_logits, base).mean() for row_logits in logits])
+            (self.anchor.weight * self.anchor.every * pulls).sum().backward()
+
+
+def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:
+    """Calibrate the LOCAS memories that are still empty, on the first chunk alone.
+
+    Later tokens would leak into scores that are still to be taken.
+
+    Args:
+        model: any model; nothing happens where there is no empty memory.
+        input_ids: LongTensor [B, N], the first chunk.
+        adapter_name: this memory only; None for the active ones.
+    """
+    if empty_memories(model, adapter_name):
+        calibrate(model, [input_ids], adapter_name)
+
+
+def _fit(settings: TrainingSettings, host: Host) -> TrainingSettings:
+    """Check settings against a model, and fill in the teacher's window."""
+    for name in ("window", "stride", "context"):
+        if getattr(settings, name) is None:
+            raise ValueError(f"{name} must be given for training, got None: give one, or call complete() first")
+    limit = host.positions
+    if limit is not None and settings.window > limit:
+        raise ValueError(
+            f"window must be within the model's {limit} positions, got {settings.window}: lower window, and stride "
+            "with it"
+        )
+    if settings.context == "cache":
+        host.check_cache()
+    if settings.gradient == "tokenwise" and not is_tokenwise(host, list_attention(host.model)):
+        raise ValueError(
+            f"gradient must be 'full' for {host.kind}, got 'tokenwise': its tokens interact outside the attention "
+            "that would be left out"
+        )
+    if not OBJECTIVES[settings.objective].needs_teacher:
+        return settings
+    teacher_window = settings.teacher_window or min(4 * settings.window, limit or 4 * settings.window)
+    if teacher_window < settings.window or (limit is not None and teacher_window > limit):
+        raise ValueError(
+            f"teacher_window must be from window ({settings.window}) to the model's {limit} positions, got "
+            f"{teacher_window}: the teacher's context is at least the student's"
+        )
+    return replace(settings, teacher_window=teacher_window)

@@ -1,0 +1,171 @@
+"""What a chunk is learned by: a table of objectives, and how the tokens of a chunk are weighted.
+
+The losses work over the vocabulary in pieces, so that a large vocabulary needs no float32 copy of all the logits.
+
+Axes: N tokens of a chunk, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["OBJECTIVES", "WEIGHTINGS", "Objective", "divergences", "token_losses"]
+
+PIECE = 2**23
+"""Logits a piece: 32 MiB in float32."""
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return each token's negative log-likelihood.
+
+    Args:
+        logits: [N, V], any floating dtype; float64 is kept.
+        targets: LongTensor [N].
+
+    Returns:
+        Tensor [N], in nats, float32 or wider; differentiable once.
+    """
+    return _TokenLosses.apply(logits, targets.to(logits.device))
+
+
+def divergences(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Return each token's KL divergence from the teacher's next-token distribution to the student's.
+
+    Args:
+        logits: [N, V], the student's, any floating dtype; float64 is kept.
+        teacher_logits: [N, V], the teacher's; no gradient flows into them.
+
+    Returns:
+        Tensor [N], in nats, float32 or wider (float64 where either is); 0 where the two agree. Differentiable once.
+    """
+    return _Divergences.apply(logits, teacher_logits.detach())
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A row of `OBJECTIVES`.
+
+    Args:
+        losses: from the logits [N, V] and the targets to the losses [N], in nats.
+        needs_teacher: whether the targets are the teacher's logits [N, V] instead of the next tokens [N]. The teacher
+            is the base without its adapter, with a context of up to `teacher_window` tokens.
+    """
+
+    losses: Callable[[Tensor, Tensor], Tensor]
+    needs_teacher: bool = False
+
+
+OBJECTIVES: dict[str, Objective] = {
+    "nll": Objective(token_losses),
+    "distill": Objective(divergences, needs_teacher=True),
+}
+
+
+def _mean_by_loss(losses: Tensor) -> Tensor:
+    """Return the mean in which each token counts in proportion to its own loss; the weights carry no gradient."""
+    weights = losses.detach().clamp_min(0)
+    return (weights * losses).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
+
+
+WEIGHTINGS: dict[str, Callable[[Tensor], Tensor]] = {"uniform": torch.mean, "loss": _mean_by_loss}
+"""From the losses of a chunk's tokens [N] to the scalar that is differentiated."""
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    rows = max(1, PIECE // logits.shape[1])
+    return (slice(begin, begin + rows) for begin in range(0, max(1, len(logits)), rows))
+
+
+class _LogSoftmax:
+    """log_softmax of [N, V] a piece at a time, in float32 or wider.
+
+    The greatest logit of a row is subtracted first, so that the rounding error does not grow with the logits.
+
+    Args:
+        logits: [N, V].
+        norms: [2, N, 1], of the same logits, where they were computed before: the greatest logit of each row, and the
+            logarithm of the softmax's denominator after it was subtracted.
+    """
+
+    def __init__(self, logits: Tensor, norms: Tensor | None = None):
+        self.logits = logits
+        self.norms = self._compute_norms() if norms is None else norms
+
+    def _compute_norms(self) -> Tensor:
+        dtype, norms = torch.promote_types(self.logits.dtype, torch.float32), []
+        for rows in _pieces(self.logits):
+            piece = self.logits[rows].to(dtype)
+            peaks = piece.amax(dim=-1, keepdim=True)
+            norms.append(torch.stack([peaks, (piece - peaks).exp_().sum(dim=-1, keepdim=True).log_()]))
+        return torch.cat(norms, dim=1)
+
+    def piece(self, rows: slice, out: Tensor | None = None) -> Tensor:
+        peaks, log_sums = self.norms[:, rows]
+        return torch.sub(self.logits[rows], peaks, out=out).sub_(log_sums)
+
+
+def _gradient(student: _LogSoftmax, subtract_target: Callable[[Tensor, slice], None], outer: Tensor) -> Tensor:
+    """Return the gradient [N, V] by the student's logits: (softmax - target distribution) * outer.
+
+    Args:
+        student: of the logits.
+        subtract_target: subtracts the target distribution of some rows from a piece, in place.
+        outer: [N], the gradient by the losses.
+    """
+    gradient = torch.empty_like(student.logits)
+    for rows in _pieces(student.logits):
+        # Work in the gradient's own memory where its dtype allows: new pages are expensive on a CPU.
+        out = gradient[rows] if gradient.dtype == student.norms.dtype else None
+        piece = student.piece(rows, out).exp_()
+        subtract_target(piece, rows)
+        piece.mul_(outer[rows].unsqueeze(1))
+        if out is None:
+            gradient[rows] = piece
+    return gradient
+
+
+class _TokenLosses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+        norms = _LogSoftmax(logits).norms
+        ctx.save_for_backward(logits, targets, norms)
+        peaks, log_sums = norms
+        return (log_sums - (logits.gather(1, targets.unsqueeze(1)) - peaks)).squeeze(1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, outer: Tensor):
+        logits, targets, norms = ctx.saved_tensors
+
+        def subtract_target(piece: Tensor, rows: slice) -> None:
+            piece.scatter_add_(1, targets[rows].unsqueeze(1), -torch.ones_like(norms[0, rows]))
+
+        return _gradient(_LogSoftmax(logits, norms), subtract_target, outer), None
+
+
+class _Divergences(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        student, teacher = _LogSoftmax(logits), _LogSoftmax(teacher_logits)
+        ctx.save_for_backward(logits, teacher_logits, student.norms, teacher.norms)
+        divergences = []
+        for rows in _pieces(logits):
+            log_teacher = teacher.piece(rows)
+            log_ratio = log_teacher - student.piece(rows)
+            divergences.append((log_teacher.exp_() * log_ratio).sum(dim=-1))
+        return torch.cat(divergences)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, outer: Tensor):
+        logits, teacher_logits, norms, teacher_norms = ctx.saved_tensors
+        teacher = _LogSoftmax(teacher_logits, teacher_norms)
+
+        def subtract_target(piece: Tensor, rows: slice) -> None:
+            piece.sub_(teacher.piece(rows).exp_())
+
+        return _gradient(_LogSoftmax(logits, norms), subtract_target, outer), None

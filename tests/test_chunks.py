@@ -1,0 +1,104 @@
+"""Every token is in one chunk, and perplexity weighs tokens, not chunks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from locas_peft.ttt import Chunk, Span, at_marks, choose_marks, cumulative, cut, per_segment, perplexity, perplexity_of
+
+
+def make_chunks(*nlls: float, stride: int = 10) -> list[Chunk]:
+    """Chunks of `stride` tokens, each token of which costs the same: the first chunk scores one token less."""
+    chunks = []
+    for index, nll in enumerate(nlls):
+        start, stop, tokens = index * stride, (index + 1) * stride, stride - (index == 0)
+        chunks.append(Chunk(index, start, stop, tokens, nll * tokens, 0.0, True))
+    return chunks
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 16), (16, 15), (9, 1), (1, 1), (64, 5)])
+@pytest.mark.parametrize("length", [2, 8, 9, 16, 17, 50])
+def test_every_token_but_the_first_is_scored_once_with_the_context_of_the_window(length, window, stride):
+    spans = list(cut(length, window, stride))
+    assert [(span.start, span.stop) for span in spans] == [
+        (start, min(start + stride, length)) for start in range(0, length, stride)
+    ]
+    assert sum(span.scored for span in spans) == length - 1
+    assert all(span.begin == max(0, span.start - max(window - stride, 1)) for span in spans)
+    assert list(cut(length, window, stride, start=stride)) == spans[1:]
+
+
+def test_a_chunk_as_long_as_the_window_has_the_token_before_it_as_context():
+    assert list(cut(20, 8, 8)) == [Span(0, 0, 8), Span(7, 8, 16), Span(15, 16, 20)]
+
+
+def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():
+    assert perplexity(7 * math.log(50), 7) == pytest.approx(50)
+
+
+def test_perplexity_beyond_a_float_is_infinite_and_of_nan_is_nan():
+    assert perplexity(1e6, 1) == math.inf
+    assert math.isnan(perplexity(math.nan, 1))
+
+
+def test_perplexity_needs_a_scored_token():
+    message = "^tokens must be at least 1, got 0: score a token before asking for a perplexity$"
+    with pytest.raises(ValueError, match=message):
+        perplexity(0.0, 0)
+    assert math.isnan(perplexity_of([]))
+
+
+def test_cumulative_weighs_tokens_and_not_chunks():
+    points = cumulative(make_chunks(3.0, 1.0))
+    assert [tokens for tokens, _ in points] == [10, 20]
+    assert points[0][1] == pytest.approx(math.exp(3))
+    assert points[1][1] == pytest.approx(math.exp((9 * 3 + 10 * 1) / 19)) == perplexity_of(make_chunks(3.0, 1.0))
+
+
+def test_cumulative_leaves_out_what_precedes_the_first_scored_token():
+    assert cumulative(make_chunks(0.0, 1.0, stride=1)) == [(2, math.exp(1))]
+    assert cumulative([]) == []
+
+
+def test_at_marks_takes_the_end_of_the_chunk_that_reaches_the_mark():
+    chunks = make_chunks(3.0, 2.0, 1.0)
+    ends = dict(cumulative(chunks))
+    assert at_marks(chunks, [15, 10, 30, 31]) == {"10": ends[10], "15": ends[20], "30": ends[30]}
+
+
+def test_per_segment_shares_no_token_and_leaves_none_out():
+    chunks = make_chunks(4.0, 3.0, 2.0, 1.0)
+    segments = per_segment(chunks, [15, 30, 100])
+    assert list(segments) == ["0-15", "15-30", "30-40"]
+    assert segments["0-15"] == pytest.approx(math.exp((9 * 4 + 10 * 3) / 19))
+    assert segments["15-30"] == pytest.approx(math.exp(2))
+    assert segments["30-40"] == pytest.approx(math.exp(1))
+
+
+def test_per_segment_ends_with_the_document_and_skips_segments_inside_one_chunk():
+    assert list(per_segment(make_chunks(2.0, 1.0), [12, 14, 20])) == ["0-12"]
+    assert list(per_segment(make_chunks(2.0, 1.0), [])) == ["0-20"]
+    assert per_segment([], [10]) == {}
+
+
+@pytest.mark.parametrize("measure", [at_marks, per_segment])
+def test_marks_are_numbers_of_tokens(measure):
+    with pytest.raises(ValueError, match="^marks must be at least 1, got 0: give numbers of tokens read$"):
+        measure(make_chunks(1.0), [0, 10])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "marks"),
+    [
+        (900, []),
+        (3_500, [1000, 2000, 3000]),
+        (60_000, [25_000, 50_000]),
+        (100_000, [25_000, 50_000, 75_000, 100_000]),
+        (220_000, [50_000, 100_000, 150_000, 200_000]),
+        (1_000_000, [50_000, 100_000, 150_000, 200_000]),
+    ],
+)
+def test_marks_follow_the_length(tokens, marks):
+    assert choose_marks(tokens) == marks

@@ -1,0 +1,541 @@
+"""A reading leaves the base as it was, reports what it did, and saves a whole memory or none."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import os
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
+
+from locas_peft import backbone, loading, reading, text
+from locas_peft.files import format_json
+from locas_peft.reading import (
+    CHECKPOINT_FOLDER,
+    READING,
+    Reading,
+    attached,
+    check_vacant,
+    find_finished,
+    memorize,
+    memory_attached,
+    score,
+)
+from locas_peft.settings import ReadingSettings
+from locas_peft.ttt import TestTimeTrainer, checkpoint, write_own_text
+
+CONTRACT = {
+    "method", "model", "r", "init", "learning_rate", "window", "stride", "seed", "scored_tokens", "nll_nats",
+    "perplexity", "perplexity_at", "extra_parameters", "seconds", "tokens_per_second", "peak_bytes", "memory_dir",
+}  # fmt: skip
+METHODS = ["none", "lora", "locas-glu"]  # for gated hosts
+WEIGHTS = "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def base():
+    return loading.load_base(device="cpu")[0]
+
+
+@pytest.fixture(scope="module")
+def input_ids():
+    _, tokenizer = backbone.load()
+    return text.tokenize(tokenizer, text.unwrap(text.python_reference()[:4000]), 500)
+
+
+def small(method: str = "locas-glu", **given) -> ReadingSettings:
+    if method == "locas-glu":
+        given = {"anchor": 0, **given}  # writing its text would take longer than these readings
+    return ReadingSettings(**{"method": method, "window": 128, "stride": 64} | given).complete()
+
+
+def make_two_layer_host():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = GPTNeoXConfig(**sizes, num_attention_heads=2, max_position_embeddings=64, hidden_act="relu")
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def make_ids(length: int) -> torch.Tensor:
+    return torch.randint(0, 64, (length,), generator=torch.Generator().manual_seed(0))
+
+
+def describe(model) -> dict:
+    """All that a method could leave behind in a model."""
+    return {
+        "modules": [(name, type(module)) for name, module in model.named_modules()],
+        "flags": [(name, parameter.requires_grad, parameter.grad) for name, parameter in model.named_parameters()],
+        "modes": [module.training for module in model.modules()],
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()],
+        "attributes": {name: sorted(module.__dict__) for name, module in model.named_modules()},
+        "config": model.config.to_dict(),
+    }
+
+
+def interrupt_at(index: int, number: int = 0):
+    def interrupt(chunk):
+        if (chunk.reading, chunk.index) == (number, index):
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
+def interrupted(base, input_ids, settings, *, at: int, number: int = 0, **options) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        memorize(base, input_ids, settings, checkpoint_seconds=0, on_chunk=interrupt_at(at, number), **options)
+
+
+# The base
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_base_is_what_it_was(method, base, input_ids):
+    weights = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    before = describe(base)
+    memorize(base, input_ids[:200], small(method))
+    assert describe(base) == before
+    assert base.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in base.state_dict().items())
+
+
+def test_the_base_is_what_it_was_after_an_error(base, input_ids):
+    before = describe(base)
+    with pytest.raises(KeyboardInterrupt):
+        memorize(base, input_ids, small(), on_chunk=interrupt_at(0))
+    assert describe(base) == before
+
+
+def test_trainable_parameters_and_training_mode_come_back():
+    model = make_two_layer_host().train()
+    with attached(model, small("none")):
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+# Figures
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_reading_can_be_repeated(method, base, input_ids):
+    first, second = (memorize(base, input_ids, small(method, seed=3)) for _ in range(2))
+    assert first.nll_nats == second.nll_nats
+    assert first.curve == second.curve
+
+
+def test_methods_score_the_same_first_chunk_and_learn_from_then_on(base, input_ids):
+    readings = {method: memorize(base, input_ids, small(method)) for method in METHODS}
+    for method in ("lora", "locas-glu"):
+        assert readings[method].curve[0] == pytest.approx(readings["none"].curve[0], rel=1e-5)
+        assert readings[method].perplexity < readings["none"].perplexity
+    assert readings["none"].extra_parameters == 0
+    assert readings["lora"].extra_parameters == 1_867_776
+    assert readings["locas-glu"].extra_parameters == 6 * 64 * 3 * 256
+
+
+def test_settings_that_are_not_complete_are_completed(base, input_ids):
+    given = ReadingSettings(method="none", window=128)
+    assert memorize(base, input_ids[:100], given).settings == given.complete(base)
+
+
+def test_a_reading_records_what_it_did(base, input_ids):
+    seen = []
+    reading = memorize(base, input_ids, small(r=8, max_tokens=300), on_chunk=seen.append)
+    assert [chunk.stop for chunk in seen] == [64, 128, 192, 256, 300]
+    assert reading.scored_tokens == 299
+    assert reading.nll_nats == pytest.approx(sum(chunk.nll_nats for chunk in seen))
+    assert reading.perplexity == pytest.approx(math.exp(reading.nll_nats / 299))
+    assert reading.curve[-1] == (300, reading.perplexity)
+    assert (reading.perplexities, reading.perplexity_between) == ([reading.perplexity], {"0-300": reading.perplexity})
+    assert 0 <= reading.seconds - sum(chunk.seconds for chunk in seen) < 1  # the trainer's construction
+    assert reading.tokens_per_second == 299 / reading.seconds
+    assert reading.peak_bytes > 0
+    assert reading.memory_dir is None
+    value = reading.to_json()
+    assert value.keys() >= CONTRACT
+    assert (value["method"], value["model"], value["r"]) == ("locas-glu", "locas_peft/tinybook-glu", 8)
+    assert Reading.from_json(json.loads(json.dumps(value))) == reading
+
+
+def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):
+    seen, settings = [], small(r=8, readings=3)
+    reading, once = memorize(base, input_ids, settings, on_chunk=seen.append), memorize(base, input_ids, small(r=8))
+    assert [chunk.reading for chunk in seen] == [0] * 8 + [1] * 8 + [2] * 8
+    assert (reading.nll_nats, reading.curve, reading.scored_tokens) == (once.nll_nats, once.curve, 499)
+    assert reading.perplexities[0] == reading.perplexity == once.perplexity
+    assert reading.perplexities[2] < reading.perplexities[1] < reading.perplexities[0]
+    assert reading.tokens_per_second == 3 * 499 / reading.seconds
+
+
+def test_figures_that_overflowed_survive_json(base, input_ids):
+    reading = memorize(base, input_ids[:130], small("none"))
+    figures = {"perplexity_at": {"1": math.nan}, "perplexity_between": {"0-1": math.nan}, "perplexities": [math.nan]}
+    broken = dataclasses.replace(reading, nll_nats=math.inf, perplexity=math.nan, curve=[(64, math.nan)], **figures)
+    back = Reading.from_json(json.loads(format_json(broken.to_json())))
+    found = [back.nll_nats, back.perplexity, back.curve[0][1], *back.perplexity_at.values(), *back.perplexities]
+    assert all(map(math.isnan, [*found, *back.perplexity_between.values()]))
+
+
+def test_a_record_of_another_version_is_named(base, input_ids):
+    value = memorize(base, input_ids[:130], small("none")).to_json()
+    older = {name: item for name, item in value.items() if name not in ("layers_to_transform", "perplexities")}
+    assert Reading.from_json(older).perplexities == []
+    for wrong in ({**value, "surprise": 1}, {name: item for name, item in value.items() if name != "nll_nats"}):
+        with pytest.raises(
+            ValueError, match="^reading.json must be one that this version wrote .*: read the text aga"
+        ):
+            Reading.from_json(wrong)
+
+
+def test_scoring_needs_a_frozen_model(input_ids):
+    model, _ = backbone.load()
+    with pytest.raises(ValueError, match="^model must be frozen, got 68 trainable parameters: freeze them first$"):
+        score(model, input_ids, small("none"))
+
+
+# Adapters
+
+
+def test_norms_of_the_settings_reach_the_memory(base):
+    for given, expected in (
+        ({}, (1.0, 1.0)),
+        ({"row_norm": 4.0, "max_slot_norm": 0.0}, (4.0, None)),
+        ({"row_norm": 0.5, "max_slot_norm": 2.0}, (0.5, 2.0)),
+    ):
+        with attached(base, small(**given)) as model:
+            config = model.peft_config["default"]
+            assert (config.row_norm, config.max_slot_norm) == expected
+
+
+@pytest.mark.parametrize(("given", "texts"), [({"stride": 16}, (32, 16)), ({"stride": 1}, (32, 2))])
+def test_settings_make_the_anchor(base, given, texts):
+    settings = small(**{"r": 4, "anchor": 0.5, "window": 32} | given)
+    with attached(base, settings) as model:
+        anchor = reading.make_trainer(model, settings).anchor
+        assert (anchor.weight, anchor.every, anchor.texts.shape) == (0.5, 4, texts)
+        assert torch.equal(anchor.texts, write_own_text(model, tokens=texts[1]))
+    with attached(base, small()) as model:
+        assert reading.make_trainer(model, small()).anchor is None
+
+
+@pytest.mark.parametrize("method", ["lora", "locas-glu"])
+@pytest.mark.parametrize(("layers", "indices"), [("upper", {3, 4, 5}), ([5, 0], {0, 5}), (None, set(range(6)))])
+def test_some_layers_alone_are_trained(method, layers, indices, base):
+    with attached(base, small(method, r=4, layers_to_transform=layers)) as model:
+        trained = [name.split(".layers.")[1] for name, p in model.named_parameters() if p.requires_grad]
+        kinds = {name.partition(".")[2].partition(".locas_")[0].partition(".lora_")[0] for name in trained}
+    assert {int(name.partition(".")[0]) for name in trained} == indices
+    projections = {"self_attn." + part for part in ("q_proj", "k_proj", "v_proj", "o_proj")}
+    projections |= {"mlp." + part for part in ("gate_proj", "up_proj", "down_proj")}
+    assert kinds == ({"mlp"} if method == "locas-glu" else projections)
+
+
+@pytest.mark.parametrize("method", ["lora", "locas-glu"])
+def test_all_layers_named_are_all_layers(method, base, input_ids):
+    named, every = (
+        memorize(base, input_ids[:200], small(method, r=4, layers_to_transform=layers))
+        for layers in ([0, 1, 2, 3, 4, 5], None)
+    )
+    assert (named.nll_nats, named.extra_parameters) == (every.nll_nats, every.extra_parameters)
+
+
+@pytest.mark.parametrize("method", ["lora", "locas-glu"])
+def test_layers_that_a_model_does_not_have_are_named(method, base, input_ids):
+    message = "^layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got 6: lower it$"
+    with pytest.raises(ValueError, match=message):
+        memorize(base, input_ids, small(method, layers_to_transform=[5, 6]))
+
+
+def test_the_upper_half_of_an_odd_number_of_layers_is_the_larger_one():
+    host = make_two_layer_host()
+    host.config.num_hidden_layers = 5
+    assert reading.find_layers(host, "upper") == [2, 3, 4]
+
+
+def test_each_kind_of_host_has_its_own_method(base, input_ids):
+    host, ids = make_two_layer_host(), make_ids(90)
+    assert memorize(host, ids, small("locas-mlp", r=4, window=32, stride=16)).extra_parameters == 2 * 4 * 2 * 16
+    message = "^method 'locas-glu' needs gated FFNs, got GPTNeoXForCausalLM with two-layer ones: use 'locas-mlp'$"
+    with pytest.raises(ValueError, match=message):
+        memorize(host, ids, small(r=4, window=32, stride=16))
+    message = "^method 'locas-mlp' needs two-layer FFNs, got Qwen3ForCausalLM with gated ones: use 'locas-glu'$"
+    with pytest.raises(ValueError, match=message):
+        memorize(base, input_ids, small("locas-mlp"))
+
+
+@pytest.mark.parametrize("given", [{"preset": "paper"}, {"preset": "paper", "update": "nlsvd"}, {}], ids=str)
+def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
+    ids = make_ids(200)
+    settings = small("locas-mlp", r=4, window=32, stride=16, **given)
+    record = memorize(make_two_layer_host(), ids, settings, out=tmp_path / "memory")
+    assert record.skipped_chunks == 0 and math.isfinite(record.perplexity)
+    model, ids = loading.load_memory(make_two_layer_host(), tmp_path / "memory"), ids[None, :32]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        assert not torch.equal(expected, make_two_layer_host()(input_ids=ids).logits)
+        model.merge_and_unload().save_pretrained(tmp_path / "merged")
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+# A memory's folder
+
+
+def test_a_saved_memory_comes_back_on_a_fresh_base(base, input_ids, tmp_path):
+    folder = tmp_path / "new" / "memory"
+    record = memorize(base, input_ids, small(), out=folder)
+    assert record.memory_dir == str(folder)
+    assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", WEIGHTS, READING]
+    assert json.loads((folder / READING).read_text())["perplexity"] == record.perplexity
+    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == backbone.NAME
+    texts = [path.read_text() for path in folder.iterdir() if path.suffix != ".safetensors"]
+    assert str(backbone.path()) not in "".join(texts)
+
+    fresh, _ = backbone.load()
+    before = describe(fresh)
+    with memory_attached(fresh, folder) as model:
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        with_memory = score(model, input_ids, record.settings)
+        with model.disable_adapter():
+            without = score(model, input_ids, record.settings)
+    assert with_memory < 0.9 * without
+    fresh.requires_grad_(False)
+    assert score(fresh, input_ids, record.settings) == without
+    assert describe(fresh.requires_grad_(True))["modules"] == before["modules"]
+
+
+def test_the_method_none_has_nothing_to_save(base, input_ids, tmp_path):
+    record = memorize(base, input_ids, small("none"), out=tmp_path / "memory", checkpoint_dir=tmp_path / "c")
+    assert record.memory_dir is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_nothing(base, input_ids, tmp_path, monkeypatch):
+    def fill(self, folder, **options):
+        Path(folder, "half").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(PeftModel, "save_pretrained", fill)
+    with pytest.raises(OSError, match="No space left"):
+        memorize(base, input_ids[:130], small(), out=tmp_path / "a" / "b" / "memory")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    memorize(base, input_ids[:130], small(r=4), out=tmp_path)
+    before = (tmp_path / WEIGHTS).read_bytes()
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder, or give --overwrite$"):
+            memorize(base, input_ids[:130], small(r=8), out=tmp_path, resume=resume)
+    assert (tmp_path / WEIGHTS).read_bytes() == before
+    record = memorize(base, input_ids[:130], small(r=8), out=tmp_path, overwrite=True)
+    assert find_finished(tmp_path, small(r=8), input_ids[:130]) == record
+    assert (tmp_path / WEIGHTS).read_bytes() != before and (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("name", ["README.md", "adapter_config.json", WEIGHTS, READING])
+def test_foreign_files_are_never_replaced(base, input_ids, tmp_path, name, overwrite):
+    (tmp_path / name).symlink_to(tmp_path / "missing") if name == READING else (tmp_path / name).write_text("mine")
+    message = f"^--out .* holds a file {name} that no reading wrote: choose another folder, or move that file$"
+    for use in (
+        lambda: check_vacant(tmp_path, overwrite=overwrite),
+        lambda: memorize(base, input_ids, small(), out=tmp_path, overwrite=overwrite, on_chunk=pytest.fail),
+    ):
+        with pytest.raises(ValueError, match=message):
+            use()
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(base, input_ids, tmp_path, monkeypatch):
+    """Another process may finish the same memory after the command line has looked."""
+    check_vacant(tmp_path)
+    memorize(base, input_ids[:130], small(r=4), out=tmp_path)
+    locked = []
+
+    def check(directory, **options):
+        with pytest.raises(checkpoint.InUse):
+            checkpoint.Lock(tmp_path / CHECKPOINT_FOLDER)
+        locked.append(directory)
+        check_vacant(directory, **options)
+
+    monkeypatch.setattr(reading, "check_vacant", check)
+    with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder, or give --overwrite$"):
+        memorize(base, input_ids[:130], small(r=4), out=tmp_path, checkpoint_dir=tmp_path / CHECKPOINT_FOLDER)
+    assert locked == [tmp_path] and CHECKPOINT_FOLDER not in os.listdir(tmp_path)
+
+
+def test_a_finished_reading_is_found(base, input_ids, tmp_path):
+    settings, folder = small(r=4, layers_to_transform=[4, 5]), tmp_path / "memory"
+    assert find_finished(folder, settings, input_ids) is None
+    record = memorize(base, input_ids[:130], settings, out=folder)
+    assert find_finished(folder, settings, input_ids[:130]) == record
+    for changed, message in (
+        (small(r=5, layers_to_transform=[4, 5]), "r must be 4 as in the memory in .*, got 5"),
+        (
+            small(r=4, layers_to_transform="upper"),
+            r"layers_to_transform must be \[4, 5\] as in the memory .*, got 'upp",
+        ),
+        (small("lora", r=4), "method must be 'locas-glu' as in the memory in .*, got 'lora'"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}.*: choose another folder, or give --overwrite$"):
+            find_finished(folder, changed, input_ids[:130])
+    with pytest.raises(ValueError, match="^--out .* holds the memory of another text: choose another folder, or give"):
+        find_finished(folder, settings, input_ids)
+    (folder / READING).unlink()
+    with pytest.raises(ValueError, match="^--out .* holds a memory that no reading here made: choose another folder"):
+        find_finished(folder, settings, input_ids)
+
+
+@pytest.mark.parametrize("judge", [check_vacant, find_finished])
+@pytest.mark.parametrize("move", range(1, 10))
+def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(base, input_ids, tmp_path, move, judge):
+    """Killed between two moves, a folder must not hold new weights that pass for the old memory."""
+    ids, moves, replace = input_ids[:70], [], os.replace
+    memorize(base, ids, small(r=4), out=tmp_path)
+
+    def stop(*paths):
+        moves.append(paths)
+        if len(moves) == move:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            memorize(base, ids, small(r=8), out=tmp_path, overwrite=True)
+    if judge is check_vacant:
+        with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder"):
+            check_vacant(tmp_path)
+    width = loading.load_memory_config(tmp_path)["r"]
+    assert find_finished(tmp_path, small(r=width), ids).settings.r == width
+    assert width == (8 if move > 2 else 4)
+
+
+# Unfinished readings
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "number"),
+    [("lora", {}, 0), ("locas-glu", {}, 0), ("locas-glu", {"readings": 2}, 1), ("locas-glu", {"anchor": 0.3}, 0)],
+    ids=str,
+)
+def test_an_interrupted_reading_goes_on_bit_for_bit(method, given, number, base, input_ids, tmp_path, monkeypatch):
+    settings = small(method, r=8, **given)
+    whole = memorize(base, input_ids, settings, out=tmp_path / "whole")
+    folder = tmp_path / "parts"
+    options = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER}
+    interrupted(base, input_ids, settings, at=4, number=number, **options)
+    assert os.listdir(folder) == [CHECKPOINT_FOLDER]
+    with pytest.raises(ValueError, match="^--out .* holds an unfinished reading: go on with --resume, or give --over"):
+        memorize(base, input_ids, settings, **options)
+    torch.manual_seed(12345)
+    monkeypatch.setattr(reading, "write_own_text", pytest.fail)  # the checkpoint holds the anchor's text
+    seen = []
+    parts = memorize(base, input_ids, settings, **options, resume=True, on_chunk=seen.append)
+    assert [(chunk.reading, chunk.index) for chunk in seen] == [(n, i) for n in range(number + 1) for i in range(8)]
+    assert (parts.nll_nats, parts.curve, parts.perplexities) == (whole.nll_nats, whole.curve, whole.perplexities)
+    assert (folder / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
+    assert not (folder / CHECKPOINT_FOLDER).exists()
+
+
+def test_overwrite_starts_afresh(base, input_ids, tmp_path):
+    options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER}
+    interrupted(base, input_ids[:200], small(r=4), at=2, **options)
+    seen = []
+    memorize(base, input_ids[:200], small(r=8), **options, overwrite=True, on_chunk=seen.append)
+    assert [chunk.index for chunk in seen] == [0, 1, 2, 3]
+    assert CHECKPOINT_FOLDER not in os.listdir(tmp_path / "m")
+
+
+def test_an_unfinished_replacement_of_a_memory_goes_on(base, input_ids, tmp_path):
+    folder = tmp_path / "m"
+    options = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER}
+    memorize(base, input_ids[:200], small(r=4), **options)
+    interrupted(base, input_ids[:200], small(r=8), at=2, **options, overwrite=True)
+    assert loading.load_memory_config(folder)["r"] == 4
+    assert find_finished(folder, small(r=8), input_ids[:200]) is None
+    record = memorize(base, input_ids[:200], small(r=8), **options, resume=True)
+    assert find_finished(folder, small(r=8), input_ids[:200]) == record
+
+
+def test_resume_starts_afresh_without_a_checkpoint(base, input_ids, tmp_path):
+    record = memorize(base, input_ids[:130], small(anchor=0.3), checkpoint_dir=tmp_path / "none", resume=True)
+    assert record.scored_tokens == 129
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"r": 8}, "r must be 64 as in the checkpoint in '{}', got 8: give the former value, or"),
+        ({"method": "lora"}, "method must be 'locas-glu' as in the checkpoint in '{}', got 'lora': give"),
+        ({"layers_to_transform": "upper"}, "layers_to_transform must be None as in the checkpoint in '{}', got 'upp"),
+        ({"seed": 1}, "seed must be 0 as in the checkpoint in '{}', got 1: give the former value, or choose"),
+        ({}, "input_ids must be the document begun in '{}' (sha256 "),
+    ],
+    ids=str,
+)
+def test_another_reading_or_text_does_not_resume(base, input_ids, tmp_path, changed, message):
+    interrupted(base, input_ids, small(), at=2, checkpoint_dir=tmp_path)
+    before = (tmp_path / checkpoint.CHECKPOINT).read_bytes()
+    with pytest.raises(ValueError) as raised:
+        ids = input_ids if changed else input_ids.flip(0)
+        memorize(base, ids, small(**{"method": "locas-glu"} | changed), checkpoint_dir=tmp_path, resume=True)
+    assert str(raised.value).startswith(message.format(tmp_path))
+    assert (tmp_path / checkpoint.CHECKPOINT).read_bytes() == before
+
+
+def test_a_failing_first_checkpoint_leaves_nothing(base, input_ids, tmp_path, monkeypatch):
+    def fill(self, folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(TestTimeTrainer, "save", fill)
+    with pytest.raises(OSError, match="No space left"):
+        memorize(base, input_ids, small(), checkpoint_dir=tmp_path / "memory" / "checkpoint", checkpoint_seconds=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_checkpoint_stays_until_the_memory_is_saved(base, input_ids, tmp_path, monkeypatch):
+    @contextmanager
+    def full(directory):
+        raise OSError(errno.ENOSPC, "No space left on device")
+        yield
+
+    options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "staged", full)
+        with pytest.raises(OSError, match="No space left"):
+            memorize(base, input_ids[:130], small(), **options)
+    seen = []
+    memorize(base, input_ids[:130], small(), **options, resume=True, on_chunk=seen.append)
+    assert len(seen) == 3
+    assert sorted(os.listdir(tmp_path / "m")) == ["README.md", "adapter_config.json", WEIGHTS, READING]
+
+
+def test_a_reading_has_its_folder_alone_from_the_first_chunk_on(base, input_ids, tmp_path):
+    folder, refusals = tmp_path / "memory" / "checkpoint", []
+
+    def intrude(chunk):
+        with pytest.raises(checkpoint.InUse) as refusal:
+            memorize(base, input_ids, small(), checkpoint_dir=folder, on_chunk=pytest.fail)
+        refusals.append(refusal)
+
+    memorize(base, input_ids[:130], small(), on_chunk=intrude, checkpoint_dir=folder)
+    assert len(refusals) == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ids", [torch.tensor([5]), torch.ones(1, 8, dtype=torch.long)], ids=["one", "batch"])
+def test_a_text_of_another_shape_is_refused(base, ids):
+    message = rf"^input_ids must be of shape \[T\] with T >= 2, got \{list(ids.shape)}: give more text$"
+    with pytest.raises(ValueError, match=message):
+        memorize(base, ids, small("none"))

@@ -1,0 +1,148 @@
+"""A checkpoint is loaded into the run that wrote it; where it is refused, nothing has changed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from families import FAMILIES, VOCABULARY, make_host
+from peft import get_peft_model
+from training import SETTINGS, assert_same, make_ids, make_model, make_trainer, read, sgd, spoil, weights_of
+
+from locas_peft import LocasConfig
+from locas_peft.ttt import TestTimeTrainer, checkpoint
+from locas_peft.ttt.run_state import fingerprint
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_fingerprint_of_a_base_is_the_same_with_and_without_adapters(family):
+    expected = fingerprint(make_host(family))
+    assert fingerprint(make_model("locas", family)) == expected
+    assert fingerprint(make_model("lora", family)) == expected
+
+
+def test_the_fingerprint_is_that_of_the_base():
+    expected, spoiled, trainer = fingerprint(make_host("llama")), make_host("llama"), make_trainer()
+    read(trainer, make_ids(24))
+    assert fingerprint(trainer.model) == expected
+    assert fingerprint(make_model("lora", modules_to_save=["lm_head"])) == expected
+    spoil(spoiled, 0)
+    assert fingerprint(spoiled) != expected
+    assert fingerprint(make_host("llama", torch.bfloat16)) != expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"window": 24}, "window must be 16 as in the checkpoint in '{}', got 24: give the former value, or choose"),
+        ({"stride": 4}, "stride must be 8 as in the checkpoint in '{}', got 4: give the former value, or choose"),
+        ({"context": "cache"}, "context must be 'recompute' as in the checkpoint in '{}', got 'cache': give the"),
+        ({"gradient": "tokenwise"}, "gradient must be 'full' as in the checkpoint in '{}', got 'tokenwise': give"),
+        ({"objective": "distill"}, "objective must be 'nll' as in the checkpoint in '{}', got 'distill': give the"),
+        ({"token_weighting": "loss"}, "token_weighting must be 'uniform' as in the checkpoint in '{}', got 'loss'"),
+        ({"readings": 2}, "readings must be 1 as in the checkpoint in '{}', got 2: give the former value, or"),
+        (
+            {"optimizer": sgd(0.1)},
+            "optimizer must be None as in the checkpoint in '{}', got 'training.sgd.<locals>.<lambda>': give the",
+        ),
+        ({"r": 8}, "adapter 'default': r must be 4 as in the checkpoint in '{}', got 8: give the former value, or"),
+        (
+            {"layers_to_transform": [1]},
+            "adapter 'default': layers_to_transform must be None as in the checkpoint in '{}', got [1]: give the",
+        ),
+        ({"kind": "plain"}, "active adapters must be ['default'] as in the checkpoint in '{}', got []: activate"),
+        ({"kind": "lora"}, "adapter 'default': peft_type must be 'LOCAS' as in the checkpoint in '{}', got 'LORA'"),
+        ({"family": "qwen2"}, "model must be the one of the checkpoint in '{}', got other base weights: load that"),
+        ({"spoiled": True}, "model must be the one of the checkpoint in '{}', got other base weights: load that"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, message):
+    trainer = make_trainer()
+    read(trainer, make_ids(24))
+    trainer.save(tmp_path)
+
+    change = dict(change)
+    spoiled = change.pop("spoiled", False)
+    options = {name: change.pop(name) for name in ("kind", "family", "r", "layers_to_transform") if name in change}
+    model = make_model(**options)
+    if spoiled:
+        spoil(model, 0)
+    other = TestTimeTrainer(model, **SETTINGS | change)
+    before = weights_of(model)
+    with pytest.raises(ValueError) as caught:
+        other.resume(tmp_path)
+    assert str(caught.value).startswith(message.format(tmp_path)) and "\n" not in str(caught.value)
+    assert other.position == 0
+    after = weights_of(model)
+    assert all(torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items())
+    assert os.listdir(tmp_path) == [checkpoint.CHECKPOINT]
+
+
+FIRST = "base_model.model.model.layers.0.mlp.locas_up.default.weight"
+BASE = "base_model.model.model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        lambda state: state.pop("chunks"),
+        lambda state: state.pop("run"),
+        lambda state: state.update(run={"settings": 3}),
+        lambda state: state.update(chunks=[1]),
+        lambda state: state["chunks"][0].update(stop="x"),
+        lambda state: state["chunks"][0].update(stop=30),
+        lambda state: state["chunks"][1].update(start=3),
+        lambda state: state["chunks"][1].update(reading=1, start=0),
+        lambda state: state.update(skipped_chunks="x"),
+        lambda state: state["learner"].update(steps="x"),
+        lambda state: state["learner"]["optimizer"].update(param_groups=[{}]),
+        lambda state: state["learner"]["optimizer"]["state"][5].update(exp_avg=torch.zeros(3, 5)),
+        lambda state: state["cache"]["layers"].append((torch.zeros(1, 1, 7, 8), torch.zeros(3, 5))),
+        lambda state: state["random"].pop("cpu"),
+        lambda state: state["random"].update(cpu=torch.zeros(3)),
+        lambda state: state["model"]["parameters"].pop(FIRST),
+        lambda state: state["model"]["parameters"].update({FIRST: torch.zeros(3, 5)}),
+        lambda state: state["model"]["parameters"].update({FIRST: torch.zeros(4, 16, dtype=torch.float64)}),
+        lambda state: state["model"]["parameters"].update({BASE: torch.zeros(VOCABULARY, 16)}),
+        lambda state: state["model"]["filled"].update({"missing": {"slots": None}}),
+    ],
+)
+def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
+    ids = make_ids(32)
+    trainer = make_trainer(context="cache")
+    reading = trainer.read(ids)
+    next(reading)
+    next(reading)
+    state = checkpoint.load(trainer.save(tmp_path).parent)
+    tamper(state)
+    checkpoint.save(tmp_path, state)
+    reading.close()
+    fresh = make_trainer(context="cache")
+    before, config = weights_of(fresh.model), fresh.model.peft_config["default"].to_dict()
+    random = torch.get_rng_state()
+    with pytest.raises(ValueError) as caught:
+        fresh.resume(tmp_path)
+    path = tmp_path / checkpoint.CHECKPOINT
+    assert str(caught.value).startswith(f"checkpoint must be whole, got the damaged file {str(path)!r} (")
+    assert str(caught.value).endswith("): delete it to start afresh") and "\n" not in str(caught.value)
+    assert_same(weights_of(fresh.model), before)
+    assert fresh.model.peft_config["default"].to_dict() == config
+    assert (fresh.position, fresh.chunks, fresh._learner.optimizer) == (0, [], None)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert os.listdir(tmp_path) == [checkpoint.CHECKPOINT]
+    assert read(fresh, ids) == read(make_trainer(context="cache"), ids)
+
+
+def test_what_changes_no_arithmetic_may_differ(tmp_path):
+    trainer = make_trainer()
+    read(trainer, make_ids(24))
+    trainer.save(tmp_path)
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4, scaling=16.0, task_type="CAUSAL_LM", revision="x"))
+    model.add_adapter("inactive", LocasConfig(r=2))
+    resumed = TestTimeTrainer(model, **SETTINGS)
+    assert resumed.resume(tmp_path)
+    expected = weights_of(trainer.model)
+    assert_same({name: value for name, value in weights_of(model).items() if name in expected}, expected)

@@ -1,0 +1,203 @@
+"""Settings are checked once, and completed from the preset of their method."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from families import make_host
+
+from locas_peft import backbone
+from locas_peft.settings import METHODS, PRESETS, ReadingSettings, complete_all
+from locas_peft.ttt import TrainingSettings
+from locas_peft.tuner import STRATEGIES
+
+RATE = "give one, 1e-3 say; to read without learning, give the model without its adapter"
+
+
+def complete(method: str, preset: str = "tuned", **given) -> ReadingSettings:
+    return ReadingSettings(method=method, preset=preset, **given).complete()
+
+
+@pytest.mark.parametrize("make", [TrainingSettings, ReadingSettings])
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"stride": 0}, ValueError, "stride must be at least 1, got 0: raise it"),
+        ({"stride": 8.0}, TypeError, "stride must be an int, got float: give a whole number"),
+        ({"window": True}, TypeError, "window must be an int, got bool: give a whole number"),
+        ({"epochs": 0}, ValueError, "epochs must be at least 1, got 0: raise it"),
+        ({"epochs": None}, TypeError, "epochs must be an int, got NoneType: give a whole number"),
+        ({"readings": 0}, ValueError, "readings must be at least 1, got 0: raise it"),
+        ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, got -1: raise it"),
+        (
+            {"stride": 17},
+            ValueError,
+            "stride must be at most window, got stride 17 with window 16: lower stride or raise window",
+        ),
+        ({"context": "whole"}, ValueError, "context must be one of recompute, cache, got 'whole': choose one of them"),
+        ({"gradient": "some"}, ValueError, "gradient must be one of full, tokenwise, got 'some': choose one of them"),
+        ({"objective": "kl"}, ValueError, "objective must be one of nll, distill, got 'kl': choose one of them"),
+        ({"objective": None}, ValueError, "objective must be one of nll, distill, got None: choose one of them"),
+        (
+            {"token_weighting": "focal"},
+            ValueError,
+            "token_weighting must be one of uniform, loss, got 'focal': choose one of them",
+        ),
+        (
+            {"teacher_window": 32},
+            ValueError,
+            "teacher_window is for objectives with a teacher, got 32 with objective 'nll': leave it out",
+        ),
+        *(
+            ({"learning_rate": rate}, ValueError, f"learning_rate must be a number above 0, got {rate}: {RATE}")
+            for rate in (0.0, math.nan, math.inf)
+        ),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_named(make, given, error, message):
+    with pytest.raises(error) as caught:
+        make(**{"window": 16, "stride": 8, "learning_rate": 0.02} | given)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "memo"}, "method must be one of none, lora, locas-glu, locas-mlp, got 'memo': choose one of them"),
+        ({"preset": "best"}, "preset must be one of paper, tuned, got 'best': choose one of them"),
+        ({"init": "zero"}, f"init must be one of {', '.join(STRATEGIES)}, got 'zero': choose one of them"),
+        ({"update": "sgd"}, "update must be one of bp, nlsvd, got 'sgd': choose one of them"),
+        ({"r": 0}, "r must be at least 1, got 0: raise it"),
+        ({"max_tokens": 1}, "max_tokens must be at least 2, got 1: raise it"),
+        ({"row_norm": -1.0}, "row_norm must be a finite number above 0, got -1.0: leave it out for the preset's"),
+        ({"anchor": -1.0}, "anchor must be 0 or a finite number above, got -1.0: leave it out for the preset's"),
+        *(
+            (
+                {"layers_to_transform": layers},
+                "layers_to_transform must be 'upper' or a list of different layer indices from 0 on, got "
+                f"{layers!r}: leave it out for all layers",
+            )
+            for layers in ("lower", [], [-1], [1, 1], [True], 3)
+        ),
+    ],
+    ids=str,
+)
+def test_a_readings_values_out_of_range_are_named(given, message):
+    with pytest.raises(ValueError) as caught:
+        ReadingSettings(**given)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("method", "preset", "given", "message"),
+    [
+        ("lora", "tuned", {"init": "topk"}, "init has no meaning for the method 'lora', got topk"),
+        ("lora", "tuned", {"row_norm": 2.0}, "row_norm has no meaning for the method 'lora', got 2.0"),
+        ("none", "tuned", {"r": 8}, "r has no meaning for the method 'none', got 8"),
+        ("none", "tuned", {"anchor": 1.0}, "anchor has no meaning for the method 'none', got 1.0"),
+        ("none", "tuned", {"gradient": "full"}, "gradient has no meaning for the method 'none', got full"),
+        (
+            "none",
+            "tuned",
+            {"layers_to_transform": "upper"},
+            "layers_to_transform has no meaning for the method 'none', got upper",
+        ),
+        ("locas-glu", "tuned", {"update": "bp"}, "update has no meaning for the method 'locas-glu', got bp"),
+        (
+            "locas-mlp",
+            "paper",
+            {"update": "nlsvd", "learning_rate": 0.1},
+            "learning_rate has no meaning with update='nlsvd', got 0.1",
+        ),
+        ("locas-mlp", "paper", {"update": "nlsvd", "anchor": 1}, "anchor has no meaning with update='nlsvd', got 1"),
+        ("locas-mlp", "tuned", {"init": "topk", "epsilon": 0.1}, "epsilon has no meaning with init='topk', got 0.1"),
+        ("lora", "tuned", {"anchor_every": 2}, "anchor_every has no meaning with anchor=None, got 2"),
+        ("lora", "tuned", {"anchor": 0.0, "anchor_every": 2}, "anchor_every has no meaning with anchor=0.0, got 2"),
+    ],
+)  # fmt: skip
+def test_values_that_a_method_does_not_have_are_refused(method, preset, given, message):
+    with pytest.raises(ValueError) as caught:
+        complete(method, preset, **given)
+    assert str(caught.value) == f"{message}: leave it out"
+
+
+def test_presets_fill_in_what_is_not_given():
+    tuned, paper = complete("locas-glu", r=16), complete("locas-glu", "paper", r=16)
+    assert (tuned.learning_rate, tuned.scaling, tuned.init, tuned.anchor, tuned.anchor_every) == (
+        4e-3, 16.0, "topk", 0.3, 4,
+    )  # fmt: skip
+    assert (paper.learning_rate, paper.scaling, paper.init, paper.anchor) == (4e-3, 1.0, "topk", None)
+    assert complete("locas-glu", scaling=2.5).scaling == 2.5
+    lora, none = complete("lora"), complete("none")
+    assert (lora.r, lora.learning_rate, lora.init, lora.scaling, lora.anchor) == (64, 1e-3, None, None, None)
+    assert (none.r, none.learning_rate, none.init, none.scaling, none.gradient) == (None, None, None, None, None)
+
+
+def test_what_a_written_memory_does_not_use_is_left_out():
+    bp, nlsvd = (complete("locas-mlp", "paper", update=update) for update in (None, "nlsvd"))
+    topk = complete("locas-mlp")
+    assert (bp.init, bp.update) == ("write", "bp") and bp.learning_rate and bp.epsilon
+    assert nlsvd.learning_rate is None and nlsvd.epsilon
+    assert topk.learning_rate and (topk.update, topk.epsilon, topk.slots_per_chunk) == (None, None, None)
+
+
+@pytest.mark.parametrize("given", [{}, {"anchor": 0}, {"anchor": 0.5}], ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("method", METHODS)
+def test_complete_settings_are_complete(method, preset, given):
+    given = given if method != "none" else {}
+    settings = complete(method, preset, **given)
+    assert settings.complete() == settings
+    assert (settings.window, settings.stride, settings.context) == (512, 256, "cache")
+    assert settings.anchor_every == (4 if settings.anchor else None)
+    assert settings.gradient == (None if method == "none" else "full")
+    assert PRESETS[preset].keys() == set(METHODS)
+
+
+def test_window_stride_and_context_suit_the_base():
+    base = make_host("llama")  # 64 positions
+    named, default = ReadingSettings(model="mine"), ReadingSettings()
+    assert [getattr(named.complete(base), name) for name in ("window", "stride", "context")] == [64, 32, "recompute"]
+    assert named.complete(backbone.load()[0]).window == 2048
+    assert default.complete(base).window == 64
+    given = ReadingSettings(model="mine", window=20, context="cache").complete(base)
+    assert (given.window, given.stride, given.context) == (20, 10, "cache")
+
+
+# Several methods
+
+
+def test_each_method_uses_the_values_that_it_has():
+    given = ReadingSettings(r=8, scaling=2.0, window=64)
+    completed = complete_all(given, ["none", "lora@16:2e-3", "lora", "locas-glu:1e-3"])
+    assert list(completed) == ["none", "lora@16-lr2e-3", "lora", "locas-glu-lr1e-3"]
+    none, wide, lora, locas = completed.values()
+    assert [settings.window for settings in completed.values()] == [64] * 4
+    assert (none.method, none.r, none.scaling) == ("none", None, None)
+    assert (wide.method, wide.r, wide.learning_rate) == ("lora", 16, 2e-3)
+    assert (lora.r, lora.learning_rate, lora.scaling) == (8, 1e-3, None)
+    assert (locas.r, locas.learning_rate, locas.scaling) == (8, 1e-3, 2.0)
+    assert locas == ReadingSettings(r=8, scaling=2.0, window=64, learning_rate=1e-3).complete()
+
+
+@pytest.mark.parametrize(
+    ("given", "methods", "message"),
+    [
+        ({"scaling": 2.0}, ["none", "lora"], "scaling has no meaning for the methods none, lora: leave it out"),
+        ({"r": 8}, ["none", "lora@16"], "r has no meaning for the methods none, lora@16: leave it out"),
+        ({}, ["lora", "lora"], "methods must name each once, got 'lora' twice: drop the second one"),
+        ({}, ["none@8"], "r has no meaning for the method 'none', got 8: leave it out"),
+        ({}, ["memo"], "method must be one of none, lora, locas-glu, locas-mlp, got 'memo': choose one of them"),
+        *(
+            ({}, [spec], f"method must be NAME, NAME@WIDTH, NAME:RATE or both, got {spec!r}: write lora@16:2e-3, say")
+            for spec in ("", "lora@0", "lora@x", "lora:x", "lora:0", "lora:1e999", "lora:1e-3@8")
+        ),
+    ],
+    ids=str,
+)
+def test_values_and_methods_that_do_not_fit_are_refused(given, methods, message):
+    with pytest.raises(ValueError) as caught:
+        complete_all(ReadingSettings(**given), methods)
+    assert str(caught.value) == message

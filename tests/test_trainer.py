@@ -1,0 +1,793 @@
+"""Each chunk is scored before it is learned, and a reading that was stopped ends as one that was not."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as tf
+from families import FAMILIES, VOCABULARY, make_host
+from peft import LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
+from training import (
+    CONTEXTS,
+    SETTINGS,
+    assert_same,
+    make_ids,
+    make_model,
+    make_trainer,
+    read,
+    sgd,
+    spoil,
+    trained_weights,
+    weights_of,
+    without_time,
+)
+from transformers import AutoModelForCausalLM
+
+from locas_peft import SlotWriter, backbone
+from locas_peft.text import python_reference, tokenize, unwrap
+from locas_peft.ttt import TestTimeTrainer, TrainingSettings, checkpoint, loop, read_many
+
+KINDS = ("plain", "lora", "locas")
+ADAPTERS = ("lora", "locas")
+
+
+@torch.no_grad()
+def score_by_hand(model, ids, window, stride) -> list[float]:
+    """The protocol in its plainest form: feed context and chunk whole, pick out the chunk's own tokens."""
+    nlls = []
+    for start in range(0, len(ids), stride):
+        begin = max(0, start - max(window - stride, 1))
+        piece = ids[begin : start + stride]
+        log_probabilities = model(piece.unsqueeze(0)).logits[0, :-1].double().log_softmax(-1)
+        losses = -log_probabilities.gather(1, piece[1:].unsqueeze(1)).squeeze(1)
+        nlls.append(losses[max(start, 1) - begin - 1 :].sum().item())
+    return nlls
+
+
+# Scores
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 16), (9, 1), (1, 1), (64, 5)])
+@pytest.mark.parametrize("length", [2, 8, 9, 17, 50])
+def test_every_token_but_the_first_is_scored_once(length, window, stride, context):
+    trainer = make_trainer("plain", window=window, stride=stride, learning_rate=None, context=context)
+    assert trainer.position == 0 and math.isnan(trainer.perplexity)
+    chunks = list(trainer.read(make_ids(length)))
+    assert chunks == trainer.chunks
+    assert [(chunk.reading, chunk.index) for chunk in chunks] == [(0, index) for index in range(len(chunks))]
+    assert [chunk.start for chunk in chunks] == list(range(0, length, stride))
+    assert [chunk.stop for chunk in chunks] == [*range(stride, length, stride), length]
+    assert all(chunk.tokens == chunk.stop - max(chunk.start, 1) for chunk in chunks)
+    assert trainer.position == length
+    assert list(trainer.read(make_ids(length))) == []
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 16), (9, 1), (1, 1), (64, 5)])
+def test_scores_are_those_of_the_protocol(window, stride):
+    model, ids = make_model("plain"), make_ids(50)
+    trainer = TestTimeTrainer(model, window=window, stride=stride, learning_rate=None)
+    expected = score_by_hand(model, ids, window, stride)
+    assert read(trainer, ids) == pytest.approx(expected, rel=1e-5)
+    assert trainer.perplexity == pytest.approx(math.exp(sum(expected) / 49), rel=1e-5)
+
+
+def read_in_both_contexts(model, ids, **settings) -> list[list[float]]:
+    return [read(TestTimeTrainer(model, **SETTINGS | settings, context=context), ids) for context in CONTEXTS]
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "lfm2"])
+def test_cache_gives_the_scores_of_recompute_where_the_text_fits_in_a_window(family):
+    recompute, cache = read_in_both_contexts(make_model("plain", family), make_ids(40), window=48, stride=7)
+    assert cache == pytest.approx(recompute, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [(tf.LlamaConfig, "sdpa"), (tf.LlamaConfig, "eager"), (tf.MistralConfig, "sdpa"), (tf.Gemma2Config, "eager")],
+    ids=["full", "full, eager", "sliding", "sliding, eager"],
+)
+def test_cache_gives_the_scores_of_recompute_over_many_windows(config, attention):
+    """With one layer, keys and values depend on nothing but their token: then both are the same at any length."""
+    options = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
+    options |= {"num_hidden_layers": 1, "max_position_embeddings": 64, "head_dim": 8}
+    sliding = {} if config is tf.LlamaConfig else {"sliding_window": 5}
+    torch.manual_seed(0)
+    config = config(**options, **sliding, vocab_size=VOCABULARY)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    recompute, cache = read_in_both_contexts(model, make_ids(400))
+    assert cache == pytest.approx(recompute, rel=1e-5)
+
+
+def test_cache_and_recompute_are_close_on_the_embedded_backbone():
+    model, tokenizer = backbone.load()
+    ids = tokenize(tokenizer, unwrap(python_reference()), 2500)
+    recompute, cache = (
+        math.exp(sum(nlls) / 2499) for nlls in read_in_both_contexts(model, ids, window=512, stride=256)
+    )
+    assert cache == pytest.approx(recompute, rel=5e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_positions_stay_within_the_model_over_any_length(family):
+    model, seen = make_model("plain", family), []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True)
+    assert all(map(math.isfinite, read(TestTimeTrainer(model, **SETTINGS, context="cache"), make_ids(300))))
+    positions = [(position[0, 0].item(), position[0, -1].item()) for position in seen]
+    assert max(last for _, last in positions) <= 63
+    # 0..6, then eight at a time up to 62; 70 would be beyond: seven tokens of context are fed again, and so on.
+    assert positions[:11] == [(0, 6), *((7 + 8 * k, 14 + 8 * k) for k in range(7)), (0, 6), (7, 14), (15, 22)]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_logits_are_made_for_the_scored_tokens_only(context):
+    model, rows = make_model("lora"), []
+    model.get_base_model().lm_head.register_forward_hook(lambda _, args, output: rows.append(output.shape[1]))
+    read(TestTimeTrainer(model, **SETTINGS, context=context), make_ids(30))
+    assert rows == [7, 8, 8, 6]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_of_a_chunk_do_not_depend_on_later_tokens(kind, context):
+    ids, other = make_ids(40), make_ids(40, seed=1)
+    mixed = torch.cat([ids[:24], other[24:]])
+    first, second = (read(make_trainer(kind, context=context, epochs=2), text) for text in (ids, mixed))
+    assert first[:3] == second[:3]
+    assert first[3] != second[3]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_the_first_chunk_of_a_fresh_adapter_scores_as_the_base_does(kind, context):
+    base, adapted = (read(make_trainer(which, context=context), make_ids(40)) for which in ("plain", kind))
+    assert adapted[0] == base[0]
+    assert adapted[1:] != base[1:]
+
+
+def test_a_memory_is_calibrated_on_the_first_chunk_alone(monkeypatch):
+    seen, calibrate = [], loop.calibrate
+    monkeypatch.setattr(
+        loop, "calibrate", lambda model, batches, name: (seen.extend(batches), calibrate(model, batches, name))
+    )
+    ids, trainer = make_ids(40), make_trainer(readings=2)
+    assert list(trainer.read(ids))
+    assert len(seen) == 1 and torch.equal(seen[0], ids[:8].unsqueeze(0))
+
+
+@pytest.mark.parametrize(
+    "change", [lambda ids: ids[None], torch.Tensor.int, lambda ids: ids.repeat_interleave(2)[::2]]
+)
+def test_other_shapes_integers_and_strides_are_read_alike(change):
+    ids = make_ids(20)
+    assert read(make_trainer(), change(ids)) == read(make_trainer(), ids)
+
+
+# Learning
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize(("kind", "rate"), [("lora", 0.01), ("locas", 0.05)])
+def test_learning_lowers_the_perplexity_of_a_text_that_repeats(kind, rate, context):
+    ids = make_ids(64).repeat(6)  # the period is four windows: only the memory can hold it
+    plain, trainer = (make_trainer(which, context=context, learning_rate=rate) for which in ("plain", kind))
+    for reader in (plain, trainer):
+        read(reader, ids)
+    assert trainer.perplexity < 0.9 * plain.perplexity
+    assert trainer.skipped_chunks == 0 and all(chunk.learned for chunk in trainer.chunks)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_one_step_follows_the_gradient_of_the_chunks_mean_loss(context):
+    ids, model = make_ids(8), make_model("lora")
+    before = trained_weights(model)
+    loss = F.cross_entropy(model(ids[:-1].unsqueeze(0)).logits[0], ids[1:])
+    loss.backward()
+    expected = {name: value - 0.5 * model.get_parameter(name).grad for name, value in before.items()}
+
+    settings = SETTINGS | {"learning_rate": None, "optimizer": sgd(0.5), "warmup_steps": 0, "context": context}
+    (chunk,) = TestTimeTrainer(model, **settings).read(ids)
+    assert chunk.nll_nats / chunk.tokens == pytest.approx(loss.item(), rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(model.get_parameter(name).detach(), value, rtol=0, atol=1e-6)
+        assert model.get_parameter(name).grad is None
+
+
+@pytest.mark.parametrize("optimizer", [None, sgd(0.1), torch.optim.Adagrad], ids=["adamw", "sgd", "adagrad"])
+def test_each_optimizer_changes_the_memory_and_nothing_else(optimizer):
+    trainer = make_trainer(optimizer=optimizer, learning_rate=0.1 if optimizer is None else None)
+    reading = trainer.read(make_ids(24))
+    next(reading)
+    before = weights_of(trainer.model)
+    list(reading)
+    changed = {name for name, value in weights_of(trainer.model).items() if not torch.equal(value, before[name])}
+    assert changed and changed == trained_weights(trainer.model).keys()
+
+
+def test_the_rate_warms_up_step_by_step_and_each_epoch_is_a_step():
+    rates, optimizers = [], []
+
+    def make(parameters):
+        optimizers.append(torch.optim.SGD([{"params": parameters[:2], "lr": 3.0}, {"params": parameters[2:]}], lr=6.0))
+        optimizers[0].register_step_pre_hook(lambda o, *_: rates.append([group["lr"] for group in o.param_groups]))
+        return optimizers[0]
+
+    read(make_trainer("lora", learning_rate=None, optimizer=make, epochs=2), make_ids(16))
+    assert len(optimizers) == 1
+    assert rates == [[1.0, 2.0], [2.0, 4.0], [3.0, 6.0], [3.0, 6.0]]
+
+
+def test_an_optimizer_trains_a_written_memory_without_a_rate():
+    def read_written(**options) -> dict[str, torch.Tensor]:
+        model = make_model(family="gpt2", r=16, init_strategy="write")
+        settings = SETTINGS | {"learning_rate": None, "writer": SlotWriter(model)}
+        read(TestTimeTrainer(model, **settings, **options), make_ids(16))
+        return trained_weights(model)
+
+    written, trained = read_written(), read_written(optimizer=sgd(0.1))
+    assert all(value.any() for value in written.values())
+    assert any(not torch.equal(value, trained[name]) for name, value in written.items())
+
+
+def test_a_plain_model_is_only_scored():
+    model, graphs = make_model("plain").train(), []
+    model.register_forward_hook(lambda _, args, output: graphs.append(output.logits.requires_grad))
+    before = weights_of(model)
+    chunks = list(TestTimeTrainer(model, **SETTINGS).read(make_ids(20)))
+    assert_same(weights_of(model), before)
+    assert not any(graphs) and not any(chunk.learned for chunk in chunks)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_disabled_adapter_is_neither_used_nor_changed(kind):
+    ids, model = make_ids(20), make_model(kind)
+    before = weights_of(model)
+    with model.disable_adapter():
+        chunks = list(TestTimeTrainer(model, **SETTINGS).read(ids))
+    assert_same(weights_of(model), before)
+    assert without_time(chunks) == without_time(make_trainer("plain").read(ids))
+
+
+def test_an_injected_adapter_learns():
+    wrapped, host = make_model("lora", target_modules=["q_proj", "v_proj"]), make_host("llama")
+    torch.manual_seed(1)
+    injected = inject_adapter_in_model(LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"]), host)
+    first, second = (list(TestTimeTrainer(model, **SETTINGS).read(make_ids(40))) for model in (wrapped, injected))
+    assert without_time(first) == without_time(second)
+    assert all(chunk.learned for chunk in second)
+
+
+def watch_gradients(model) -> tuple[set[str], list[str]]:
+    """From now on: the modules whose output is in a graph, and those that a gradient reached, at each time."""
+    in_graph, reached = set(), []
+
+    def watch(name: str, output) -> None:
+        for tensor in output if isinstance(output, tuple) else (output,):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                in_graph.add(name)
+                tensor.register_hook(lambda gradient: reached.append(name))
+
+    for name, module in model.get_base_model().named_modules():
+        if name and "locas_" not in name and not name.endswith("act_fn"):  # parts of the memory, and what it calls
+            module.register_forward_hook(lambda _, args, output, name=name: watch(name, output))
+    return in_graph, reached
+
+
+@pytest.mark.parametrize("reader", ["one document", "many"])
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("lowest", [0, 1])
+def test_no_gradient_is_computed_below_the_lowest_memory(lowest, context, reader):
+    model = make_model("locas", layers_to_transform=[lowest])
+    in_graph, reached = watch_gradients(model)
+    ids = make_ids(40)
+    if reader == "many":
+        records = [r["x"] for r in read_many(model, {"x": ids, "y": ids.flip(0)}, **SETTINGS, context=context)]
+    else:
+        records = list(TestTimeTrainer(model, **SETTINGS, context=context).read(ids))
+    assert len(records) == 5 and all(chunk.learned for chunk in records)
+
+    # In the lowest layer that has one, only what follows the memory: neither its attention nor the host's own FFN.
+    expected = {f"model.layers.{lowest}", f"model.layers.{lowest}.mlp", "model.norm", "lm_head"}
+    names = [name for name, _ in model.get_base_model().named_modules()]
+    above = {name for name in names if name.startswith("model.layers.1.") and lowest == 0}
+    assert expected <= in_graph and in_graph <= expected | above | {"model.layers.1"}
+    assert set(reached) == in_graph
+    assert ("model.layers.1.self_attn.q_proj" in in_graph) == (lowest == 0)
+    assert all(reached.count(name) == 5 for name in expected)  # once a chunk
+
+
+def test_dropout_is_off_and_each_modules_mode_stands_between_chunks():
+    ids, model = make_ids(20), make_model("lora", lora_dropout=0.5).train()
+    model.get_base_model().model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    chunks = []
+    for chunk in TestTimeTrainer(model, **SETTINGS).read(ids):
+        chunks.append(chunk)
+        assert [module.training for module in model.modules()] == modes
+    assert without_time(chunks) == without_time(make_trainer("lora").read(ids))
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_bfloat16_base_teaches_an_adapter_in_float32(kind):
+    model = make_model(kind, dtype=torch.bfloat16)
+    trainer = TestTimeTrainer(model, **SETTINGS, context="cache")
+    assert all(chunk.learned and math.isfinite(chunk.nll_nats) for chunk in trainer.read(make_ids(80)))
+    assert {value.dtype for value in trained_weights(model).values()} == {torch.float32}
+
+
+def test_stopping_and_going_on_is_the_same_as_reading_through():
+    ids, whole, parted = make_ids(60), make_trainer(context="cache"), make_trainer(context="cache")
+    read(whole, ids)
+    former = parted.read(ids)
+    for _ in range(3):
+        next(former)
+    assert parted.position == 24
+    next(parted.read(ids))
+    next(former)  # an earlier iterator goes on where the later one stopped
+    read(parted, ids)
+    assert without_time(parted.chunks) == without_time(whole.chunks)
+    assert_same(weights_of(parted.model), weights_of(whole.model))
+
+
+def test_rewind_reads_again_with_what_was_learned():
+    ids, trainer = make_ids(64), make_trainer("lora", context="cache", learning_rate=0.05)
+    read(trainer, ids)
+    first = trainer.perplexity
+    trainer.rewind()
+    assert trainer.chunks == [] and trainer.position == 0 and math.isnan(trainer.perplexity)
+    read(trainer, ids)
+    assert trainer.perplexity < first
+    trainer.rewind()
+    read(trainer, make_ids(30, seed=1))
+    assert trainer.position == 30
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_readings_are_rewinds_of_one_trainer(context):
+    ids, rewound, trainer = make_ids(44), make_trainer(context=context), make_trainer(context=context, readings=3)
+    expected, perplexities = [], []
+    for reading in range(3):
+        rewound.rewind()
+        expected += [(reading, *record[1:]) for record in without_time(rewound.read(ids))]
+        perplexities.append(rewound.perplexity)
+    for chunk in trainer.read(ids):
+        assert trainer.position == chunk.stop
+        if chunk.stop == len(ids):
+            assert trainer.perplexity == perplexities[chunk.reading]
+    assert without_time(trainer.chunks) == expected
+    assert perplexities[2] < perplexities[1] < perplexities[0]
+    assert_same(weights_of(trainer.model), weights_of(rewound.model))
+    assert list(trainer.read(ids)) == []
+
+
+# Losses and gradients that are not finite
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_loss_that_is_not_finite_leaves_the_memory_as_it_was(kind, context, epochs):
+    ids = make_ids(64)
+    ids[ids == 7] = 8
+    ids[20] = 7
+    trainer = make_trainer(kind, context=context, epochs=epochs)
+    spoil(trainer.model, 7)
+    memory = None
+    for chunk in trainer.read(ids):
+        if not chunk.learned:
+            assert math.isnan(chunk.nll_nats)
+            assert_same(trained_weights(trainer.model), memory)
+        memory = trained_weights(trainer.model)
+        assert all(bool(value.isfinite().all()) for value in memory.values())
+    # Token 20 lies in chunk 2 and in the context of chunk 3.
+    assert [chunk.index for chunk in trainer.chunks if not chunk.learned] == [2, 3]
+    assert [chunk.index for chunk in trainer.chunks if not math.isfinite(chunk.nll_nats)] == [2, 3]
+    assert trainer.skipped_chunks == 2
+    assert math.isnan(trainer.perplexity)
+
+
+class Counting(torch.optim.SGD):
+    """Has a plain number in its state, made with the first step that has a gradient."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["steps"] = self.state[parameter].get("steps", 0) + 1
+        return super().step(closure)
+
+
+def make_counting(parameters):
+    return Counting(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [None, make_counting], ids=["adamw", "counting"])
+@pytest.mark.parametrize(("fails_at", "skipped"), [({1}, {0}), ({2}, {0}), ({3}, {1}), ({4}, {1}), ({1, 3}, {0, 1})])
+def test_a_gradient_that_is_not_finite_leaves_memory_and_optimizer_as_they_were(fails_at, skipped, optimizer):
+    """Two epochs a chunk: the step before the failing one, of the same chunk, is undone too."""
+    rate = 0.02 if optimizer is None else None
+    trainer, twin = (make_trainer("lora", epochs=2, optimizer=optimizer, learning_rate=rate) for _ in range(2))
+    calls, ids = [], make_ids(40)
+
+    def hook(gradient):
+        calls.append(1)
+        return gradient * math.nan if len(calls) in fails_at else gradient
+
+    next(p for p in trainer.model.parameters() if p.requires_grad).register_hook(hook)
+    before = trained_weights(trainer.model)
+    for chunk in trainer.read(ids):
+        assert chunk.learned == (chunk.index not in skipped) and math.isfinite(chunk.nll_nats)
+        assert chunk.learned or all(torch.equal(v, before[n]) for n, v in trained_weights(trainer.model).items())
+        before = trained_weights(trainer.model)
+    assert trainer.skipped_chunks == len(skipped)
+
+    # As if those chunks had been scored and never learned: the same weights and the same optimizer go on.
+    learn = twin._loop._learn
+    twin._loop._learn = lambda *arguments: [False] if len(twin.chunks) in skipped else learn(*arguments)
+    twin._learner.restore_snapshot = lambda: None
+    read(twin, ids)
+    assert without_time(twin.chunks) == without_time(trainer.chunks)
+    assert_same(weights_of(twin.model), weights_of(trainer.model))
+
+
+def test_the_way_back_for_several_epochs_is_not_counted(monkeypatch):
+    trainer, clock = make_trainer("lora", epochs=2), [0.0]
+    take, learn = trainer._learner.take_snapshot, trainer._loop._learn
+
+    def after(seconds: float, function):
+        def run(*arguments):
+            clock[0] += seconds
+            return function(*arguments)
+
+        return run
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(trainer._learner, "take_snapshot", after(1000.0, take))
+    monkeypatch.setattr(trainer._loop, "_learn", after(1.0, learn))
+    assert [chunk.seconds for chunk in trainer.read(make_ids(16))] == [2.0, 2.0]
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "read_before"),
+    [
+        ("locas", {"context": "cache"}, (0, 1, 9)),
+        ("locas", {"context": "recompute"}, (2,)),
+        ("locas", {"context": "cache", "readings": 3}, (15, 20, 45)),  # 15 chunks a reading
+        ("locas", {"objective": "distill", "teacher_window": 32}, (4,)),
+        ("locas", {"token_weighting": "loss", "gradient": "tokenwise"}, (4,)),
+        ("lora", {"context": "cache", "epochs": 2}, (0, 1, 9)),
+        ("lora", {"learning_rate": None, "optimizer": torch.optim.Adagrad}, (0, 9)),
+        ("plain", {"context": "cache"}, (1, 9)),
+    ],
+    ids=str,
+)
+def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_never_stopped(tmp_path, kind, settings, read_before):
+    ids = make_ids(120)
+    whole = make_trainer(kind, **settings)
+    chunks = whole.read(ids)
+    for count in read_before:
+        while len(whole.chunks) < count:
+            next(chunks)
+        whole.save(tmp_path / str(count))
+    list(chunks)
+    for count in read_before:
+        torch.manual_seed(99)
+        resumed = make_trainer(kind, **settings)
+        assert resumed.resume(tmp_path / str(count))
+        assert resumed.position == 8 * ((count - 1) % 15 + 1 if count else 0)
+        assert resumed.chunks == whole.chunks[:count]
+        read(resumed, ids)
+        assert without_time(resumed.chunks) == without_time(whole.chunks)
+        assert_same(weights_of(resumed.model), weights_of(whole.model))
+        if kind == "locas":
+            assert resumed.model.peft_config["default"].slots == whole.model.peft_config["default"].slots is not None
+
+
+def test_resume_loads_the_random_state(tmp_path):
+    make_trainer("plain").save(tmp_path)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    assert make_trainer("plain").resume(tmp_path)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_resume_counts_skipped_chunks_and_keeps_records_of_nan(tmp_path):
+    trainer, resumed = make_trainer("lora"), make_trainer("lora")
+    spoil(trainer.model, 7)
+    spoil(resumed.model, 7)
+    read(trainer, torch.full((24,), 7))
+    trainer.save(tmp_path)
+    assert resumed.resume(tmp_path)
+    assert resumed.skipped_chunks == 3 and math.isnan(resumed.chunks[0].nll_nats)
+
+
+def test_trained_weights_outside_the_adapter_are_saved_too(tmp_path):
+    whole, resumed = make_trainer("lora"), make_trainer("lora")
+    for trainer in (whole, resumed):
+        trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
+    read(whole, make_ids(24))
+    whole.save(tmp_path)
+    assert resumed.resume(tmp_path)
+    assert_same(weights_of(resumed.model), weights_of(whole.model))
+
+
+def test_resume_without_a_checkpoint_changes_nothing(tmp_path):
+    trainer = make_trainer()
+    assert not trainer.resume(tmp_path / "missing")
+    assert not trainer.resume(tmp_path)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright")
+def test_a_killed_process_is_continued_bit_for_bit(tmp_path):
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        from training import make_ids, make_trainer
+        trainer = make_trainer("locas", context="cache", epochs=2)
+        for chunk in trainer.read(make_ids(4000)):
+            trainer.save({str(tmp_path)!r})
+            print(chunk.index, flush=True)
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        for line in process.stdout:
+            if int(line) == 5:
+                process.send_signal(signal.SIGKILL)
+                break
+    assert process.returncode == -signal.SIGKILL
+
+    ids = make_ids(4000)
+    whole, resumed = (make_trainer("locas", context="cache", epochs=2) for _ in range(2))
+    assert resumed.resume(tmp_path)
+    assert 5 < len(resumed.chunks) < 400
+    end = len(resumed.chunks) + 4
+    for trainer in (whole, resumed):
+        for chunk in trainer.read(ids):
+            if chunk.index == end:
+                break
+    assert without_time(resumed.chunks) == without_time(whole.chunks)
+    assert_same(weights_of(resumed.model), weights_of(whole.model))
+
+
+def test_what_was_learned_survives_a_save_that_fails(tmp_path, monkeypatch):
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "full")
+
+    ids, whole, trainer = make_ids(40), make_trainer("lora"), make_trainer("lora")
+    read(whole, ids)
+    for chunk in trainer.read(ids):
+        if chunk.index == 2:
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpoint.os, "fsync", full)
+                with pytest.raises(OSError, match=r"^checkpoint folder must be writable, got .* \(full\): free some"):
+                    trainer.save(tmp_path)
+    assert without_time(trainer.chunks) == without_time(whole.chunks)
+    trainer.save(tmp_path)
+    assert os.listdir(tmp_path) == [checkpoint.CHECKPOINT]
+
+
+def is_locked(folder) -> bool:
+    try:
+        checkpoint.Lock(folder).close()
+    except checkpoint.InUse:
+        return True
+    return False
+
+
+def test_a_folder_is_locked_while_it_is_written_to_and_free_afterwards(tmp_path):
+    ids, first, second = make_ids(24), make_trainer("plain"), make_trainer("plain")
+    message = f"^checkpoint folder must have one writer, got '{tmp_path}', which another reading is using: wait for it"
+    for _ in first.read(ids):
+        first.save(tmp_path)
+        for use in (second.save, second.resume):
+            with pytest.raises(ValueError, match=message):
+                use(tmp_path)
+    assert second.resume(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        first.save(tmp_path)
+    read(second, ids)
+    first.save(tmp_path)
+    assert os.listdir(tmp_path) == [checkpoint.CHECKPOINT]
+
+
+def test_a_callers_lock_is_used_and_left_to_the_caller(tmp_path):
+    ids, trainer = make_ids(40), make_trainer("plain")
+    lock = checkpoint.Lock(tmp_path)
+    assert not trainer.resume(lock)
+    for _ in trainer.read(ids):
+        trainer.save(lock)
+    assert make_trainer("plain").resume(lock)
+    assert is_locked(tmp_path)
+    lock.close()
+    assert not is_locked(tmp_path)
+
+
+def test_an_abandoned_reading_does_not_unlock_the_one_that_follows(tmp_path):
+    ids, trainer = make_ids(40), make_trainer("plain")
+    former, later = trainer.read(ids), trainer.read(ids)
+    next(former)
+    next(later)
+    trainer.save(tmp_path)
+    former.close()
+    assert is_locked(tmp_path)
+    later.close()
+    assert not is_locked(tmp_path)
+
+
+def test_another_text_is_refused(tmp_path):
+    ids, other = make_ids(24), make_ids(24, seed=1)
+    trainer, resumed = make_trainer("plain"), make_trainer("plain")
+    next(trainer.read(ids))
+    trainer.save(tmp_path)
+    resumed.resume(tmp_path)
+    digest, other_digest = (hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12] for text in (ids, other))
+    for reader, begun, remedy in (
+        (trainer, "here", "call rewind() first, or make a new TestTimeTrainer"),
+        (resumed, f"in {str(tmp_path)!r}", "give that text, or choose another folder"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            reader.read(other)
+        assert str(caught.value) == (
+            f"input_ids must be the document begun {begun} (sha256 {digest}), got another one ({other_digest}): "
+            f"{remedy}"
+        )
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (
+            {"window": 65},
+            ValueError,
+            "window must be within the model's 64 positions, got 65: lower window, and stride with it",
+        ),
+        (
+            {"window": None},
+            ValueError,
+            "window must be given for training, got None: give one, or call complete() first",
+        ),
+        (
+            {"learning_rate": None},
+            ValueError,
+            "learning_rate must be a number above 0 where an adapter is trained, got None: give one, 1e-3 say",
+        ),
+        (
+            {"optimizer": "muon"},
+            TypeError,
+            "optimizer must be a callable that takes the parameters, got 'muon': give one, such as lambda parameters: "
+            "torch.optim.SGD(parameters, lr=0.1), or None for AdamW",
+        ),
+        ({"stride": 0}, ValueError, "stride must be at least 1, got 0: raise it"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_the_model_are_refused_at_construction(settings, error, message):
+    with pytest.raises(error) as caught:
+        make_trainer("lora", **settings)
+    assert str(caught.value) == message
+
+
+def test_fields_replace_those_of_the_settings():
+    settings = TrainingSettings(**SETTINGS)
+    assert make_trainer("plain", settings=settings, stride=4).settings == TrainingSettings(**SETTINGS | {"stride": 4})
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "error", "message"),
+    [
+        ([1, 2], TypeError, "be a LongTensor of shape [T] or [1, T], got list: make one with torch.tensor"),
+        (torch.zeros(4), TypeError, "be integers, got torch.float32: give token ids as a LongTensor"),
+        (
+            torch.zeros(2, 4, dtype=torch.long),
+            ValueError,
+            "have the shape [T] or [1, T], got [2, 4]: give one document at a time",
+        ),
+        (torch.tensor(3), ValueError, "have the shape [T] or [1, T], got []: give one document at a time"),
+        (torch.tensor([3]), ValueError, "hold at least 2 tokens, got 1: give a longer text"),
+        (
+            torch.tensor([3, 64]),
+            ValueError,
+            "lie in [0, 64), the model's vocabulary, got 64: use the model's own tokenizer",
+        ),
+        (
+            torch.tensor([-1, 3]),
+            ValueError,
+            "lie in [0, 64), the model's vocabulary, got -1: use the model's own tokenizer",
+        ),
+    ],
+    ids=["list", "floats", "batch", "scalar", "one token", "beyond", "negative"],
+)
+def test_documents_are_checked_at_the_call(input_ids, error, message):
+    with pytest.raises(error) as caught:
+        make_trainer("plain").read(input_ids)
+    assert str(caught.value) == f"input_ids must {message}"
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: torch.nn.Linear(2, 2),
+            TypeError,
+            "model must be a transformers causal language model, got Linear: load one with AutoModelForCausalLM",
+        ),
+        (
+            lambda: make_model("plain", "lfm2"),
+            ValueError,
+            "context must be 'recompute' for lfm2, got 'cache': its layers keep more than keys and values that could "
+            "slide with the text",
+        ),
+        (
+            lambda: get_peft_model(
+                make_host("llama"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+            ),
+            ValueError,
+            "model's adapter must lie in its layers, got the prompt method PROMPT_TUNING: use LOCAS, LoRA or another "
+            "adapter made of weights",
+        ),
+    ],
+    ids=["no model", "lfm2", "prompt"],
+)
+def test_models_that_cannot_be_read_are_named(make, error, message):
+    model = make()
+    with pytest.raises(error) as caught:
+        TestTimeTrainer(model, **SETTINGS, context="cache")
+    assert str(caught.value) == message
+
+
+def test_a_model_that_cannot_have_a_cache_is_read_without_one():
+    assert list(TestTimeTrainer(make_model("plain", "lfm2"), **SETTINGS).read(make_ids(20)))
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_merged_memory_cannot_learn(kind):
+    trainer = make_trainer(kind)
+    read(trainer, make_ids(24))
+    trainer.rewind()
+    trainer.model.merge_adapter()
+    with pytest.raises(ValueError) as caught:
+        trainer.read(make_ids(24))
+    assert str(caught.value) == (
+        "model must not have its adapter merged into the base, got a merged one, which cannot learn: "
+        "call unmerge_adapter() first"
+    )
+    trainer.model.unmerge_adapter()
+    assert list(trainer.read(make_ids(24)))
+
+
+def test_a_memory_without_slots_needs_a_writer():
+    model = make_model(family="gpt2", r=16, init_strategy="write")
+    with pytest.raises(ValueError, match="^writer must be given for the memory 'default', which has no slots to be"):
+        TestTimeTrainer(model, **SETTINGS).read(make_ids(24))
+
+
+def test_switching_adapters_halfway_is_named():
+    trainer = make_trainer("lora")
+    reading = trainer.read(make_ids(24))
+    next(reading)
+    trainer.model.add_adapter("other", LoraConfig(r=2, target_modules="all-linear"))
+    trainer.model.set_adapter("other")
+    with pytest.raises(ValueError) as caught:
+        next(reading)
+    assert str(caught.value) == (
+        "model must train the same parameters from the first chunk to the last, got others than the optimizer "
+        "was made for: make a new TestTimeTrainer after switching or adding adapters"
+    )

@@ -1,0 +1,66 @@
+"""Small models, texts and trainers that the tests of test-time training share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from families import VOCABULARY, make_host
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from locas_peft import LocasConfig, TestTimeTrainer
+from locas_peft.ttt import Chunk
+
+CONTEXTS = ("recompute", "cache")
+SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02}
+
+
+def make_ids(length: int, seed: int = 0) -> torch.Tensor:
+    """`LongTensor [T]` of tokens that are no special ones."""
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def make_model(kind: str = "locas", family: str = "llama", dtype=torch.float32, **options) -> torch.nn.Module:
+    """A host as it is ("plain"), or with an adapter whose output is large enough that it matters."""
+    host = make_host(family, dtype)
+    torch.manual_seed(1)
+    if kind == "lora":
+        config = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        return get_peft_model(host, LoraConfig(**config | options))
+    return get_peft_model(host, LocasConfig(**{"r": 4, "scaling": 16.0} | options)) if kind == "locas" else host
+
+
+def make_trainer(kind: str = "locas", **settings) -> TestTimeTrainer:
+    return TestTimeTrainer(make_model(kind), **SETTINGS | settings)
+
+
+def read(trainer: TestTimeTrainer, ids: torch.Tensor) -> list[float]:
+    """The nll of each chunk that is left."""
+    return [chunk.nll_nats for chunk in trainer.read(ids)]
+
+
+def sgd(rate: float) -> Callable:
+    return lambda parameters: torch.optim.SGD(parameters, lr=rate)
+
+
+def without_time(chunks: list[Chunk]) -> list[tuple]:
+    return [(c.reading, c.index, c.start, c.stop, c.tokens, c.nll_nats, c.learned) for c in chunks]
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys() and first
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def spoil(model: torch.nn.Module, token: int) -> None:
+    """Makes every prediction after a token nan."""
+    with torch.no_grad():
+        model.get_input_embeddings().weight[token] = torch.nan
