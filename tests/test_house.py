@@ -14,7 +14,7 @@ FLOORS = [
     ["reading"],
     ["settings", "loading", "peak_memory"],
     ["ttt"],
-    ["text", "files", "backbone", "registration"],
+    ["text", "files", "backbone", "gguf_models", "registration"],
     ["tuner"],
 ]
 
@@ -32,7 +32,7 @@ def imports_of(path: Path) -> set[str]:
             names = [alias.name.split(".") for alias in node.names]
         else:
             continue
-        rooms |= {name[1] for name in names if name[0] == "locas_peft" and len(name) > 1}
+        rooms |= {name[1] for name in names if name[0] == "locas_peft" and len(name) > 1 and name[1] != "__version__"}
     return rooms
 
 

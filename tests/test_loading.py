@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -115,6 +117,56 @@ def test_unknown_dtypes_and_devices():
         loading.load_base(dtype="int3", device="cpu")
     with pytest.raises(ValueError, match="^device must be one that torch can use, got 'abacus' "):
         loading.load_base(device="abacus")
+
+
+def test_a_launcher_chooses_device_and_dtype(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert loading.choose_device("auto") == torch.device("cuda")
+    for rank, expected in (("0", "cuda:0"), ("1", "cuda:1"), ("2", "cuda:0")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert loading.choose_device("auto") == torch.device(expected)
+    assert loading.choose_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    assert loading.choose_device("auto") == torch.device("cpu")
+    for precision, expected in (("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        assert loading.load_base()[0].dtype == expected
+    assert loading.load_base(dtype="float32")[0].dtype == torch.float32
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    with pytest.raises(
+        ValueError, match="^mixed precision must be one of no, bf16, fp16, got 'fp8': choose one of them$"
+    ):
+        loading.load_base()
+
+
+def test_a_replacement_of_a_memory_is_finished_before_it_loads(memory, tmp_path):
+    shutil.copytree(memory, tmp_path / ".locas-moving")
+    (tmp_path / ".locas-moving" / ".old").mkdir()
+    (tmp_path / ".locas-moving" / "adapter_config.json").rename(tmp_path / "adapter_config.json")
+    assert loading.describe_memory(tmp_path)["parameters"] == 6 * (3 * 4 * 256 + 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in memory.iterdir())
+
+
+@pytest.mark.parametrize("key", ["cls", "self"])
+def test_a_config_with_keys_that_are_no_fields_is_one_line(memory, tmp_path, key):
+    shutil.copytree(memory, tmp_path, dirs_exist_ok=True)
+    config = json.loads((memory / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, key: 1}))
+    for load in (
+        loading.describe_memory,
+        lambda folder: loading.load_memory(loading.load_base(device="cpu")[0], folder),
+    ):
+        with pytest.raises(ValueError, match="adapter_config.json .*: copy or save the memory again$"):
+            load(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user whom permissions bind")
+def test_unreadable_weights_are_not_called_truncated(memory, tmp_path):
+    shutil.copytree(memory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_model.safetensors").chmod(0)
+    with pytest.raises(ValueError, match=r"cannot be read \(Permission denied\): check the file's permissions$"):
+        loading.describe_memory(tmp_path)
 
 
 def test_a_memory_loads_for_reading(memory):

@@ -107,7 +107,7 @@ def test_cache_gives_the_scores_of_recompute_over_many_windows(config, attention
     torch.manual_seed(0)
     config = config(**options, **sliding, vocab_size=VOCABULARY)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    recompute, cache = read_in_both_contexts(model, make_ids(400))
+    recompute, cache = read_in_both_contexts(model, make_ids(400), sinks=0)
     assert cache == pytest.approx(recompute, rel=1e-5)
 
 
@@ -121,14 +121,18 @@ def test_cache_and_recompute_are_close_on_the_embedded_backbone():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_positions_stay_within_the_model_over_any_length(family):
+@pytest.mark.parametrize(("window", "last", "context"), [(16, 30, (0, 6)), (40, 62, (0, 30))])
+def test_positions_stay_within_two_windows_and_the_model_over_any_length(family, window, last, context):
     model, seen = make_model("plain", family), []
     model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True)
-    assert all(map(math.isfinite, read(TestTimeTrainer(model, **SETTINGS, context="cache"), make_ids(300))))
+    settings = {**SETTINGS, "window": window, "context": "cache"}
+    assert all(map(math.isfinite, read(TestTimeTrainer(model, **settings), make_ids(300))))
     positions = [(position[0, 0].item(), position[0, -1].item()) for position in seen]
-    assert max(last for _, last in positions) <= 63
-    # 0..6, then eight at a time up to 62; 70 would be beyond: seven tokens of context are fed again, and so on.
-    assert positions[:11] == [(0, 6), *((7 + 8 * k, 14 + 8 * k) for k in range(7)), (0, 6), (7, 14), (15, 22)]
+    assert max(position for _, position in positions) == last
+    # 0..6, then eight at a time up to `last`; eight more would be beyond: the context is fed again, and so on.
+    expected = [(0, 6), *((begin, begin + 7) for begin in range(7, last, 8))]
+    expected += [context, *((begin, begin + 7) for begin in range(context[1] + 1, last, 8))]
+    assert positions[: len(expected) + 1] == [*expected, context]
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors import SafetensorError, safe_open
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from . import backbone
 from .files import finish_replacement, load_json
-from .tuner import LocasConfig
 
 __all__ = [
     "DTYPES",
@@ -78,13 +77,7 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
     """
     peft_type = load_memory_config(directory)["peft_type"]
     _find_weights(directory)
-    try:
-        config = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
-    except TypeError as error:
-        raise ValueError(
-            f"{Path(directory) / MEMORY_CONFIG} is no config of type {peft_type} ({_first_line(error)}): "
-            "copy or save the memory again"
-        ) from error
+    config = _make_config(directory, peft_type)
     for name, value in fields.items():
         if not hasattr(config, name):
             raise ValueError(f"{name} has no meaning for a memory of type {peft_type}, got {value!r}: leave it out")
@@ -150,7 +143,7 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     config = load_memory_config(directory)
     path = _find_weights(directory)
     if config["peft_type"] == "LOCAS":
-        LocasConfig.from_pretrained(str(directory))  # for its checks
+        _make_config(directory, "LOCAS")  # for its checks
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}
@@ -262,6 +255,17 @@ def _check_hub(name: str) -> None:
         raise ValueError(
             f"model {name!r} is no folder here, and the hub cannot be reached ({type(error).__name__}): "
             "give a folder, check the network, or leave --model out for the embedded backbone"
+        ) from error
+
+
+def _make_config(directory: str | Path, peft_type: str) -> PeftConfig:
+    """Make PEFT's config of a memory, which checks the file before anything of the claimed width is made."""
+    try:
+        return PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
+    except TypeError as error:
+        raise ValueError(
+            f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have "
+            f"({_first_line(error)}): copy or save the memory again"
         ) from error
 
 

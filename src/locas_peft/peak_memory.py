@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -23,10 +24,8 @@ class PeakMemory:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
             return
-        try:
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak in /proc/self/status
-        except OSError:
-            pass
 
     def read(self) -> int | None:
         """Return the peak so far; None on systems that record none."""

@@ -70,20 +70,16 @@ class Reading:
     """What one method made of one text. `to_json` returns the object that `--json` writes.
 
     Attributes:
-        settings: complete.
         text_sha256: of the token ids.
         scored_tokens: of the first reading of the text.
         nll_nats: their summed nll, each token scored before it was learned.
-        perplexity: exp(nll_nats / scored_tokens).
         perplexity_at: from the number of tokens read to the perplexity so far.
         perplexity_between: from "0-50000" and so on to the perplexity of that segment.
         perplexities: of each reading of the text; the first one is `perplexity`.
         curve: (tokens read, perplexity so far) after each chunk of the first reading.
         extra_parameters: trained parameters.
-        seconds: time for the anchor's text, unless a checkpoint held it, and for all chunks (scoring and learning; no
-            loading, no checkpoints).
-        peak_bytes: the highest memory in use, the base included: on CUDA the memory that torch allocated, elsewhere
-            the resident size of the process. None on systems that do not record it.
+        seconds: for the anchor's text, unless a checkpoint held it, and for scoring and learning all chunks.
+        peak_bytes: see `PeakMemory`; the base is included.
         skipped_chunks: chunks that were not learned because a loss or a gradient was not finite.
         memory_dir: None where nothing was saved.
     """
@@ -127,27 +123,22 @@ class Reading:
         """
         value = {name: item for name, item in value.items() if name != "tokens_per_second"}
         names = {item.name for item in dataclasses.fields(ReadingSettings)}
+        settings = {name: value.pop(name) for name in list(value) if name in names}
+        for name in value.keys() - {"peak_bytes", "memory_dir"}:
+            value[name] = _null_to_nan(value[name])
         try:
-            settings = ReadingSettings(**{name: value.pop(name) for name in list(value) if name in names})
-            reading = cls(settings=settings, **value)
+            reading = cls(settings=ReadingSettings(**settings), **value)
         except TypeError as error:
             raise ValueError(f"{READING} must be one that this version wrote ({error}): read the text again") from None
-        return dataclasses.replace(
-            reading,
-            nll_nats=_or_nan(reading.nll_nats),
-            perplexity=_or_nan(reading.perplexity),
-            perplexity_at={mark: _or_nan(item) for mark, item in reading.perplexity_at.items()},
-            perplexity_between={name: _or_nan(item) for name, item in reading.perplexity_between.items()},
-            perplexities=[_or_nan(item) for item in reading.perplexities],
-            curve=[(tokens, _or_nan(item)) for tokens, item in reading.curve],
-        )
+        return dataclasses.replace(reading, curve=[tuple(point) for point in reading.curve])
 
 
-def _or_nan(value: float | None) -> float:
+def _null_to_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _null_to_nan(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_null_to_nan(item) for item in value]
     return float("nan") if value is None else value
-
-
-# ---------------------------------------------------------------------- reading
 
 
 def memorize(
@@ -213,7 +204,7 @@ def memorize(
             if lock is not None and time.monotonic() - saved >= checkpoint_seconds:
                 trainer.save(lock)
                 saved = time.monotonic()
-        reading = _make_reading(trainer, settings, input_ids, model, preparation_seconds, peak)
+        reading = _make_reading(trainer, settings, input_ids, preparation_seconds, peak)
         if out is not None:
             reading = dataclasses.replace(reading, memory_dir=str(out))
             _save_memory(model, out, reading)
@@ -236,13 +227,10 @@ def _locked(directory: Path) -> Iterator[checkpoint.Lock]:
 
 
 def make_trainer(model: nn.Module, settings: ReadingSettings, *, write_text: bool = True) -> TestTimeTrainer:
-    """Return the trainer of a reading, with the memory's writer and the anchor's text where the settings ask for them.
+    """Return the trainer of a reading, with the memory's writer and the anchor where the settings ask for them.
 
-    Args:
-        model: from `attached`.
-        settings: complete.
-        write_text: False leaves the anchor's text to the checkpoint that is loaded next. Writing it takes about as
-            long as reading 8,000 tokens.
+    Without `write_text`, the anchor's text is left to the checkpoint that is loaded next: writing it takes about as
+    long as reading 8,000 tokens.
     """
     writer = anchor = None
     if settings.init == "write":
@@ -257,18 +245,13 @@ def make_trainer(model: nn.Module, settings: ReadingSettings, *, write_text: boo
 
 
 def _make_reading(
-    trainer: TestTimeTrainer,
-    settings: ReadingSettings,
-    input_ids: torch.LongTensor,
-    model: nn.Module,
-    preparation_seconds: float,
-    peak: PeakMemory,
+    trainer: TestTimeTrainer, settings: ReadingSettings, input_ids: torch.LongTensor, seconds: float, peak: PeakMemory
 ) -> Reading:
+    """Return the figures of a reading; `seconds` is the time that its preparation took."""
     readings = [[chunk for chunk in trainer.chunks if chunk.reading == n] for n in range(settings.readings)]
     nlls = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
     tokens = sum(chunk.tokens for chunk in readings[0])
     marks = choose_marks(len(input_ids))
-    trained = model.parameters() if isinstance(model, PeftModel) else ()
     return Reading(
         settings=settings,
         text_sha256=digest_ids(input_ids),
@@ -279,18 +262,17 @@ def _make_reading(
         perplexity_between=per_segment(readings[0], marks),
         perplexities=[perplexity(nll, tokens) for nll in nlls],
         curve=cumulative(readings[0]),
-        extra_parameters=sum(parameter.numel() for parameter in trained if parameter.requires_grad),
-        seconds=preparation_seconds + sum(chunk.seconds for chunk in trainer.chunks),
+        extra_parameters=sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad),
+        seconds=seconds + sum(chunk.seconds for chunk in trainer.chunks),
         peak_bytes=peak.read(),
         skipped_chunks=trainer.skipped_chunks,
     )
 
 
 def score(model: nn.Module, input_ids: torch.LongTensor, settings: ReadingSettings) -> float:
-    """Return the perplexity of a text under a model that does not learn while it reads.
+    """Return the perplexity of a text under a frozen model, with or without an adapter, which is not changed.
 
     Args:
-        model: a causal LM, with or without an adapter; not changed. None of its parameters may require gradients.
         input_ids: LongTensor [T], T >= 2.
         settings: complete; window, stride and context are used.
 
@@ -313,13 +295,10 @@ def score(model: nn.Module, input_ids: torch.LongTensor, settings: ReadingSettin
 
 @contextmanager
 def attached(base: PreTrainedModel, settings: ReadingSettings) -> Iterator[nn.Module]:
-    """Attach a method's fresh adapter to a base within the context.
+    """Attach a method's fresh adapter to a base within the context, after setting torch's seed.
 
-    `base` is mutated. Afterwards its modules, weights, `requires_grad` flags and mode are as before.
-
-    Args:
-        base: a causal LM without adapters.
-        settings: complete. The seed is set for torch here.
+    `base`, a causal LM without adapters, is mutated. Afterwards its modules, weights, `requires_grad` flags and mode
+    are as before.
 
     Raises:
         ValueError: the method does not fit the base.
@@ -328,10 +307,9 @@ def attached(base: PreTrainedModel, settings: ReadingSettings) -> Iterator[nn.Mo
     training = base.training
     torch.manual_seed(settings.seed)
     make_config = ADAPTERS[settings.method]
-    model = base if make_config is None else get_peft_model(base, make_config(base, settings))
+    config = None if make_config is None else make_config(base, settings)
+    model = base.requires_grad_(False) if config is None else get_peft_model(base, config)
     try:
-        if model is base:
-            base.requires_grad_(False)
         yield model
     finally:
         if model is not base:
@@ -346,9 +324,7 @@ def attached(base: PreTrainedModel, settings: ReadingSettings) -> Iterator[nn.Mo
 def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[PeftModel]:
     """Attach a saved memory to its base within the context, frozen and in evaluation mode.
 
-    Args:
-        base: a causal LM without adapters; mutated, and restored at the end.
-        directory: the memory's folder.
+    `base`, a causal LM without adapters, is mutated, and restored at the end.
     """
     model = load_memory(base, directory).requires_grad_(False).eval()
     try:
@@ -419,9 +395,7 @@ ADAPTERS: dict[str, Callable[[PreTrainedModel, ReadingSettings], PeftConfig] | N
 def find_layers(base: PreTrainedModel, layers: list[int] | str | None) -> list[int] | None:
     """Return the layer indices that `ReadingSettings.layers_to_transform` means for a model; None for all layers.
 
-    Args:
-        base: a causal LM.
-        layers: indices, "upper" or None. The upper half of an odd number of layers is the larger half.
+    The upper half of an odd number of layers is the larger half.
 
     Raises:
         ValueError: an index that the model does not have.
@@ -443,15 +417,11 @@ def find_layers(base: PreTrainedModel, layers: list[int] | str | None) -> list[i
 
 
 def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Refuse a folder in which a reading would replace something.
+    """Raise a `ValueError` for a folder in which a reading would replace something. It need not exist.
 
     Args:
-        directory: a memory's folder; it need not exist.
         resume: an unfinished reading in it will go on.
         overwrite: a memory in it may be replaced. Other files that only have the same names may not.
-
-    Raises:
-        ValueError: the folder holds a memory, an unfinished reading, or foreign files with the names of a memory's.
     """
     folder = Path(directory)
     finish_replacement(folder)
@@ -464,26 +434,21 @@ def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool
                     f"--out {str(folder)!r} holds a file {name} that no reading wrote: choose another folder, or move "
                     "that file"
                 )
-    if overwrite:
-        return
-    if unfinished and not resume:
+    if unfinished and not resume and not overwrite:
         raise ValueError(
             f"--out {str(folder)!r} holds an unfinished reading: go on with --resume, or give --overwrite"
         )
-    if is_memory and not unfinished:
+    if is_memory and not unfinished and not overwrite:
         raise ValueError(f"--out {str(folder)!r} holds a memory: choose another folder, or give --overwrite")
 
 
 def find_finished(directory: str | Path, settings: ReadingSettings, input_ids: torch.LongTensor) -> Reading | None:
-    """Return the reading of a folder that already holds the memory of this very reading.
+    """Return the finished reading of a folder; None where there is no memory, or an unfinished reading.
 
     Args:
-        directory: the folder; it need not exist.
+        directory: it need not exist.
         settings: of the reading that would be done, complete.
         input_ids: LongTensor [T], the text.
-
-    Returns:
-        The finished reading; None where there is no memory, or an unfinished reading.
 
     Raises:
         ValueError: the folder holds the memory of another reading.
@@ -508,13 +473,11 @@ def find_finished(directory: str | Path, settings: ReadingSettings, input_ids: t
 
 
 def _save_memory(model: PeftModel, directory: str | Path, reading: Reading) -> None:
-    """Write PEFT's files, a model card and the reading into a folder, whole or not at all.
-
-    The base is recorded as `reading.settings.model`, which is its name on other machines too.
-    """
+    """Write PEFT's files, a model card and the reading into a folder, whole or not at all."""
     config = model.peft_config[model.active_adapter]
     name = config.base_model_name_or_path
     try:
+        # The name on other machines too.
         config.base_model_name_or_path = reading.settings.model
         with staged(directory) as folder:
             # Embeddings are not trained here, and PEFT would ask the hub about them.

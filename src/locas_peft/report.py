@@ -13,6 +13,7 @@ from rich.text import Text
 
 from .evaluation.f1 import CATEGORIES
 from .files import load_json, staged_file
+from .settings import METHOD_FIELDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,11 +35,6 @@ __all__ = [
 # Each method has the same colour in every plot; another one takes the next colour of matplotlib's.
 _COLOURS = {"none": "#777777", "lora": "#d9722e", "locas-glu": "#1f6fb4", "locas-mlp": "#2a8c5a"}
 _RIGHT, _WRONG = _COLOURS["locas-glu"], _COLOURS["none"]
-# Fields of a method's settings that are the same for all methods of a study.
-_SHARED = (
-    *("method", "model", "preset", "window", "stride", "context", "epochs", "max_tokens", "seed", "dtype"),
-    *("readings", "warmup_steps", "objective", "teacher_window", "token_weighting"),
-)
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,10 @@ class Sheet:
     def to_rich(self) -> Table:
         """Return the table for a rich console."""
         table = Table(title=Text(self.title) if self.title else None, title_justify="left")
+        widest = max((len(row[0]) for row in self.rows), default=0)
         for number, header in enumerate(self.headers):
-            table.add_column(Text(header), justify="right" if number else "left", overflow="fold")
+            least = None if number else min(widest, 40)  # the other columns wrap first
+            table.add_column(Text(header), justify="right" if number else "left", overflow="fold", min_width=least)
         for row, cells in enumerate(self.rows):
             bold = [self.best == (row, column) for column in range(len(cells))]
             table.add_row(*(Text(cell, style="bold" if b else "") for cell, b in zip(cells, bold, strict=True)))
@@ -242,10 +240,11 @@ def _describe(figures: dict[str, Any]) -> str:
     if recipe:
         times = f"{recipe['readings']} reading{'s' if recipe['readings'] > 1 else ''}"
         parts.append(f"Trained in {times}, objective {recipe['objective']}, weighting {recipe['token_weighting']}.")
-    for name, settings in methods.items():
-        own = [f"{field.replace('_', ' ')} {value}" for field, value in settings.items() if field not in _SHARED]
+    for method, settings in methods.items():
+        own = {name: value for name, value in settings.items() if name in METHOD_FIELDS and value is not None}
         if settings["method"] != "none":
-            parts.append(f"{name}: {', '.join(one for one in own if not one.endswith(' None'))}.")
+            listed = ", ".join(f"{name} {value}" for name, value in own.items())
+            parts.append(f"{method}: {listed.replace('_', ' ')}.")
     if figures.get("conversations"):
         parts.append(f"Conversations {', '.join(figures['conversations'])}.")
     return " ".join([*parts, "In brackets 95% bootstrap intervals."])

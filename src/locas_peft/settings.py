@@ -124,17 +124,13 @@ class ReadingSettings(TrainingSettings):
         for name, least in (("r", 1), ("slots_per_chunk", 1), ("anchor_every", 1), ("max_tokens", 2)):
             if name in given:
                 check_whole(name, given[name], least)
-        for name in ("scaling", "row_norm", "epsilon"):
-            if name in given and not 0 < given[name] < math.inf:
-                raise ValueError(
-                    f"{name} must be a finite number above 0, got {given[name]}: leave it out for the preset's"
-                )
-        for name in ("max_slot_norm", "anchor"):
-            if name in given and not 0 <= given[name] < math.inf:
-                raise ValueError(
-                    f"{name} must be 0 or a finite number above, got {given[name]}: leave it out for the preset's"
-                )
-        if "layers_to_transform" in given:
+        for name in ("scaling", "row_norm", "epsilon", "max_slot_norm", "anchor"):
+            may_be_0 = name in ("max_slot_norm", "anchor")
+            number = given.get(name, 1.0)
+            if not 0 <= number < math.inf or (number == 0 and not may_be_0):
+                rule = "0 or a finite number above" if may_be_0 else "a finite number above 0"
+                raise ValueError(f"{name} must be {rule}, got {number}: leave it out for the preset's")
+        if self.layers_to_transform is not None:
             _check_layers(self.layers_to_transform)
 
     def complete(self, base: PreTrainedModel | None = None) -> ReadingSettings:
@@ -150,14 +146,14 @@ class ReadingSettings(TrainingSettings):
             >>> ReadingSettings(method="locas-glu", r=16).complete().scaling
             16.0
         """
-        given = {name for name in METHOD_FIELDS if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in METHOD_FIELDS if getattr(self, name) is not None}
         preset = PRESETS[self.preset][self.method]
-        for name in METHOD_FIELDS:
-            if name in given and name not in preset:
+        for name in given:
+            if name not in preset:
                 raise ValueError(
-                    f"{name} has no meaning for the method {self.method!r}, got {getattr(self, name)}: leave it out"
+                    f"{name} has no meaning for the method {self.method!r}, got {given[name]}: leave it out"
                 )
-        values = {name: getattr(self, name) if name in given else preset.get(name) for name in METHOD_FIELDS}
+        values = {**dict.fromkeys(METHOD_FIELDS), **preset, **given}
         _drop_unused(values, given)
         if values["scaling"] == "r":
             values["scaling"] = float(values["r"])
@@ -176,12 +172,10 @@ class ReadingSettings(TrainingSettings):
 def complete_all(
     settings: ReadingSettings, methods: Iterable[str], base: PreTrainedModel | None = None
 ) -> dict[str, ReadingSettings]:
-    """Complete one settings object for each of several methods.
+    """Complete the settings for each of several methods; a value is used by the methods that have it.
 
     Args:
-        settings: the values that were given; each is used by the methods that have it.
         methods: NAME[@WIDTH][:RATE], such as "lora@16:2e-3".
-        base: see `ReadingSettings.complete`.
 
     Returns:
         The settings by the method's name in tables and folders: "lora@16-lr2e-3".
@@ -208,11 +202,7 @@ def complete_all(
 
 
 def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
-    """Split NAME[@WIDTH][:RATE] into the method's name and the fields `r` and `learning_rate` that are given.
-
-    Raises:
-        ValueError: the name is no method, the width no whole number above 0, or the rate no number above 0.
-    """
+    """Split NAME[@WIDTH][:RATE] into the method's name and the fields `r` and `learning_rate` that are given."""
     match = re.fullmatch(r"([^@:]+)(?:@([1-9]\d*))?(?::(\d+\.?\d*(?:[eE][+-]?\d+)?))?", spec)
     if match is None or (match[3] and not 0 < float(match[3]) < math.inf):
         raise ValueError(f"method must be NAME, NAME@WIDTH, NAME:RATE or both, got {spec!r}: write lora@16:2e-3, say")
@@ -221,7 +211,7 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
     return match[1], {field: value for field, value in own.items() if value is not None}
 
 
-def _drop_unused(values: dict[str, Any], given: set[str]) -> None:
+def _drop_unused(values: dict[str, Any], given: dict[str, Any]) -> None:
     """Set to None the preset's values that another setting makes meaningless; refuse given ones."""
     rules = [
         ("init", values["init"] != "write", ("update", "epsilon", "slots_per_chunk")),
@@ -238,11 +228,9 @@ def _drop_unused(values: dict[str, Any], given: set[str]) -> None:
 
 
 def _check_layers(layers: Any) -> None:
-    if layers == "upper":
-        return
     indices = layers if isinstance(layers, list) else []
     whole = all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in indices)
-    if not indices or not whole or len(set(indices)) < len(indices):
+    if layers != "upper" and (not indices or not whole or len(set(indices)) < len(indices)):
         raise ValueError(
             f"layers_to_transform must be 'upper' or a list of different layer indices from 0 on, got {layers!r}: "
             "leave it out for all layers"

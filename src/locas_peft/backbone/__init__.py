@@ -73,12 +73,12 @@ def load(
 
 
 def is_embedded(name: str) -> bool:
-    """Return whether a recorded model name is one of these backbones or the folder of one in any installation."""
+    """Return whether a name is one of these backbones, or the folder of one in any installation."""
     return name_of(name) in _FOLDERS
 
 
 def name_of(name: str) -> str:
-    """Return the name of the backbone that has this name or this folder, in any installation; other names as they are."""
+    """Return the name of the backbone that has this name or this folder, in any installation; others unchanged."""
     if name in _FOLDERS:
         return name
     return next((known for known, end in _FOLDERS.items() if Path(name).parts[-len(end) :] == end), name)

@@ -26,7 +26,6 @@ from .reading import compare, demo, memorize
 
 __all__ = ["app", "main"]
 
-
 app = App(
     name="locas",
     help="A memory made of weights for language models: read a text, keep what was learned in a small file.",
@@ -127,10 +126,10 @@ def _print_error(line: str, index: int) -> None:
 def _explain(error: Exception) -> str | None:
     """Return one line for an error that input or machine can cause; None for a defect of the program."""
     torch = sys.modules.get("torch")
-    if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return "the device is out of memory: lower --window, or choose another --dtype or --device"
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error)):
-        return "the machine is out of memory: lower the width or the window, or choose a smaller model or dtype"
+    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    if on_device or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        place = "device" if on_device else "machine"
+        return f"the {place} is out of memory: lower the width or the window, or choose another model, dtype or device"
     if isinstance(error, OSError):
         where = repr(str(error.filename)) if error.filename else ""
         if is_disk_full(error):

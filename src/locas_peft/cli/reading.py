@@ -52,10 +52,7 @@ class ReadingOptions(ReadingSettings):
 
     learning_rate: Annotated[float | None, Parameter(name="--lr")] = None
     r: Annotated[int | None, Parameter(alias="--width")] = None
-    layers_to_transform: Annotated[
-        list[int] | str | None,
-        Parameter(name="--layers", converter=_parse_layers, n_tokens=1, accepts_keys=False, metavar="LIST"),
-    ] = None
+    layers_to_transform: Annotated[str | None, Parameter(name="--layers", converter=_parse_layers)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,7 +84,7 @@ ONE_METHOD = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$)")
 MANY_METHODS = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$)")
 Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
 BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
-OutputPath = Annotated[Path, Parameter(converter=_parse_path, n_tokens=1, accepts_keys=False)]
+OutputPath = Annotated[Path, Parameter(converter=_parse_path)]
 JsonFile = Annotated[
     Path | None,
     Parameter(name="--json", converter=_parse_path, allow_leading_hyphen=True, help="write JSON; - for stdout."),
@@ -101,7 +98,7 @@ Unwrap = Annotated[
     ),
 ]
 AtLeastOne = Parameter(validator=Number(gte=1, lte=LARGEST))
-Seed = Annotated[int, Parameter(validator=Number(gte=0, lte=LARGEST))]
+Seed = Annotated[int, Parameter(validator=Number(gte=-LARGEST, lte=LARGEST))]
 READING, BASE = ReadingOptions(), BaseOptions()
 
 
@@ -234,7 +231,7 @@ def memorize(
         checkpoint_seconds: time between two checkpoints.
     """
     from .. import reading
-    from ..files import check_output_directory, finish_replacement
+    from ..files import check_output_directory
     from ..text import load_text
     from ..ttt.checkpoint import has_checkpoint
 
@@ -247,7 +244,6 @@ def memorize(
         if out is None:
             raise ValueError(f"--out must name a folder for what {settings.method} learns, got none: add --out DIR")
         check_output_directory("--out", out)
-        finish_replacement(out)
         if not resume:
             reading.check_vacant(out, overwrite=overwrite)
     content = load_text(text)
@@ -321,11 +317,9 @@ def compare(
 
 def _check_vacant(out: Path, folders: Sequence[str], files: Sequence[str], overwrite: bool) -> None:
     """Refuse a folder in which memories or files would replace something."""
-    from ..files import finish_replacement
     from ..reading import check_vacant
 
     for folder in folders:
-        finish_replacement(out / folder)
         check_vacant(out / folder, overwrite=overwrite)
     for name in files if not overwrite else ():
         if os.path.lexists(out / name):

@@ -8,20 +8,6 @@ from .locomo import load_prompts, run_locomo
 from .perplexity import run_perplexity
 from .study import Progress, Unit, follow, open_study, run_units, silent
 
-__all__ = [
-    "Progress",
-    "Unit",
-    "choose_conversations",
-    "follow",
-    "load_blimp",
-    "load_column",
-    "load_documents",
-    "load_locomo",
-    "load_prompts",
-    "open_study",
-    "run_forgetting",
-    "run_locomo",
-    "run_perplexity",
-    "run_units",
-    "silent",
-]
+__all__ = ["Progress", "Unit", "choose_conversations", "follow", "load_blimp", "load_column", "load_documents"]
+__all__ += ["load_locomo", "load_prompts", "open_study", "run_forgetting", "run_locomo", "run_perplexity", "run_units"]
+__all__ += ["silent"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Sequence
+from os.path import commonprefix
 
 import torch
 from torch import nn
@@ -18,18 +19,13 @@ _WORTH_KEEPING = 64
 
 
 def encode_prompt(tokenizer, prompt: str) -> list[int]:
-    """Turn a prompt into token ids, as a user's message if the tokenizer has a chat template.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        prompt: the text.
-    """
-    if getattr(tokenizer, "chat_template", None):
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False, enable_thinking=False
-        )
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-    return list(tokenizer(prompt, verbose=False)["input_ids"])
+    """Turn a prompt into token ids, as a user's message if the tokenizer has a chat template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer(prompt, verbose=False)["input_ids"])
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False, enable_thinking=False
+    )
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 @torch.inference_mode()
@@ -49,10 +45,7 @@ def answer(
 
     Args:
         model: a causal language model in evaluation mode, with or without a memory; not changed.
-        tokenizer: its tokenizer.
         prompts: token ids, none of them empty (see `encode_prompt`).
-        max_new_tokens: the most tokens of an answer.
-        batch_size: prompts at once.
         known: indices of prompts whose answers are not needed; a batch of only such prompts is left out.
 
     Yields:
@@ -70,13 +63,14 @@ def answer(
                 f"prompt {number} and max_new_tokens must fit the model's {positions} positions, got {len(prompt)} + "
                 f"{max_new_tokens}: shorten one of them"
             )
-    order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number]), number))
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     batches = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
     batches = [batch for batch in batches if not all(number in known for number in batch)]
     if not batches:
         return
-    beginning = _shared_beginning(prompts)
-    cache = _fill_cache(model, beginning) if len(beginning) >= _WORTH_KEEPING else None
+    shortest = min(map(len, prompts))
+    shared = commonprefix([list(prompt[: shortest - 1]) for prompt in prompts])  # a prompt's last token must be fed
+    cache = _fill_cache(model, shared) if len(shared) >= _WORTH_KEEPING else None
     for batch in batches:
         yield batch, _answer_batch(model, tokenizer, [prompts[number] for number in batch], max_new_tokens, cache)
 
@@ -86,20 +80,13 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def _shared_beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """Return the tokens that all prompts begin with, without the last token of any: that one must be fed."""
-    first, last = min(map(tuple, prompts)), max(map(tuple, prompts))
-    shared = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), len(first))
-    return list(first[: min(shared, min(map(len, prompts)) - 1)])
-
-
 def _fill_cache(model: nn.Module, ids: list[int]) -> DynamicCache | None:
     """Run tokens through the model and return their keys and values; None for a model that keeps something else."""
     config = model.config.get_text_config()
     if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
         return None  # the state of such layers cannot be followed by padding
-    cache = DynamicCache()
-    Host(model).logits(torch.tensor([ids], device=Host(model).device), 1, past_key_values=cache, use_cache=True)
+    cache, host = DynamicCache(), Host(model)
+    host.logits(torch.tensor([ids], device=host.device), 1, past_key_values=cache, use_cache=True)
     return cache if cache.get_seq_length() == len(ids) else None
 
 
@@ -115,21 +102,11 @@ def _answer_batch(
         rest = length - (len(prompt) - kept)
         ids[row, :kept], mask[row, :kept] = prompt[:kept], 1
         ids[row, rest:], mask[row, rest:] = prompt[kept:], 1
-    options = {}
+    options = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "do_sample": False, "num_beams": 1}
+    options |= {"temperature": None, "top_p": None, "top_k": None}
     if cache is not None:
         options["past_key_values"] = copy.deepcopy(cache)
         options["past_key_values"].batch_repeat_interleave(len(prompts))
     device = Host(model).device
-    output = model.generate(
-        input_ids=ids.to(device),
-        attention_mask=mask.to(device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        num_beams=1,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        pad_token_id=pad,
-        **options,
-    )
+    output = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
     return [first_line(text) for text in tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path, PurePosixPath
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -42,9 +43,7 @@ class PairScore(NamedTuple):
 def load_blimp(path: str | Path, limit_pairs: int | None = None) -> tuple[list[MinimalPair], list[str]]:
     """Load BLiMP's JSON lines from the release's zip file or from a folder.
 
-    Args:
-        path: a zip file, or a folder; each `.jsonl` in it, at any depth, is a paradigm.
-        limit_pairs: the number of pairs of each paradigm, from the first; None for all of them.
+    Each `.jsonl` in it, at any depth, is a paradigm, of which the first `limit_pairs` pairs are loaded.
 
     Returns:
         The pairs, by paradigm in alphabetical order, and one line for each record that cannot be used.
@@ -71,7 +70,7 @@ def load_blimp(path: str | Path, limit_pairs: int | None = None) -> tuple[list[M
             except (ValueError, KeyError, TypeError, AttributeError):
                 problems.append(f"{name}:{number} must hold sentence_good and sentence_bad: pair left out")
                 continue
-            paradigm = str(record.get("UID") or PurePosixPath(name).stem)
+            paradigm = str(record.get("UID") or Path(name).stem)
             pairs.append(MinimalPair(paradigm, str(record.get("field") or "unknown"), good, bad))
             count += 1
     if not pairs:
@@ -80,15 +79,14 @@ def load_blimp(path: str | Path, limit_pairs: int | None = None) -> tuple[list[M
 
 
 def _open_blimp(path: Path) -> Iterator[tuple[str, list[str]]]:
-    if path.is_dir():
-        for file in sorted(path.rglob("*.jsonl"), key=lambda file: file.name):
-            yield file.name, file.read_text(encoding="utf-8", errors="replace").splitlines()
-        return
+    """Yield the name and the lines of each paradigm's file, in the order of the names."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            names = [name for name in archive.namelist() if name.endswith(".jsonl") and "__MACOSX" not in name]
-            for name in sorted(names, key=lambda name: PurePosixPath(name).name):
-                yield PurePosixPath(name).name, archive.read(name).decode("utf-8", errors="replace").splitlines()
+        with nullcontext() if path.is_dir() else zipfile.ZipFile(path) as archive:
+            names = map(str, path.rglob("*.jsonl")) if archive is None else archive.namelist()
+            names = [name for name in names if name.endswith(".jsonl") and "__MACOSX" not in name]
+            for name in sorted(names, key=lambda name: Path(name).name):
+                content = Path(name).read_bytes() if archive is None else archive.read(name)
+                yield Path(name).name, content.decode("utf-8", errors="replace").splitlines()
     except (zipfile.BadZipFile, OSError) as error:
         raise ValueError(f"BLiMP must be a zip file or a folder, got {str(path)!r} ({error}): copy it again") from None
 
@@ -103,12 +101,7 @@ def score_pairs(
 ) -> list[PairScore]:
     """Score both sentences of each pair, each one after the tokenizer's begin-of-text token alone.
 
-    Args:
-        model: a causal language model in evaluation mode; not changed.
-        tokenizer: its tokenizer.
-        pairs: see `load_blimp`.
-        batch_tokens: see `scoring.score_targets`.
-        on_batch: called with the number of sentences that were scored.
+    `batch_tokens` and `on_batch` are those of `scoring.score_targets`, whose texts are the sentences.
     """
     texts = [encode_pair(tokenizer, "", text) for pair in pairs for text in (pair.good, pair.bad)]
     scores = score_targets(model, texts, batch_tokens=batch_tokens, on_batch=on_batch)

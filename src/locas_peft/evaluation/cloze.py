@@ -27,16 +27,10 @@ OTHERS = 3
 
 @dataclass(frozen=True)
 class Span:
-    """A gold answer in its turn.
+    """A gold answer in its turn, of a question's `index` and `category` (the first one, if several have this answer).
 
-    Attributes:
-        sample_id: the conversation.
-        dia_id: the turn.
-        index: index of the question; the first one, if several have this answer.
-        category: the question's category.
-        prompt: "Speaker: " and the turn's text up to the span.
-        text: the span as it is written in the turn.
-        others: three other spans of the conversation, fewer if it has fewer.
+    `prompt` is "Speaker: " and the turn's text up to the span, `text` the span as it is written in the turn, `others`
+    three other spans of the conversation, fewer if it has fewer.
     """
 
     sample_id: str
@@ -52,14 +46,10 @@ def find_spans(conversation: Conversation, seed: int = 0) -> list[Span]:
     """Find the gold answers that occur word for word in their evidence turns, in any case.
 
     For category 1 each item of the comma-separated list is searched. Category 5 is left out: its answers are traps. A
-    place in a turn counts once, even if it answers several questions.
-
-    Args:
-        conversation: the conversation with its questions.
-        seed: of the draw of the other spans, from the sorted list of the conversation's spans.
+    place in a turn counts once, even if it answers several questions. The other spans are drawn by `seed`.
     """
     found: dict[tuple[str, int, int], Span] = {}
-    turns = conversation.turns
+    turns, sample_id = conversation.turns, conversation.sample_id
     for question in conversation.questions:
         if question.category == ADVERSARIAL:
             continue
@@ -69,15 +59,13 @@ def find_spans(conversation: Conversation, seed: int = 0) -> list[Span]:
                 match = re.search(rf"(?<!\w){re.escape(item)}(?!\w)", text, re.IGNORECASE)
                 if match:
                     prompt = f"{turn.speaker}: {text[: match.start()]}"
-                    span = Span(
-                        conversation.sample_id, turn.dia_id, question.index, question.category, prompt, match[0]
-                    )
+                    span = Span(sample_id, turn.dia_id, question.index, question.category, prompt, match[0])
                     found.setdefault((turn.dia_id, *match.span()), span)
     texts = sorted({span.text for span in found.values()})
     spans = []
     for key, span in found.items():
         others = [text for text in texts if text.casefold() != span.text.casefold()]
-        draw = random.Random(f"{seed}/{span.sample_id}/{key}")
+        draw = random.Random(f"{seed}/{sample_id}/{key}")
         spans.append(replace(span, others=tuple(draw.sample(others, min(OTHERS, len(others))))))
     return spans
 
@@ -95,14 +83,7 @@ def score_spans(
     batch_tokens: int = 4096,
     on_batch: Callable[[int], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Score spans, and the other spans of each one after the same prompt.
-
-    Args:
-        model: a causal language model in evaluation mode, with or without a memory; not changed.
-        tokenizer: its tokenizer.
-        spans: see `find_spans`.
-        batch_tokens: see `scoring.score_targets`.
-        on_batch: called with the number of texts that were scored, 1 + `OTHERS` a span.
+    """Score spans, and the other spans of each one after the same prompt (see `scoring.score_targets`).
 
     Returns:
         One record a span: its fields, `nll_per_token` and `others_nll_per_token` in nats, the number of its `tokens`,
@@ -112,27 +93,21 @@ def score_spans(
     scores = iter(score_targets(model, pairs, batch_tokens=batch_tokens, on_batch=on_batch))
     records = []
     for span in spans:
-        own = next(scores)
-        others = [next(scores).per_token for _ in span.others]
+        own, *others = (next(scores) for _ in (span.text, *span.others))
         records.append(
             {
                 **asdict(span),
                 "nll_per_token": own.per_token,
-                "others_nll_per_token": others,
+                "others_nll_per_token": [other.per_token for other in others],
                 "tokens": own.tokens,
-                "first": all(own.per_token < other for other in others),
+                "first": all(own.per_token < other.per_token for other in others),
             }
         )
     return records
 
 
 def gains(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> list[float]:
-    """Return the nats a token that each span costs less than in a reference.
-
-    Args:
-        records: see `score_spans`.
-        reference: records of the same spans: of the base, or with another conversation's memory.
-    """
+    """Return the nats a token that each span costs less than in records of the same spans by another model."""
     return [old["nll_per_token"] - new["nll_per_token"] for new, old in zip(records, reference, strict=True)]
 
 

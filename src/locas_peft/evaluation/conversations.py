@@ -14,16 +14,8 @@ from typing import Any
 
 from .f1 import ADVERSARIAL, CATEGORIES
 
-__all__ = [
-    "Conversation",
-    "Question",
-    "Session",
-    "Turn",
-    "choose_conversations",
-    "dialogue",
-    "dialogue_lines",
-    "load_locomo",
-]
+__all__ = ["Conversation", "Question", "Session", "Turn", "choose_conversations", "dialogue", "dialogue_lines"]
+__all__ += ["load_locomo"]
 
 
 @dataclass(frozen=True)
@@ -47,10 +39,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Question:
-    """A question of category 1 to 5. `answer` is the gold answer, for category 5 the trap.
-
-    `index` is its index in the conversation's list, `evidence` the ids of the turns that hold the answer.
-    """
+    """A question of category 1 to 5 (for 5 the answer is the trap); `evidence` names the turns with the answer."""
 
     index: int
     question: str
@@ -86,20 +75,16 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
     """
     lines = []
     for session in conversation.sessions:
-        if lines:
-            lines.append("")
+        lines += [""] if lines else []
         lines.append(f"Session {session.number}" + (f", {session.date_time}" if session.date_time else ""))
         for turn in session.turns:
-            text = " ".join(turn.text.split())
-            lines.append(f"{turn.speaker}: {text}" + (f" [photo: {turn.caption}]" if turn.caption else ""))
+            photo = f" [photo: {turn.caption}]" if turn.caption else ""
+            lines.append(f"{turn.speaker}: {' '.join(turn.text.split())}{photo}")
     return lines
 
 
 def load_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:
-    """Load a LoCoMo file.
-
-    Args:
-        path: JSON in the release's form: a list of samples with `sample_id`, `conversation` and `qa`.
+    """Load a LoCoMo file: JSON in the release's form, a list of samples with `sample_id`, `conversation` and `qa`.
 
     Returns:
         The conversations that can be used, and one line for each record that cannot, with its index in the file.
@@ -117,21 +102,17 @@ def load_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:
         raise ValueError(f"LoCoMo data must be readable as JSON, got {str(path)!r} ({error}): {remedy}") from None
     samples = [samples] if isinstance(samples, dict) else samples
     if not isinstance(samples, list) or not any(isinstance(one, dict) and "conversation" in one for one in samples):
-        raise ValueError(
-            f"LoCoMo data must be a list of samples with 'conversation' and 'qa', got {str(path)!r} without any: "
-            f"{remedy}"
-        )
+        rule = "must be a list of samples with 'conversation' and 'qa'"
+        raise ValueError(f"LoCoMo data {rule}, got {str(path)!r} without any: {remedy}")
     conversations: dict[str, Conversation] = {}
     problems: list[str] = []
     for number, sample in enumerate(samples):
         name = f"{path.name}[{number}]"
         try:
-            conversation = _parse_sample(sample, name, problems)
-            if conversation.sample_id in conversations:
-                raise ValueError(
-                    f"{name}.sample_id must be unique, got {conversation.sample_id!r} again: sample left out"
-                )
-            conversations[conversation.sample_id] = conversation
+            one = _parse_sample(sample, name, problems)
+            if one.sample_id in conversations:
+                raise ValueError(f"{name}.sample_id must be unique, got {one.sample_id!r} again: sample left out")
+            conversations[one.sample_id] = one
         except ValueError as error:
             problems.append(str(error))
     if not conversations:
@@ -145,13 +126,11 @@ def choose_conversations(conversations: Sequence[Conversation], names: Sequence[
     Raises:
         ValueError: an id is not in the file.
     """
-    if names is None:
-        return list(conversations)
     known = [conversation.sample_id for conversation in conversations]
-    for name in names:
+    for name in names or ():
         if name not in known:
             raise ValueError(f"conversation must be one of {', '.join(known)}, got {name!r}: choose one of them")
-    return [conversation for conversation in conversations if conversation.sample_id in names]
+    return [conversation for conversation in conversations if names is None or conversation.sample_id in names]
 
 
 def _parse_sample(sample: Any, name: str, problems: list[str]) -> Conversation:
@@ -160,22 +139,20 @@ def _parse_sample(sample: Any, name: str, problems: list[str]) -> Conversation:
     talk = sample["conversation"]
     sample_id = str(sample.get("sample_id") or name)
     if not re.fullmatch(r"[\w.\[\]-]+", sample_id) or sample_id.startswith("."):
-        raise ValueError(
-            f"{name}.sample_id must be letters, digits, - and _, got {sample_id!r}: sample left out, rename it"
-        )
+        rule = "must be letters, digits, - and _"
+        raise ValueError(f"{name}.sample_id {rule}, got {sample_id!r}: sample left out, rename it")
     sessions = []
     for number in sorted(int(key[8:]) for key in talk if re.fullmatch(r"session_\d+", key)):
         turns = tuple(_parse_turns(talk[f"session_{number}"], f"{name}.conversation.session_{number}", problems))
-        if turns:
-            date_time = talk.get(f"session_{number}_date_time")
-            sessions.append(Session(number, date_time if isinstance(date_time, str) else None, turns))
+        date_time = talk.get(f"session_{number}_date_time")
+        sessions += [Session(number, date_time if isinstance(date_time, str) else None, turns)] if turns else []
     if not sessions:
-        raise ValueError(
-            f"{name}.conversation must have a session with turns, got none in {sample_id!r}: sample left out"
-        )
-    named = [str(talk.get(key) or "") for key in ("speaker_a", "speaker_b")]
-    speakers = list(dict.fromkeys(turn.speaker for session in sessions for turn in session.turns))
-    first, second = named if all(named) else (speakers[0], speakers[min(1, len(speakers) - 1)])
+        rule = "must have a session with turns"
+        raise ValueError(f"{name}.conversation {rule}, got none in {sample_id!r}: sample left out")
+    speakers = [str(talk.get(key) or "") for key in ("speaker_a", "speaker_b")]
+    if not all(speakers):
+        found = list(dict.fromkeys(turn.speaker for session in sessions for turn in session.turns))
+        speakers = [found[0], found[min(1, len(found) - 1)]]
     entries = sample.get("qa")
     if not isinstance(entries, list):
         problems.append(f"{name}.qa must be a list of questions, got none in {sample_id!r}: no question is asked")
@@ -186,7 +163,7 @@ def _parse_sample(sample: Any, name: str, problems: list[str]) -> Conversation:
             questions.append(_parse_question(entry, index, f"{name}.qa[{index}]"))
         except ValueError as error:
             problems.append(str(error))
-    return Conversation(sample_id, (first, second), tuple(sessions), tuple(questions))
+    return Conversation(sample_id, tuple(speakers), tuple(sessions), tuple(questions))
 
 
 def _parse_turns(turns: Any, name: str, problems: list[str]) -> Iterator[Turn]:

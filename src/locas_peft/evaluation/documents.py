@@ -13,27 +13,20 @@ __all__ = ["load_column", "load_documents"]
 
 
 def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str, str]:
-    """Load text files, and all the `.txt` files of folders.
+    """Load the first `limit` of text files, and of the `.txt` files of folders, by name without the suffix, in order.
 
-    Args:
-        sources: paths; `-` for standard input.
-        limit: the number of documents to load, from the first; None for all of them.
-
-    Returns:
-        The texts by the files' names without their suffix, in the order given.
+    `sources` are paths; `-` stands for standard input.
 
     Raises:
         ValueError: a file cannot be read, a folder has no text, or two files have the same name.
     """
     paths: list[Path | str] = []
     for source in sources:
-        if source != "-" and Path(source).is_dir():
-            found = sorted(Path(source).glob("*.txt"))
-            if not found:
-                raise ValueError(f"folder must hold .txt files, got none in {source!r}: name another, or a file")
-            paths += found
-        else:
-            paths.append(source)
+        is_folder = source != "-" and Path(source).is_dir()
+        found = sorted(Path(source).glob("*.txt")) if is_folder else [source]
+        if not found:
+            raise ValueError(f"folder must hold .txt files, got none in {source!r}: name another, or a file")
+        paths += found
     texts: dict[str, str] = {}
     for path in paths[:limit]:
         name = "stdin" if path == "-" else _as_name(Path(path).stem)
@@ -44,16 +37,12 @@ def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str
 
 
 def load_column(dataset: str, split: str, column: str, limit: int | None = None) -> dict[str, str]:
-    """Load documents from a dataset: a name on the hub, or a folder that `datasets` can load.
+    """Load documents from a dataset, by the names "test-0", "test-1", ... for the split "test".
 
     Args:
-        dataset: name or folder.
-        split: such as "test".
-        column: the column with the texts.
+        dataset: a name on the hub, or a folder that `datasets` can load.
+        column: where the texts are.
         limit: the number of documents to load, from the first; None for all of them. The rest is not downloaded.
-
-    Returns:
-        The texts by name: "test-0", "test-1", ...
 
     Raises:
         ValueError: the dataset, split or column does not exist, has no text, or `datasets` is not installed.
@@ -77,5 +66,5 @@ def load_column(dataset: str, split: str, column: str, limit: int | None = None)
 
 
 def _as_name(text: str) -> str:
-    """Replace the characters of a name that a file's name cannot have on some system."""
+    """Replace the characters that a file's name cannot have on some system."""
     return re.sub(r"[^\w.-]+", "_", text).strip(".") or "document"

@@ -1,7 +1,5 @@
 """Import of the packages that only some measures need."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 
@@ -9,10 +7,7 @@ __all__ = ["import_extra"]
 
 
 def import_extra(name: str) -> ModuleType:
-    """Import a module of the extra 'eval'.
-
-    Args:
-        name: the module's full name, such as "nltk.stem.porter".
+    """Import a module of the extra 'eval' by its full name, such as "nltk.stem.porter".
 
     Raises:
         ValueError: its package is not installed.

@@ -17,20 +17,16 @@ ADVERSARIAL = 5
 
 _DROPPED = frozenset({"a", "an", "the", "and"})
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
-_ABSTENTIONS = ("no information available", "not mentioned")
 
 
 def answer_f1(prediction: str, reference: str, category: int) -> float:
-    """Compute an answer's F1 by the rules of its category.
+    """Compute an answer's F1 by the rules of its category: 0 to 1; for category 5 -1 to 0.
 
     Args:
         prediction: the model's answer.
         reference: the gold answer; for category 5 the trap.
         category: 1: the reference is a comma-separated list; the mean over its items of the best F1 of any item of
             the prediction. 3: only the text before the reference's first ";" counts. 5: F1 with the trap, negative.
-
-    Returns:
-        0 to 1; for category 5 -1 to 0.
 
     Raises:
         ValueError: the category does not exist.
@@ -41,21 +37,18 @@ def answer_f1(prediction: str, reference: str, category: int) -> float:
         items, expected = prediction.split(","), reference.split(",")
         return sum(max(token_f1(item, one) for item in items) for one in expected) / len(expected)
     if category == 3:
-        return token_f1(prediction, reference.split(";")[0])
+        reference = reference.split(";")[0]
     f1 = token_f1(prediction, reference)
     return -f1 if category == ADVERSARIAL else f1
 
 
 def abstains(prediction: str) -> bool:
     """Tell whether an answer declines, by the phrases of the official accuracy of category 5."""
-    return any(phrase in prediction.lower() for phrase in _ABSTENTIONS)
+    return any(phrase in prediction.lower() for phrase in ("no information available", "not mentioned"))
 
 
 def token_f1(prediction: str, reference: str) -> float:
-    """Compute the harmonic mean of precision and recall over the tokens that two texts share, with repetition.
-
-    The result is 0 if they share no token, so also if one of them is empty.
-    """
+    """Compute the F1 of the tokens that two texts share, with repetition; 0 if they share none."""
     predicted, expected = Counter(tokens_of(prediction)), Counter(tokens_of(reference))
     shared = (predicted & expected).total()
     # 2PR / (P + R) with P = shared / predicted and R = shared / expected
@@ -70,12 +63,5 @@ def tokens_of(text: str) -> list[str]:
 
 @cache
 def load_stemmer() -> Callable[[str], str]:
-    """Load the Porter stemmer of nltk.
-
-    Returns:
-        A function from a word to its stem; it keeps the stems of words that it has seen.
-
-    Raises:
-        ValueError: nltk is not installed.
-    """
+    """Load nltk's Porter stemmer, with a cache of its words; raise a `ValueError` if nltk is not installed."""
     return cache(import_extra("nltk.stem.porter").PorterStemmer().stem)

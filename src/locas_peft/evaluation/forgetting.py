@@ -52,21 +52,14 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured before and after.
+    """What is measured before and after: pairs, texts that the memory does not read, and tasks of the harness.
 
-    Args:
-        pairs: minimal pairs; may be empty.
-        unread: texts that the memory does not read, by name: LongTensor [T] each.
-        tasks: names of tasks of lm-evaluation-harness.
-        include_path: a folder with the user's task files.
-        limit: the number of documents of each task, from the first; None for all of them.
-        batch_tokens: tokens at once, for the pairs.
-        batch_size: documents at once, for the tasks.
-        seed: of the tasks' examples.
+    `unread` has a LongTensor [T] by name. `batch_tokens` is for the pairs; `include_path`, `limit`, `batch_size` and
+    `seed` are for the tasks (see `harness.evaluate_tasks`).
     """
 
     pairs: Sequence[MinimalPair] = ()
-    unread: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    unread: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     tasks: tuple[str, ...] = ()
     include_path: Path | None = None
     limit: int | None = None
@@ -76,20 +69,15 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that two runs in one folder must share."""
-        return {
-            "pairs": len(self.pairs),
-            "pairs_sha256": digest(self.pairs),
-            "unread": {name: describe_text(ids) for name, ids in self.unread.items()},
-            "tasks": list(self.tasks),
-            "limit": self.limit,
-            "seed": self.seed,
-        }
+        unread = {name: describe_text(ids) for name, ids in self.unread.items()}
+        pairs = {"pairs": len(self.pairs), "pairs_sha256": digest(self.pairs)}
+        return {**pairs, "unread": unread, "tasks": list(self.tasks), "limit": self.limit, "seed": self.seed}
 
 
 def run_forgetting(
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    book: torch.Tensor,
+    book: Tensor,
     methods: dict[str, ReadingSettings],
     out: Path,
     plan: Plan,
@@ -98,23 +86,15 @@ def run_forgetting(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Run the study, or continue it.
+    """Run the study, or continue it; return the figures, as in `forgetting.json`.
 
-    Args:
-        base: a causal LM without adapters; mutated while it runs, and restored.
-        tokenizer: its tokenizer.
+    Args: as for `perplexity.run_perplexity`, and
         book: LongTensor [T], the text that the memories read.
         methods: each method's settings, by its name in tables. Their window and stride are also those of the frozen
             measures and must be the same in all of them.
         out: the folder: memories in `forgetting/memories`, each state's measures in `forgetting/*.json`, and
             `forgetting.json`.
         plan: what is measured.
-        common: more fields for the record of the run, as JSON values.
-        overwrite: see `study.open_study`.
-        progress: shows progress.
-
-    Returns:
-        The figures, as in `forgetting.json`.
 
     Raises:
         ValueError: the folder holds another run, the methods' windows differ, or a task does not exist.
@@ -127,73 +107,58 @@ def run_forgetting(
     if plan.tasks:
         find_tasks(plan.tasks, plan.include_path)
     first = next(iter(methods.values()))
-    shared = {
-        **(common or {}),
-        "book": describe_text(book),
-        "window": first.window,
-        "stride": first.stride,
-        "plan": plan.to_json(),
-    }
+    shared = {**(common or {}), "book": describe_text(book), "window": first.window, "stride": first.stride}
+    shared["plan"] = plan.to_json()
     # The base reads the book too: the memories' gain is measured against it.
     same = ("model", "window", "stride", "context", "max_tokens", "seed", "dtype")
     readers = {BASE: ReadingSettings(method="none", **{field: getattr(first, field) for field in same})}
     readers |= {name: settings for name, settings in methods.items() if settings.method != "none"}
     folder = out / STUDY
     readings, states = {}, {}
+    # The methods share window and stride, which is all that a measure takes from its settings.
+    measure = partial(_measure, tokenizer=tokenizer, settings=first, progress=progress)
     for name, settings in readers.items():
         path, label = folder / "memories" / f"{name}.json", f"{name} reads the book"
         taught = name != BASE
         readings[name] = reading_unit(base, book, settings, path, keep_memory=taught, label=label, progress=progress)
         memory = readings[name].memory if taught else None
-        make = partial(_measure_state, base, tokenizer, memory, plan, settings, name, progress)
+        make = partial(_measure_state, base, memory, name, plan, measure)
         path = folder / (f"after-{name}.json" if taught else "before.json")
         states[name] = Unit(path, make, name, needs=readings[name])
     units = [*readings.values(), *states.values()]
     head = open_study(out, STUDY, shared, methods, overwrite, units)
     run_units(units, progress)
-    found = {
-        name: {"teaching": summarize_reading(readings[name].load()), **state.load()} for name, state in states.items()
-    }
+    teachings = {name: {"teaching": summarize_reading(unit.load())} for name, unit in readings.items()}
+    found = {name: {**teachings[name], **state.load()} for name, state in states.items()}
     before = found.pop(BASE)
-    figures = {
-        **head,
-        "before": _describe_before(before),
-        "after": {name: _describe_after(before, state) for name, state in found.items()},
-    }
+    after = {name: _describe_after(before, state) for name, state in found.items()}
+    figures = {**head, "before": _describe_before(before), "after": after}
     write_json(out / f"{STUDY}.json", figures)
     return figures
 
 
 def _measure_state(
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    memory: Path | None,
-    plan: Plan,
-    settings: ReadingSettings,
-    name: str,
-    progress: Progress,
+    base: PreTrainedModel, memory: Path | None, name: str, plan: Plan, measure: Callable[..., dict[str, Any]]
 ) -> dict[str, Any]:
     """Measure the base, or a memory: after the book, and disabled."""
-    measure = partial(_measure, tokenizer=tokenizer, settings=settings, progress=progress)
     if memory is None:
-        return measure(base, reference=nullcontext, plan=plan, label=name)
+        return measure(base, nullcontext, plan, name)
     with memory_attached(base, memory) as model:
-        after = measure(model, reference=model.disable_adapter, plan=plan, label=name)
+        after = measure(model, model.disable_adapter, plan, name)
         with model.disable_adapter():
             # The unread texts were scored with the memory disabled above: as the reference.
-            rest = dataclasses.replace(plan, unread={})
-            disabled = measure(model, reference=nullcontext, plan=rest, label=f"{name}, disabled")
+            disabled = measure(model, nullcontext, dataclasses.replace(plan, unread={}), f"{name}, disabled")
     return {"after": after, "disabled": disabled}
 
 
 def _measure(
     model: nn.Module,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
     reference: Callable[[], AbstractContextManager],
     plan: Plan,
-    settings: ReadingSettings,
     label: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ReadingSettings,
     progress: Progress,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"drift": {}, "pairs": [], "tasks": {}}
@@ -205,15 +170,8 @@ def _measure(
         found["pairs"] = score_pairs(model, tokenizer, plan.pairs, batch_tokens=plan.batch_tokens, on_batch=advance)
     if plan.tasks:
         advance = progress(f"{label}: {', '.join(plan.tasks)}", 1)
-        found["tasks"] = evaluate_tasks(
-            model,
-            tokenizer,
-            plan.tasks,
-            include_path=plan.include_path,
-            limit=plan.limit,
-            batch_size=plan.batch_size,
-            seed=plan.seed,
-        )
+        options = {name: getattr(plan, name) for name in ("include_path", "limit", "batch_size", "seed")}
+        found["tasks"] = evaluate_tasks(model, tokenizer, plan.tasks, **options)
         advance(1)
     return found
 
@@ -222,14 +180,12 @@ def _measure(
 
 
 def _describe_before(before: dict[str, Any]) -> dict[str, Any]:
-    figures: dict[str, Any] = {
+    return {
         "book_perplexity": before["teaching"]["perplexity"][0],
         "unread_perplexity": {name: value["perplexity"] for name, value in before["drift"].items()},
         "tasks": before["tasks"],
+        **({"blimp": summarize_pairs(_load_scores(before))} if before["pairs"] else {}),
     }
-    if before["pairs"]:
-        figures["blimp"] = summarize_pairs([PairScore(*pair) for pair in before["pairs"]])
-    return figures
 
 
 def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -259,20 +215,21 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         "disabled_is_before_in": same,
     }
     if before["pairs"]:
-        first, later = ([PairScore(*pair) for pair in pairs] for pairs in (before["pairs"], after["pairs"]))
+        first, later = _load_scores(before), _load_scores(after)
         drops = [float(one.right) - float(two.right) for one, two in zip(first, later, strict=True)]
         figures["blimp"] = summarize_pairs(later)
         figures["blimp_drop"] = mean_interval(drops).to_json()
-        figures["blimp_disabled"] = summarize_pairs([PairScore(*pair) for pair in disabled["pairs"]])["accuracy"]
+        figures["blimp_disabled"] = summarize_pairs(_load_scores(disabled))["accuracy"]
     return figures
+
+
+def _load_scores(state: dict[str, Any]) -> list[PairScore]:
+    return [PairScore(*pair) for pair in state["pairs"]]
 
 
 def _without_errors(tasks: dict[str, Any]) -> dict[str, Any]:
     """Leave out the tasks' standard errors, which may be drawn at random."""
-    return {
-        task: {name: value for name, value in measures.items() if "stderr" not in name}
-        for task, measures in tasks.items()
-    }
+    return {task: {key: value for key, value in row.items() if "stderr" not in key} for task, row in tasks.items()}
 
 
 # ---------------------------------------------------------------------- unread texts
@@ -293,9 +250,7 @@ def measure_drift(
         model: a causal language model in evaluation mode; not changed.
         reference: makes a context within which the model is the reference: `model.disable_adapter` for the base of a
             PEFT model, `contextlib.nullcontext` for the model itself.
-        input_ids: LongTensor [T], T >= 2.
-        window: tokens of a chunk and its context together (see `chunks.cut`).
-        stride: tokens of a chunk.
+        input_ids: LongTensor [T], T >= 2; `window` and `stride` cut it into chunks (see `chunks.cut`).
         on_chunk: called with the number of tokens that were scored.
 
     Returns:
@@ -312,7 +267,7 @@ def measure_drift(
         raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
     host = Host(model)
     ids = input_ids.to(host.device)
-    ours, theirs, kls, counts = [], [], [], []
+    rows = []
     hashed = hashlib.sha256()
     for span in cut(len(ids), window, stride):
         if not span.scored:
@@ -322,12 +277,12 @@ def measure_drift(
         with reference():
             reference_logits = host.logits(read, span.scored, use_cache=False)[0]
         hashed.update(reference_logits.contiguous().view(torch.uint8).cpu().numpy())
-        ours.append(token_losses(logits, targets).double().sum().item())
-        theirs.append(token_losses(reference_logits, targets).double().sum().item())
-        kls.append(divergences(logits, reference_logits).double().sum().item())
-        counts.append(span.scored)
+        losses = token_losses(logits, targets), token_losses(reference_logits, targets)
+        kls = divergences(logits, reference_logits)
+        rows.append((span.scored, *(values.double().sum().item() for values in (*losses, kls))))
         if on_chunk is not None:
             on_chunk(span.scored)
+    counts, ours, theirs, kls = map(list, zip(*rows, strict=True))
     tokens, nll_nats, reference_nll_nats, kl_nats = sum(counts), math.fsum(ours), math.fsum(theirs), math.fsum(kls)
     return {
         "tokens": tokens,
@@ -345,18 +300,15 @@ def measure_drift(
 
 
 def perplexity_rise(before: dict[str, Any], after: dict[str, Any]) -> Mean:
-    """Return the rise of a text's perplexity from one measurement to another, with its 95% interval over chunks.
-
-    Args:
-        before: a record of `measure_drift`.
-        after: one of the same text in the same chunks.
+    """Return the rise of a text's perplexity from one record of `measure_drift` to another, with its 95% interval.
 
     Raises:
         ValueError: the chunks differ.
     """
-    if before["chunk_tokens"] != after["chunk_tokens"]:
+    chunks, others = before["chunk_tokens"], after["chunk_tokens"]
+    if chunks != others:
         raise ValueError(
-            f"before and after must be of the same chunks, got {len(before['chunk_tokens'])} and "
-            f"{len(after['chunk_tokens'])} of them, or other ones: measure both with the same window and stride"
+            f"before and after must be of the same chunks, got {len(chunks)} and {len(others)} of them, or other "
+            "ones: measure both with the same window and stride"
         )
-    return rise_interval(before["chunk_nll_nats"], after["chunk_nll_nats"], after["chunk_tokens"])
+    return rise_interval(before["chunk_nll_nats"], after["chunk_nll_nats"], chunks)

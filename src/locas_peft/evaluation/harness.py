@@ -20,22 +20,19 @@ __all__ = ["evaluate_tasks", "find_tasks"]
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> TaskManager:
-    """Find tasks by their names, before any work is done for them.
+    """Find tasks by their names, before any work is done for them, and return the harness's index of tasks.
 
     Args:
         tasks: names of tasks or groups of the harness ("mmlu", ...), or of `include_path`.
         include_path: a folder with the user's task files (YAML).
 
-    Returns:
-        The harness's index of tasks.
-
     Raises:
         ValueError: a task or the folder does not exist, or the harness is not installed.
     """
-    if include_path is not None and not Path(include_path).is_dir():
-        raise ValueError(f"include_path must be a folder with task files, got {str(include_path)!r}: check the path")
     folder = None if include_path is None else str(include_path)
     if folder is not None:
+        if not Path(folder).is_dir():
+            raise ValueError(f"include_path must be a folder with task files, got {folder!r}: check the path")
         own = _index(folder, defaults=False)
         if set(tasks) <= set(own.all_subtasks):
             return own
@@ -66,13 +63,9 @@ def evaluate_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Run tasks of lm-evaluation-harness.
 
-    Args:
+    Args: as for `find_tasks`, and
         model: a causal language model in evaluation mode, with or without a memory; not changed.
-        tokenizer: its tokenizer.
-        tasks: see `find_tasks`.
-        include_path: see `find_tasks`.
         limit: the number of documents of each task, from the first; None for all of them.
-        batch_size: documents at once.
         seed: of the choice of examples.
 
     Returns:
@@ -82,13 +75,9 @@ def evaluate_tasks(
         ValueError: a task does not exist or cannot be loaded, or the harness is not installed.
     """
     index = find_tasks(tasks, include_path)
-    host = import_extra("lm_eval.models.huggingface").HFLM(
-        pretrained=model,
-        tokenizer=tokenizer,
-        backend="causal",
-        batch_size=batch_size,
-        max_length=count_positions(model),
-    )
+    options = {"backend": "causal", "batch_size": batch_size, "max_length": count_positions(model)}
+    host = import_extra("lm_eval.models.huggingface").HFLM(pretrained=model, tokenizer=tokenizer, **options)
+    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     try:
         found = import_extra("lm_eval").simple_evaluate(
             model=host,
@@ -97,21 +86,15 @@ def evaluate_tasks(
             limit=limit,
             bootstrap_iters=1000,
             log_samples=False,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
+            **dict.fromkeys(seeds, seed),
         )
     except (OSError, KeyError) as error:
         raise ValueError(
             f"task {', '.join(tasks)} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0][:200]}): "
             "check the network or the task's files"
         ) from error
-    return {
-        task: {
-            name.removesuffix(",none").replace(",", " "): value
-            for name, value in measures.items()
-            if isinstance(value, (int, float))
-        }
-        for task, measures in found["results"].items()
-    }
+    figures: dict[str, dict[str, Any]] = {}
+    for task, measures in found["results"].items():
+        numbers = {name: value for name, value in measures.items() if isinstance(value, (int, float))}
+        figures[task] = {name.removesuffix(",none").replace(",", " "): value for name, value in numbers.items()}
+    return figures

@@ -4,16 +4,17 @@ The paper's section on long-context dialogue, with the wrong-memory control that
 than another conversation's memory has learned style, not facts. Conversation i is also asked with the memory of
 conversation i - 1 (the first one with that of the last).
 
-A question takes these forms: `Question` (`load_locomo`), token ids (`make_prompts`), an answer (`answering.answer`), a
-record with its F1 (`_answer_questions`), a mean by category (`_summarize_answers`).
+A question passes through `load_locomo`, `make_prompts`, `answering.answer`, `_answer_questions` (a record with its F1)
+and `f1_by_category` (a mean).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -31,39 +32,13 @@ from ..text import tokenize
 from ..ttt.host import count_positions
 from .answering import answer, encode_prompt
 from .cloze import find_spans, firsts, gains, score_spans
-from .conversations import (
-    Conversation,
-    Question,
-    choose_conversations,
-    dialogue,
-    dialogue_lines,
-    load_locomo,
-)
+from .conversations import Conversation, Question, choose_conversations, dialogue, dialogue_lines, load_locomo
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import mean_interval
-from .study import (
-    Progress,
-    Unit,
-    digest,
-    open_study,
-    reading_unit,
-    run_units,
-    silent,
-    summarize_reading,
-)
+from .study import Progress, Unit, digest, open_study, reading_unit, run_units, silent, summarize_reading
 
-__all__ = [
-    "PROMPTS",
-    "SETTINGS",
-    "Plan",
-    "choose_conversations",
-    "f1_by_category",
-    "load_locomo",
-    "load_prompts",
-    "make_prompt",
-    "make_prompts",
-    "run_locomo",
-]
+__all__ = ["PROMPTS", "SETTINGS", "Plan", "choose_conversations", "f1_by_category", "load_locomo", "load_prompts"]
+__all__ += ["make_prompt", "make_prompts", "run_locomo"]
 
 STUDY = "locomo"
 BASE = "none"
@@ -87,19 +62,10 @@ PROMPTS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked, and how.
+    """What is asked, and how; a setting that is not in `SETTINGS` is a `ValueError`.
 
-    Args:
-        settings: names in `SETTINGS`.
-        prompts: see `PROMPTS`.
-        max_new_tokens: the most tokens of an answer.
-        batch_size: answers at once.
-        batch_tokens: tokens at once, in the cloze.
-        seed: of the cloze's other spans.
-        wrong_memory: also ask each conversation with another one's memory.
-
-    Raises:
-        ValueError: a setting does not exist.
+    `batch_size` counts answers; `batch_tokens` and `seed` are for the cloze. With `wrong_memory` each conversation is
+    also asked with another one's memory.
     """
 
     settings: tuple[str, ...] = SETTINGS
@@ -148,22 +114,14 @@ def run_locomo(
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Run the study, or continue it.
+    """Run the study, or continue it; return the figures, as in `locomo.json`.
 
-    Args:
-        base: a causal LM without adapters; mutated while it runs, and restored.
-        tokenizer: its tokenizer.
+    Args: as for `perplexity.run_perplexity`, and
         conversations: at least one; a single one has no wrong memory.
         methods: each method's settings, by its name in tables; the base is always asked too.
         out: the folder: answers in `locomo/predictions`, scored spans in `locomo/cloze`, memories in
             `locomo/memories`, and `locomo.json`.
         plan: what is asked.
-        common: more fields for the record of the run, as JSON values.
-        overwrite: see `study.open_study`.
-        progress: shows progress.
-
-    Returns:
-        The figures, as in `locomo.json`.
 
     Raises:
         ValueError: the folder holds another run, or the model has too few positions for the questions.
@@ -173,28 +131,21 @@ def run_locomo(
     if set(plan.settings) - {CLOZE}:
         load_stemmer()  # a missing package is reported before the work begins
     methods = {name: settings.complete(base) for name, settings in methods.items()}
-    names = [conversation.sample_id for conversation in conversations]
     folder = out / STUDY
-    readings: dict[str, dict[str, Unit]] = {}
-    for method, settings in methods.items():
-        for conversation in conversations if settings.method != "none" else ():
-            name = conversation.sample_id
-            readings.setdefault(method, {})[name] = reading_unit(
-                base,
-                tokenize(tokenizer, dialogue(conversation)),
-                settings,
-                folder / "memories" / method / f"{name}.json",
-                keep_memory=True,
-                label=f"{method} reads {name}",
-                progress=progress,
-            )
-    rows = list(_list_rows(folder, conversations, readings, plan))
+    taught = {method: settings for method, settings in methods.items() if settings.method != "none"}
+    readings: dict[str, dict[str, Unit]] = {method: {} for method in taught}
+    for conversation in conversations:
+        name, ids = conversation.sample_id, tokenize(tokenizer, dialogue(conversation))
+        for method, settings in taught.items():
+            path, label = folder / "memories" / method / f"{name}.json", f"{method} reads {name}"
+            reading = reading_unit(base, ids, settings, path, keep_memory=True, label=label, progress=progress)
+            readings[method][name] = reading
+    rows = _list_rows(folder, conversations, readings, plan)
     units = [unit for row in readings.values() for unit in row.values()]
     for row in rows:
         label = f"{row.method}, memory of {row.memory}" if row.memory else "base"
         label += f": {row.conversation.sample_id}, {row.setting}"
-        make = partial(_ask, base, tokenizer, row, plan, progress, label)
-        units.append(Unit(row.path, make, label, needs=row.reading))
+        units.append(Unit(row.path, partial(_ask, base, tokenizer, row, plan, progress, label), label, row.reading))
     shared = {
         **(common or {}),
         "conversations": {one.sample_id: digest(asdict(one)) for one in conversations},
@@ -204,7 +155,7 @@ def run_locomo(
     run_units(units, progress)
     figures = {
         **head,
-        "conversations": names,
+        "conversations": [conversation.sample_id for conversation in conversations],
         "teachings": {
             method: {name: summarize_reading(unit.load()) for name, unit in row.items()}
             for method, row in readings.items()
@@ -218,36 +169,31 @@ def run_locomo(
 
 def _list_rows(
     folder: Path, conversations: Sequence[Conversation], readings: dict[str, dict[str, Unit]], plan: Plan
-) -> Iterator[_Row]:
+) -> list[_Row]:
     """List what is asked; the rows of one setting, method and group follow each other."""
-
-    def make_row(setting: str, method: str, group: str, conversation: Conversation, reading: Unit | None) -> _Row:
-        kind, middle = ("cloze", "") if setting == CLOZE else ("predictions", f".{setting}")
-        memory = "none" if reading is None else reading.path.stem
-        path = folder / kind / method / f"{conversation.sample_id}{middle}.memory-{memory}.json"
-        return _Row(method, setting, group, conversation, reading, path)
-
     groups = {"right": conversations}
     if plan.wrong_memory and len(conversations) > 1:
         groups["wrong"] = [conversations[-1], *conversations[:-1]]
+    asked = [(BASE, "none", conversation, None) for conversation in conversations]
+    asked += [
+        (method, group, conversation, row[owner.sample_id])
+        for method, row in readings.items()
+        for group, owners in groups.items()
+        for conversation, owner in zip(conversations, owners, strict=True)
+    ]
+    rows = []
     for setting in plan.settings:
-        for conversation in conversations:
-            yield make_row(setting, BASE, "none", conversation, None)
-        for method, row in readings.items():
-            for group, owners in groups.items():
-                for conversation, owner in zip(conversations, owners, strict=True):
-                    yield make_row(setting, method, group, conversation, row[owner.sample_id])
+        kind, middle = ("cloze", "") if setting == CLOZE else ("predictions", f".{setting}")
+        for method, group, conversation, reading in asked:
+            memory = "none" if reading is None else reading.path.stem
+            path = folder / kind / method / f"{conversation.sample_id}{middle}.memory-{memory}.json"
+            rows.append(_Row(method, setting, group, conversation, reading, path))
+    return rows
 
 
 def _ask(
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    row: _Row,
-    plan: Plan,
-    progress: Progress,
-    label: str,
+    base: PreTrainedModel, tokenizer, row: _Row, plan: Plan, progress: Progress, label: str
 ) -> list[dict[str, Any]]:
-    """Make a row's records."""
     with nullcontext(base) if row.reading is None else memory_attached(base, row.reading.memory) as model:
         if row.setting == CLOZE:
             spans = find_spans(row.conversation, plan.seed)
@@ -257,7 +203,7 @@ def _ask(
 
 
 def _answer_questions(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, row: _Row, plan: Plan, advance: Callable[..., None]
+    model: nn.Module, tokenizer, row: _Row, plan: Plan, advance: Callable[..., None]
 ) -> list[dict[str, Any]]:
     """Answer a conversation's questions; each batch is kept in a file, so that it is not asked again."""
     questions = row.conversation.questions
@@ -265,16 +211,11 @@ def _answer_questions(
     unfinished = Unit(row.path, list).unfinished
     records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
     advance(len(records))
-    answers = answer(
-        model,
-        tokenizer,
-        prompts,
-        max_new_tokens=plan.max_new_tokens,
-        batch_size=plan.batch_size,
-        known={number for number, question in enumerate(questions) if question.index in records},
-    )
-    for batch, texts in answers:
-        for question, text in zip((questions[number] for number in batch), texts, strict=True):
+    known = {number for number, question in enumerate(questions) if question.index in records}
+    options = {"max_new_tokens": plan.max_new_tokens, "batch_size": plan.batch_size, "known": known}
+    for batch, texts in answer(model, tokenizer, prompts, **options):
+        for number, text in zip(batch, texts, strict=True):
+            question = questions[number]
             records[question.index] = {
                 "sample_id": row.conversation.sample_id,
                 "index": question.index,
@@ -309,14 +250,10 @@ def _summarize_answers(rows: Sequence[_Row]) -> dict[str, Any]:
 
 
 def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | int]]:
-    """Return the mean F1 of each category that has questions, with intervals.
+    """Return the mean F1 of each category that has questions, by its name ("multi-hop", ...), with intervals.
 
-    Args:
-        records: each with `category`, `f1` and `abstains`.
-
-    Returns:
-        Means by the category's name ("multi-hop", ...); "adversarial" is the negative F1 with the trap. "answerable"
-        is the mean over categories 1 to 4, "abstention" the share of category 5 that was declined.
+    "adversarial" is the negative F1 with the trap, "answerable" the mean over categories 1 to 4, "abstention" the
+    share of category 5 that was declined. The records have `category`, `f1` and `abstains`.
     """
     values = {
         name: [record["f1"] for record in records if record["category"] == category]
@@ -333,17 +270,15 @@ def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
         spans.setdefault(row.method, {}).setdefault(row.group, []).extend(load_json(row.path))
     base = spans.pop(BASE)["none"]
     figures: dict[str, Any] = {"spans": len(base), "base": {"first": _mean(firsts(base))}, "methods": {}}
-    contrasts: dict[str, list[float]] = {}
+    contrasts: dict[str, list[float]] = {}  # each method's gains of the right memory over the wrong one
     for method, groups in spans.items():
         right, wrong = groups["right"], groups.get("wrong", [])
         found = {"gain_right": _mean(gains(right, base)), "first_right": _mean(firsts(right))}
         if len(wrong) == len(right):
             contrasts[method] = gains(right, wrong)
-            categories = [CATEGORIES[record["category"]] for record in right]
-            by_category = {
-                name: [gain for gain, other in zip(contrasts[method], categories, strict=True) if other == name]
-                for name in CATEGORIES.values()
-            }
+            by_category: dict[str, list[float]] = {name: [] for name in CATEGORIES.values()}
+            for record, gain in zip(right, contrasts[method], strict=True):
+                by_category[CATEGORIES[record["category"]]].append(gain)
             found |= {
                 "gain_wrong": _mean(gains(wrong, base)),
                 "first_wrong": _mean(firsts(wrong)),
@@ -351,15 +286,11 @@ def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
                 "by_category": {name: _mean(values) for name, values in by_category.items() if values},
             }
         figures["methods"][method] = found
-    figures["differences"] = [
-        {
-            "method": one,
-            "against": other,
-            "right_minus_wrong": _mean([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)]),
-        }
-        for number, one in enumerate(contrasts)
-        for other in list(contrasts)[:number]
-    ]
+    figures["differences"] = []
+    for number, one in enumerate(contrasts):
+        for other in list(contrasts)[:number]:
+            difference = _mean([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)])
+            figures["differences"].append({"method": one, "against": other, "right_minus_wrong": difference})
     return figures
 
 
@@ -371,23 +302,12 @@ def _mean(values: Sequence[float]) -> dict[str, float | int]:
 
 
 def make_prompts(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    conversation: Conversation,
-    setting: str,
-    plan: Plan,
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, conversation: Conversation, setting: str, plan: Plan
 ) -> tuple[list[list[int]], int]:
-    """Make the prompts of a conversation's questions, as token ids.
+    """Make the prompts of a conversation's questions, as token ids; `setting` is "no-context" or "full-context".
 
     If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as leave room for the
     longest question and its answer.
-
-    Args:
-        model: for its positions.
-        tokenizer: its tokenizer.
-        conversation: the conversation with its questions.
-        setting: "no-context" or "full-context".
-        plan: the prompts and the answers' length.
 
     Returns:
         The prompts, and the number of the dialogue's lines that were left out.
@@ -400,10 +320,8 @@ def make_prompts(
 
     prompts = [encode(question) for question in conversation.questions]
     positions = count_positions(model)
-    if setting == "no-context" or positions is None or not prompts:
-        return prompts, 0
-    room = positions - plan.max_new_tokens
-    if max(map(len, prompts)) <= room:
+    room = math.inf if positions is None else positions - plan.max_new_tokens
+    if setting == "no-context" or max(map(len, prompts), default=0) <= room:
         return prompts, 0
     longest = conversation.questions[max(range(len(prompts)), key=lambda number: len(prompts[number]))]
     fitting = bisect_right(range(len(lines) + 1), room, key=lambda kept: len(encode(longest, kept)))
@@ -419,17 +337,10 @@ def make_prompt(
     text: str | None = None,
     prompts: dict[str, str] = PROMPTS,
 ) -> str:
-    """Make a question's prompt.
-
-    Args:
-        conversation: the question's conversation.
-        question: one of its questions.
-        setting: "no-context" or "full-context".
-        text: the dialogue in context; the whole one if None.
-        prompts: see `PROMPTS`.
+    """Make a question's prompt; `text` is the dialogue in context, the whole one if None.
 
     Raises:
-        ValueError: the setting does not exist.
+        ValueError: the setting is not "no-context" or "full-context".
     """
     if setting not in ANSWERED:
         raise ValueError(f"setting must be one of {', '.join(ANSWERED)}, got {setting!r}")

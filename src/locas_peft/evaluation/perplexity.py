@@ -54,20 +54,15 @@ def run_perplexity(
     """
     methods = {name: settings.complete(base) for name, settings in methods.items()}
     shared = {**(common or {}), "documents": {name: describe_text(ids) for name, ids in documents.items()}}
-    rows = {
-        method: {
+    rows = {}
+    for method, settings in methods.items():
+        folder = out / STUDY / method
+        rows[method] = {
             name: reading_unit(
-                base,
-                ids,
-                settings,
-                out / STUDY / method / f"{name}.json",
-                label=f"{method}: {name}",
-                progress=progress,
+                base, ids, settings, folder / f"{name}.json", label=f"{method}: {name}", progress=progress
             )
             for name, ids in documents.items()
         }
-        for method, settings in methods.items()
-    }
     units = [unit for row in rows.values() for unit in row.values()]
     head = open_study(out, STUDY, shared, methods, overwrite, units)
     run_units(units, progress)
@@ -79,10 +74,9 @@ def run_perplexity(
 
 
 def _average(readings: Sequence[Reading]) -> dict[str, Any]:
-    nll_nats = sum(reading.nll_nats for reading in readings)
     tokens = sum(reading.scored_tokens for reading in readings)
     return {
-        "perplexity": perplexity(nll_nats, tokens),
+        "perplexity": perplexity(sum(reading.nll_nats for reading in readings), tokens),
         "scored_tokens": tokens,
         "documents": len(readings),
         "nll_per_token": mean_interval([reading.nll_nats / reading.scored_tokens for reading in readings]).to_json(),

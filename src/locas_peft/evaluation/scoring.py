@@ -1,9 +1,4 @@
-"""Negative log-likelihood of targets after prompts, in batches, and logits of documents chunk by chunk.
-
-The model is not changed; it may have a memory.
-
-Axes: B batch, T tokens, N tokens scored, V vocabulary.
-"""
+"""Negative log-likelihood of targets after prompts, in batches; the model may have a memory and is not changed."""
 
 from __future__ import annotations
 
@@ -35,26 +30,16 @@ def encode_pair(tokenizer, prompt: str, target: str) -> tuple[list[int], list[in
     """Turn a prompt and the text after it into token ids, split where the target begins.
 
     Both are tokenized together, so that the target's tokens are those of the whole text. Blanks between the two belong
-    to the target.
-
-    Args:
-        tokenizer: a transformers tokenizer.
-        prompt: the text before the target; may be empty.
-        target: the text to score, not empty.
-
-    Returns:
-        The prompt's ids and the target's. The prompt begins with the tokenizer's begin-of-text token (or, if it has
-        none, its end-of-text token), so that the target's first token can be scored.
+    to the target. The prompt's ids begin with the tokenizer's begin-of-text token (or, if it has none, its end-of-text
+    token), so that the target's first token can be scored.
 
     Raises:
-        ValueError: `target` is empty.
+        ValueError: `target` is empty; `prompt` may be.
     """
     if not target:
         raise ValueError("target must not be empty: give the text that is to be scored")
-    blanks = len(prompt) - len(prompt.rstrip())
-    if blanks:
-        prompt, target = prompt[:-blanks], prompt[-blanks:] + target
-    whole = tokenizer(prompt + target, add_special_tokens=False, verbose=False)["input_ids"]
+    text, prompt = prompt + target, prompt.rstrip()
+    whole = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     known = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] if prompt else []
     split = min(len(known), len(whole) - 1)
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -74,47 +59,38 @@ def score_targets(
     The batches depend on `pairs` and `batch_tokens` alone, so that a model scored twice gives the same numbers.
 
     Args:
-        model: a causal language model in evaluation mode; not changed.
+        model: a causal language model in evaluation mode.
         pairs: (prompt ids, target ids). After an empty prompt the target's first token is not scored.
         batch_tokens: at most this many tokens, padding included, are in a batch; a longer pair is a batch of its own.
         on_batch: called with the number of pairs that were scored.
-
-    Returns:
-        One `Score` a pair, in the order of `pairs`.
 
     Raises:
         ValueError: a target is empty, or a pair is longer than the model's positions.
     """
     host = Host(model)
-    sequences = []
     for number, (prompt, target) in enumerate(pairs):
+        tokens = len(prompt) + len(target)
         if not len(target):
             raise ValueError(f"target {number} must not be empty: leave it out")
-        tokens = len(prompt) + len(target)
         if host.positions is not None and tokens - 1 > host.positions:
             raise ValueError(
                 f"pair {number} must fit the model's {host.positions} positions, got {tokens} tokens: "
                 "shorten its prompt"
             )
-        sequences.append((torch.tensor([*prompt, *target]), max(len(prompt), 1)))
-    scores: list[Score] = [Score(0.0, 0)] * len(sequences)
-    for batch in _batches([len(ids) for ids, _ in sequences], batch_tokens):
-        width = max(len(sequences[number][0]) for number in batch)
-        ids = torch.zeros(len(batch), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, number in enumerate(batch):
-            length = len(sequences[number][0])
-            ids[row, :length], mask[row, :length] = sequences[number][0], 1
-        ids, mask = ids.to(host.device), mask.to(host.device)
-        begin = min(sequences[number][1] for number in batch)  # the first token that is scored in any row
+    sequences = [torch.tensor([*prompt, *target], device=host.device) for prompt, target in pairs]
+    firsts = [max(len(prompt), 1) for prompt, _ in pairs]  # each sequence's first scored token
+    scores = [Score(0.0, 0)] * len(sequences)
+    for batch in _batches(list(map(len, sequences)), batch_tokens):
+        ids = nn.utils.rnn.pad_sequence([sequences[number] for number in batch], batch_first=True)  # [B, T]
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(sequences[number]) for number in batch], batch_first=True)
+        begin, width = min(firsts[number] for number in batch), ids.shape[1]
         if begin < width:
             # logits[:, i] predicts token begin + i
             logits = host.logits(ids[:, :-1], width - begin, attention_mask=mask[:, :-1], use_cache=False)
             for row, number in enumerate(batch):
-                sequence, first = sequences[number]
-                part = slice(first, len(sequence))
-                losses = token_losses(logits[row, first - begin : len(sequence) - begin], ids[row, part])
-                scores[number] = Score(losses.double().sum().item(), len(sequence) - first)
+                first, stop = firsts[number], len(sequences[number])
+                losses = token_losses(logits[row, first - begin : stop - begin], ids[row, first:stop])
+                scores[number] = Score(losses.double().sum().item(), stop - first)
         if on_batch is not None:
             on_batch(len(batch))
     return scores
@@ -122,8 +98,8 @@ def score_targets(
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     batch: list[int] = []
-    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        # Longest first: the first of a batch sets its width, and a batch that is too large for a device fails early.
+    # Longest first: the first of a batch sets its width, and a batch that is too large for a device fails early.
+    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > batch_tokens:
             yield batch
             batch = []

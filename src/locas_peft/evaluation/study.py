@@ -1,20 +1,19 @@
 """Studies: tables of units whose results are JSON files, shared by any number of processes.
 
 A study is a function that lists units, calls `open_study` and `run_units`, and summarizes the results. A unit whose
-result exists is skipped, so that a study that was interrupted continues. A unit that another process has locked is
-left to that process, so that processes which are started on one folder, in any way and at any time, share the work.
+result exists is skipped, so that an interrupted study continues. A unit that another process has locked is left to
+that process, so that processes which are started on one folder, in any way and at any time, share the work.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +29,10 @@ from ..text import digest_ids
 from ..ttt import checkpoint
 from ..ttt.chunks import Chunk, perplexity
 
-__all__ = [
-    "Progress",
-    "Unit",
-    "describe_text",
-    "digest",
-    "follow",
-    "open_study",
-    "reading_unit",
-    "run_units",
-    "silent",
-    "summarize_reading",
-]
+__all__ = ["Progress", "Unit", "describe_text", "digest", "follow", "open_study", "reading_unit", "run_units"]
+__all__ += ["silent", "summarize_reading"]
 
-RUN = "run.json"
 POLL_SECONDS = 1.0
-_RECIPE = ("readings", "objective", "teacher_window", "token_weighting")
 
 Progress = Callable[[str, int], Callable[..., None]]
 """Opens a line of progress: (description, total steps) -> advance(steps, note="")."""
@@ -57,20 +44,13 @@ def silent(description: str, total: int) -> Callable[..., None]:
 
 
 def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
-    """Make an `on_chunk` for `memorize` that advances by a chunk's tokens, with perplexity and speed as the note.
-
-    Args:
-        advance: of a line whose total is the number of tokens, times the number of readings.
-    """
-    reading, nll_nats, tokens, seconds = 0, 0.0, 0, 0.0
+    """Make an `on_chunk` for `memorize` that advances by a chunk's tokens, with perplexity and speed as the note."""
+    totals: dict[int, tuple[float, int, float]] = {}  # by reading
 
     def on_chunk(chunk: Chunk) -> None:
-        nonlocal reading, nll_nats, tokens, seconds
-        if chunk.reading != reading:
-            reading, nll_nats, tokens, seconds = chunk.reading, 0.0, 0, 0.0
-        nll_nats += chunk.nll_nats
-        tokens += chunk.tokens
-        seconds += chunk.seconds
+        nll_nats, tokens, seconds = totals.get(chunk.reading, (0.0, 0, 0.0))
+        nll_nats, tokens, seconds = nll_nats + chunk.nll_nats, tokens + chunk.tokens, seconds + chunk.seconds
+        totals[chunk.reading] = nll_nats, tokens, seconds
         note = f"perplexity {perplexity(nll_nats, tokens):.2f}" if tokens else ""
         if note and seconds:
             note += f", {tokens / seconds:,.0f} tokens/s"
@@ -79,19 +59,9 @@ def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
     return on_chunk
 
 
-# ---------------------------------------------------------------------- units
-
-
 @dataclass(frozen=True)
 class Unit:
-    """A piece of work whose result is a JSON file.
-
-    Args:
-        path: the file, `*.json`.
-        make: does the work and returns the result.
-        label: the unit's name on progress lines.
-        needs: a unit whose result must exist first; it belongs to the table too.
-    """
+    """A piece of work whose result is the JSON file `path`; `needs` is a unit whose result must exist first."""
 
     path: Path
     make: Callable[[], dict | list]
@@ -113,12 +83,7 @@ class Unit:
         """The file for other unfinished work; removed when the result exists."""
         return self.path.with_suffix(".unfinished")
 
-    @property
-    def lock(self) -> FileLock:
-        return FileLock(f"{self.path}.lock")
-
     def load(self) -> Any:
-        """Load the result."""
         return load_json(self.path)
 
 
@@ -126,11 +91,7 @@ def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
     """Make the results that do not exist; return when all of them do.
 
     A process that ends, in whatever way, frees its locks, and another process makes its unit. An error in a unit ends
-    this process alone.
-
-    Args:
-        units: the study's table, the same in each process.
-        progress: opens a line that counts the results of all processes.
+    this process alone. The progress line counts the results of all processes, whose `units` must be the same.
     """
     units = _with_needs(units)
     missing = [unit for unit in units if not unit.path.exists()]
@@ -144,7 +105,7 @@ def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
         advance(len(missing) - len(left), f"{len(left)} left" + ("" if made else ", in other processes"))
         missing = left
     for unit in units:
-        if Path(unit.lock.lock_file).exists():  # a process was killed between a result and its clean-up
+        if _lock_path(unit.path).exists():  # a process was killed between a result and its clean-up
             _make(unit)
 
 
@@ -155,31 +116,39 @@ def _with_needs(units: Sequence[Unit]) -> list[Unit]:
 def _make(unit: Unit) -> bool:
     """Make a unit's result, unless another process holds the unit; return whether the result exists."""
     unit.path.parent.mkdir(parents=True, exist_ok=True)
-    lock = unit.lock
+    with _lock(unit.path, blocking=False) as held:
+        if held:
+            if not unit.path.exists():
+                write_json(unit.path, unit.make())
+            _remove_unfinished(unit)  # not earlier: until the result exists, the work can continue from there
+    return held
+
+
+def _lock_path(path: Path) -> Path:
+    return Path(f"{path}.lock")
+
+
+@contextmanager
+def _lock(path: Path, blocking: bool = True) -> Iterator[bool]:
+    """Hold a file's lock within the context; yield False if another process holds it."""
+    lock = FileLock(_lock_path(path))
     try:
-        lock.acquire(blocking=False)
+        lock.acquire(blocking=blocking)
     except Timeout:
-        return False
+        yield False
+        return
     try:
-        if not unit.path.exists():
-            write_json(unit.path, unit.make())
-        _remove_unfinished(unit)  # not earlier: until the result exists, the work can continue from there
+        yield True
     finally:
-        _release(lock)
-    return True
-
-
-def _release(lock: FileLock) -> None:
-    """Release a lock and remove its file, while it is held: no other process can hold it then."""
-    with suppress(OSError):  # Windows removes no open file
-        os.unlink(lock.lock_file)
-    lock.release()
+        with suppress(OSError):  # Windows removes no open file
+            os.unlink(lock.lock_file)  # while it is held: no other process can hold it then
+        lock.release()
 
 
 def _remove_unfinished(unit: Unit) -> None:
-    unit.unfinished.unlink(missing_ok=True)
     checkpoint.remove(unit.checkpoint)
-    (unit.checkpoint / checkpoint.LOCK).unlink(missing_ok=True)
+    for file in (unit.unfinished, unit.checkpoint / checkpoint.LOCK):
+        file.unlink(missing_ok=True)
     with suppress(OSError):  # it does not exist, or holds other files
         unit.checkpoint.rmdir()
 
@@ -204,7 +173,6 @@ def open_study(
         out: the folder; made if it does not exist. The record is `NAME/run.json` in it.
         name: the study's name; a folder may hold several studies.
         common: fields that all methods share, as JSON values.
-        methods: each method's settings.
         overwrite: remove the results of an earlier run, and no other file. If another process is at work in the
             folder, its results stay, so that processes that are all started with `overwrite` share one run.
         units: the study's table, with paths in `out / name`.
@@ -218,18 +186,15 @@ def open_study(
     """
     folder = out / name
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / RUN
-    settings = {method: dataclasses.asdict(values) for method, values in methods.items()}
+    path = folder / "run.json"
+    settings = {method: asdict(values) for method, values in methods.items()}
     files = [unit.path.relative_to(folder).as_posix() for unit in _with_needs(units)]
     run = {"study": name, "common": common, "methods": settings, "files": files}
-    lock = FileLock(f"{path}.lock")
-    lock.acquire()
-    try:
+    with _lock(path):
         before = load_json(path) if path.exists() else {}
         write_json(path, _join(folder, before, json.loads(json.dumps(run)), overwrite))
-    finally:
-        _release(lock)
-    recipes = [{field: values[field] for field in _RECIPE} for values in settings.values()]
+    fields = ("readings", "objective", "teacher_window", "token_weighting")
+    recipes = [{field: values[field] for field in fields} for values in settings.values()]
     recipe = {"recipe": recipes[0]} if all(other == recipes[0] for other in recipes) else {}
     return {"study": name, **common, **recipe, "methods": settings}
 
@@ -245,9 +210,8 @@ def _join(folder: Path, before: dict[str, Any], run: dict[str, Any], overwrite: 
     elif any(unit.path.exists() or checkpoint.has_checkpoint(unit.checkpoint) for unit in units):
         methods = before.get("methods", {})
         _check_same(before.get("common", {}), run["common"], folder.parent)
-        for method in run["methods"]:
-            if method in methods:
-                _check_same(methods[method], run["methods"][method], folder.parent, f"{method}: ")
+        for method in (name for name in run["methods"] if name in methods):
+            _check_same(methods[method], run["methods"][method], folder.parent, f"{method}: ")
         return {**run, "methods": {**methods, **run["methods"]}, "files": files}
     return run
 
@@ -265,20 +229,16 @@ def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path, prefix: 
 
 
 def _is_locked(unit: Unit) -> bool:
-    lock = unit.lock
-    try:
-        if Path(lock.lock_file).exists():
-            lock.acquire(blocking=False)
-            lock.release()
-    except Timeout:
-        return True
-    return False
+    if not _lock_path(unit.path).exists():
+        return False
+    with _lock(unit.path, blocking=False) as held:
+        return not held
 
 
 def _remove(unit: Unit, folder: Path) -> None:
     """Remove a unit's files from the study's folder, and the folders that are empty then."""
     memory = (unit.memory / name for name in (MEMORY_CONFIG, "adapter_model.safetensors", "README.md", READING))
-    for file in (unit.path, Path(unit.lock.lock_file), *memory):
+    for file in (unit.path, _lock_path(unit.path), *memory):
         file.unlink(missing_ok=True)
     _remove_unfinished(unit)
     for directory in (unit.memory, *unit.path.parents):
@@ -311,32 +271,23 @@ def reading_unit(
     label: str = "",
     progress: Progress = silent,
 ) -> Unit:
-    """Return the unit of one reading, which continues inside its text if it was interrupted.
+    """Return the unit of one reading, whose result is a `Reading`; if interrupted, it continues inside its text.
 
     Args:
         base: a causal LM without adapters; mutated while the unit is made, and restored.
         input_ids: LongTensor [T].
         settings: complete.
-        path: the file of the result, a `Reading` as JSON.
+        path: the file of the result.
         keep_memory: save the memory too, in the unit's `memory`.
-        label: the name of the unit and of its progress line.
-        progress: opens the line, in tokens.
     """
 
     def make() -> dict[str, Any]:
         memory = unit.memory if keep_memory else None
-        reading = None if memory is None else find_finished(memory, settings, input_ids)
+        reading = find_finished(memory, settings, input_ids) if memory else None
         if reading is None:
             on_chunk = follow(progress(label, len(input_ids) * settings.readings))
-            reading = memorize(
-                base,
-                input_ids,
-                settings,
-                out=memory,
-                checkpoint_dir=unit.checkpoint,
-                resume=True,
-                on_chunk=on_chunk,
-            )
+            options = {"out": memory, "checkpoint_dir": unit.checkpoint, "resume": True, "on_chunk": on_chunk}
+            reading = memorize(base, input_ids, settings, **options)
         return reading.to_json()
 
     unit = Unit(path, make, label)
@@ -344,11 +295,7 @@ def reading_unit(
 
 
 def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a reading that taught a memory: `perplexity` has one value a reading of the text.
-
-    Args:
-        record: a `Reading` as JSON.
-    """
+    """Return the figures of a `Reading` as JSON that taught a memory; `perplexity` has one value a reading."""
     reading = Reading.from_json(record)
     return {
         "parameters": reading.extra_parameters,

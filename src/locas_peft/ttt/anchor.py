@@ -1,9 +1,8 @@
 """The anchor limits how learning one text changes the model's output on other texts.
 
-Learning one book also changes the model's output elsewhere; the paper's only bound is the norm clip of the slots. With
-an anchor, some optimizer steps also minimise the KL divergence from the base to the model with its adapter, on text
-that the base generated. Such text is similar to what the base was trained on and needs no data. The anchor is our
-addition; `benchmarks/README.md` has its measurements.
+With an anchor, some optimizer steps also minimise the KL divergence from the base to the model with its adapter, on
+text that the base generated: it is similar to what the base was trained on and needs no data. The anchor is our
+addition (`benchmarks/README.md` has its measurements); the paper's only bound is the norm clip of the slots.
 
 Axes: n texts, L tokens of each.
 """
@@ -11,8 +10,6 @@ Axes: n texts, L tokens of each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,17 +69,13 @@ class Anchor:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a resumed reading must share, as plain values; the texts themselves are part of its checkpoint."""
+        """What a resumed reading must share; the texts themselves are part of its checkpoint."""
         return {"weight": self.weight, "every": self.every, "texts": list(self.texts.shape)}
 
     def check(self, host: Host) -> None:
         """Raise a `ValueError` where the texts do not fit a model's vocabulary or positions."""
-        low, high, length = self.texts.min().item(), self.texts.max().item(), self.texts.shape[1]
-        if low < 0 or high >= host.vocabulary:
-            raise ValueError(
-                f"anchor texts must lie in [0, {host.vocabulary}), the model's vocabulary, got "
-                f"{low if low < 0 else high}: write them with this model"
-            )
+        host.check_tokens(self.texts, "anchor texts", "write them with this model")
+        length = self.texts.shape[1]
         if host.positions is not None and length > host.positions:
             raise ValueError(
                 f"anchor texts must be within the model's {host.positions} positions, got {length} tokens: "
@@ -118,28 +111,14 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens - 1, pad_token_id=first
     )
     devices = [start.device] if start.device.type == "cuda" else []
-    with (
-        evaluating(base),
-        adapters_disabled(model),
-        _default_generation_config(base),
-        torch.random.fork_rng(devices=devices),
-    ):
-        torch.manual_seed(seed)
-        return base.generate(input_ids=start, attention_mask=torch.ones_like(start), generation_config=sampling)
-
-
-@contextmanager
-def _default_generation_config(base: nn.Module) -> Iterator[None]:
-    """Replace the model's generation config by the default within the context.
-
-    `generate` takes what a call leaves open from the model's config.
-    """
     own = base.generation_config
-    base.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        base.generation_config = own
+    with evaluating(base), adapters_disabled(model), torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        try:
+            base.generation_config = GenerationConfig()  # `generate` takes what a call leaves open from there
+            return base.generate(input_ids=start, attention_mask=torch.ones_like(start), generation_config=sampling)
+        finally:
+            base.generation_config = own
 
 
 def _start_of_text(base: nn.Module) -> int:

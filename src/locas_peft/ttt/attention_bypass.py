@@ -28,10 +28,9 @@ def list_attention(model: nn.Module) -> list[nn.Module]:
 def bypassing(attention: list[nn.Module]) -> Iterator[None]:
     """Within the context, no gradient flows from the output of attention to the tokens that were attended to.
 
-    The residual stream, the norms and the FFNs remain, which process each token by itself. The loss of a prediction
-    then trains the slots of all layers at its own token, and not the slots at earlier tokens. The forward pass is the
-    same; the backward pass of attention, and the memory for it, are saved. Parameters inside attention, such as
-    LoRA's, still receive the gradient that reaches them directly.
+    The loss of a prediction then trains the slots of all layers at its own token, and not the slots at earlier tokens.
+    The forward pass is the same; the backward pass of attention, and the memory for it, are saved. Parameters inside
+    attention, such as LoRA's, still receive the gradient that reaches them directly.
 
     Args:
         attention: see `list_attention`. The first argument of each, the hidden states, is detached; other arguments,

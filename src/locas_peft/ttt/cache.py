@@ -1,5 +1,9 @@
 """The context of a chunk as keys and values that slide with the text.
 
+Trained attention rests on the first tokens of its context, so the cache keeps them beside the last ones: attention
+sinks, as in StreamingLLM (arXiv:2309.17453). The distance between the two grows with the text, and scores become worse
+with it. The context is therefore fed again, without gradients, when the positions reach `restart`.
+
 Axes: B rows of a batch, n tokens, V vocabulary.
 """
 
@@ -18,23 +22,25 @@ __all__ = ["SlidingCache"]
 
 
 class SlidingCache:
-    """The keys and values of the last `keep` tokens that were fed, detached.
+    """The keys and values of the first `sinks` and the last `keep` tokens that were fed, detached.
 
-    All rows of a batch are at the same position. The positions grow with the text; when a chunk would pass the model's
-    last position, the context is fed again, without gradients, from position 0.
+    All rows of a batch are at the same position.
 
     Args:
         host: the model.
-        keep: how many tokens are kept.
-        layers: (keys, values), each [B, heads, n, head size] with n <= keep, one pair a layer.
-        position: of the next token to be fed; None where the context has to be fed first.
+        keep: how many of the last tokens are kept. With 0 there is no context at all, and no sinks.
+        sinks: how many of the first tokens are kept.
+        restart: the position at which the context is fed again, from position 0; at most the model's positions.
     """
 
-    def __init__(
-        self, host: Host, keep: int, layers: Sequence[tuple[Tensor, Tensor]] = (), position: int | None = None
-    ):
-        self._host, self._keep = host, keep
-        self._layers, self._position = list(layers), position
+    def __init__(self, host: Host, keep: int, sinks: int = 0, restart: int | None = None):
+        self._host, self._keep, self._sinks = host, keep, sinks
+        limits = [limit for limit in (restart, host.positions) if limit is not None]
+        self._limit = min(limits) if limits else None
+        # One pair (keys, values) a layer, each [B, heads, n, head size].
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        # Of the next token to be fed; None where the context has to be fed first.
+        self._position: int | None = None
         self._fed: tuple[list[tuple[Tensor, Tensor]], int] | None = None
 
     def forward(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None) -> Tensor:
@@ -43,12 +49,10 @@ class SlidingCache:
         The same tokens may be fed again; `advance` adds those that were fed last to the context.
 
         Args:
-            ids: LongTensor [B, n], the context and the tokens to be fed. The context is used where it is not kept.
-            count: how many tokens are fed.
+            ids: LongTensor [B, n], the context, which is fed where it is not kept, and the tokens to be fed.
             adapters: see `Host.logits`.
         """
-        limit = self._host.positions
-        if self._position is None or (limit is not None and self._position + count > limit):
+        if self._position is None or (self._limit is not None and self._position + count > self._limit):
             context = ids[:, :-count]
             self._layers, self._position = [], 0
             if context.shape[1]:
@@ -66,7 +70,7 @@ class SlidingCache:
         return logits
 
     def advance(self) -> None:
-        """Add the tokens that were fed last to the context, and drop the tokens older than `keep`."""
+        """Add the tokens that were fed last to the context, and drop those that are no longer kept."""
         if self._fed is None:
             return
         layers, self._position = self._fed
@@ -74,31 +78,31 @@ class SlidingCache:
         if not self._keep:
             self._layers, self._position = [], 0
             return
-        # Clones: a view would keep the whole former storage, and its graph, alive.
-        self._layers = [tuple(entries[..., -self._keep :, :].detach().clone() for entries in pair) for pair in layers]
+        self._layers = [tuple(self._trim(entries.detach()) for entries in pair) for pair in layers]
+
+    def _trim(self, entries: Tensor) -> Tensor:
+        # Copies: a view would keep the whole former storage, and its graph, alive.
+        if entries.shape[-2] <= self._sinks + self._keep:
+            return entries.clone()
+        return torch.cat([entries[..., : self._sinks, :], entries[..., -self._keep :, :]], dim=-2)
 
     def select(self, rows: list[int]) -> SlidingCache:
         """Return the cache of some rows."""
-        selected = SlidingCache(self._host, self._keep, _select(self._layers, rows), self._position)
-        if self._fed is not None:
-            layers, stop = self._fed
-            selected._fed = _select(layers, rows), stop
+
+        def select(layers: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+            return [(keys[rows], values[rows]) for keys, values in layers]
+
+        selected = SlidingCache(self._host, self._keep, self._sinks, self._limit)
+        selected._layers, selected._position = select(self._layers), self._position
+        selected._fed = None if self._fed is None else (select(self._fed[0]), self._fed[1])
         return selected
 
     def state_dict(self) -> dict[str, Any]:
         return {"layers": self._layers, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
-
-        Raises:
-            ValueError: keys and values do not belong together.
-        """
+        """Take over what `state_dict` returned; raise a `ValueError` where keys and values do not belong together."""
         layers = [tuple(entries.to(self._host.device) for entries in pair) for pair in state["layers"]]
         if any(entries.ndim != 4 or entries.shape[:3] != pair[0].shape[:3] for pair in layers for entries in pair):
             raise ValueError("keys and values of the cache do not belong together")
         self._layers, self._position, self._fed = layers, state["position"], None
-
-
-def _select(layers: Sequence[tuple[Tensor, Tensor]], rows: list[int]) -> list[tuple[Tensor, Tensor]]:
-    return [(keys[rows], values[rows]) for keys, values in layers]

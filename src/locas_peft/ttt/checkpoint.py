@@ -1,8 +1,7 @@
 """The state of an unfinished reading in one file, and the lock of its folder.
 
-A write fills a temporary file, flushes it to the disk and renames it over the former checkpoint: a kill, a full disk
-or a power cut at any moment leaves a checkpoint that can be loaded. Loading uses `weights_only`, so that a file can
-hold tensors and plain values but run no code.
+A checkpoint is written to a temporary file, flushed and renamed, so that a kill, a full disk or a power cut leaves one
+that can be loaded. It is loaded with `weights_only`: it holds tensors and plain values, and runs no code.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-__all__ = ["CHECKPOINT", "InUse", "Lock", "has_checkpoint", "load", "remove", "save"]
+__all__ = ["CHECKPOINT", "InUse", "Lock", "damaged", "has_checkpoint", "load", "remove", "save"]
 
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
@@ -30,14 +29,7 @@ def has_checkpoint(directory: str | Path) -> bool:
 
 
 def save(directory: str | Path, state: dict[str, Any]) -> Path:
-    """Write a checkpoint into a folder, in place of the former one; the folder is made where it is missing.
-
-    Args:
-        directory: the folder.
-        state: tensors, numbers, strings, None, and lists, tuples and dictionaries of them.
-
-    Returns:
-        The checkpoint's path.
+    """Write tensors and plain values (also nested) into a folder, in place of its former checkpoint; return the path.
 
     Raises:
         ValueError: `state` holds something else.
@@ -45,8 +37,7 @@ def save(directory: str | Path, state: dict[str, Any]) -> Path:
             half-written is left.
     """
     _check_plain(state)
-    path = Path(directory) / CHECKPOINT
-    unfinished = path.with_name(UNFINISHED)
+    path, unfinished = Path(directory) / CHECKPOINT, Path(directory) / UNFINISHED
     content = io.BytesIO()  # torch.save reports a full disk in its own way; a file's write raises an OSError
     torch.save({"kind": _KIND, "version": _VERSION, "state": state}, content)
     try:
@@ -56,7 +47,6 @@ def save(directory: str | Path, state: dict[str, Any]) -> Path:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-        _flush_folder(path.parent)
     except OSError as error:
         raise _explain(error, path.parent) from error
     finally:
@@ -66,10 +56,7 @@ def save(directory: str | Path, state: dict[str, Any]) -> Path:
 
 
 def load(directory: str | Path) -> dict[str, Any] | None:
-    """Load the checkpoint of a folder, its tensors onto the CPU.
-
-    Returns:
-        The state as given to `save`, or None where there is no checkpoint.
+    """Load the state that was given to `save`, its tensors onto the CPU; None where there is no checkpoint.
 
     Raises:
         ValueError: the file is damaged, not a checkpoint of ours, or of another version.
@@ -82,7 +69,7 @@ def load(directory: str | Path) -> dict[str, Any] | None:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and torch raise errors of many types
-        raise damaged(path, error) from None
+        raise damaged(directory, error) from None
     if not isinstance(found, dict) or found.get("kind") != _KIND:
         raise ValueError(f"checkpoint must be written by locas_peft, got {str(path)!r}: choose another folder")
     if found.get("version") != _VERSION:
@@ -93,21 +80,17 @@ def load(directory: str | Path) -> dict[str, Any] | None:
     return found["state"]
 
 
-def damaged(path: Path, error: Exception) -> ValueError:
+def damaged(directory: str | Path, error: Exception) -> ValueError:
     """Return the error for a checkpoint that cannot be used."""
     reason = " ".join(str(error).split())[:200]
     return ValueError(
-        f"checkpoint must be whole, got the damaged file {str(path)!r} ({type(error).__name__}: {reason}): "
-        "delete it to start afresh"
+        f"checkpoint must be whole, got the damaged file {str(Path(directory) / CHECKPOINT)!r} "
+        f"({type(error).__name__}: {reason}): delete it to start afresh"
     )
 
 
 def remove(directory: str | Path) -> None:
-    """Delete a folder's checkpoint and what a killed writer left of one.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Delete a folder's checkpoint, and the temporary file of a writer that was killed."""
     for name in (CHECKPOINT, UNFINISHED):
         (Path(directory) / name).unlink(missing_ok=True)
 
@@ -117,19 +100,11 @@ class InUse(ValueError):
 
 
 class Lock:
-    """Holds a folder for one writer, from construction until `release` or the end of the process.
-
-    The operating system frees the lock when its process ends, in whatever way.
-
-    Args:
-        directory: the folder; made where it is missing.
-
-    Attributes:
-        directory: the folder, as a path.
+    """Holds a folder (`directory`) for one writer, until `close` or the end of the process, in whatever way it ends.
 
     Raises:
         InUse: another process, or another trainer of this one, holds it.
-        OSError: the folder cannot be written.
+        OSError: the folder cannot be made or written.
     """
 
     def __init__(self, directory: str | Path):
@@ -171,22 +146,10 @@ def _explain(error: OSError, directory: Path) -> OSError:
     return explained
 
 
-def _flush_folder(directory: Path) -> None:
-    if os.name != "posix":  # only there can a folder's entries be flushed
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _check_plain(value: Any) -> None:
     if isinstance(value, dict):
-        for key, item in value.items():
-            _check_plain(key)
-            _check_plain(item)
-    elif isinstance(value, (list, tuple)):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple)):
         for item in value:
             _check_plain(item)
     elif value is not None and not isinstance(value, (torch.Tensor, bool, int, float, str)):

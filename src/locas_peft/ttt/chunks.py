@@ -38,15 +38,9 @@ class Span:
 
 
 def cut(tokens: int, window: int, stride: int, start: int = 0) -> Iterator[Span]:
-    """Cut a document into chunks of `stride` tokens, each with up to `window - stride` tokens of context.
+    """Cut a document of some tokens, from `start` on, into chunks of `stride` tokens; the last one may be shorter.
 
-    A chunk has at least one token of context, without which its first token could not be predicted.
-
-    Args:
-        tokens: the document's length.
-        window: tokens of context and chunk together.
-        stride: tokens of a chunk, at most `window`; the last chunk may be shorter.
-        start: the first chunk's first token.
+    A chunk has up to `window - stride` tokens of context, and at least one, by which its first token is predicted.
     """
     for first in range(start, tokens, stride):
         yield Span(max(0, first - max(window - stride, 1)), first, min(first + stride, tokens))
@@ -58,8 +52,6 @@ class Chunk:
 
     Attributes:
         index: the chunk's number in its reading of the document, from 0.
-        start: its first token's index in the document.
-        stop: the index after its last token.
         tokens: the number of its tokens that were scored; all but the document's first one.
         nll_nats: their summed negative log-likelihood, in nats, before the chunk was learned.
         seconds: wall time of scoring and learning together.
@@ -79,11 +71,7 @@ class Chunk:
 
 
 def perplexity(nll_nats: float, tokens: int) -> float:
-    """Return exp(nll / tokens): inf where it is too large for a float, nan where the sum is.
-
-    Args:
-        nll_nats: the summed negative log-likelihood, in nats.
-        tokens: the number of tokens that were scored.
+    """Return exp(nll_nats / tokens): inf where it is too large for a float, nan where the sum is.
 
     Raises:
         ValueError: no token was scored.
@@ -104,10 +92,7 @@ def perplexity_of(chunks: Iterable[Chunk]) -> float:
 
 
 def cumulative(chunks: Iterable[Chunk]) -> list[tuple[int, float]]:
-    """Return (tokens read, perplexity of everything scored so far) at the end of each chunk.
-
-    A chunk that ends before the first scored token is left out.
-    """
+    """Return (tokens read, perplexity so far) at the end of each chunk, from the first scored token on."""
     chunks = list(chunks)
     nlls = accumulate(chunk.nll_nats for chunk in chunks)
     tokens = accumulate(chunk.tokens for chunk in chunks)
@@ -127,13 +112,9 @@ def choose_marks(tokens: int) -> list[int]:
 
 
 def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
-    """Return the cumulative perplexity at marks such as 50,000 and 100,000 tokens.
+    """Return the cumulative perplexity at marks (numbers of tokens read, each at least 1, in any order).
 
     Nothing is interpolated: a mark inside a chunk takes the value at that chunk's end.
-
-    Args:
-        chunks: records, in the order of the document.
-        marks: numbers of tokens read, each at least 1, in any order.
 
     Returns:
         {"50000": perplexity, ...}, ascending, without the marks beyond the end of the document.
@@ -151,10 +132,6 @@ def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, floa
 
     A chunk that contains a mark belongs to the segment that the mark ends, as in `at_marks`: the segments share no
     token and leave none out.
-
-    Args:
-        chunks: records, in the order of the document.
-        marks: numbers of tokens read, each at least 1, in any order.
 
     Returns:
         {"0-50000": perplexity, "50000-100000": ...}. The tokens after the last mark are one more segment, named after

@@ -1,6 +1,6 @@
 """The model as the loop uses it: its limits, its adapter, its logits.
 
-Axes: B rows of a batch, n tokens, V vocabulary.
+Axes: B rows of a batch, n tokens, T tokens of a document, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,18 +19,12 @@ __all__ = ["Host", "count_positions"]
 
 def count_positions(model: nn.Module) -> int | None:
     """Return how many positions a causal language model has; None where its config has no limit."""
-    config = model.config.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 class Host:
-    """A causal language model, plain or with adapters.
-
-    Attributes:
-        model: the model.
-        kind: the class name of the base.
-        positions: see `count_positions`.
+    """A causal language model, plain or with adapters, the class name of its base, and how many positions it has.
 
     Raises:
         TypeError: the model is no transformers language model.
@@ -67,11 +61,9 @@ class Host:
         return self.model.get_input_embeddings().weight.shape[0]
 
     def logits(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs) -> Tensor:
-        """Return the logits [B, count, V] at the last `count` tokens of each row.
+        """Return the logits [B, count, V] at the last `count` tokens of each row of `ids`, a LongTensor [B, n].
 
         Args:
-            ids: LongTensor [B, n].
-            count: how many tokens at the end of each row.
             adapters: one adapter's name for each row, of a PEFT model; None for the active adapters in all rows.
             kwargs: more for the model's forward; what it does not take is left out.
         """
@@ -81,6 +73,38 @@ class Host:
         logits = self.model(input_ids=ids, **kwargs).logits
         # Slice only where needed: the backward pass of a slice fills all the logits with zeros.
         return logits if logits.shape[1] == count else logits[:, -count:]
+
+    def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:
+        """Return a document, integers [T] or [1, T] with T >= 2 in the vocabulary, as LongTensor [T].
+
+        Raises:
+            TypeError, ValueError: it is no such document; `name` is its name in errors.
+        """
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(
+                f"{name} must be a LongTensor of shape [T] or [1, T], got {type(input_ids).__name__}: "
+                "make one with torch.tensor"
+            )
+        if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            raise TypeError(f"{name} must be integers, got {input_ids.dtype}: give token ids as a LongTensor")
+        if not (input_ids.ndim == 1 or (input_ids.ndim == 2 and input_ids.shape[0] == 1)):
+            raise ValueError(
+                f"{name} must have the shape [T] or [1, T], got {list(input_ids.shape)}: give one document at a time"
+            )
+        ids = input_ids.detach().reshape(-1).long()
+        if len(ids) < 2:
+            raise ValueError(f"{name} must hold at least 2 tokens, got {len(ids)}: give a longer text")
+        self.check_tokens(ids, name, "use the model's own tokenizer")
+        return ids
+
+    def check_tokens(self, ids: Tensor, name: str, remedy: str) -> None:
+        """Raise a `ValueError` for tokens outside the vocabulary."""
+        low, high = ids.min().item(), ids.max().item()
+        if low < 0 or high >= self.vocabulary:
+            raise ValueError(
+                f"{name} must lie in [0, {self.vocabulary}), the model's vocabulary, got {low if low < 0 else high}: "
+                f"{remedy}"
+            )
 
     def check_cache(self) -> None:
         """Raise a `ValueError` for models whose context is more than keys and values that slide."""
@@ -94,9 +118,8 @@ class Host:
             )
 
     def has_adapter(self) -> bool:
-        return isinstance(self.model, PeftModel) or any(
-            isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) for module in self.model.modules()
-        )
+        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+        return isinstance(self.model, PeftModel) or any(isinstance(module, kinds) for module in self.model.modules())
 
     def is_merged(self) -> bool:
         return any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer))

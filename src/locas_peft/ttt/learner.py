@@ -1,4 +1,4 @@
-"""The parameters that are trained and their optimizer: warm-up, skipped steps, and a way back."""
+"""The parameters that are trained and their optimizer: warm-up, skipped steps, snapshots."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Learner:
-    """An optimizer over some parameters, made at the first step.
-
-    A step is `begin`, one or more backward passes, `finish`.
+    """An optimizer over some parameters, made at the first step: `begin`, one or more backward passes, `finish`.
 
     Args:
         list_parameters: returns what is trained; called at each chunk, so that a switch of adapters is noticed.
@@ -73,11 +71,7 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def finish(self, step: bool = True) -> bool:
-        """Take the step and return True, or take none and return False where a gradient is not finite.
-
-        Args:
-            step: False takes none: the gradients are cleared only.
-        """
+        """Take the step, unless `step` is False or a gradient is not finite; return whether it was taken."""
         gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
         finite = step and bool(torch.isfinite(nn.utils.get_total_norm(gradients)))
         if finite:
@@ -102,13 +96,15 @@ class Learner:
                     gathered = entry.index_select(dim, former.clamp(min=0))
                     entry.copy_(gathered.index_fill_(dim, (former < 0).nonzero().squeeze(1), 0.0))
 
-    # ------------------------------------------------------------------ a way back
-
     @torch.no_grad()
     def take_snapshot(self) -> None:
         """Copy parameters and optimizer state, for `restore_snapshot`."""
         values = [(parameter, parameter.clone()) for parameter in self.parameters()]
-        self._snapshot = values, self.optimizer, self.steps, self._copy_state()
+        state = {
+            parameter: {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
+            for parameter, entries in (self.optimizer.state.items() if self.optimizer is not None else ())
+        }
+        self._snapshot = values, self.optimizer, self.steps, state
 
     @torch.no_grad()
     def restore_snapshot(self) -> None:
@@ -120,28 +116,15 @@ class Learner:
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
 
-    def _copy_state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        state = {} if self.optimizer is None else self.optimizer.state
-        return {
-            parameter: {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
-            for parameter, entries in state.items()
-        }
-
     def release(self) -> None:
         """Drop the optimizer and the snapshot, which are as large as several copies of the parameters."""
         self.optimizer = self._snapshot = None
-
-    # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "optimizer": None if self.optimizer is None else self.optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
-
-        Raises:
-            ValueError: it does not fit the parameters.
-        """
+        """Take over what `state_dict` returned; raise a `ValueError` where it does not fit the parameters."""
         self.optimizer, self.steps = None, int(state["steps"])
         if state["optimizer"] is None:
             return
@@ -152,6 +135,5 @@ class Learner:
         for parameter, entries in self.optimizer.state.items():
             for entry in entries.values():
                 if entry.ndim and entry.shape != parameter.shape:
-                    raise ValueError(
-                        f"the optimizer's state has shape {list(entry.shape)} for {list(parameter.shape)}"
-                    )
+                    expected = list(parameter.shape)
+                    raise ValueError(f"the optimizer's state has shape {list(entry.shape)} for {expected}")

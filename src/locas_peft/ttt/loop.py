@@ -21,7 +21,7 @@ from ..tuner.passes import adapters_disabled, evaluating
 from .anchor import Anchor
 from .attention_bypass import bypassing, is_tokenwise, list_attention
 from .cache import SlidingCache
-from .chunks import Chunk, Span
+from .chunks import Chunk, Span, perplexity_of
 from .host import Host
 from .learner import Learner
 from .objectives import OBJECTIVES, WEIGHTINGS, divergences, token_losses
@@ -32,12 +32,9 @@ __all__ = ["Batch", "Loop", "Row", "calibrate_empty"]
 
 @dataclass(eq=False)
 class Row:
-    """A document that is being read, LongTensor [T], and the learner of its adapter.
+    """A document that is being read, LongTensor [T], the learner of its adapter, and its records.
 
-    Attributes:
-        adapter: the adapter's name; None in a batch of one row, whose adapters are the active ones.
-        chunks: the records so far.
-        skipped_chunks: how many chunks were not learned because a loss or a gradient was not finite.
+    `adapter` is None in a batch of one row, whose adapters are the active ones.
     """
 
     ids: Tensor
@@ -45,6 +42,11 @@ class Row:
     adapter: str | None = None
     chunks: list[Chunk] = field(default_factory=list)
     skipped_chunks: int = 0
+
+    @property
+    def perplexity(self) -> float:
+        """Of the current reading."""
+        return perplexity_of(chunk for chunk in self.chunks if chunk.reading == self.chunks[-1].reading)
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Batch:
         return None if self.rows[0].adapter is None else [row.adapter for row in self.rows]
 
     def tokens(self, start: int, stop: int) -> Tensor:
-        """The tokens [start, stop) of each row's document, [B, stop - start]."""
+        """Return the tokens [start, stop) of each row's document, [B, stop - start]."""
         return torch.stack([row.ids[start:stop] for row in self.rows])
 
 
@@ -72,10 +74,8 @@ class Loop:
     """Scores and learns the chunks of documents.
 
     Args:
-        host: the model.
         settings: checked against the model here.
         writer: writes tokens of each chunk into a two-layer LOCAS memory; for batches of one row.
-        anchor: see `Anchor`.
 
     Raises:
         ValueError: a setting does not fit the model.
@@ -91,15 +91,11 @@ class Loop:
 
     def make_batch(self, rows: list[Row]) -> Batch:
         """Return a batch of rows whose context is not known yet."""
-        return Batch(rows, SlidingCache(self.host, keep=max(self.settings.window - self.settings.stride, 1) - 1))
+        keep = max(self.settings.window - self.settings.stride, 1) - 1
+        return Batch(rows, SlidingCache(self.host, keep, self.settings.sinks, restart=2 * self.settings.window))
 
     def step(self, batch: Batch, span: Span, reading: int = 0) -> list[Batch]:
-        """Score a chunk and learn it, and append its record to each row.
-
-        Args:
-            batch: rows whose documents have the span's tokens.
-            span: the chunk.
-            reading: the number of the reading, for the record.
+        """Score a chunk, which each row's document has, and learn it; append its record to each row.
 
         Returns:
             The batches that go on: `batch` itself, or, where rows skipped the chunk, the other rows and a batch for
@@ -136,29 +132,24 @@ class Loop:
         """Return each row's nll, in nats, and the batch of the rows whose losses and gradients were finite."""
         nlls = [0.0] * len(batch.rows)
         targets = batch.tokens(max(span.start, 1), span.stop)
-        teacher = None
+        losses_of = self._objective.losses if learning else token_losses
+        wanted = targets  # what the objective compares the logits with
         if learning and span.scored and self._objective.needs_teacher:
-            teacher = self._teacher_logits(batch, span)
+            wanted = self._teacher_logits(batch, span)
         for epoch in range(self.settings.epochs if span.scored else 0):
             with torch.set_grad_enabled(learning):
-                logits = self._logits(batch, span)
-                if not learning:
-                    losses = token_losses(logits.flatten(0, 1), targets.flatten())
-                else:
-                    wanted = targets if teacher is None else teacher
-                    losses = self._objective.losses(logits.flatten(0, 1), wanted.flatten(0, 1))
-                losses = losses.unflatten(0, targets.shape)  # [B, N]
+                logits = self._logits(batch, span).flatten(0, 1)
+                losses = losses_of(logits, wanted.flatten(0, 1)).unflatten(0, targets.shape)  # [B, N]
             if epoch == 0:
                 scores = losses.detach()
-                if learning and self._objective.losses is not token_losses:
-                    scores = token_losses(logits.detach().flatten(0, 1), targets.flatten()).unflatten(0, targets.shape)
+                if losses_of is not token_losses:
+                    scores = token_losses(logits.detach(), targets.flatten()).unflatten(0, targets.shape)
                 nlls = [row_scores.double().sum().item() for row_scores in scores]
             del logits
             healthy = self._learn(batch, losses) if learning else [math.isfinite(nll) for nll in nlls]
             kept = [index for index, good in enumerate(healthy) if good]
             if len(kept) < len(healthy):
-                batch, targets = batch.select(kept), targets[kept]
-                teacher = None if teacher is None else teacher[kept]
+                batch, targets, wanted = batch.select(kept), targets[kept], wanted[kept]
             if not kept or not learning:
                 break
         if learning and batch.rows and span.scored and self.writer is not None and self.writer.is_finite():
@@ -168,24 +159,27 @@ class Loop:
 
     def _logits(self, batch: Batch, span: Span) -> Tensor:
         """Return the logits [B, N, V] of the chunk's targets: token t is predicted where token t - 1 is fed."""
-        ids = batch.tokens(span.begin, span.stop - 1)
+        ids = self._window(batch, span.begin, span.stop - 1)
         if self.settings.context == "cache":
             return batch.cache.forward(ids, span.scored, batch.adapters)
         return self.host.logits(ids, span.scored, batch.adapters, use_cache=False)
+
+    def _window(self, batch: Batch, begin: int, stop: int) -> Tensor:
+        """Return the tokens [begin, stop) of each row's document after the start token, where there is one."""
+        ids, start = batch.tokens(begin, stop), self.settings.start_token
+        if start is None or (begin == 0 and bool((ids[:, 0] == start).all())):
+            return ids
+        return torch.cat([ids.new_full((len(ids), 1), start), ids], dim=1)
 
     @torch.no_grad()
     def _teacher_logits(self, batch: Batch, span: Span) -> Tensor:
         """Return the logits [B, N, V] of the base without adapters, with up to `teacher_window - S` tokens before."""
         begin = max(0, span.start - max(self.settings.teacher_window - self.settings.stride, 1))
         with adapters_disabled(self.host.model):
-            return self.host.logits(batch.tokens(begin, span.stop - 1), span.scored, use_cache=False)
+            return self.host.logits(self._window(batch, begin, span.stop - 1), span.scored, use_cache=False)
 
     def _learn(self, batch: Batch, losses: Tensor) -> list[bool]:
-        """Take an optimizer step for each row whose loss and gradient are finite; return which rows they are.
-
-        Args:
-            losses: [B, N].
-        """
+        """Take a step for each row whose loss and gradient are finite; return which they are. `losses` is [B, N]."""
         row_losses = [self._weigh(tokens) for tokens in losses]
         healthy = torch.stack(row_losses).detach().isfinite().tolist()
         if not any(healthy):
@@ -225,14 +219,9 @@ class Loop:
 
 
 def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:
-    """Calibrate the LOCAS memories that are still empty, on the first chunk alone.
+    """Calibrate the memories that are still empty, or one of them, on the first chunk, a LongTensor [B, N].
 
     Later tokens would leak into scores that are still to be taken.
-
-    Args:
-        model: any model; nothing happens where there is no empty memory.
-        input_ids: LongTensor [B, N], the first chunk.
-        adapter_name: this memory only; None for the active ones.
     """
     if empty_memories(model, adapter_name):
         calibrate(model, [input_ids], adapter_name)
@@ -243,8 +232,8 @@ def _fit(settings: TrainingSettings, host: Host) -> TrainingSettings:
     for name in ("window", "stride", "context"):
         if getattr(settings, name) is None:
             raise ValueError(f"{name} must be given for training, got None: give one, or call complete() first")
-    limit = host.positions
-    if limit is not None and settings.window > limit:
+    limit = math.inf if host.positions is None else host.positions
+    if settings.window > limit:
         raise ValueError(
             f"window must be within the model's {limit} positions, got {settings.window}: lower window, and stride "
             "with it"
@@ -258,10 +247,10 @@ def _fit(settings: TrainingSettings, host: Host) -> TrainingSettings:
         )
     if not OBJECTIVES[settings.objective].needs_teacher:
         return settings
-    teacher_window = settings.teacher_window or min(4 * settings.window, limit or 4 * settings.window)
-    if teacher_window < settings.window or (limit is not None and teacher_window > limit):
+    teacher_window = settings.teacher_window or min(4 * settings.window, limit)
+    if not settings.window <= teacher_window <= limit:
         raise ValueError(
-            f"teacher_window must be from window ({settings.window}) to the model's {limit} positions, got "
+            f"teacher_window must be from window ({settings.window}) to the model's {host.positions} positions, got "
             f"{teacher_window}: the teacher's context is at least the student's"
         )
     return replace(settings, teacher_window=teacher_window)

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 
 from ..tuner import STRATEGIES, LocasConfig, LocasLayer, list_layers
 from .anchor import Anchor
-from .chunks import Chunk, cut, perplexity_of
+from .chunks import Chunk, cut
 from .host import Host
 from .learner import Learner
 from .loop import Batch, Loop, Row, calibrate_empty
 from .settings import TrainingSettings
-from .trainer import check_document
 
 __all__ = ["ManyReading", "read_many"]
 
@@ -40,8 +39,7 @@ def read_many(
 
     Each row is what a `TestTimeTrainer` of the same settings would make of that document alone, up to rounding. The
     memories are configured as the model's active one, which itself is neither used nor changed. They are inactive
-    adapters of the model from the first record on; the caller may stop, and save, at any record. A document that ends
-    leaves the batch, and its memory is not changed again.
+    adapters of the model from the first record on; the caller may stop, and save, at any record.
 
     Args:
         model: a PEFT model whose adapters are all LOCAS memories, with one active. Mutated: the memories are added.
@@ -74,18 +72,18 @@ def read_many(
     if anchor is not None:
         anchor.check(host)
     loop = Loop(host, settings, anchor=anchor)
-    config = _make_config(model)
-    return ManyReading(model, loop, config, _check_documents(host, model, documents))
+    _check_model(model)
+    return ManyReading(model, loop, _check_documents(host, documents))
 
 
 class ManyReading:
     """The iterator of `read_many`."""
 
-    def __init__(self, model: PeftModel, loop: Loop, config: LocasConfig, documents: dict[str, Tensor]):
-        self._model, self._loop, self._config = model, loop, config
-        self._rows = {
-            name: Row(ids.to(loop.host.device), self._make_learner(name), name) for name, ids in documents.items()
-        }
+    def __init__(self, model: PeftModel, loop: Loop, documents: dict[str, Tensor]):
+        self._model, self._loop = model, loop
+        self._config = copy.deepcopy(model.active_peft_config)  # of the memories: the active one's before calibration
+        self._config.slots, self._config.inference_mode, self._config._expected_host = None, False, None
+        self._rows = {name: self._make_row(name, ids) for name, ids in documents.items()}
         self._records = self._read()
 
     def __iter__(self) -> Iterator[dict[str, Chunk]]:
@@ -110,12 +108,12 @@ class ManyReading:
 
     def perplexity(self, name: str) -> float:
         """exp(sum of nll / number of scored tokens) of a document's current reading; nan before its first score."""
-        chunks = self._rows[name].chunks
-        return perplexity_of(chunk for chunk in chunks if chunk.reading == chunks[-1].reading)
+        return self._rows[name].perplexity
 
-    def _make_learner(self, name: str) -> Learner:
+    def _make_row(self, name: str, ids: Tensor) -> Row:
         settings = self._loop.settings
-        return Learner(lambda: self._list_weights(name), settings.learning_rate, settings.warmup_steps)
+        learner = Learner(lambda: self._list_weights(name), settings.learning_rate, settings.warmup_steps)
+        return Row(ids.to(self._loop.host.device), learner, name)
 
     def _list_weights(self, name: str) -> list[nn.Parameter]:
         layers = [layer for layer in list_layers(self._model) if name in layer.locas_up]
@@ -145,9 +143,8 @@ class ManyReading:
         for index, row in enumerate(batch.rows):
             by_stop.setdefault(min(start + settings.stride, len(row.ids)), []).append(index)
         for stop, indices in by_stop.items():
-            part = batch.select(indices)
             span = next(cut(stop, settings.window, settings.stride, start))
-            for after in self._loop.step(part, span, reading):
+            for after in self._loop.step(batch.select(indices), span, reading):
                 going_on = [index for index, row in enumerate(after.rows) if len(row.ids) > stop]
                 if going_on:
                     yield after.select(going_on)
@@ -179,12 +176,8 @@ class ManyReading:
                 weight.requires_grad_(True)
 
 
-def _make_config(model: nn.Module) -> LocasConfig:
-    """Return the configuration of the memories to be added: the active one's, before its calibration.
-
-    Raises:
-        ValueError: the model's adapters are not all LOCAS memories that can be trained.
-    """
+def _check_model(model: nn.Module) -> None:
+    """Raise a `ValueError` unless the model's adapters are all LOCAS memories that can be trained."""
     config = model.active_peft_config if isinstance(model, PeftModel) else None
     if not isinstance(config, LocasConfig):
         got = type(model).__name__ if config is None else f"one with {config.peft_type.value}"
@@ -197,37 +190,29 @@ def _make_config(model: nn.Module) -> LocasConfig:
             f"model must have one active adapter, got {', '.join(model.active_adapters)}: call set_adapter with the "
             "one that the memories shall be configured as"
         )
-    for module in model.modules():
-        if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
-            continue
-        if not isinstance(module, LocasLayer):
-            kind = f"{type(module).__module__}.{type(module).__name__}"
+    layers = [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    for layer in layers:
+        if not isinstance(layer, LocasLayer):
+            kind = f"{type(layer).__module__}.{type(layer).__name__}"
             raise ValueError(
                 f"model must have LOCAS memories alone, got a layer of {kind}: unload that adapter, or read one after "
                 "the other with TestTimeTrainer"
             )
-        if module.merged:
+        if layer.merged:
             raise ValueError("model must not have a memory merged into the base: call unmerge_adapter() first")
-        if module.disable_adapters:
+        if layer.disable_adapters:
             raise ValueError("model must not have its adapters disabled, got disabled ones: enable them first")
     if STRATEGIES[config.init_strategy].written:
         raise ValueError(
             f"init_strategy must be one that makes rows, got {config.init_strategy!r}, whose slots are written one "
             "document at a time: choose 'topk', or read one after the other with TestTimeTrainer"
         )
-    config = copy.deepcopy(config)
-    config.slots, config.inference_mode, config._expected_host = None, False, None
-    return config
 
 
-def _check_documents(
-    host: Host, model: PeftModel, documents: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-) -> dict[str, Tensor]:
-    pairs = list(documents.items() if isinstance(documents, Mapping) else documents)
-    if not pairs:
-        raise ValueError("documents must hold at least one, got none: give a mapping from names to LongTensors")
+def _check_documents(host: Host, documents: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the documents as LongTensors [T], by name."""
     checked: dict[str, Tensor] = {}
-    for name, ids in pairs:
+    for name, ids in documents.items() if isinstance(documents, Mapping) else documents:
         if not isinstance(name, str):
             raise TypeError(f"documents' names must be strings, got {type(name).__name__}: give each a name")
         # PEFT keeps adapters as attributes of modules.
@@ -238,10 +223,12 @@ def _check_documents(
             )
         if name in checked:
             raise ValueError(f"documents' names must differ, got {name!r} twice: give each its own")
-        if name in model.peft_config:
+        if name in host.model.peft_config:
             raise ValueError(
                 f"documents' names must be new to the model, got {name!r}, which is an adapter already: choose "
                 "another name, or delete_adapter that one first"
             )
-        checked[name] = check_document(host, ids, f"documents[{name!r}]")
+        checked[name] = host.check_document(ids, f"documents[{name!r}]")
+    if not checked:
+        raise ValueError("documents must hold at least one, got none: give a mapping from names to LongTensors")
     return checked

@@ -20,27 +20,23 @@ PIECE = 2**23
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return each token's negative log-likelihood.
+    """Return each token's negative log-likelihood [N], in nats, float32 or wider; differentiable once.
 
     Args:
         logits: [N, V], any floating dtype; float64 is kept.
         targets: LongTensor [N].
-
-    Returns:
-        Tensor [N], in nats, float32 or wider; differentiable once.
     """
     return _TokenLosses.apply(logits, targets.to(logits.device))
 
 
 def divergences(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return each token's KL divergence from the teacher's next-token distribution to the student's.
+    """Return each token's KL divergence [N] from the teacher's next-token distribution to the student's, in nats.
+
+    It is float32 or wider (float64 where either is), 0 where the two agree, and differentiable once.
 
     Args:
-        logits: [N, V], the student's, any floating dtype; float64 is kept.
+        logits: [N, V], the student's, any floating dtype.
         teacher_logits: [N, V], the teacher's; no gradient flows into them.
-
-    Returns:
-        Tensor [N], in nats, float32 or wider (float64 where either is); 0 where the two agree. Differentiable once.
     """
     return _Divergences.apply(logits, teacher_logits.detach())
 
@@ -80,47 +76,37 @@ def _pieces(logits: Tensor) -> Iterator[slice]:
     return (slice(begin, begin + rows) for begin in range(0, max(1, len(logits)), rows))
 
 
-class _LogSoftmax:
-    """log_softmax of [N, V] a piece at a time, in float32 or wider.
+def _norms(logits: Tensor) -> Tensor:
+    """Return what log_softmax subtracts, [2, N, 1], in float32 or wider.
 
-    The greatest logit of a row is subtracted first, so that the rounding error does not grow with the logits.
-
-    Args:
-        logits: [N, V].
-        norms: [2, N, 1], of the same logits, where they were computed before: the greatest logit of each row, and the
-            logarithm of the softmax's denominator after it was subtracted.
+    These are the greatest logit of each row, and the logarithm of the softmax's denominator after it was subtracted:
+    two steps, so that the rounding error does not grow with the logits.
     """
-
-    def __init__(self, logits: Tensor, norms: Tensor | None = None):
-        self.logits = logits
-        self.norms = self._compute_norms() if norms is None else norms
-
-    def _compute_norms(self) -> Tensor:
-        dtype, norms = torch.promote_types(self.logits.dtype, torch.float32), []
-        for rows in _pieces(self.logits):
-            piece = self.logits[rows].to(dtype)
-            peaks = piece.amax(dim=-1, keepdim=True)
-            norms.append(torch.stack([peaks, (piece - peaks).exp_().sum(dim=-1, keepdim=True).log_()]))
-        return torch.cat(norms, dim=1)
-
-    def piece(self, rows: slice, out: Tensor | None = None) -> Tensor:
-        peaks, log_sums = self.norms[:, rows]
-        return torch.sub(self.logits[rows], peaks, out=out).sub_(log_sums)
+    dtype, norms = torch.promote_types(logits.dtype, torch.float32), []
+    for rows in _pieces(logits):
+        piece = logits[rows].to(dtype)
+        peaks = piece.amax(dim=-1, keepdim=True)
+        norms.append(torch.stack([peaks, (piece - peaks).exp_().sum(dim=-1, keepdim=True).log_()]))
+    return torch.cat(norms, dim=1)
 
 
-def _gradient(student: _LogSoftmax, subtract_target: Callable[[Tensor, slice], None], outer: Tensor) -> Tensor:
-    """Return the gradient [N, V] by the student's logits: (softmax - target distribution) * outer.
+def _log_softmax(logits: Tensor, norms: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+    peaks, log_sums = norms[:, rows]
+    return torch.sub(logits[rows], peaks, out=out).sub_(log_sums)
+
+
+def _gradient(logits: Tensor, norms: Tensor, subtract_target: Callable, outer: Tensor) -> Tensor:
+    """Return the gradient [N, V] by the logits: (softmax - target distribution) * outer.
 
     Args:
-        student: of the logits.
-        subtract_target: subtracts the target distribution of some rows from a piece, in place.
+        subtract_target: subtracts the target distribution of some rows (a slice) from a piece, in place.
         outer: [N], the gradient by the losses.
     """
-    gradient = torch.empty_like(student.logits)
-    for rows in _pieces(student.logits):
+    gradient = torch.empty_like(logits)
+    for rows in _pieces(logits):
         # Work in the gradient's own memory where its dtype allows: new pages are expensive on a CPU.
-        out = gradient[rows] if gradient.dtype == student.norms.dtype else None
-        piece = student.piece(rows, out).exp_()
+        out = gradient[rows] if gradient.dtype == norms.dtype else None
+        piece = _log_softmax(logits, norms, rows, out).exp_()
         subtract_target(piece, rows)
         piece.mul_(outer[rows].unsqueeze(1))
         if out is None:
@@ -131,7 +117,7 @@ def _gradient(student: _LogSoftmax, subtract_target: Callable[[Tensor, slice], N
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
-        norms = _LogSoftmax(logits).norms
+        norms = _norms(logits)
         ctx.save_for_backward(logits, targets, norms)
         peaks, log_sums = norms
         return (log_sums - (logits.gather(1, targets.unsqueeze(1)) - peaks)).squeeze(1)
@@ -144,18 +130,18 @@ class _TokenLosses(torch.autograd.Function):
         def subtract_target(piece: Tensor, rows: slice) -> None:
             piece.scatter_add_(1, targets[rows].unsqueeze(1), -torch.ones_like(norms[0, rows]))
 
-        return _gradient(_LogSoftmax(logits, norms), subtract_target, outer), None
+        return _gradient(logits, norms, subtract_target, outer), None
 
 
 class _Divergences(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        student, teacher = _LogSoftmax(logits), _LogSoftmax(teacher_logits)
-        ctx.save_for_backward(logits, teacher_logits, student.norms, teacher.norms)
+        norms, teacher_norms = _norms(logits), _norms(teacher_logits)
+        ctx.save_for_backward(logits, teacher_logits, norms, teacher_norms)
         divergences = []
         for rows in _pieces(logits):
-            log_teacher = teacher.piece(rows)
-            log_ratio = log_teacher - student.piece(rows)
+            log_teacher = _log_softmax(teacher_logits, teacher_norms, rows)
+            log_ratio = log_teacher - _log_softmax(logits, norms, rows)
             divergences.append((log_teacher.exp_() * log_ratio).sum(dim=-1))
         return torch.cat(divergences)
 
@@ -163,9 +149,8 @@ class _Divergences(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, outer: Tensor):
         logits, teacher_logits, norms, teacher_norms = ctx.saved_tensors
-        teacher = _LogSoftmax(teacher_logits, teacher_norms)
 
         def subtract_target(piece: Tensor, rows: slice) -> None:
-            piece.sub_(teacher.piece(rows).exp_())
+            piece.sub_(_log_softmax(teacher_logits, teacher_norms, rows).exp_())
 
-        return _gradient(_LogSoftmax(logits, norms), subtract_target, outer), None
+        return _gradient(logits, norms, subtract_target, outer), None

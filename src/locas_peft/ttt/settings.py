@@ -24,18 +24,19 @@ class TrainingSettings:
         stride: S, the chunk's length in tokens, 1 <= S <= W. With S = W the context is the one token before the chunk.
         learning_rate: the rate after the warm-up. None where nothing is trained, or for a callable optimizer, which
             brings its own rates.
-        epochs: optimizer steps a chunk. The first one uses the forward pass that scores; each further one runs the
-            chunk again.
+        epochs: optimizer steps a chunk. The first uses the forward pass that scores; each further one runs it again.
         readings: how often the document is read from its beginning to its end.
         context: "recompute" feeds each chunk's context again, as in the paper; gradients flow through it. "cache"
-            takes it from a detached key/value cache that slides with the text, so that each token is fed once. The
-            cache's older entries were computed with the adapter as it was then.
+            takes it from a detached key/value cache that slides with the text. Its older entries were computed with
+            the adapter as it was then. The context is fed again each time the positions reach two windows.
+        sinks: how many of its first tokens the cache keeps beside the last ones; trained attention needs them.
+        start_token: the token that each window and the cache begin with, where the model's tokenizer puts one at the
+            start of a text (`text.find_start_token`). None for none.
         gradient: "full" backpropagates through the whole model, as in the paper. "tokenwise" leaves out the paths
             through attention: about three quarters of the time, slightly less is learned (`attention_bypass`).
         warmup_steps: the first n steps use 1/(n+1), 2/(n+1), ..., n/(n+1) of the rate.
-        objective: a name in `objectives.OBJECTIVES`. "nll" teaches the text's own next tokens. "distill" teaches the
+        objective: a name in `objectives.OBJECTIVES`. "nll" teaches the text's own next tokens, "distill" the
             next-token distributions of the base with a longer context, at the cost of one more forward pass a chunk.
-            The scores are the same measure under both.
         teacher_window: the longest stretch that the teacher's predictions rest on, in tokens; from `window` to the
             model's positions. None: four windows, or all positions where there are fewer.
         token_weighting: a name in `objectives.WEIGHTINGS`. "uniform", or "loss": each token of a chunk counts in
@@ -51,6 +52,8 @@ class TrainingSettings:
     epochs: int = 1
     readings: int = 1
     context: str = "recompute"
+    sinks: int = 4
+    start_token: int | None = None
     gradient: str = "full"
     warmup_steps: int = 2
     objective: str = "nll"
@@ -58,11 +61,11 @@ class TrainingSettings:
     token_weighting: str = "uniform"
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("readings", 1), ("warmup_steps", 0)):
+        for name, least in (("epochs", 1), ("readings", 1), ("warmup_steps", 0), ("sinks", 0)):
             check_whole(name, getattr(self, name), least)
-        for name in ("window", "stride", "teacher_window"):
+        for name, least in (("window", 1), ("stride", 1), ("teacher_window", 1), ("start_token", 0)):
             if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 1)
+                check_whole(name, getattr(self, name), least)
         if self.window is not None and self.stride is not None and self.stride > self.window:
             raise ValueError(
                 f"stride must be at most window, got stride {self.stride} with window {self.window}: lower stride or "

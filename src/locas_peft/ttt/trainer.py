@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..tuner import SlotWriter, unwritten_memories
 from . import checkpoint
 from .anchor import Anchor
-from .chunks import Chunk, cut, perplexity_of
+from .chunks import Chunk, cut
 from .host import Host
 from .learner import Learner, OptimizerFactory
 from .loop import Loop, Row
@@ -33,15 +33,13 @@ __all__ = ["TestTimeTrainer"]
 class TestTimeTrainer:
     """Train the active adapter on a document while scoring it (the paper's online memorisation).
 
-    The document is cut into chunks of `stride` tokens. A chunk is scored with up to `window - stride` tokens of
-    context before it, by the adapter as it is then; after that the adapter learns the chunk. The forward pass that
-    scores is the one that is differentiated, so that one epoch costs one forward and one backward pass.
+    A chunk of `stride` tokens is scored with up to `window - stride` tokens of context before it, by the adapter as it
+    is then; after that the adapter learns the chunk. The forward pass that scores is the one that is differentiated,
+    so that one epoch costs one forward and one backward pass.
 
-    The adapter's parameters are changed in place; the base is not. Scores are taken in evaluation mode, since dropout
-    would falsify them; each module's own mode is restored before a record is yielded.
-
-    The parameters that require gradients are trained, if the model has a PEFT adapter. Without one, or with the
-    adapter disabled, the model is only scored, and no graph is built.
+    The adapter's parameters that require gradients are changed in place; the base is not. Scores are taken in
+    evaluation mode; each module's own mode is restored before a record is yielded. Without an adapter, or with a
+    disabled one, the model is only scored.
 
     Args:
         model: a transformers causal language model, plain or with a PEFT adapter in its layers.
@@ -130,7 +128,7 @@ class TestTimeTrainer:
     @property
     def perplexity(self) -> float:
         """exp(sum of nll / number of scored tokens) of the current reading; nan before the first scored token."""
-        return perplexity_of(chunk for chunk in self.chunks if chunk.reading == self.chunks[-1].reading)
+        return self._row.perplexity
 
     def read(self, input_ids: Tensor) -> Iterator[Chunk]:
         """Read a document from `position` on, and yield the record of each chunk after it was learned.
@@ -147,32 +145,38 @@ class TestTimeTrainer:
         Raises:
             TypeError, ValueError: at the call, for ids that are no document or not the one begun, or a merged memory.
         """
-        ids = check_document(self._host, input_ids)
-        self._check_adapter()
+        ids = self._host.check_document(input_ids)
+        trained = self._list_trained()
+        if trained and self._loop.writer is None and unwritten_memories(self.model):
+            raise ValueError(
+                f"writer must be given for the memory {unwritten_memories(self.model)[0]!r}, which has no slots to be "
+                "trained: give writer=SlotWriter(model), or another init_strategy"
+            )
+        if trained and self._host.is_merged():
+            raise ValueError(
+                "model must not have its adapter merged into the base, got a merged one, which cannot learn: "
+                "call unmerge_adapter() first"
+            )
         text = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
         if self._text not in (None, text):
-            begun, remedy = "begun here", "call rewind() first, or make a new TestTimeTrainer"
+            begun, remedy = "here", "call rewind() first, or make a new TestTimeTrainer"
             if self._resumed_from is not None:
-                begun, remedy = f"begun in {str(self._resumed_from)!r}", "give that text, or choose another folder"
+                begun, remedy = f"in {str(self._resumed_from)!r}", "give that text, or choose another folder"
             raise ValueError(
-                f"input_ids must be the document {begun} (sha256 {self._text[:12]}), got another one "
+                f"input_ids must be the document begun {begun} (sha256 {self._text[:12]}), got another one "
                 f"({text[:12]}): {remedy}"
             )
         self._text = text
         return self._read(ids.to(self._host.device))
 
     def rewind(self) -> None:
-        """Forget the document, its records and its context; the adapter and the optimizer stay as they are.
-
-        After it the same text, or another one, can be read with the same memory.
-        """
+        """Forget the document, its records and its context; the adapter and the optimizer stay as they are."""
         self._text, self._resumed_from = None, None
         self._row = Row(torch.empty(0, dtype=torch.long), self._learner)
         self._batch = self._loop.make_batch([self._row])
 
     def _read(self, ids: Tensor) -> Iterator[Chunk]:
         iterator = self._iterator = object()
-        window, stride = self.settings.window, self.settings.stride
         try:
             while True:
                 position, reading = self.position, self.chunks[-1].reading if self.chunks else 0
@@ -182,7 +186,7 @@ class TestTimeTrainer:
                 if reading == self.settings.readings:
                     return
                 self._row.ids = ids
-                span = next(cut(len(ids), window, stride, position))
+                span = next(cut(len(ids), self.settings.window, self.settings.stride, position))
                 (self._batch,) = self._loop.step(self._batch, span, reading)
                 yield self.chunks[-1]
         finally:
@@ -196,27 +200,12 @@ class TestTimeTrainer:
             return []
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
-    def _check_adapter(self) -> None:
-        trained = self._list_trained()
-        if trained and self._loop.writer is None and unwritten_memories(self.model):
-            raise ValueError(
-                f"writer must be given for the memory {unwritten_memories(self.model)[0]!r}, which has no slots to be "
-                "trained: give writer=SlotWriter(model), or another init_strategy"
-            )
-        if trained and self._host.is_merged():
-            raise ValueError(
-                "model must not have its adapter merged into the base, got a merged one, which cannot learn: "
-                "call unmerge_adapter() first"
-            )
-
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, directory: str | Path | checkpoint.Lock) -> Path:
         """Write all that a bit-identical continuation needs into a folder, in place of a former checkpoint.
 
-        Adapter, optimizer, warm-up, records, key/value cache, the anchor's texts and torch's random state (of the CPU
-        and of the model's device). Between two records of `read` the folder then stays locked for other writers until
-        the reading ends.
+        Between two records of `read` the folder then stays locked for other writers until the reading ends.
 
         Args:
             directory: the folder, made where it is missing; or the caller's lock on it.
@@ -252,31 +241,38 @@ class TestTimeTrainer:
         Raises:
             ValueError: a checkpoint of another model, adapter or setting, a damaged one, or one in use.
         """
-        if not isinstance(directory, checkpoint.Lock) and not checkpoint.has_checkpoint(directory):
+        folder = directory.directory if isinstance(directory, checkpoint.Lock) else Path(directory)
+        if not checkpoint.has_checkpoint(folder):
             return False
-        directory = self._lock(directory)
+        self._lock(directory)
         resumed = False
         try:
-            state = checkpoint.load(directory)
+            state = checkpoint.load(folder)
             if state is not None:
-                self._resume(state, directory)
-                resumed, self._resumed_from = True, directory
+                self._load(state, folder)
+                resumed, self._resumed_from = True, folder
         finally:
             if not resumed:
                 self._release_locks()
         return resumed
 
-    def _resume(self, state: dict[str, Any], directory: Path) -> None:
+    def _load(self, state: dict[str, Any], folder: Path) -> None:
+        """Load a checkpoint's state; where it is refused, restore the state before."""
+        before = self.state_dict()
         try:
-            difference = find_difference(self._describe_run(), state["run"], directory)
+            difference = find_difference(before["run"], state["run"], folder)
             if difference is None:
-                self._load_or_undo(state)
-        except Exception as error:  # entries of another kind, or of another shape, than those that we write
-            raise checkpoint.damaged(directory / checkpoint.CHECKPOINT, error) from None
+                self.load_state_dict(state)
+        except BaseException as error:
+            self.load_state_dict(before)
+            if not isinstance(error, Exception):
+                raise
+            raise checkpoint.damaged(folder, error) from None  # entries of another kind or shape than we write
         if difference is not None:
             raise ValueError(difference)
 
     def _lock(self, directory: str | Path | checkpoint.Lock) -> Path:
+        """Lock a folder until the reading ends, unless the caller has locked it; return its path."""
         if isinstance(directory, checkpoint.Lock):
             return directory.directory
         key = Path(directory).resolve()
@@ -290,14 +286,22 @@ class TestTimeTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the reading: copies of tensors on the CPU, and plain values."""
+        writer, anchor = self._loop.writer, self.anchor
+        named = self._optimizer if hasattr(self._optimizer, "__qualname__") else type(self._optimizer)
+        settings = {
+            **asdict(self.settings),
+            "optimizer": None if self._optimizer is None else f"{named.__module__}.{named.__qualname__}",
+            "writer": None if writer is None else writer.settings,
+            "anchor": None if anchor is None else anchor.settings,
+        }
         state = {
-            "run": {**self._describe_run(), "text": self._text},
+            "run": {**describe_run(self.model, settings), "text": self._text},
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
             "model": model_state(self.model, self._list_trained()),
             "learner": self._learner.state_dict(),
             "cache": self._batch.cache.state_dict(),
-            "anchor": None if self.anchor is None else self.anchor.texts,
+            "anchor": None if anchor is None else anchor.texts,
             "random": {"cpu": torch.get_rng_state()},
         }
         if self._host.device.type == "cuda":
@@ -324,57 +328,6 @@ class TestTimeTrainer:
         if "cuda" in state["random"] and self._host.device.type == "cuda":
             torch.cuda.set_rng_state(state["random"]["cuda"], self._host.device)
 
-    def _load_or_undo(self, state: dict[str, Any]) -> None:
-        before = self.state_dict()
-        try:
-            self.load_state_dict(state)
-        except BaseException:
-            self.load_state_dict(before)
-            raise
-
-    def _describe_run(self) -> dict[str, Any]:
-        settings = {
-            **asdict(self.settings),
-            "optimizer": None if self._optimizer is None else _name_of(self._optimizer),
-            "writer": None if self._loop.writer is None else self._loop.writer.settings,
-            "anchor": None if self.anchor is None else self.anchor.settings,
-        }
-        return describe_run(self.model, settings)
-
-
-def check_document(host: Host, input_ids: Tensor, name: str = "input_ids") -> Tensor:
-    """Return a document as LongTensor [T].
-
-    Args:
-        host: the model that reads it.
-        input_ids: integers [T] or [1, T], T >= 2, below the model's vocabulary.
-        name: its name in errors.
-
-    Raises:
-        TypeError, ValueError: it is no such document.
-    """
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(
-            f"{name} must be a LongTensor of shape [T] or [1, T], got {type(input_ids).__name__}: "
-            "make one with torch.tensor"
-        )
-    if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-        raise TypeError(f"{name} must be integers, got {input_ids.dtype}: give token ids as a LongTensor")
-    if not (input_ids.ndim == 1 or (input_ids.ndim == 2 and input_ids.shape[0] == 1)):
-        raise ValueError(
-            f"{name} must have the shape [T] or [1, T], got {list(input_ids.shape)}: give one document at a time"
-        )
-    ids = input_ids.detach().reshape(-1).long()
-    if len(ids) < 2:
-        raise ValueError(f"{name} must hold at least 2 tokens, got {len(ids)}: give a longer text")
-    low, high = ids.min().item(), ids.max().item()
-    if low < 0 or high >= host.vocabulary:
-        raise ValueError(
-            f"{name} must lie in [0, {host.vocabulary}), the model's vocabulary, got {low if low < 0 else high}: "
-            "use the model's own tokenizer"
-        )
-    return ids
-
 
 def _check_records(chunks: list[Chunk], settings: TrainingSettings) -> None:
     """Raise a `ValueError` where records do not continue each other."""
@@ -397,8 +350,3 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_to_cpu(item) for item in value)
     return value
-
-
-def _name_of(optimizer: OptimizerFactory) -> str:
-    named = optimizer if hasattr(optimizer, "__qualname__") else type(optimizer)
-    return f"{named.__module__}.{named.__qualname__}"

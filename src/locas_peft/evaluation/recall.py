@@ -1,0 +1,89 @@
+"""Recall: short answers to questions about a text, and how many of them are right."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from .answering import answer, encode_prompt
+
+__all__ = ["Question", "ask", "is_right", "load_questions"]
+
+_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and, where it is known, its gold answer."""
+
+    question: str
+    answer: str | None = None
+
+
+def load_questions(path: str | Path) -> list[Question]:
+    """Load questions from a JSON Lines file: an object a line with `question` and, if known, `answer`.
+
+    Raises:
+        ValueError: a line is no such object; the message has its number. Or the file has no questions.
+        OSError: the file cannot be opened.
+    """
+    questions = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            if not isinstance(value["question"], str) or not isinstance(value.get("answer"), str | None):
+                raise TypeError("question and answer must be strings")
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"line {number} of {str(path)!r} must be a JSON object with `question` and maybe `answer` ({error}): "
+                "correct that line"
+            ) from None
+        questions.append(Question(value["question"], value.get("answer")))
+    if not questions:
+        raise ValueError(f"questions must be one a line, got none in {str(path)!r}: add one")
+    return questions
+
+
+def ask(
+    model: nn.Module,
+    tokenizer,
+    questions: Sequence[Question],
+    *,
+    context: str | None = None,
+    max_new_tokens: int = 24,
+    batch_size: int = 16,
+) -> list[str]:
+    """Ask a model questions; answers are greedy and short.
+
+    Args:
+        model: a causal LM, with or without a memory; only read.
+        tokenizer: its tokenizer. Its chat template is used where it has one.
+        questions: at least one.
+        context: a text that stands before each question; None for none.
+        max_new_tokens: the longest answer, in tokens.
+        batch_size: questions at once.
+
+    Raises:
+        ValueError: context, question and answer are longer than the model's positions.
+    """
+    before = "" if context is None else f"Read this text.\n\n{context.strip()}\n\n"
+    prompts = [
+        encode_prompt(tokenizer, _PROMPT.format(context=before, question=question.question)) for question in questions
+    ]
+    answers = {}
+    for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size):
+        answers.update(zip(batch, texts, strict=True))
+    return [answers[number] for number in range(len(prompts))]
+
+
+def is_right(given: str, gold: str) -> bool:
+    """Return whether the gold phrase occurs in an answer as whole words, case-folded, without its leading article."""
+    phrase = re.sub(r"^(a|an|the)\s+", "", " ".join(gold.casefold().split()))
+    return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", " ".join(given.casefold().split())) is not None

