@@ -278,7 +278,7 @@ def test_resume_starts_afresh_where_there_is_nothing(run, tmp_path):
             "stride must be at most window, got stride 128 with window 64: lower stride or raise window",
         ),
         (
-            ["text.txt", "--window", "4096", "--anchor", "0"],
+            ["text.txt", "--window", "4096"],
             "window must be within the model's 2048 positions, got 4096: lower window, and stride with it",
         ),
         (

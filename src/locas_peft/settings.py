@@ -160,6 +160,11 @@ class ReadingSettings(TrainingSettings):
         embedded = base is None or backbone.is_embedded(self.model)
         positions = None if base is None else count_positions(base)
         window = self.window or min(512 if embedded else 2048, positions or 2048)
+        if positions is not None and window > positions:
+            raise ValueError(
+                f"window must be within the model's {positions} positions, got {window}: lower window, and stride "
+                "with it"
+            )
         return dataclasses.replace(
             self,
             **values,

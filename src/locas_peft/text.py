@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["digest_ids", "load_text", "python_reference", "tokenize", "unwrap"]
+__all__ = ["digest_ids", "find_start_token", "load_text", "python_reference", "tokenize", "unwrap"]
 
 _MARGIN_TOKENS = 256
 
@@ -122,6 +122,12 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
     if len(ids) < 2:
         raise ValueError(f"text must have at least 2 tokens, got {len(ids)}: give a longer text")
     return torch.tensor(ids[:max_tokens], dtype=torch.long)
+
+
+def find_start_token(tokenizer) -> int | None:
+    """Return the token that a tokenizer puts at the start of a text; None where it puts none there."""
+    ids = tokenizer("a")["input_ids"]
+    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
 
 
 def digest_ids(input_ids: torch.Tensor) -> str:

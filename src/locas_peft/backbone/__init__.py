@@ -1,8 +1,8 @@
 """The embedded backbones: two small models of English books, one with gated FFNs and one with two-layer FFNs.
 
 They are part of the package, so that the `locas` command, the examples and the tests need no network. They generate
-period prose without meaning and cannot answer questions; they are hosts for memories. tinybook-glu (Qwen3 architecture)
-is the default everywhere; tinybook-mlp (GPT-NeoX with ReLU) is the host for Locas-MLP. They share a tokenizer.
+period prose without meaning and cannot answer questions. tinybook-glu (Qwen3 architecture) is the default everywhere;
+tinybook-mlp (GPT-NeoX with ReLU) is the host for Locas-MLP. They share a tokenizer.
 """
 
 from __future__ import annotations

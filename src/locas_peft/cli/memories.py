@@ -22,6 +22,7 @@ def generate(
     memory: Memory,
     max_new_tokens: Annotated[int, AtLeastOne] = 64,
     temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
+    raw: bool = False,
     seed: Seed = 0,
     json_file: JsonFile = None,
     base: BaseGroup = BASE,
@@ -29,12 +30,16 @@ def generate(
     """Continue a prompt without and with a memory.
 
     Args:
-        prompt: the beginning of the text.
+        prompt: the beginning of the text, or, for a model with a chat template, the user's message.
         max_new_tokens: the most tokens to write.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
+        raw: continue the prompt as it is, without the chat template.
         seed: of the tokens that are drawn.
     """
+    import torch
+
     from .. import loading
+    from ..evaluation.answering import encode_prompt
     from ..ttt import count_positions
 
     stdout, _ = make_consoles(json_file)
@@ -44,9 +49,12 @@ def generate(
     if any("\ud800" <= char <= "\udfff" for char in prompt):
         raise ValueError(f"PROMPT must be valid UTF-8, got {prompt!r}: convert it, for instance with iconv -t UTF-8")
     loaded = _load_base_of(memory, base)
-    inputs = loaded.tokenizer(prompt, return_tensors="pt", add_special_tokens=True).to(loaded.model.device)
+    chat = not raw and getattr(loaded.tokenizer, "chat_template", None) is not None
+    ids = encode_prompt(loaded.tokenizer, prompt) if chat else loaded.tokenizer(prompt)["input_ids"]
+    ids = torch.tensor([ids], device=loaded.model.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     limit = count_positions(loaded.model)
-    prompt_tokens = inputs["input_ids"].shape[1]
+    prompt_tokens = ids.shape[1]
     if limit is not None and prompt_tokens + max_new_tokens > limit:
         raise ValueError(
             f"prompt and --max-new-tokens must fit the model's {limit} positions, got {prompt_tokens} + "
@@ -58,8 +66,61 @@ def generate(
     with_memory = _continue(adapted, loaded.tokenizer, inputs, max_new_tokens, temperature, seed)
     for title, continuation in (("without the memory", without), ("with the memory", with_memory)):
         stdout.print(title, style="bold")
-        stdout.print(prompt + continuation + "\n")
+        stdout.print(("" if chat else prompt) + continuation.strip("\n" if chat else "") + "\n")
     write_result(json_file, {"prompt": prompt, "memory_dir": str(memory), "without": without, "with": with_memory})
+
+
+def ask(
+    *question: Annotated[str, Parameter(allow_leading_hyphen=False)],
+    memory: Annotated[Path | None, Parameter(help="a memory's folder.")] = None,
+    questions: Path | None = None,
+    context: Path | None = None,
+    without_memory: bool = False,
+    max_new_tokens: Annotated[int, AtLeastOne] = 24,
+    json_file: JsonFile = None,
+    base: BaseGroup = BASE,
+) -> None:
+    """Ask a model short questions about what it has read.
+
+    Args:
+        question: the questions.
+        questions: a JSON Lines file with more, an object a line: question and, if known, answer.
+        context: a text file that the model sees before each question.
+        without_memory: ask the base model alone; --memory then only names it.
+        max_new_tokens: the longest answer, in tokens.
+    """
+    from .. import loading
+    from ..evaluation.recall import Question, is_right, load_questions
+    from ..evaluation.recall import ask as answer_questions
+    from ..text import load_text
+
+    stdout, _ = make_consoles(json_file)
+    check_json_file(json_file)
+    asked = [Question(text) for text in question] + ([] if questions is None else load_questions(questions))
+    if not asked or any(not item.question.strip() for item in asked):
+        raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
+    if memory is None and not (without_memory and base.model):
+        raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
+    text = None if context is None else load_text(context)
+    loaded = load(base) if memory is None else _load_base_of(memory, base)
+    model = loaded.model if without_memory else loading.load_memory(loaded.model, memory).eval()
+    answers = answer_questions(model, loaded.tokenizer, asked, context=text, max_new_tokens=max_new_tokens)
+    records = [
+        {
+            "question": item.question,
+            "answer": answer,
+            "gold": item.answer,
+            "right": None if item.answer is None else is_right(answer, item.answer),
+        }
+        for item, answer in zip(asked, answers, strict=True)
+    ]
+    for record in records:
+        stdout.print(record["question"], style="bold")
+        stdout.print(record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})"))
+    graded = [record["right"] for record in records if record["right"] is not None]
+    if graded:
+        stdout.print(f"{sum(graded)} of {len(graded)} right")
+    write_result(json_file, records)
 
 
 def merge(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,8 +61,13 @@ class ReadingOptions(ReadingSettings):
                 raise ValueError(f"{name} must be at most {LARGEST:,}, got {value:,}: lower it")
 
     def of(self, base: Base) -> ReadingSettings:
-        """Return plain settings, with the record of the base that was loaded."""
-        return ReadingSettings(**{**vars(self), "model": base.name, "dtype": base.dtype})
+        """Return plain settings, with the record of the base that was loaded and its tokenizer's start token."""
+        from ..text import find_start_token
+
+        settings = ReadingSettings(**{**vars(self), "model": base.name, "dtype": base.dtype})
+        if settings.start_token is not None:
+            return settings
+        return replace(settings, start_token=find_start_token(base.tokenizer))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +75,8 @@ class BaseOptions:
     """The base model.
 
     Args:
-        model: folder or hub name of a causal LM; where not given, the one that the memory names, or an embedded one.
+        model: folder, hub name or GGUF file of a causal LM, or smollm2; where not given, the one that the memory
+            names, or an embedded one.
         dtype: auto, float32, bfloat16 or float16.
         device: cpu, cuda, cuda:1, ... or auto.
     """
