@@ -122,8 +122,9 @@ def fill_readings(name: str, texts: Texts, arguments: argparse.Namespace) -> dic
     """Make the missing results of a table of readings; return its figures, with the table as `markdown`."""
     table = TABLES[name].shorten(arguments.tokens)
     documents = texts.choose(table.documents, arguments.documents)
-    for unread in set(table.unread) - set(texts.names):
-        raise ValueError(f"--books must hold {unread!r}, which is left unread in --table {name}: add the file")
+    for unread in table.unread:
+        if unread not in texts.names:
+            raise ValueError(f"--books must hold {unread!r}, which is left unread in --table {name}: add the file")
     rows = keep_what_fits(texts.base, table.rows, texts.common)
     wanted = choose_rows(table.rows, arguments.rows)
     if not arguments.collect:

@@ -173,10 +173,12 @@ def time_rows(
 def count_chunks(base: PreTrainedModel, settings: ReadingSettings) -> int:
     """Return the number of chunks after which a row's operations repeat.
 
-    The cache's context is fed again when the model's positions are used up, and an anchor acts on every n-th step.
+    The cache's context is fed again at two windows, or at the model's last position, and an anchor acts on every n-th
+    step.
     """
-    cycle, limit = 1, count_positions(base) or 0
+    cycle = 1
     if settings.context == "cache":
+        limit = min(2 * settings.window, count_positions(base) or 2 * settings.window)
         kept = max(settings.window - settings.stride, 1) - 1
         cycle = max(1, (limit - kept) // settings.stride)
     if cycle > MOST_COUNTED_CHUNKS:  # too rare to matter

@@ -46,7 +46,7 @@ def read_in_turn(model: PeftModel, documents: Documents, settings: dict[str, Any
     """Read each document with a `TestTimeTrainer` of its own, into a memory of its own; return perplexities."""
     perplexities, like = {}, model.peft_config["default"]
     for name, ids in documents.items():
-        model.add_adapter(name, LocasConfig(r=like.r, scaling=like.scaling))
+        model.add_adapter(name, LocasConfig(r=like.r))
         model.set_adapter(name)
         trainer = TestTimeTrainer(model, **settings)
         for _ in trainer.read(ids):
@@ -125,7 +125,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     base, ids = load(arguments)
     torch.manual_seed(0)
-    model = get_peft_model(base, LocasConfig(r=arguments.r, scaling=arguments.r))
+    model = get_peft_model(base, LocasConfig(r=arguments.r))
     documents = {f"document {number}": part for number, part in enumerate(ids.split(arguments.tokens))}
     shared = {name: getattr(arguments, name) for name in ("window", "stride", "learning_rate")}
     contexts = arguments.context.split(",")

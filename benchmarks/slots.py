@@ -56,7 +56,7 @@ def compression(load: Load) -> list[dict[str, Any]]:
 
         base, _ = load_base(name)
         measure("none", 0, base)
-        model = get_peft_model(base, LocasConfig(r=64, scaling=64.0))
+        model = get_peft_model(base, LocasConfig(r=64, output_scale="paper", scaling=64.0))
         for _ in TestTimeTrainer(model, learning_rate=rate, **WINDOWS).read(text[:READ_TOKENS]):
             pass
         measure("as read", 64, model)

@@ -40,7 +40,7 @@ def perplexity_of_passage(model) -> float:
 
 print(f"before reading: {perplexity_of_passage(load_base()):.2f}")
 
-model = get_peft_model(load_base(), LocasConfig(r=64, scaling=64))
+model = get_peft_model(load_base(), LocasConfig(r=64))
 trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=2e-3, context="cache")
 for chunk in trainer.read(tokens):
     if chunk.index % 20 == 0:

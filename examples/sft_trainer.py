@@ -44,7 +44,7 @@ with tempfile.TemporaryDirectory() as folder:
         ),
         train_dataset=Dataset.from_list([{"text": paragraph} for paragraph in paragraphs]),
         processing_class=tokenizer,
-        peft_config=LocasConfig(r=32, scaling=32),
+        peft_config=LocasConfig(r=32),
     )
     trainer.train()
 

@@ -26,8 +26,8 @@ else:
 reference = tokenize(tokenizer, unwrap(python_reference()))
 texts = {"beginning": reference[: arguments.tokens], "end": reference[-arguments.tokens :]}
 
-model = get_peft_model(base, LocasConfig(r=32, scaling=32), adapter_name="beginning")
-model.add_adapter("end", LocasConfig(r=32, scaling=32))
+model = get_peft_model(base, LocasConfig(r=32), adapter_name="beginning")
+model.add_adapter("end", LocasConfig(r=32))
 for name, tokens in texts.items():
     model.set_adapter(name)
     trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=2e-3, context="cache")

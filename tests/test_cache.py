@@ -78,11 +78,11 @@ def test_cached_and_recomputed_perplexity_agree_on_a_pretrained_model():
     file = next(folder.glob("*.gguf")).name
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
-    ids = tokenize(tokenizer, unwrap(python_reference()), 2048)
+    ids = tokenize(tokenizer, unwrap(python_reference()), 4096)
 
     def perplexity(**settings) -> float:
-        trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=None, **settings)
-        return math.exp(sum(read(trainer, ids)) / 2047)
+        trainer = TestTimeTrainer(model, window=1024, stride=512, learning_rate=None, **settings)
+        return math.exp(sum(read(trainer, ids)) / 4095)
 
     recomputed = perplexity(context="recompute")
     assert perplexity(context="cache") == pytest.approx(recomputed, rel=0.01)

@@ -77,7 +77,8 @@ def test_every_command_has_help(run, command):
 def test_each_setting_is_an_option_with_help(run):
     stdout = run("memorize", "--help")[1]
     options = (
-        "--lr --r --width --layers --max-tokens --method --preset --init --scaling --row-norm --max-slot-norm "
+        "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling --row-norm "
+        "--max-slot-norm "
         "--update --epsilon --slots-per-chunk --gradient --anchor --anchor-every --window --stride --context --epochs "
         "--seed --readings --objective --teacher-window --token-weighting --warmup-steps --model --dtype --device "
         "--unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
@@ -109,7 +110,7 @@ def test_memorize_writes_a_memory_and_json(run, tmp_path):
         "window": 128,
         "stride": 64,
     }
-    assert (value["scaling"], value["context"], value["scored_tokens"]) == (8.0, "cache", 299)
+    assert (value["scaling"], value["context"], value["scored_tokens"]) == (1.0, "cache", 299)
     assert value["memory_dir"] == "a/memory"
 
 
@@ -766,7 +767,7 @@ def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
     assert "model.layers.5.mlp" in stdout
     value = json.loads((tmp_path / "i.json").read_text())
     assert (value["peft_type"], value["r"], len(value["layers"])) == ("LOCAS", 16, 6)
-    assert value["parameters"] == 6 * (3 * 16 * 256 + 1)
+    assert value["parameters"] == 6 * (3 * 16 * 256 + 2)
     assert all(layer["down"]["max"] <= 1 for layer in value["layers"])
 
 

@@ -5,13 +5,15 @@ import torch
 from families import make_host, make_tokens
 from peft import PeftModel, get_peft_model
 
-from locas_peft import LocasConfig, LocasLayer, TestTimeTrainer, compress
+from locas_peft import LocasConfig, LocasLayer, TestTimeTrainer, calibrate, compress
 from locas_peft.tuner.compression import refit_slots
 from locas_peft.tuner.nlsvd import nl_svd
+from locas_peft.tuner.scale import KAPPA
 
 
 def make_memory(family, r=8, seed=0, **kwargs):
-    model = get_peft_model(make_host(family), LocasConfig(r=r, init_strategy="gaussian", scaling=float(r), **kwargs))
+    model = get_peft_model(make_host(family), LocasConfig(r=r, init_strategy="gaussian", scaling=50.0, **kwargs))
+    calibrate(model, [make_tokens()])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for layer in layers_of(model):
@@ -104,7 +106,7 @@ def test_two_layer_memories_are_folded_by_nl_svd(dtype):
     up, down = (module.weight.detach().clone() for module in layer.projections("default"))
     tau = layer.locas_tau["default"].clone()
     compress(model, 3)
-    reduced = nl_svd(up.float().T, down.float().T, 3, activation=layer.ffn.act, probe_norm=4.0)
+    reduced = nl_svd(up.float().T, down.float().T, 3, activation=layer.ffn.act, probe_norm=4.0 * KAPPA)
     torch.testing.assert_close(layer.locas_up["default"].weight, reduced.key.T.to(dtype))
     torch.testing.assert_close(layer.locas_down["default"].weight, reduced.value.T.to(dtype))
     assert torch.equal(layer.locas_tau["default"], tau)

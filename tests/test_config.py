@@ -7,8 +7,8 @@ from locas_peft.tuner import STRATEGIES
 
 def test_round_trip(tmp_path):
     config = LocasConfig(
-        r=8, init_strategy="gaussian", scaling=2.5, max_slot_norm=None, rank_pattern={"0.mlp": 2}, seed=3,
-        target_modules=["mlp"], pad_to_multiple_of=64, task_type="CAUSAL_LM",
+        r=8, init_strategy="gaussian", output_scale="paper", scaling=2.5, max_slot_norm=None,
+        rank_pattern={"0.mlp": 2}, seed=3, target_modules=["mlp"], pad_to_multiple_of=64, task_type="CAUSAL_LM",
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     for loaded in (LocasConfig.from_pretrained(tmp_path), PeftConfig.from_pretrained(tmp_path)):
@@ -45,13 +45,10 @@ def test_lists_become_sets():
         (
             {"rank_pattern": {"(": 4}},
             ValueError,
-            "rank_pattern must hold regular expressions, got '(': missing ), unterminated subpattern at position 0.",
+            "rank_pattern must have regular expressions as keys, got {'(': 4}.",
         ),
-        (
-            {"target_modules": "("},
-            ValueError,
-            "target_modules must hold regular expressions, got '(': missing ), unterminated subpattern at position 0.",
-        ),
+        ({"target_modules": "("}, ValueError, "target_modules must be a regular expression, got '('."),
+        ({"output_scale": "mine"}, ValueError, "output_scale must be one of 'measured', 'paper', got 'mine'."),
         ({"target_modules": 5}, TypeError, "target_modules must be names, or one name or regular expression, got 5."),
         (
             {"exclude_modules": [5]},
@@ -61,12 +58,12 @@ def test_lists_become_sets():
         ({"layers_to_transform": "0"}, TypeError, "layers_to_transform must be an index or a list of them, got '0'."),
         ({"modules_to_save": "lm_head"}, TypeError, "modules_to_save must be a list of names, got 'lm_head'."),
         ({"host": 5}, TypeError, "host must be a dictionary, got 5."),
-        ({"slots": [1]}, TypeError, "slots must be a dictionary, got [1]."),
-        ({"ffn_parts": "up"}, TypeError, "ffn_parts must be a dictionary, got 'up'."),
+        ({"slots": [1]}, TypeError, "slots must be a dictionary of lists of indices, got [1]."),
+        ({"ffn_parts": "up"}, TypeError, "ffn_parts must be a dictionary of names, got 'up'."),
         (
             {"ffn_parts": {"up": 1, "down": "x"}},
             TypeError,
-            "ffn_parts must name attributes, got {'up': 1, 'down': 'x'}.",
+            "ffn_parts must be a dictionary of names, got {'up': 1, 'down': 'x'}.",
         ),
         ({"max_slot_norm": "1"}, TypeError, "max_slot_norm must be a number, or None for no clip, got '1'."),
         ({"scaling": "r"}, TypeError, "scaling must be a number, got 'r'."),

@@ -14,17 +14,18 @@ from locas_peft import LocasConfig, LocasLayer, calibrate
 from locas_peft.tuner.ffn import find_ffns
 
 R = 4
+SCALING = 500.0  # large enough that a memory is seen
 
 
 def make_memory(family: str, **kwargs) -> PeftModel:
-    """A calibrated memory, fresh, with its output scale large enough to be seen."""
-    model = get_peft_model(make_host(family), LocasConfig(**{"r": R, "scaling": 10.0 * R, **kwargs}))
+    """A calibrated memory, fresh."""
+    model = get_peft_model(make_host(family), LocasConfig(**{"r": R, "scaling": SCALING, **kwargs}))
     calibrate(model, [make_tokens()])
     return model
 
 
 def learn(model: PeftModel, steps: int = 4) -> list[float]:
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=4.0)
     losses = []
     for _ in range(steps):
         loss = model(input_ids=make_tokens(), labels=make_tokens()).loss
@@ -91,13 +92,14 @@ def test_rows_are_unit_clones_and_values_zero(family):
             assert not layer.has_learned("default")
 
 
-def test_tau_is_the_mean_down_norm_over_r(family):
-    model = make_memory(family)
+def test_the_papers_tau_is_the_mean_down_norm_over_r(family):
+    model = make_memory(family, output_scale="paper")
     for layer in model.modules():
         if isinstance(layer, LocasLayer):
             weight = layer.ffn.down.weight if family != "gpt2" else layer.ffn.down.weight.T  # [D, F]
             expected = weight.norm(dim=0).mean() / R
             torch.testing.assert_close(layer.locas_tau["default"], expected, rtol=1e-6, atol=0)
+            assert layer.locas_input_scale["default"] == 1.0
 
 
 def test_learns_and_leaves_the_base_alone(family):
@@ -161,7 +163,7 @@ def test_bf16_merge_is_within_bf16_rounding(family):
     exact = make_memory(family)
     learn(exact)
     expected = logits(exact)
-    model = get_peft_model(make_host(family), LocasConfig(r=R, scaling=10.0 * R))
+    model = get_peft_model(make_host(family), LocasConfig(r=R, scaling=SCALING))
     model.load_state_dict(exact.state_dict())
     model.to(torch.bfloat16)
 

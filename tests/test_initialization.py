@@ -10,8 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from locas_peft import LocasConfig, LocasLayer, calibrate, empty_memories
 from locas_peft.tuner.initialization import STRATEGIES, Calibration, Strategy, clone_slots
 
-CALIBRATED = [name for name, strategy in STRATEGIES.items() if strategy.needs_calibration]
-AT_ONCE = [name for name, strategy in STRATEGIES.items() if not strategy.needs_calibration and not strategy.written]
+CALIBRATED = [name for name, strategy in STRATEGIES.items() if strategy.needs_calibration and not strategy.written]
+AT_ONCE = [name for name, strategy in STRATEGIES.items() if not strategy.needs_calibration]
 
 
 def make_model(family="llama", **kwargs):
@@ -26,6 +26,12 @@ def weights_of(model):
     return torch.cat([w.detach().flatten() for layer in layers_of(model) for w in weights_in(layer)])
 
 
+def scales_of(model):
+    return torch.stack(
+        [e["default"] for layer in layers_of(model) for e in (layer.locas_input_scale, layer.locas_tau)]
+    )
+
+
 def test_several_memories_are_calibrated_from_one_generator():
     model = get_peft_model(make_host("llama"), LocasConfig(r=4), adapter_name="first")
     model.add_adapter("second", LocasConfig(r=2))
@@ -34,13 +40,16 @@ def test_several_memories_are_calibrated_from_one_generator():
     assert empty_memories(model) == []
 
 
+@pytest.mark.parametrize("output_scale", ["measured", "paper"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("strategy", CALIBRATED + AT_ONCE)
-def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family):
-    model = make_model(family, init_strategy=strategy)
-    assert empty_memories(model) == (["default"] if strategy in CALIBRATED else [])
-    if strategy in CALIBRATED:
+def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family, output_scale):
+    model = make_model(family, init_strategy=strategy, output_scale=output_scale)
+    waits = strategy in CALIBRATED or output_scale == "measured"
+    assert empty_memories(model) == (["default"] if waits else [])
+    if waits:
         calibrate(model, [make_tokens()])
+    assert empty_memories(model) == []
     for layer in layers_of(model):
         *rows, down = weights_in(layer)
         for weight in rows:
@@ -100,6 +109,7 @@ def test_padding_is_excluded():
     calibrate(plain, [tokens])
     calibrate(padded, [{"input_ids": torch.cat([tokens, padding + 7], dim=1), "attention_mask": mask}])
     assert torch.equal(weights_of(plain), weights_of(padded))
+    torch.testing.assert_close(scales_of(plain), scales_of(padded), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
@@ -123,6 +133,7 @@ def test_first_training_forward_calibrates_as_calibrate_does(family):
     loss = implicit(**batch, labels=batch["input_ids"]).loss
     assert empty_memories(implicit) == []
     assert torch.equal(weights_of(explicit), weights_of(implicit))
+    torch.testing.assert_close(scales_of(explicit), scales_of(implicit), rtol=1e-5, atol=0)
     loss.backward()  # the very pass that calibrated can be learned from
     assert all(layer.locas_down["default"].weight.grad.any() for layer in layers_of(implicit))
 
@@ -165,12 +176,17 @@ def test_calibration_restores_modes():
 
 
 def test_importance_is_the_mean_absolute_activation():
-    calibration = Calibration()
+    calibration = Calibration(samples=4)
     a, b = torch.randn(2, 3, 5), torch.randn(1, 4, 5)
-    calibration.update(torch.zeros(2, 3, 2), a, None)
-    calibration.update(torch.zeros(1, 4, 2), b, torch.tensor([[1, 0, 1, 1]]))
+    inputs = torch.randn(10, 2)
+    calibration.update(inputs[:6].reshape(2, 3, 2), a, 2 * inputs[:6].reshape(2, 3, 2))
+    calibration.update(inputs[None, 6:], b, 2 * inputs[None, 6:], torch.tensor([[1, 0, 1, 1]]))
+    statistics = calibration.finish()
     expected = torch.cat([a.flatten(0, 1), b[0, [0, 2, 3]]]).abs().mean(dim=0)
-    torch.testing.assert_close(calibration.importance().float(), expected)
+    torch.testing.assert_close(statistics.importance.float(), expected)
+    assert statistics.inputs.shape == (4, 2)
+    assert all((token == inputs).all(dim=1).any() and not (token == inputs[7]).all() for token in statistics.inputs)
+    torch.testing.assert_close(statistics.output_norms, 2 * statistics.inputs.norm(dim=1))
 
 
 @pytest.mark.parametrize(
@@ -231,10 +247,10 @@ def test_only_the_named_memory_is_calibrated_and_the_others_are_silent_meanwhile
 
 def _calibrate_in_a_process(rank: int, port: int, folder: str) -> None:
     torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    for strategy in CALIBRATED:
+    for strategy in CALIBRATED + AT_ONCE:
         model = make_model(init_strategy=strategy)
         calibrate(model, [make_tokens()[2 * rank : 2 * rank + 2]])
-        torch.save(weights_of(model), f"{folder}/{strategy}-{rank}.pt")
+        torch.save((weights_of(model), scales_of(model)), f"{folder}/{strategy}-{rank}.pt")
     torch.distributed.destroy_process_group()
 
 
@@ -243,21 +259,22 @@ def test_processes_choose_the_same_slots_as_one(tmp_path):
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     torch.multiprocessing.spawn(_calibrate_in_a_process, (port, str(tmp_path)), nprocs=2)
-    for strategy in CALIBRATED:
+    for strategy in CALIBRATED + AT_ONCE:
         first, second = (torch.load(tmp_path / f"{strategy}-{rank}.pt") for rank in range(2))
-        assert torch.equal(first, second)
+        assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
         if strategy != "activation":  # which draws its tokens
             model = make_model(init_strategy=strategy)
             calibrate(model, [make_tokens()])
-            assert torch.equal(weights_of(model), first)
+            assert torch.equal(weights_of(model), first[0])
+            torch.testing.assert_close(scales_of(model), first[1], rtol=1e-5, atol=0)
 
 
 def test_a_strategy_from_outside_is_one_function_and_one_row(monkeypatch, tmp_path):
-    def clone_first(ffn, calibration, r, generator):
+    def clone_first(ffn, statistics, r, generator):
         return clone_slots(ffn, torch.arange(r))
 
     monkeypatch.setitem(STRATEGIES, "first", Strategy(clone_first, needs_calibration=False))
-    model = make_model(init_strategy="first")
+    model = make_model(init_strategy="first", output_scale="paper")
     assert set(map(tuple, model.peft_config["default"].slots.values())) == {(0, 1, 2, 3)}
     assert empty_memories(model) == []
     gate, up, down = weights_in(layers_of(model)[0])

@@ -40,7 +40,7 @@ def teach(model, name="default", seed=0):
         if name in layer.locas_down:
             weight = layer.locas_down[name].weight
             weight.data = torch.randn(weight.shape, generator=generator).to(weight)
-            layer.locas_tau[name] = torch.tensor(1.0)
+            layer.locas_input_scale[name], layer.locas_tau[name] = torch.tensor(1.0 + seed / 4), torch.tensor(1.0)
 
 
 def layers_of(model):
@@ -82,7 +82,7 @@ def test_saved_file_holds_the_memory_and_nothing_else(tmp_path):
     model = make_model()
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
-    assert sum(t.numel() for t in tensors.values()) == 4 * 3 * 16 * 2 + 2  # r x 3 x D x layers, one tau a layer
+    assert sum(t.numel() for t in tensors.values()) == 4 * 3 * 16 * 2 + 4  # r x 3 x D x layers, two scales a layer
     assert {p.name for p in tmp_path.iterdir()} == {
         "adapter_model.safetensors",
         "adapter_config.json",
@@ -111,7 +111,8 @@ def test_several_memories_switch_add_up_and_go(tmp_path):
     with pytest.warns(UserWarning, match="Setting active adapter to first"):
         model.delete_adapter("second")
     assert not any("second" in name for name in model.state_dict())
-    assert "second" not in layers_of(model)[0].locas_tau and "second" not in layers_of(model)[0].locas_config
+    layer = layers_of(model)[0]
+    assert all("second" not in entries for entries in (layer.locas_tau, layer.locas_input_scale, layer.locas_config))
     model.set_adapter("first")
     assert torch.equal(logits(model), first)
     model.load_adapter(tmp_path / "second", "again")
@@ -341,7 +342,10 @@ def test_half_bases(dtype, autocast_adapter_dtype):
     teach(model)
     assert logits(model).dtype == dtype
     model.to(torch.bfloat16)
-    assert {layer.locas_tau["default"].dtype for layer in layers_of(model)} == {torch.float32}
+    scales = [
+        entries["default"] for layer in layers_of(model) for entries in (layer.locas_tau, layer.locas_input_scale)
+    ]
+    assert {scale.dtype for scale in scales} == {torch.float32}
 
 
 def test_autocast_trains():

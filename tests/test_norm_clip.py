@@ -18,7 +18,7 @@ from locas_peft.tuner.norm_clip import clip_norms_
 
 
 def make_model(family="llama", **kwargs):
-    return get_peft_model(make_host(family), LocasConfig(**{"r": 4, "scaling": 40.0, **kwargs})).train()
+    return get_peft_model(make_host(family), LocasConfig(**{"r": 4, "scaling": 400.0, **kwargs})).train()
 
 
 def layers_of(model):
@@ -137,7 +137,7 @@ def test_layers_that_are_gone_are_forgotten():
 
 def test_parameters_that_an_optimizer_gains_or_loses_are_followed():
     model = make_model()
-    model.add_adapter("second", LocasConfig(r=4, scaling=40.0, init_strategy="gaussian"))
+    model.add_adapter("second", LocasConfig(r=4, scaling=400.0, init_strategy="gaussian"))
     first, second = ([p for n, p in model.named_parameters() if f".{name}." in n] for name in ("default", "second"))
     optimizer = torch.optim.SGD(first, lr=50.0)
     train(model, optimizer, steps=1)
@@ -240,7 +240,7 @@ def test_sft_trainer_on_the_embedded_backbone(tmp_path):
         arguments,
         train_dataset=Dataset.from_list([{"text": text * 3}] * 8),
         processing_class=tokenizer,
-        peft_config=LocasConfig(r=8, scaling=8.0),
+        peft_config=LocasConfig(r=8, scaling=1.0),
     )
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -396,7 +396,8 @@ _toy_configs = {
     "ToyEmbedding tokens": ("ToyEmbedding", {"trainable_token_indices": {"emb": [0, 1, 2]}}),
 }
 TOY_CASES = [
-    pytest.param(name, model, LocasConfig, {**READY, **fields}, id=name.replace(" ", "-"))
+    # With the paper's scale, a few steps of plain SGD move the weights by more than PEFT's tolerances.
+    pytest.param(name, model, LocasConfig, {**READY, "output_scale": "paper", **fields}, id=name.replace(" ", "-"))
     for name, (model, fields) in _toy_configs.items()
 ]
 

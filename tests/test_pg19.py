@@ -178,7 +178,7 @@ def test_times_without_their_memory_are_shown(pg19, tmp_path, monkeypatch, call,
         raise OSError("full")
 
     monkeypatch.setattr(sys.modules["pg19_timing"], "measure_memory", fill)
-    assert fail("--table", "timing", "--timing-tokens", "400", "--rows", "none") == "pg19: full"
+    assert fail("--table", "timing", "--timing-tokens", "448", "--rows", "none") == "pg19: full"
     summary, _, _ = call("--table", "timing", "--collect")
     assert summary["tables"]["timing"]["markdown"].endswith("| - | - |")
 
@@ -198,11 +198,11 @@ def test_operations_are_counted_over_a_whole_cycle_of_the_cache(pg19):
         settings = ReadingSettings(method=method, window=window, stride=stride, context=context, **given)
         return timing.count_chunks(base, settings.complete())
 
-    assert count() == 7  # 255 + 7 * 256 = 2,047 positions
+    assert count() == 3  # 255 + 3 * 256 = 1,023 of 1,024 positions
     assert count(context="recompute") == 1
-    assert count("locas-glu", anchor=0.3, anchor_every=4) == 28
-    assert count(window=2048) == 1
-    assert count(window=32, stride=16) == timing.TURN_CHUNKS
+    assert count("locas-glu", anchor=0.3, anchor_every=4) == 12
+    assert count(window=2048) == 1  # the model's positions end before two windows
+    assert count(window=32, stride=16) == 3
 
 
 def test_the_copies_of_several_epochs_are_not_timed(pg19, monkeypatch):
@@ -246,7 +246,7 @@ def test_a_folder_of_other_settings_or_texts_is_refused(call, fail, pg19, books,
         ),
         (
             ["--table", "timing", "--timing-tokens", "300"],
-            "--timing-tokens must be at least 384 for these windows, got 300: raise it",
+            "--timing-tokens must be at least 512 for these windows, got 300: raise it",
         ),
     ],
 )
@@ -355,7 +355,7 @@ def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypat
 
     monkeypatch.setattr(timing, "measure_memory", in_this_process)
     arguments = ["--shapes", "tiny", "--window", "32", "--stride", "16", "--out", str(tmp_path)]
-    pg19.main([*arguments, "--timing-tokens", "400", "--rows", "none,locas-glu@16,locas-glu@64, anchor"])
+    pg19.main([*arguments, "--timing-tokens", "448", "--rows", "none,locas-glu@16,locas-glu@64, anchor"])
     (value,) = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"].values()
     measured = {row["row"]: row for row in value["rows"]}
     recompute, cache, locas = (measured[name] for name in ("none, recompute", "none, cache", "locas-glu@16"))
@@ -364,13 +364,15 @@ def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypat
     assert locas["adapter_bytes"] > 4 * locas["extra_parameters"]
     assert locas["peak_bytes"] >= locas["peak_bytes_early"] >= 0
 
-    # A cached chunk: S tokens through all matrices of layers and head, and through attention over the window but one.
-    shape, tokens, keys = measuring.SHAPES["tiny"], 16, 16 + 15
+    # Three cached chunks of 16 tokens; 15 tokens of context are fed again before the first of them. Then the cache
+    # holds these 15 tokens, and after that 4 sinks and 15 tokens.
+    shape = measuring.SHAPES["tiny"]
     hidden, width, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
     projections = hidden * 16 * (4 + 2 + 2 + 4) + 3 * hidden * width
-    attention = 2 * 2 * tokens * keys * 4 * 16
-    expected = layers * (2 * tokens * projections + attention) + 2 * tokens * hidden * shape["vocab_size"]
-    assert cache["operations_a_token"] * 16 == expected
+    attention = 2 * 2 * 4 * 16 * (15 * 15 + 16 * (15 + 16) + 2 * 16 * (4 + 15 + 16))
+    tokens = 15 + 3 * 16
+    expected = layers * (2 * tokens * projections + attention) + 2 * (1 + 3 * 16) * hidden * shape["vocab_size"]
+    assert cache["operations_a_token"] * 3 * 16 == expected
     # A backward pass costs at most two forward passes, and less since the first layer has inputs without gradients.
     assert 1.5 < locas["relative_operations"]["none, cache"] < 3
     # Random weights can generate the anchor's text too.

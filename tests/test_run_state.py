@@ -140,7 +140,9 @@ def test_what_changes_no_arithmetic_may_differ(tmp_path):
     trainer = make_trainer()
     read(trainer, make_ids(24))
     trainer.save(tmp_path)
-    model = get_peft_model(make_host("llama"), LocasConfig(r=4, scaling=16.0, task_type="CAUSAL_LM", revision="x"))
+    model = get_peft_model(
+        make_host("llama"), LocasConfig(r=4, scaling=16.0, output_scale="paper", task_type="CAUSAL_LM", revision="x")
+    )
     model.add_adapter("inactive", LocasConfig(r=2))
     resumed = TestTimeTrainer(model, **SETTINGS)
     assert resumed.resume(tmp_path)

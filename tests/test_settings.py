@@ -126,9 +126,11 @@ def test_values_that_a_method_does_not_have_are_refused(method, preset, given, m
 def test_presets_fill_in_what_is_not_given():
     tuned, paper = complete("locas-glu", r=16), complete("locas-glu", "paper", r=16)
     assert (tuned.learning_rate, tuned.scaling, tuned.init, tuned.anchor, tuned.anchor_every) == (
-        4e-3, 16.0, "topk", 0.3, 4,
+        4e-3, 1.0, "topk", 0.3, 4,
     )  # fmt: skip
     assert (paper.learning_rate, paper.scaling, paper.init, paper.anchor) == (4e-3, 1.0, "topk", None)
+    assert (tuned.output_scale, paper.output_scale) == ("measured", "paper")
+    assert complete("locas-mlp", "paper", r=16).scaling == 16.0
     assert complete("locas-glu", scaling=2.5).scaling == 2.5
     lora, none = complete("lora"), complete("none")
     assert (lora.r, lora.learning_rate, lora.init, lora.scaling, lora.anchor) == (64, 1e-3, None, None, None)

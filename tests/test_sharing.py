@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 from filelock import FileLock
 
 from locas_peft import cli
@@ -244,7 +245,8 @@ def launch(count: int, *args, folder, launcher: bool = False) -> list[subprocess
         subprocess.Popen(
             [sys.executable, "-m", "locas_peft", "eval", *map(str, args)],
             cwd=folder,
-            env={**os.environ, **(rank if launcher else {}), "OMP_NUM_THREADS": "1"},
+            # Sums depend on the number of threads: as many as in this process.
+            env={**os.environ, **(rank if launcher else {}), "OMP_NUM_THREADS": str(torch.get_num_threads())},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

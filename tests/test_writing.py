@@ -71,6 +71,7 @@ def test_writing_a_token_raises_its_likelihood(family):
 
 def test_the_change_of_every_layer_is_along_its_gradient():
     model = make_model()
+    calibrate(model, [make_tokens()])
     ids = make_tokens(1, 10)[0]
     place = len(ids) - 2
     inputs, gradients = inputs_and_gradients(model, ids, place)
@@ -85,7 +86,8 @@ def test_the_change_of_every_layer_is_along_its_gradient():
         changes, values[:, 0], inputs, gradients, layers_of(model), strict=True
     ):
         torch.testing.assert_close(cosine_similarity(change, gradient, dim=0), torch.tensor(1.0))
-        torch.testing.assert_close(change, layer.ffn.act(a.norm()) * value, rtol=1e-4, atol=1e-7)
+        length = layer.locas_input_scale["default"] * a.norm()
+        torch.testing.assert_close(change, layer.ffn.act(length) * value, rtol=1e-4, atol=1e-7)
 
 
 def test_slots_are_the_papers():
@@ -166,6 +168,7 @@ def test_the_cycle_stays_within_its_capacity(fold):
 
 def test_a_refit_fold_answers_as_before_on_what_it_saw():
     model = make_model(r=8)
+    calibrate(model, [make_tokens()])
     layers = layers_of(model)
     with torch.no_grad():  # eight slots, four of them copies: four say the same
         for layer in layers:
@@ -266,10 +269,11 @@ def test_a_written_memory_is_saved_loaded_and_merged(tmp_path):
         model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is empty"):
         model.merge_adapter()
+    assert empty_memories(model) == ["default"]
+    write_tokens(model, ids[0], epsilon=0.1)  # measures the scale in the same pass
     assert empty_memories(model) == []
     with pytest.raises(ValueError, match="is written while reading, not calibrated"):
         calibrate(model, [ids])
-    write_tokens(model, ids[0], epsilon=0.1)
     with torch.no_grad():
         expected = model(input_ids=ids).logits
         assert not torch.allclose(expected, make_host("gpt_neox")(input_ids=ids).logits)
@@ -293,9 +297,11 @@ def test_beside_a_gated_host_as_an_experiment(tmp_path):
     ids = make_tokens(1, 12)
     write_tokens(model, ids[0], epsilon=0.1)
     layer = layers_of(model)[0]
-    a = torch.randn(3, 16)
+    a, k = torch.randn(3, 16), layer.locas_input_scale["default"]
     up, down = layer.locas_up["default"].weight, layer.locas_down["default"].weight
-    torch.testing.assert_close(layer.recall(["default"], a), torch.relu(a @ up.T) @ down.T * layer.scale("default"))
+    torch.testing.assert_close(
+        layer.recall(["default"], a), torch.relu(k * a @ up.T) @ down.T * layer.scale("default")
+    )
     with pytest.raises(ValueError, match="cannot be part of a gated FFN; keep it as an adapter"):
         model.merge_adapter()
     with torch.no_grad():

@@ -27,7 +27,11 @@ def make_model(kind: str = "locas", family: str = "llama", dtype=torch.float32, 
     if kind == "lora":
         config = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
         return get_peft_model(host, LoraConfig(**config | options))
-    return get_peft_model(host, LocasConfig(**{"r": 4, "scaling": 16.0} | options)) if kind == "locas" else host
+    return (
+        get_peft_model(host, LocasConfig(**{"r": 4, "scaling": 16.0, "output_scale": "paper"} | options))
+        if kind == "locas"
+        else host
+    )
 
 
 def make_trainer(kind: str = "locas", **settings) -> TestTimeTrainer:

@@ -375,6 +375,7 @@ def _memory_config(base: PreTrainedModel, settings: ReadingSettings) -> LocasCon
     return LocasConfig(
         r=settings.r,
         init_strategy=settings.init,
+        output_scale=settings.output_scale,
         scaling=settings.scaling,
         layers_to_transform=find_layers(base, settings.layers_to_transform),
         **norms,

@@ -23,7 +23,8 @@ from .tuner import STRATEGIES
 __all__ = ["METHODS", "PRESETS", "UPDATES", "ReadingSettings", "complete_all", "parse_method"]
 
 _LEARNING = {"layers_to_transform": None, "gradient": "full", "anchor": None, "anchor_every": 4}
-_MEMORY = {"r": 64, "init": "topk", "row_norm": None, "max_slot_norm": None, **_LEARNING}
+_MEMORY = {"r": 64, "init": "topk", "output_scale": "measured", "row_norm": None, "max_slot_norm": None, **_LEARNING}
+_PAPER = {"output_scale": "paper"}
 _WRITTEN = {"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
@@ -32,16 +33,17 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "paper": {
         "none": {},
         "lora": {"r": 64, "learning_rate": 1e-3, **_LEARNING},
-        "locas-glu": {**_MEMORY, "learning_rate": 4e-3, "scaling": 1.0},
-        "locas-mlp": {**_MEMORY, "init": "write", "learning_rate": 5e-4, "scaling": "r", **_WRITTEN},
+        "locas-glu": {**_MEMORY, **_PAPER, "learning_rate": 4e-3, "scaling": 1.0},
+        # "r" is replaced by the width.
+        "locas-mlp": {**_MEMORY, **_PAPER, "init": "write", "learning_rate": 5e-4, "scaling": "r", **_WRITTEN},
     },
-    # The best settings measured (benchmarks/README.md): tau undivided ("r" is replaced by the width), so that the norm
-    # clip limits the memory later; an anchor, which limits changes on other texts; cloned rows for every memory.
+    # The measured output scale, so that one rate serves all hosts; an anchor, which limits changes on other texts;
+    # cloned rows for every memory.
     "tuned": {
         "none": {},
         "lora": {"r": 64, "learning_rate": 1e-3, **_LEARNING},
-        "locas-glu": {**_MEMORY, "learning_rate": 4e-3, "scaling": "r", "anchor": 0.3},
-        "locas-mlp": {**_MEMORY, "learning_rate": 8e-3, "scaling": "r", **_WRITTEN},
+        "locas-glu": {**_MEMORY, "learning_rate": 4e-3, "scaling": 1.0, "anchor": 0.3},
+        "locas-mlp": {**_MEMORY, "learning_rate": 8e-3, "scaling": 4.0, **_WRITTEN},
     },
 }
 """For each preset and method the values of the fields that the method has."""
@@ -62,7 +64,8 @@ class ReadingSettings(TrainingSettings):
         r: memory width, or LoRA rank.
         init: how a memory's rows are made: topk, bottomk, random, gaussian, activation, or write (locas-mlp).
         learning_rate: of AdamW.
-        scaling: multiplies tau, the memory's output scale, which is divided by r.
+        output_scale: measured: from the calibration text, so that one rate serves all hosts; paper: tau divided by r.
+        scaling: multiplies the output scale.
         row_norm: norm of a memory's rows at the start; above 1 its slots are sharper.
         max_slot_norm: radius of the norm clip; 0 for no clip.
         update: of a memory with init "write": bp also trains its slots, nlsvd only writes and folds them.
@@ -95,6 +98,7 @@ class ReadingSettings(TrainingSettings):
     r: int | None = None
     init: str | None = None
     learning_rate: float | None = None
+    output_scale: str | None = None
     scaling: float | None = None
     row_norm: float | None = None
     max_slot_norm: float | None = None
@@ -143,8 +147,8 @@ class ReadingSettings(TrainingSettings):
             ValueError: a value was given that the method does not have, or that another setting makes meaningless.
 
         Example:
-            >>> ReadingSettings(method="locas-glu", r=16).complete().scaling
-            16.0
+            >>> ReadingSettings(method="locas-glu", r=16).complete().learning_rate
+            0.004
         """
         given = {name: getattr(self, name) for name in METHOD_FIELDS if getattr(self, name) is not None}
         preset = PRESETS[self.preset][self.method]

@@ -223,8 +223,8 @@ def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | Non
 
     Later tokens would leak into scores that are still to be taken.
     """
-    if empty_memories(model, adapter_name):
-        calibrate(model, [input_ids], adapter_name)
+    for name in empty_memories(model, adapter_name):
+        calibrate(model, [input_ids], name)
 
 
 def _fit(settings: TrainingSettings, host: Host) -> TrainingSettings:

@@ -1,10 +1,9 @@
 """Compress a memory to fewer slots: NL-SVD for two-layer memories, chosen and refitted slots for any memory.
 
-Two-layer memories can be reduced without a text (`nl_svd`). A gated memory's slots have two input directions each, to
-which the paper's NL-SVD does not apply. The other method works for every structure, since the output is linear in the
-values whatever the activation: keep n of the slots and fit their values, by least squares over a calibration text, to
-the output of the whole memory. The slots are chosen one at a time, each time the one that reduces the remaining error
-most.
+Two-layer memories can be reduced without a text (`nl_svd`). The paper has nothing for gated memories, whose slots have
+two input directions each. The other method suits every structure, since the output is linear in the values: keep n of
+the slots and fit their values, by least squares over a text, to the output of the whole memory. The slots are chosen
+one at a time, each time the one that reduces the remaining error most.
 
 Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from .layer import LocasLayer, list_active_memories, list_layers
-from .nlsvd import nl_svd
+from .nlsvd import check_rank, nl_svd
 from .passes import evaluating, to_inputs
+from .scale import KAPPA
 
 
 def compress(
@@ -27,11 +27,11 @@ def compress(
     adapter_name: str | None = None,
     batches: Iterable[Tensor | Mapping[str, Tensor]] | None = None,
 ) -> None:
-    """Reduces a memory to `rank` slots in every layer, in place; its config's `r` follows, so that it can be saved.
+    """Reduce a memory to `rank` slots in every layer, in place; its config's `r` follows, so that it can be saved.
 
-    With `batches`, it keeps the slots that contribute most on that text and refits their values (any memory). Without,
-    it applies `nl_svd`, which is for two-layer memories. The weights are new parameters: create optimizers
-    afterwards. The output scale does not change.
+    With `batches`, keep the slots that contribute most on that text and refit their values (any memory). Without,
+    apply `nl_svd` (two-layer memories). The weights are new parameters: create optimizers afterwards. The scales do
+    not change.
 
     Args:
         model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
@@ -40,9 +40,7 @@ def compress(
         batches: the text: `LongTensor [B, T]`, or mappings with `input_ids` and `attention_mask`, both `[B, T]`.
 
     Raises:
-        TypeError: `rank` is no whole number.
-        ValueError: a rank above the width, an empty or merged memory, slots that are not finite, a gated memory
-            without `batches`; the memory is unchanged.
+        TypeError, ValueError: a rank out of range, or a memory that cannot be reduced; the memory is unchanged.
 
     Example:
         ```py
@@ -68,10 +66,10 @@ def compress(
 
 @torch.no_grad()
 def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Chooses slots of a memory and refits their values to the output of all slots: orthogonal least squares.
+    """Choose slots of a memory and refit their values to the output of all slots: orthogonal least squares.
 
-    With M the slots' activations over a text and V the values, slots S are chosen greedily and V' minimises
-    |M_S V' - M V|^2. Only M^T M is needed.
+    With M the slots' activations over a text and V the values, n slots S are chosen greedily and V' minimises
+    |M_S V' - M V|^2. If fewer slots already give the whole output, the rest get values of zero.
 
     Args:
         gram: M^T M, `[..., R, R]`, float32 or float64.
@@ -79,8 +77,7 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
         rank: n, at most R.
 
     Returns:
-        The slots, LongTensor `[..., n]`, in the order of choice, and V' `[..., n, D]` in the dtype of `value`. If
-        fewer slots already give the whole output, the rest are slots that add nothing, with values of zero.
+        S, LongTensor `[..., n]`, in the order of choice, and V' `[..., n, D]`.
     """
     full = gram.double()
     target = full @ value.double()  # M^T M V
@@ -118,11 +115,7 @@ def _find_layers(model: nn.Module, adapter_name: str | None) -> tuple[str, list[
 
 
 def _check_memory(name: str, layers: list[LocasLayer], rank: int) -> None:
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"rank must be an int, got {rank!r}: give a whole number of slots.")
-    width = min(layer.locas_up[name].out_features for layer in layers)
-    if not 1 <= rank <= width:
-        raise ValueError(f"rank must be from 1 to the memory's width {width}, got {rank}: lower it.")
+    check_rank(rank, min(layer.locas_up[name].out_features for layer in layers))
     if any(name in layer.merged_adapters for layer in layers):
         raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it is compressed.")
     if any(not layer.has_learned(name) for layer in layers):
@@ -133,8 +126,9 @@ def _check_memory(name: str, layers: list[LocasLayer], rank: int) -> None:
 
 def _reduce_layer(layer: LocasLayer, name: str, rank: int) -> list[Tensor]:
     up, down = (module.weight.detach().float() for module in layer.projections(name))
-    # The norm of an FFN's inputs after a layer norm. ReLU gives the same result for any norm.
-    probe_norm = layer.ffn.hidden_size**0.5
+    # The norm of the memory's inputs: measured, or as after a layer norm.
+    size = KAPPA if layer.locas_config[name].output_scale == "measured" else 1.0
+    probe_norm = size * layer.ffn.hidden_size**0.5
     reduced = nl_svd(up.T, down.T, rank, activation=layer.activation_of(name), probe_norm=probe_norm)
     return [reduced.key.T, reduced.value.T]
 
@@ -147,7 +141,7 @@ def _refit_layer(layer: LocasLayer, name: str, rank: int, gram: Tensor) -> list[
 
 @torch.no_grad()
 def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batches: Iterable) -> list[Tensor]:
-    """Returns M^T M of each layer's memory over a text, `[R, R]` float32 sums. Padding does not count."""
+    """Return M^T M of each layer's memory over a text, `[R, R]` float32 sums. Padding does not count."""
     grams: list[Tensor | None] = [None] * len(layers)
     mask: Tensor | None = None
 

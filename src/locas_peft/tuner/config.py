@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from peft.config import PeftConfig
 from peft.utils import PeftType
@@ -28,14 +28,17 @@ class LocasConfig(PeftConfig):
         exclude_modules: the FFNs that get none: names, suffixes, or a regular expression.
         init_strategy: how gate and up rows are initialised, a row of `STRATEGIES`: "topk", "bottomk" and "random"
             clone slots of the host, "gaussian" draws unit vectors, "activation" takes normalised FFN inputs (the
-            paper's table on initialisation). "topk", "bottomk" and "activation" need a calibration pass. "write"
-            leaves all slots of a two-layer memory free, to be written in closed form (`SlotWriter`, `write_tokens`).
+            paper's table on initialisation). "write" leaves all slots of a two-layer memory free, to be written in
+            closed form (`SlotWriter`, `write_tokens`).
         variant: "auto" gives the memory the host's structure. "mlp" is the paper's Locas-MLP, two layers: on a
             two-layer host the same as "auto", on a gated host an experiment with ReLU that cannot be merged.
         gated_host_experiment: must be True for variant "mlp" on a host with gated FFNs, which the paper does not
             recommend.
-        scaling: multiplies tau, the paper's output scale (mean norm of the host's down columns, divided by R). 1.0 is
-            the paper's value; `r` cancels the division.
+        output_scale: "measured" sets the scales of the memory's input and output by what calibration sees, so that
+            one learning rate suits every host (`scale.py`). "paper" leaves the input alone and scales the output by
+            tau, the mean norm of the host's down columns divided by R.
+        scaling: multiplies the output scale. With output_scale="paper", 1.0 is the paper's value and `r` cancels the
+            division.
         row_norm: the initial norm of gate and up rows; 1.0 is the paper's value. A larger norm makes a slot respond
             to fewer inputs, and more strongly. Above 1 it must not exceed `max_slot_norm`.
         max_slot_norm: the radius of the norm clip, applied after each optimizer step; 1.0 is the paper's value,
@@ -48,7 +51,7 @@ class LocasConfig(PeftConfig):
             "w_out", "activation": "act"}`; `gate_up` instead of `gate` and `up` where one projection holds both; no
             `gate` for a two-layer FFN; `activation` is an attribute of the FFN or one of transformers' activation
             names.
-        seed: the seed of the strategies that draw random numbers.
+        seed: the seed of everything that is drawn at random.
         init_weights: `False` fills gate, up and down with random numbers, so that the memory changes the output; for
             tests only.
         modules_to_save: modules outside the memory that are trained and saved in full.
@@ -61,128 +64,61 @@ class LocasConfig(PeftConfig):
         TypeError, ValueError: a field has an invalid value; the message names field, rule and value.
     """
 
-    r: int = field(default=64, metadata={"help": "Width of the memory, in slots."})
-    target_modules: list[str] | str | None = field(
-        default=None, metadata={"help": "FFN modules that get a memory; None finds every dense FFN."}
-    )
-    exclude_modules: list[str] | str | None = field(default=None, metadata={"help": "FFN modules that get none."})
-    init_strategy: str = field(default="topk", metadata={"help": "How gate and up rows are initialised."})
-    variant: Literal["auto", "mlp"] = field(
-        default="auto", metadata={"help": "Structure of the memory: the host's, or two layers (Locas-MLP)."}
-    )
-    gated_host_experiment: bool = field(
-        default=False, metadata={"help": "Allows variant 'mlp' on a host with gated FFNs."}
-    )
-    scaling: float = field(default=1.0, metadata={"help": "Multiplies tau, the output scale."})
-    row_norm: float = field(default=1.0, metadata={"help": "Initial norm of gate and up rows."})
-    max_slot_norm: float | None = field(default=1.0, metadata={"help": "Radius of the norm clip; None: no clip."})
-    pad_to_multiple_of: int | None = field(
-        default=None, metadata={"help": "Merged FFNs are zero-padded to a multiple of this width."}
-    )
-    rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Other widths for some FFNs."})
-    layers_to_transform: list[int] | int | None = field(
-        default=None, metadata={"help": "Indices of the layers that get a memory."}
-    )
-    layers_pattern: list[str] | str | None = field(
-        default=None, metadata={"help": "Name of the module list that layers_to_transform refers to."}
-    )
-    ffn_parts: dict[str, str] | None = field(default=None, metadata={"help": "Names of an unknown FFN's parts."})
-    seed: int = field(default=0, metadata={"help": "Seed of the strategies that draw random numbers."})
-    init_weights: bool = field(
-        default=True, metadata={"help": "False fills the memory with random numbers, for tests."}
-    )
-    modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules outside the memory that are trained and saved in full."}
-    )
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = field(
-        default=None, metadata={"help": "Tokens whose embeddings are trained as well."}
-    )
-    host: dict | None = field(default=None, metadata={"help": "Base of the memory; filled in automatically."})
-    slots: dict[str, list[int]] | None = field(
-        default=None, metadata={"help": "Host slots that each memory was cloned from; filled in automatically."}
-    )
+    r: int = 64
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    init_strategy: str = "topk"
+    variant: Literal["auto", "mlp"] = "auto"
+    gated_host_experiment: bool = False
+    output_scale: Literal["measured", "paper"] = "measured"
+    scaling: float = 1.0
+    row_norm: float = 1.0
+    max_slot_norm: float | None = 1.0
+    pad_to_multiple_of: int | None = None
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    ffn_parts: dict[str, str] | None = None
+    seed: int = 0
+    init_weights: bool = True
+    modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    host: dict | None = None
+    slots: dict[str, list[int]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PeftType.LOCAS
-        self._check_names()
+        for name in _TYPES | _VALUES:
+            _check(name, getattr(self, name))
+        for pattern, r in self.rank_pattern.items():
+            _check("r", r, f"rank_pattern[{pattern!r}]")
+        if self.row_norm > max(1.0, self.max_slot_norm or math.inf):
+            raise ValueError(
+                f"row_norm must be at most max_slot_norm ({self.max_slot_norm}), got {self.row_norm}: the first step "
+                "would clip the rows; raise max_slot_norm, or set it to None."
+            )
+        for name in ("layers_to_transform", "layers_pattern"):
+            if isinstance(self.target_modules, str) and getattr(self, name) is not None:
+                raise ValueError(f"{name} cannot be used when target_modules is a regular expression.")
+        if self.layers_pattern and self.layers_to_transform is None:
+            raise ValueError("layers_pattern needs layers_to_transform: set the layers that it counts.")
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             setattr(self, name, set(value) if isinstance(value, list | tuple) else value)
-        _check_width("r", self.r)
-        for pattern, r in self.rank_pattern.items():
-            _check_width(f"rank_pattern[{pattern!r}]", r)
-        if self.pad_to_multiple_of is not None:
-            _check_width("pad_to_multiple_of", self.pad_to_multiple_of)
-        _check_choice("init_strategy", self.init_strategy, STRATEGIES)
-        _check_choice("variant", self.variant, ("auto", "mlp"))
-        self._check_scales()
-        if isinstance(self.target_modules, str):
-            for name in ("layers_to_transform", "layers_pattern"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name} cannot be used when target_modules is a regular expression.")
-        if self.layers_pattern and self.layers_to_transform is None:
-            raise ValueError("layers_pattern needs layers_to_transform: set the layers that it counts.")
         # A host given at construction comes from a memory's file, so the model must match it. One filled in later
         # describes this memory and must not bind the config object to that model.
         self._expected_host = self.host
 
-    def _check_names(self) -> None:
-        """Checks names, lists and dictionaries, which a memory's JSON may hold in a wrong type."""
-        for name in ("target_modules", "exclude_modules"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                _check_pattern(name, value)
-            elif value is not None and not _holds_only(value, str):
-                raise TypeError(f"{name} must be names, or one name or regular expression, got {value!r}.")
-        if self.modules_to_save is not None and not _holds_only(self.modules_to_save, str):
-            raise TypeError(f"modules_to_save must be a list of names, got {self.modules_to_save!r}.")
-        layers = self.layers_to_transform
-        if layers is not None and not isinstance(layers, int) and not _holds_only(layers, int):
-            raise TypeError(f"layers_to_transform must be an index or a list of them, got {layers!r}.")
-        for name in ("rank_pattern", "ffn_parts", "host", "slots"):
-            value = getattr(self, name)
-            if not isinstance(value, dict) and (value is not None or name == "rank_pattern"):
-                raise TypeError(f"{name} must be a dictionary, got {value!r}.")
-        if self.slots and not all(_holds_only(slots, int) for slots in self.slots.values()):
-            raise TypeError("slots must be lists of indices, got something else.")
-        for pattern in self.rank_pattern:
-            _check_pattern("rank_pattern", pattern)
-        if self.ffn_parts and not _holds_only(list(self.ffn_parts.values()), str):
-            raise TypeError(f"ffn_parts must name attributes, got {self.ffn_parts!r}.")
-
-    def _check_scales(self) -> None:
-        scaling, row_norm, radius = self.scaling, self.row_norm, self.max_slot_norm
-        if not _is_number(scaling):
-            raise TypeError(f"scaling must be a number, got {scaling!r}.")
-        if not math.isfinite(scaling):
-            raise ValueError(f"scaling must be finite, got {scaling}.")
-        if not _is_number(row_norm):
-            raise TypeError(f"row_norm must be a number, got {row_norm!r}.")
-        if not 0 < row_norm < math.inf:
-            raise ValueError(f"row_norm must be a finite number above 0, got {row_norm}.")
-        if radius is None:
-            return
-        if not _is_number(radius):
-            raise TypeError(f"max_slot_norm must be a number, or None for no clip, got {radius!r}.")
-        if not radius > 0:
-            raise ValueError(f"max_slot_norm must be above 0, or None for no clip, got {radius}.")
-        if row_norm > max(1.0, radius):
-            raise ValueError(
-                f"row_norm must be at most max_slot_norm ({radius}), got {row_norm}: the first step would clip the "
-                "rows; raise max_slot_norm, or set it to None."
-            )
-
     def width_of(self, name: str) -> int:
-        """Returns R of the memory at the FFN of that name: from `rank_pattern`, or else `r`."""
+        """Return R of the memory at the FFN of that name: from `rank_pattern`, or else `r`."""
         return self.rank_pattern.get(get_pattern_key(self.rank_pattern, name), self.r)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
-        """Loads a memory's config, and checks a local memory file against it before any model is changed.
+        """Load a memory's config, and raise a `ValueError` if a local memory file does not fit it.
 
-        Raises:
-            ValueError: the folder has no config, or its memory file is pickled, truncated or does not fit the config.
+        No model has been changed by then.
         """
         config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
@@ -191,28 +127,73 @@ class LocasConfig(PeftConfig):
         return config
 
 
-def _holds_only(values: object, kind: type) -> bool:
+# ------------------------------------------------------------------------ checks: a memory's JSON may hold anything
+
+
+def _holds(values: object, kind: type) -> bool:
     return isinstance(values, list | tuple | set) and all(isinstance(value, kind) for value in values)
+
+
+def _maps(values: object, is_valid: Callable[[Any], bool]) -> bool:
+    return isinstance(values, dict) and all(map(is_valid, values.values()))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+def _is_name_or_names(value: object) -> bool:
+    return isinstance(value, str) or _holds(value, str)
 
 
-def _check_pattern(name: str, pattern: str) -> None:
+def _is_pattern(value: object) -> bool:
     try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"{name} must hold regular expressions, got {pattern!r}: {error}.") from None
+        return bool(re.compile(value))
+    except (re.error, TypeError):
+        return False
 
 
-def _check_width(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}.")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
+# From a field to its rule and whether a value follows it. None is checked by the field's annotation.
+_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("be an integer", _is_whole),
+    "pad_to_multiple_of": ("be an integer", _is_whole),
+    "target_modules": ("be names, or one name or regular expression", _is_name_or_names),
+    "exclude_modules": ("be names, or one name or regular expression", _is_name_or_names),
+    "modules_to_save": ("be a list of names", lambda value: _holds(value, str)),
+    "layers_to_transform": ("be an index or a list of them", lambda value: _is_whole(value) or _holds(value, int)),
+    "scaling": ("be a number", _is_number),
+    "row_norm": ("be a number", _is_number),
+    "max_slot_norm": ("be a number, or None for no clip", _is_number),
+    "rank_pattern": ("be a dictionary", lambda value: isinstance(value, dict)),
+    "ffn_parts": ("be a dictionary of names", lambda value: _maps(value, lambda name: isinstance(name, str))),
+    "host": ("be a dictionary", lambda value: isinstance(value, dict)),
+    "slots": ("be a dictionary of lists of indices", lambda value: _maps(value, lambda slots: _holds(slots, int))),
+}
+_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "r": ("be at least 1", lambda value: value >= 1),
+    "pad_to_multiple_of": ("be at least 1", lambda value: value >= 1),
+    "target_modules": ("be a regular expression", lambda value: not isinstance(value, str) or _is_pattern(value)),
+    "exclude_modules": ("be a regular expression", lambda value: not isinstance(value, str) or _is_pattern(value)),
+    "rank_pattern": ("have regular expressions as keys", lambda value: all(map(_is_pattern, value))),
+    "init_strategy": ("be one of {strategies}", lambda value: isinstance(value, str) and value in STRATEGIES),
+    "variant": ("be one of 'auto', 'mlp'", lambda value: value in ("auto", "mlp")),
+    "output_scale": ("be one of 'measured', 'paper'", lambda value: value in ("measured", "paper")),
+    "scaling": ("be finite", math.isfinite),
+    "row_norm": ("be a finite number above 0", lambda value: 0 < value < math.inf),
+    "max_slot_norm": ("be above 0, or None for no clip", lambda value: value > 0),
+}
+
+
+def _check(field_name: str, value: Any, name: str | None = None) -> None:
+    """Check a value by a field's rules; `name` stands for it in the message."""
+    if value is None and "None" in LocasConfig.__annotations__[field_name]:
+        return
+    for rules, error in ((_TYPES, TypeError), (_VALUES, ValueError)):
+        rule, is_valid = rules.get(field_name, ("", lambda value: True))
+        if not is_valid(value):
+            rule = rule.format(strategies=", ".join(map(repr, STRATEGIES)))  # the table may have grown
+            raise error(f"{name or field_name} must {rule}, got {value!r}.")

@@ -7,8 +7,8 @@ Families differ in attribute names and in the layout of the weights, not in the 
     two-layer  FFN(A) = Wdown act(Wup A + b) + c           c_fc/c_proj, fc1/fc2, dense_h_to_4h/dense_4h_to_h, ...
 
 The parts may be children of a module that is an FFN and nothing else, or attributes of the decoder layer beside
-attention and norms (a flat FFN, as in OPT). They are found by name and shape. One random token then checks that the
-formula above gives the output of the module's own forward. A new family is one row of `KNOWN_PARTS`.
+attention and norms (a flat FFN, as in OPT). They are found by name and shape; one random token then checks that the
+formula gives the output of the module's own forward. A new family is one row of `KNOWN_PARTS`.
 
 Axes: B batch, T tokens, D hidden size, F host FFN width, R memory width.
 """
@@ -50,7 +50,7 @@ class FFNParts:
 
     @property
     def inlet(self) -> str:
-        """The projection that receives the FFN's input: the up projection, fused or not."""
+        """Return the projection that receives the FFN's input: the up projection, fused or not."""
         return self.up or self.gate_up
 
 
@@ -69,30 +69,19 @@ KNOWN_PARTS: dict[str, FFNParts] = {
 }
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "activation_func", "gelu_impl")
 # Fields of a transformers config that hold the FFN's width.
-WIDTH_FIELDS = (
-    "intermediate_size",
-    "ffn_dim",
-    "n_inner",
-    "d_ff",
-    "ffn_hidden_size",
-    "encoder_ffn_dim",
-    "decoder_ffn_dim",
-)
+WIDTH_FIELDS = tuple("intermediate_size ffn_dim n_inner d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim".split())
 WIDENABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 
 
 class HostFFN:
-    """One FFN of the host: its parts, its weights, and the two operations that change its width.
+    """One FFN of the host: its weights, and the two operations that change its width.
 
     Args:
         owner: the module that has the parts as attributes.
-        parts: their names.
+        parts: their names. A `ValueError` is raised where they do not make an FFN.
         name: the module's name in the model, for messages.
-
-    Raises:
-        ValueError: the parts are missing, are no projections, or their shapes do not make an FFN.
     """
 
     def __init__(self, owner: nn.Module, parts: FFNParts, name: str = "") -> None:
@@ -119,7 +108,7 @@ class HostFFN:
 
     @property
     def width(self) -> int:
-        """The current F, merged memories included."""
+        """Return the current F, merged memories included."""
         return _in_out_features(self.down)[0]
 
     @property
@@ -131,22 +120,22 @@ class HostFFN:
         return getattr(self.act, "__name__", None) or type(self.act).__name__
 
     def projection(self, part: str) -> nn.Module:
-        """The host's own projection of that attribute name, without the adapters that wrap it."""
+        """Return the host's own projection of that attribute name, without the adapters that wrap it."""
         module = getattr(self.owner, part)
         return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
     @property
     def inlet(self) -> nn.Module:
-        """The module that receives A."""
+        """Return the module that receives A."""
         return getattr(self.owner, self.parts.inlet)
 
     @property
     def down(self) -> nn.Module:
-        """The module that receives M, the activation."""
+        """Return the module that receives M, the activation."""
         return self.projection(self.parts.down)
 
     def _row_blocks(self) -> list[tuple[nn.Module, int]]:
-        """The projections of the gate rows (if gated) and the up rows, each with the index of its first row."""
+        """Return the projections of gate rows (if gated) and up rows, each with the index of its first row."""
         if self.parts.gate_up:
             fused = self.projection(self.parts.gate_up)
             return [(fused, 0), (fused, self.width)]
@@ -155,29 +144,23 @@ class HostFFN:
     # -------------------------------------------------------- weights, activations
 
     def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Copies the gate rows and up rows of some slots.
+        """Copy the gate rows (`None` for a two-layer FFN) and up rows of some slots, `[R, D]` float32.
 
         Args:
             slots: `LongTensor [R]`, indices below F.
-
-        Returns:
-            gate `[R, D]` (`None` for a two-layer FFN) and up `[R, D]`, float32.
         """
         rows = [_rows_of(module)[slots + first].float() for module, first in self._row_blocks()]
         return rows[0] if self.gated else None, rows[-1]
 
     def mean_down_norm(self) -> float:
-        """The mean over slots of the norm of the slot's down column: tau times R (section "Output Scaling Factor").
-
-        NaN where the weights are on the meta device.
-        """
+        """Return the mean norm of the down columns, the paper's tau times R; NaN for weights on the meta device."""
         rows = _rows_of(self.down)  # [D, F]
         return float("nan") if rows.is_meta else rows.float().norm(dim=0).mean().item()
 
     @contextmanager
-    def observing(self, callback: Callable[[torch.Tensor], None]) -> Iterator[None]:
-        """Calls the callback with the activation M `[..., F]` of each forward within the context."""
-        handle = self.down.register_forward_pre_hook(lambda module, args: callback(args[0]))
+    def observing(self, callback: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
+        """Call the callback with the activation M `[..., F]` and FFN(A) `[..., D]` of each forward in the context."""
+        handle = self.down.register_forward_hook(lambda module, args, output: callback(args[0], output))
         try:
             yield
         finally:
@@ -186,7 +169,7 @@ class HostFFN:
     # ----------------------------------------------------------------- changing
 
     def find_obstacle(self) -> str | None:
-        """Returns the reason why the FFN cannot be widened, or `None`."""
+        """Return the reason why the FFN cannot be widened, or `None`."""
         for part in self.parts.projections:
             module = self.projection(part)
             if getattr(self.owner, part) is not module and not _wraps_only_memory(getattr(self.owner, part)):
@@ -205,7 +188,7 @@ class HostFFN:
 
     @torch.no_grad()
     def widen(self, gate: torch.Tensor | None, up: torch.Tensor, down: torch.Tensor) -> None:
-        """Appends R neurons. Parameters stay the same objects, with new data; `narrow` restores it bit for bit.
+        """Append R neurons. Parameters stay the same objects, with new data; `narrow` restores it bit for bit.
 
         Args:
             gate: `[R, D]`, or `None` for a two-layer FFN.
@@ -221,14 +204,14 @@ class HostFFN:
 
     @torch.no_grad()
     def narrow(self, start: int, stop: int) -> None:
-        """Removes the neurons [start, stop). The others keep their bits."""
+        """Remove the neurons [start, stop). The others keep their bits."""
         for module, first in reversed(self._row_blocks()):
             _splice(module, 0, first + start, first + stop)
         _splice(self.down, 1, start, stop)
         self._refresh_owner()
 
     def pad(self, width: int) -> None:
-        """Appends neurons of zeros, which add nothing to the output, up to a width."""
+        """Append neurons of zeros, which add nothing to the output, up to a width."""
         missing = width - self.width
         if missing > 0:
             rows = self.down.weight.new_zeros(missing, self.hidden_size)
@@ -239,12 +222,9 @@ class HostFFN:
             self.owner.intermediate_size = self.width
 
     def verify(self) -> None:
-        """Compares the module's forward with the formula of its parts, on one random token.
+        """Raise a `ValueError` if the module's forward differs from the formula of its parts, on one random token.
 
         Skipped where the weights are on the meta device and where the FFN has no forward of its own.
-
-        Raises:
-            ValueError: the two outputs differ.
         """
         if self.is_flat or any(parameter.is_meta for parameter in self.owner.parameters()):
             return
@@ -256,10 +236,8 @@ class HostFFN:
             # Some FFNs also take the residual stream and add it (Bloom): zeros there.
             expected = self.owner(token, *[torch.zeros_like(token)] * (_count_required_inputs(self.owner) - 1))
             output = self._forward(token)
-        if (
-            not isinstance(expected, torch.Tensor)
-            or (expected - output).float().norm() > 0.02 * expected.float().norm()
-        ):
+        is_tensor = isinstance(expected, torch.Tensor)
+        if not is_tensor or (expected - output).float().norm() > 0.02 * expected.float().norm():
             raise ValueError(
                 f"{self.name} ({type(self.owner).__name__}) computes something other than "
                 f"{'down(act(gate) * up)' if self.gated else 'down(act(up))'} of its parts "
@@ -282,7 +260,7 @@ class HostFFN:
 
 
 def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str, HostFFN]:
-    """Finds the dense FFNs of a language model by their structure.
+    """Find the dense FFNs of a language model by their structure. Experts and vision or audio towers are left out.
 
     Args:
         model: any module, with adapters of any kind or without.
@@ -290,7 +268,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
 
     Returns:
         From the name of the module that a memory wraps (the FFN, or the down projection of a flat FFN) to the FFN, in
-        the model's order. Experts, and FFNs of vision or audio towers, are left out.
+        the model's order.
     """
     if parts is not None:
         candidates = [to_parts(parts)]
@@ -298,11 +276,11 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
         candidates = sorted(KNOWN_PARTS.values(), key=lambda known: -len(known.projections))
     found: dict[str, HostFFN] = {}
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) or _is_expert(name) or OTHER_MODALITIES.search(name):
+        if isinstance(module, BaseTunerLayer) or "experts" in name.split(".") or OTHER_MODALITIES.search(name):
             continue
         for candidate in candidates:
             if all(_is_projection(getattr(module, part, None)) for part in candidate.projections):
-                host = _outermost_name(name)
+                host = re.sub(r"(\.base_layer)+$", "", name)  # the FFN's name before an adapter wrapped it
                 try:
                     ffn = HostFFN(module, candidate, host)
                 except ValueError:
@@ -321,11 +299,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
 
 
 def to_parts(names: dict[str, str]) -> FFNParts:
-    """Checks a user's names of an FFN's parts.
-
-    Raises:
-        ValueError: down is missing, not exactly one of up and gate_up is given, or a name is not that of a part.
-    """
+    """Return a user's names of an FFN's parts; raise a `ValueError` if they do not make an FFN."""
     unknown = set(names) - {field.name for field in fields(FFNParts)}
     if unknown or "down" not in names or ("up" in names) == ("gate_up" in names):
         raise ValueError(
@@ -336,23 +310,14 @@ def to_parts(names: dict[str, str]) -> FFNParts:
 
 
 def find_experts(model: nn.Module) -> list[str]:
-    """Names the modules that hold the experts of a mixture."""
+    """Name the modules that hold the experts of a mixture."""
     return [name for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
 
 
 def describe_without_ffn(model: nn.Module) -> str:
-    """Lists the parts of a decoder layer in which no FFN was found, for an error's message."""
+    """List the parts of a decoder layer in which no FFN was found, for an error's message."""
     layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)), None)
     return _describe_children(model if layers is None else layers[0])
-
-
-def _outermost_name(name: str) -> str:
-    """'layers.0.mlp.base_layer' -> 'layers.0.mlp': the FFN's name before an adapter wrapped it."""
-    return re.sub(r"(\.base_layer)+$", "", name)
-
-
-def _is_expert(name: str) -> bool:
-    return "experts" in name.split(".")
 
 
 def _is_projection(module: nn.Module | None) -> bool:
@@ -364,7 +329,7 @@ def _is_projection(module: nn.Module | None) -> bool:
 
 
 def _wraps_only_memory(module: nn.Module) -> bool:
-    """Whether the only adapter on a projection is a memory: that of a flat FFN wraps the down projection."""
+    """Return whether the only adapter on a projection is a memory: that of a flat FFN wraps the down projection."""
     return (
         isinstance(module, BaseTunerLayer)
         and any(name.startswith("locas_") for name in module.adapter_layer_names)
@@ -373,7 +338,7 @@ def _wraps_only_memory(module: nn.Module) -> bool:
 
 
 def _owns_more_than(owner: nn.Module, parts: FFNParts) -> bool:
-    """Whether a module has parameters outside the FFN's parts: it is a decoder layer, not an FFN."""
+    """Return whether a module has parameters outside the FFN's parts: it is a decoder layer, not an FFN."""
     own = set(parts.projections) | set(ACTIVATION_NAMES) | {parts.activation}
     return any(name.split(".")[0] not in own for name, _ in owner.named_parameters())
 
@@ -415,14 +380,14 @@ def _count_required_inputs(module: nn.Module) -> int:
 
 
 def _rows_of(module: nn.Module) -> torch.Tensor:
-    """The weight `[out, in]` of a projection, dequantised, and onloaded if it is offloaded."""
+    """Return the weight `[out, in]` of a projection, dequantised, and onloaded if it is offloaded."""
     with torch.no_grad(), align_module_device(module):
         weight = dequantize_module_weight(module)
         return weight.detach().T if isinstance(module, Conv1D) else weight.detach()
 
 
 def _splice(module: nn.Module, dim: int, start: int, stop: int, new: torch.Tensor | None = None) -> None:
-    """Replaces the entries [start, stop) of a projection's weight `[out, in]`, along one dimension, by new ones.
+    """Replace the entries [start, stop) of a projection's weight `[out, in]`, along one dimension, by new ones.
 
     Along dimension 0 (output rows) the bias follows, with zeros for new entries.
     """
@@ -454,7 +419,7 @@ class WidthGroup:
 
 
 def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> PretrainedConfig:
-    """Returns a copy of a model's config with the FFNs' new widths. A model built from it has exactly these shapes.
+    """Return a copy of a model's config with the FFNs' new widths. A model built from it has exactly these shapes.
 
     Raises:
         ValueError: no field of the config makes a model whose FFNs have those widths.
@@ -479,7 +444,7 @@ def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> Pretrain
 
 
 def copy_widths(source: PretrainedConfig, target: PretrainedConfig) -> None:
-    """Writes a widened config's fields into the model's own config object, which its modules share."""
+    """Write a widened config's fields into the model's own config object, which its modules share."""
     for new, old in zip(_language_configs(source), _language_configs(target), strict=True):
         for field in (*WIDTH_FIELDS, "block_auto_adjust_ff_dim"):
             if hasattr(new, field) and getattr(new, field) != getattr(old, field):

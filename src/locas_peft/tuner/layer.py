@@ -1,19 +1,20 @@
 """LocasLayer: one FFN of the host with its memories.
 
 Axes used throughout the tuner: B batch, T tokens, D hidden size, F host FFN width, R memory width. With A `[B, T, D]`
-the FFN's input, after its norm, and tau one number per layer and memory (paper, sections "Two Variants" and "Output
-Scaling Factor"):
+the FFN's input, after its norm, and k and tau one number each per layer and memory (paper, sections "Two Variants" and
+"Output Scaling Factor"):
 
-    gated      output = FFN(A) + tau * Wdown (act(Wgate A) * (Wup A))
-    two-layer  output = FFN(A) + tau * Wdown act(Wup A)
+    gated      output = FFN(A) + tau * Wdown M,  M = act(k Wgate A) * (k Wup A)
+    two-layer  output = FFN(A) + tau * Wdown M,  M = act(k Wup A)
 
-`act` is the host's activation: only then is a merged memory exactly R more neurons of the host. A two-layer memory
-beside a gated FFN (variant "mlp", an experiment) uses ReLU and cannot be merged.
+`scale.py` measures k and tau. In the paper k is 1. `act` is the host's activation: only then is a merged memory
+exactly R more neurons of the host. A two-layer memory beside a gated FFN (variant "mlp", an experiment) uses ReLU and
+cannot be merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,36 +24,31 @@ from torch import nn
 
 from .config import LocasConfig
 from .ffn import HostFFN
-from .initialization import STRATEGIES, Calibration, Rows, make_generator
+from .initialization import STRATEGIES, Calibration, Rows, Statistics, make_generator
 from .norm_clip import clip_after_optimizer_steps
+from .scale import SAMPLED_TOKENS, measure_input_scale, measure_output_scale
 
 
 class ScaleDict(BufferDict):
-    """The taus of a layer's memories. They move with the layer to another device and stay float32 in any model."""
+    """One scale of each memory. They move with the layer to another device and stay float32 in any model."""
 
     def _apply(self, fn, recurse: bool = True):
-        taus = dict(self.items())
+        scales = dict(self.items())
         super()._apply(fn, recurse)
-        for name, tau in taus.items():
-            if self[name].dtype != tau.dtype:
-                self[name] = tau.to(self[name].device)
+        for name, scale in scales.items():
+            if self[name].dtype != scale.dtype:
+                self[name] = scale.to(self[name].device)
         return self
 
 
 class LocasLayer(nn.Module, BaseTunerLayer):
-    """One FFN of the host with its memories. It replaces the module that it wraps.
+    """One FFN of the host with its memories. It replaces the module `base_layer`, whose name in the model is `name`.
 
-    Args:
-        base_layer: the FFN, or its down projection where the FFN's parts are attributes of the decoder layer.
-        ffn: the description of that FFN.
-        name: the name of the wrapped module in the model.
-        adapter_name: the first memory's name.
-        config: the first memory's configuration.
-        r: the first memory's width.
+    That module is the FFN, or its down projection where the FFN's parts are attributes of the decoder layer.
     """
 
     adapter_layer_names: tuple[str, ...] = ("locas_gate", "locas_up", "locas_down")
-    other_param_names: tuple[str, ...] = ("locas_tau", "locas_config", "locas_multiplier")
+    other_param_names: tuple[str, ...] = ("locas_input_scale", "locas_tau", "locas_config", "locas_multiplier")
 
     def __init__(
         self, base_layer: nn.Module, ffn: HostFFN, name: str, adapter_name: str, config: LocasConfig, r: int
@@ -66,10 +62,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_gate = nn.ModuleDict()
         self.locas_up = nn.ModuleDict()
         self.locas_down = nn.ModuleDict()
+        self.locas_input_scale = ScaleDict(persistent=True)  # k; 0 until it is measured
         self.locas_tau = ScaleDict(persistent=True)
         self.locas_config: dict[str, LocasConfig] = {}
-        # Factors on the outputs of memories, set by `rescale` for the duration of its context; never saved.
-        self.locas_multiplier: dict[str, float] = {}
+        self.locas_multiplier: dict[str, float] = {}  # factors on the outputs, inside the context of `rescale`
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
         self._active_adapter = adapter_name
@@ -80,7 +76,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.token_mask: torch.Tensor | None = None
         # While set, called with A and the layer's output in each forward with gradients (`writing.py`).
         self.recorder: Callable[[torch.Tensor, torch.Tensor], None] | None = None
-        self._filled: set[str] = set()  # memories seen to have rows: a cache for `is_empty`
+        self._ready: set[str] = set()  # memories known to need no calibration
         self._ffn_input: torch.Tensor | None = None
         self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input) if ffn.is_flat else None
         self.update_layer(adapter_name, config, r)
@@ -94,14 +90,16 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     # ----------------------------------------------------------------- memories
 
     def update_layer(self, adapter_name: str, config: LocasConfig, r: int) -> None:
-        """Adds a memory of width `r` to this FFN. The output does not change until the memory is trained."""
+        """Add a memory of width `r` to this FFN. The output does not change until the memory is trained."""
         d = self.ffn.hidden_size
         self.locas_config[adapter_name] = config
         if self.ffn.gated and config.variant != "mlp":
             self.locas_gate[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_up[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_down[adapter_name] = nn.Linear(r, d, bias=False)
-        # Computed once, from the base as it is now: merging memories later would change it.
+        unmeasured = config.output_scale == "measured" and config.init_weights
+        self.locas_input_scale[adapter_name] = torch.tensor(0.0 if unmeasured else 1.0, dtype=torch.float32)
+        # The paper's tau, from the base as it is now: merging memories later would change it.
         self.locas_tau[adapter_name] = torch.tensor(self.ffn.mean_down_norm() / r, dtype=torch.float32)
         self._reset(adapter_name)
         self._move_adapter_to_device_of_base_layer(adapter_name)
@@ -111,84 +109,87 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _reset(self, adapter_name: str) -> None:
         config = self.locas_config[adapter_name]
         weights = [module.weight for module in self.projections(adapter_name)]
-        self._filled.discard(adapter_name)
+        self._ready.discard(adapter_name)
         if weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
             return
         for weight in weights:
             nn.init.zeros_(weight) if config.init_weights else nn.init.normal_(weight)
-        strategy = STRATEGIES[config.init_strategy]
-        if config.init_weights and not strategy.needs_calibration and not strategy.written:
-            self.fill(adapter_name, None)
+        if config.init_weights and not STRATEGIES[config.init_strategy].needs_calibration:
+            self.initialize(adapter_name, self.make_rows(adapter_name))
 
     def projections(self, adapter_name: str) -> list[nn.Linear]:
-        """Returns a memory's gate and up, weights `[R, D]`, and down, weight `[D, R]`; no gate if it has none."""
+        """Return a memory's gate and up, weights `[R, D]`, and down, weight `[D, R]`; no gate if it has none."""
         dicts = (self.locas_gate, self.locas_up, self.locas_down)
         return [modules[adapter_name] for modules in dicts if adapter_name in modules]
 
     def is_empty(self, adapter_name: str) -> bool:
-        """Whether a memory has no rows yet: all its up rows are zero."""
-        if adapter_name in self._filled:
-            return False
+        """Return whether a memory has no rows: all its up rows are zero."""
         weight = self.locas_up[adapter_name].weight
-        if not weight.is_meta and bool(weight.any()):
-            self._filled.add(adapter_name)
-            return False
-        return True
+        return weight.is_meta or not weight.any()
 
     def is_written(self, adapter_name: str) -> bool:
-        """Whether a memory's slots are written in closed form (`SlotWriter`) instead of calibrated."""
+        """Return whether a memory's slots are written in closed form (`SlotWriter`) instead of calibrated."""
         return STRATEGIES[self.locas_config[adapter_name].init_strategy].written
 
-    def needs_calibration(self, adapter_name: str) -> bool:
-        """Whether a memory is empty and calibration would fill it."""
-        return not self.is_written(adapter_name) and self.is_empty(adapter_name)
-
     def has_learned(self, adapter_name: str) -> bool:
-        """Whether a memory's value matrix is no longer zero."""
+        """Return whether a memory's value matrix is no longer zero."""
         return bool(self.locas_down[adapter_name].weight.any())
 
+    def needs_calibration(self, adapter_name: str) -> bool:
+        """Return whether a memory waits for its rows or for its scale."""
+        if adapter_name not in self._ready:
+            if not self.locas_input_scale[adapter_name].any():
+                return True
+            if self.is_empty(adapter_name) and not self.is_written(adapter_name):
+                return True
+            self._ready.add(adapter_name)
+        return False
+
     def start_calibration(self, adapter_name: str) -> Calibration:
-        """Returns the empty statistics that a memory's strategy needs."""
-        config = self.locas_config[adapter_name]
-        r = self.locas_up[adapter_name].out_features
-        samples = r if STRATEGIES[config.init_strategy].samples_inputs else 0
-        return Calibration(samples=samples, seed=config.seed)
+        """Return a calibration that has seen nothing yet."""
+        samples = max(SAMPLED_TOKENS, self.locas_up[adapter_name].out_features)
+        return Calibration(samples, self.locas_config[adapter_name].seed)
 
-    def make_rows(self, adapter_name: str, calibration: Calibration | None) -> Rows:
-        """Computes a memory's initial rows by its strategy. The memory does not change.
-
-        Raises:
-            ValueError: the calibration has no tokens, or values that are not finite.
-        """
+    def make_rows(self, adapter_name: str, statistics: Statistics | None = None) -> Rows:
+        """Return a memory's initial rows by its strategy. The memory does not change."""
         config = self.locas_config[adapter_name]
         generator = make_generator(config.seed, self.name)
         r = self.locas_up[adapter_name].out_features
-        return STRATEGIES[config.init_strategy].make(self.ffn, calibration, r, generator)
-
-    def fill(self, adapter_name: str, calibration: Calibration | None) -> None:
-        """Initialises an empty memory's gate and up rows. Raises as `make_rows` does."""
-        self.load_rows(adapter_name, self.make_rows(adapter_name, calibration))
+        return STRATEGIES[config.init_strategy].make(self.ffn, statistics, r, generator)
 
     @torch.no_grad()
-    def load_rows(self, adapter_name: str, rows: Rows) -> None:
-        """Writes unit rows into a memory, times `row_norm`, zeroes its values, and records the cloned slots."""
-        config = self.locas_config[adapter_name]
-        if rows.gate is not None and adapter_name in self.locas_gate:
-            self.locas_gate[adapter_name].weight.copy_(rows.gate * config.row_norm)
-        self.locas_up[adapter_name].weight.copy_(rows.up * config.row_norm)
-        self.locas_down[adapter_name].weight.zero_()
-        if rows.slots is not None:
-            config.slots = {**(config.slots or {}), self.name: rows.slots.tolist()}
-        self._filled.add(adapter_name)
+    def initialize(self, adapter_name: str, rows: Rows | None, statistics: Statistics | None = None) -> None:
+        """Fill an empty memory: load its rows, times `row_norm`, zero its values, and measure its scale.
+
+        Args:
+            adapter_name: the memory.
+            rows: the rows; `None` leaves rows and values as they are.
+            statistics: what the scale is measured on; `None` leaves it as it is.
+        """
+        config, up = self.locas_config[adapter_name], self.locas_up[adapter_name].weight
+        if rows is not None:
+            if adapter_name in self.locas_gate:
+                self.locas_gate[adapter_name].weight.copy_(rows.gate * config.row_norm)
+            up.copy_(rows.up * config.row_norm)
+            self.locas_down[adapter_name].weight.zero_()
+            if rows.slots is not None:
+                config.slots = {**(config.slots or {}), self.name: rows.slots.tolist()}
+        if statistics is not None and config.output_scale == "measured":
+            tau = self.locas_tau[adapter_name]
+            self.locas_input_scale[adapter_name].copy_(measure_input_scale(statistics.inputs))
+            activations = self.activate([adapter_name], statistics.inputs)
+            tau.copy_(measure_output_scale(activations, statistics.output_norms, otherwise=tau))
+        if rows is not None and self.is_written(adapter_name):
+            up.zero_()
 
     def delete_adapter(self, adapter_name: str) -> None:
-        self._filled.discard(adapter_name)
+        self._ready.discard(adapter_name)
         super().delete_adapter(adapter_name)
 
     # ------------------------------------------------------------------ forward
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The FFN's output plus the active memories' outputs, `[B, T, D]` in the host's dtype.
+        """Return the FFN's output plus the active memories' outputs, `[B, T, D]` in the host's dtype.
 
         Args:
             hidden_states: the input of the wrapped module: A `[B, T, D]`, or M `[..., F]` where it is the down
@@ -212,15 +213,17 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         elif self.merged:
             return self.base_layer(hidden_states, *args, **kwargs)
 
-        names = self.active_adapters if adapter_names is None else adapter_names[:1]
-        memories = [name for name in names if name in self.locas_up]
-        empty = [name for name in memories if self.training and self.needs_calibration(name)]
-        if empty:
-            # The first training-mode forward: the values are zero, so it is also the calibration pass.
-            calibrations = {name: self.start_calibration(name) for name in empty}
+        memories = self._memories(self.active_adapters if adapter_names is None else adapter_names[:1])
+        calibrating = self.training or self.recorder is not None
+        waiting = [name for name in memories if calibrating and self.needs_calibration(name)]
+        if waiting:
+            # The first such forward: the values are zero, so it is also the calibration pass.
+            calibrations = {name: self.start_calibration(name) for name in waiting}
             result = self._forward_observed(calibrations.values(), ffn_input, hidden_states, *args, **kwargs)
             for name, calibration in calibrations.items():
-                self.fill(name, calibration)
+                statistics = calibration.finish()
+                rows = self.make_rows(name, statistics) if self.is_empty(name) else None
+                self.initialize(name, rows, statistics)
         else:
             result = self.base_layer(hidden_states, *args, **kwargs)
         for name in memories:
@@ -231,8 +234,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.recorder(ffn_input, result)
         return result
 
+    def _memories(self, adapter_names: Iterable[str]) -> list[str]:
+        return [name for name in adapter_names if name in self.locas_up]
+
     def recall(self, adapter_names: Sequence[str], ffn_input: torch.Tensor) -> torch.Tensor:
-        """tau * Locas(A): the output of a memory, `[..., D]` in the memory's dtype.
+        """Return tau * Wdown M, the output of a memory, `[..., D]`.
 
         Args:
             adapter_names: one memory for all of A, or N memories of one shape, one for each entry of A's first
@@ -240,50 +246,47 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             ffn_input: A, `[..., D]`, or `[N, T, D]` for N memories.
         """
         down = self._projection(self.locas_down, adapter_names)
-        scales = [self.scale(name) for name in adapter_names]
-        scale = scales[0] if len(scales) == 1 else torch.stack(scales).reshape(-1, 1, 1)
-        return down(self.activate(adapter_names, ffn_input)) * scale
+        return _scale(down(self.activate(adapter_names, ffn_input)), [self.scale(name) for name in adapter_names])
 
     def activate(self, adapter_names: Sequence[str], ffn_input: torch.Tensor) -> torch.Tensor:
-        """M of the memory's slots, `[..., R]` in the memory's dtype. Arguments as for `recall`."""
+        """Return M, the activations of a memory's slots, `[..., R]` in its dtype. Arguments as for `recall`."""
         first = adapter_names[0]
         ffn_input = self._cast_input_dtype(ffn_input, self.locas_up[first].weight.dtype)
         act = self.activation_of(first)
-        up = self._projection(self.locas_up, adapter_names)
+        k = [self.locas_input_scale[name] for name in adapter_names]
+        up = _scale(self._projection(self.locas_up, adapter_names)(ffn_input), k)
         if first in self.locas_gate:
-            gate = self._projection(self.locas_gate, adapter_names)
-            return act(gate(ffn_input)) * up(ffn_input)
-        return act(up(ffn_input))
+            return act(_scale(self._projection(self.locas_gate, adapter_names)(ffn_input), k)) * up
+        return act(up)
 
     @staticmethod
     def _projection(modules: nn.ModuleDict, adapter_names: Sequence[str]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """One memory's projection, or one batched product with the projections of several memories."""
+        """Return one memory's projection, or one batched product with the projections of several memories."""
         if len(adapter_names) == 1:
             return modules[adapter_names[0]]
         weights = torch.stack([modules[name].weight for name in adapter_names])  # [N, out, in]
         return lambda inputs: inputs @ weights.mT
 
     def activation_of(self, adapter_name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """A memory's activation: the host's, but ReLU for a two-layer memory beside a gated FFN."""
+        """Return a memory's activation: the host's, but ReLU for a two-layer memory beside a gated FFN."""
         return torch.relu if self.ffn.gated and adapter_name not in self.locas_gate else self.ffn.act
 
     def scale(self, adapter_name: str) -> torch.Tensor:
-        """The factor on a memory's output, a float32 scalar: the saved scale, and `rescale`'s multiplier on it."""
-        scale = self.saved_scale(adapter_name)
-        return scale * self.locas_multiplier[adapter_name] if adapter_name in self.locas_multiplier else scale
+        """Return the factor on a memory's output, a float32 scalar: the saved scale times `rescale`'s multiplier."""
+        return self.saved_scale(adapter_name) * self.locas_multiplier.get(adapter_name, 1.0)
 
     def saved_scale(self, adapter_name: str) -> torch.Tensor:
-        """tau times the config's `scaling`, a float32 scalar."""
+        """Return tau times the config's `scaling`, a float32 scalar."""
         return self.locas_tau[adapter_name] * self.locas_config[adapter_name].scaling
 
     def _forward_observed(
         self, calibrations: Collection[Calibration], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Runs the host's FFN and adds its input and activation to the statistics."""
+        """Run the host's FFN and add what it does to the statistics."""
 
-        def update(activation: torch.Tensor) -> None:
+        def update(activation: torch.Tensor, output: torch.Tensor) -> None:
             for calibration in calibrations:
-                calibration.update(ffn_input, activation, self.token_mask)
+                calibration.update(ffn_input, activation, output, self.token_mask)
 
         with self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
@@ -293,17 +296,17 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             raise ValueError(
                 "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
             )
-        # The input of a flat FFN (OPT) is [B * T, D].
-        if len(ffn_input) % len(adapter_names) or (ffn_input.dim() > 2 and len(ffn_input) != len(adapter_names)):
+        inputs, names = len(ffn_input), len(adapter_names)
+        if inputs % names or (ffn_input.dim() > 2 and inputs != names):  # the input of a flat FFN is [B * T, D]
             raise ValueError(
-                "Length of `adapter_names` should be the same as the number of inputs, but got "
-                f"{len(adapter_names)} and {len(ffn_input)} respectively."
+                f"Length of `adapter_names` should be the same as the number of inputs, but got {names} and {inputs} "
+                "respectively."
             )
 
     def _forward_mixed_batch(
         self, adapter_names: list[str], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """The FFN's output plus, for each row of the batch, the output of the memory of that name."""
+        """Return the FFN's output plus, for each row of the batch, the output of the memory of that name."""
         result = self.base_layer(*args, **kwargs)
         batch = len(adapter_names)
         inputs = ffn_input.reshape(batch, -1, ffn_input.shape[-1])  # [B, T, D], flat FFN or not
@@ -320,18 +323,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return outputs.reshape(result.shape)
 
     def _group_rows(self, adapter_names: list[str]) -> list[tuple[list[str], list[int]]]:
-        """Groups the rows of a batch so that one batched product serves each group.
-
-        The memories of a group have weights of one shape and dtype, and equally many rows.
+        """Group the rows of a batch whose memories have one shape, dtype and number of rows.
 
         Returns:
             For each group its memories and their rows, the rows of the first memory first. Rows without a memory
             here are in no group.
         """
         rows: dict[str, list[int]] = {}
-        for row, name in enumerate(adapter_names):
-            if name in self.locas_up:
-                rows.setdefault(name, []).append(row)
+        for name in self._memories(adapter_names):
+            rows[name] = [row for row, other in enumerate(adapter_names) if other == name]
         groups: dict[tuple, list[str]] = {}
         for name in rows:
             up = self.locas_up[name].weight
@@ -341,8 +341,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _check_replica(self) -> None:
         # Trainer wraps a model in torch.nn.DataParallel on several GPUs. What a replica writes is lost, and its hooks
         # are the original's.
-        memories = [name for name in self.active_adapters if name in self.locas_up]
-        if self.training and any(self.needs_calibration(name) for name in memories):
+        if self.training and any(map(self.needs_calibration, self._memories(self.active_adapters))):
             raise ValueError(
                 "a memory cannot calibrate itself under DataParallel: calibrate(model, batches) first, or train with "
                 "DistributedDataParallel (torchrun)."
@@ -364,29 +363,24 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     @property
     def base_width(self) -> int:
-        """F without the merged memories."""
+        """Return F without the merged memories."""
         return self.ffn.width - sum(self.locas_up[name].out_features for name in self.merged_adapters)
 
     @torch.no_grad()
     def neurons(self, adapter_name: str) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-        """A memory as neurons of the host: gate `[R, D]` or `None`, up `[R, D]`, down times its scale `[D, R]`."""
-        *rows, down = (module.weight for module in self.projections(adapter_name))
-        gate = rows[0] if adapter_name in self.locas_gate else None
-        return gate, rows[-1], (down.float() * self.scale(adapter_name)).to(down.dtype)
+        """Return a memory as neurons of the host: gate `[R, D]` or `None`, up `[R, D]`, down `[D, R]`, all scaled."""
+        k, tau = self.locas_input_scale[adapter_name], self.scale(adapter_name)
+        weights = [module.weight for module in self.projections(adapter_name)]
+        scales = [*[k] * (len(weights) - 1), tau]
+        *rows, down = ((w.float() * scale).to(w.dtype) for w, scale in zip(weights, scales, strict=True))
+        return rows[0] if len(rows) == 2 else None, rows[-1], down
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Appends memories to the host FFN as R neurons each. `unmerge` restores the base's weights bit for bit.
+        """Append memories (`None`: the active ones) to the host FFN as R neurons each, or raise a `ValueError`.
 
-        Args:
-            safe_merge: refuse a memory with values that are not finite.
-            adapter_names: the memories; `None` for the active ones.
-
-        Raises:
-            ValueError: a memory is empty, rescaled or broken, or the host cannot be widened; the base is unchanged.
+        `unmerge` restores the base's weights bit for bit. `safe_merge` refuses values that are not finite.
         """
-        for name in check_adapters_to_merge(self, adapter_names):
-            if name not in self.locas_up:
-                continue
+        for name in self._memories(check_adapters_to_merge(self, adapter_names)):
             self.check_mergeable(name)
             neurons = self.neurons(name)
             if safe_merge and not all(part.isfinite().all() for part in neurons if part is not None):
@@ -395,7 +389,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.merged_adapters.append(name)
 
     def check_mergeable(self, adapter_name: str) -> None:
-        """Raises a `ValueError` if a memory is empty or rescaled, or its host cannot be widened."""
+        """Raise a `ValueError` if a memory is empty or rescaled, or its host cannot be widened."""
         if self.is_empty(adapter_name):
             raise ValueError(
                 f"the memory '{adapter_name}' is empty: calibrate(model, batches) or train it before it is merged."
@@ -415,21 +409,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             raise ValueError(f"cannot merge into {self.name}: {obstacle}.")
 
     def unmerge(self, adapter_names: list[str] | None = None) -> None:
-        """Removes merged memories from the host FFN.
-
-        Args:
-            adapter_names: the memories; `None` for all. Memories merged later than a removed one stay merged.
-        """
-        for name in list(self.merged_adapters if adapter_names is None else adapter_names):
-            if name not in self.merged_adapters:
-                continue
+        """Remove merged memories from the host FFN; `None` for all. Those merged later than a removed one stay."""
+        for name in [name for name in self.merged_adapters if adapter_names is None or name in adapter_names]:
             later = self.merged_adapters[self.merged_adapters.index(name) :]
             start = self.ffn.width - sum(self.locas_up[other].out_features for other in later)
             self.ffn.narrow(start, start + self.locas_up[name].out_features)
             self.merged_adapters.remove(name)
 
     def release(self) -> nn.Module:
-        """Removes the layer's hook from the host and returns the wrapped module."""
+        """Remove the layer's hook from the host and return the wrapped module."""
         if self._inlet_hook is not None:
             self._inlet_hook.remove()
             self._inlet_hook = None
@@ -447,11 +435,12 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return device, dtype
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        # PEFT also casts what it moves to the base's dtype: tau stays float32.
-        tau = self.locas_tau[adapter_name]
+        # PEFT also casts what it moves to the base's dtype: the scales stay float32.
+        scales = [(scales, scales[adapter_name]) for scales in (self.locas_input_scale, self.locas_tau)]
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
         weight = self.locas_up[adapter_name].weight
-        self.locas_tau[adapter_name] = tau if weight.is_meta else tau.to(weight.device)
+        for dictionary, scale in scales:
+            dictionary[adapter_name] = scale if weight.is_meta else scale.to(weight.device)
 
     def __getattr__(self, name: str) -> Any:
         # Hosts read attributes of their FFN (T5 reads `wo.weight`): delegate what the layer lacks.
@@ -466,14 +455,18 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return "locas." + super().__repr__()
 
 
+def _scale(tensor: torch.Tensor, scales: list[torch.Tensor]) -> torch.Tensor:
+    """Multiply a tensor by one memory's scale, or `[N, T, ...]` by the scales of N memories; the dtype stays."""
+    factor = scales[0] if len(scales) == 1 else torch.stack(scales).reshape(-1, 1, 1)
+    return (tensor * factor).to(tensor.dtype)
+
+
 def list_layers(model: nn.Module, adapter_name: str | None = None) -> list[LocasLayer]:
-    """Returns the model's LocasLayers, lowest first; only those with the memory of that name if one is given."""
+    """Return the model's LocasLayers, lowest first; only those with the memory of that name if one is given."""
     layers = [module for module in model.modules() if isinstance(module, LocasLayer)]
     return layers if adapter_name is None else [layer for layer in layers if adapter_name in layer.locas_up]
 
 
 def list_active_memories(model: nn.Module) -> list[str]:
-    """Returns the names of a model's active memories, in the order of its layers."""
-    return list(
-        dict.fromkeys(name for layer in list_layers(model) for name in layer.active_adapters if name in layer.locas_up)
-    )
+    """Return the names of a model's active memories, in the order of its layers."""
+    return list(dict.fromkeys(name for layer in list_layers(model) for name in layer._memories(layer.active_adapters)))

@@ -19,11 +19,10 @@ def calibrate(
     batches: Iterable[torch.Tensor | Mapping[str, torch.Tensor]],
     adapter_name: str | None = None,
 ) -> None:
-    """Initialises a memory's gate and up rows from the host's activations on a text. The values stay zero.
+    """Make a memory's gate and up rows from what the host does on a text, and measure its scale. The values stay zero.
 
-    Each batch takes one forward pass of the host without its head; only sums are kept. Under torch.distributed the
-    sums of all processes are added, so that all choose the same slots. Other memories are switched off meanwhile.
-    Paper, "Activation-Based Basis Selection".
+    Each batch takes one forward pass of the host without its head. Under torch.distributed the text is that of all
+    processes together. Other memories are switched off meanwhile. Paper, "Activation-Based Basis Selection".
 
     Args:
         model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
@@ -45,7 +44,7 @@ def calibrate(
     if not any(memories.values()):
         raise ValueError(f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to calibrate.")
     for name, layers in memories.items():
-        if any(layer.is_written(name) for layer in layers):
+        if any(layer.is_written(name) and not layer.needs_calibration(name) for layer in layers):
             raise ValueError(f"the memory '{name}' is written while reading, not calibrated: use SlotWriter.")
         if any(layer.has_learned(name) for layer in layers):
             raise ValueError(f"the memory '{name}' has learned already: calibrating would lose it. Add a new adapter.")
@@ -67,20 +66,21 @@ def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[
                 for layer in layers:
                     layer.token_mask = inputs.get("attention_mask")
                 backbone(**inputs, use_cache=False)
-        # All layers' rows are computed before the first is written: a failure leaves every layer unchanged.
-        rows = [layer.make_rows(name, layer.calibration) for layer in layers]
+        # All layers' rows are computed before the first is changed: a failure leaves every layer unchanged.
+        statistics = [layer.calibration.finish() for layer in layers]
+        rows = [layer.make_rows(name, seen) for layer, seen in zip(layers, statistics, strict=True)]
     finally:
         for layer in layers:
             layer.calibration = layer.token_mask = None
-    for layer, layer_rows in zip(layers, rows, strict=True):
-        layer.load_rows(name, layer_rows)
+    for layer, layer_rows, seen in zip(layers, rows, statistics, strict=True):
+        layer.initialize(name, layer_rows, seen)
 
 
 def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[str]:
-    """Names the memories that still need their calibration.
+    """Name the memories that wait for their calibration, for rows or for the measured scale.
 
     Args:
-        model: any module. Memories of the strategy "write" need no calibration and are not named.
+        model: any module.
         adapter_name: check this memory only; `None` for the active ones.
     """
     return [
@@ -91,7 +91,7 @@ def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[st
 
 
 def unwritten_memories(model: nn.Module) -> list[str]:
-    """Names the active memories of the strategy "write" that have no slot yet, so that training cannot change them."""
+    """Name the active memories of the strategy "write" that have no slot yet, so that training cannot change them."""
     return [
         name
         for name in _names(model, None)
@@ -101,7 +101,7 @@ def unwritten_memories(model: nn.Module) -> list[str]:
 
 @contextmanager
 def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None) -> Iterator[None]:
-    """Multiplies the output of a memory by a number within the context: 0 silences it, 1 changes nothing.
+    """Multiply the output of a memory by a number within the context: 0 silences it, 1 changes nothing.
 
     The multiplier is not saved with the memory, and a memory cannot be merged inside the context. Contexts may be
     nested: their multipliers are multiplied. PEFT's `rescale_adapter_scale` does this for LoRA.
@@ -137,6 +137,6 @@ def _names(model: nn.Module, adapter_name: str | None) -> list[str]:
 
 
 def _find_backbone(model: nn.Module) -> nn.Module:
-    """Returns the transformer without its head, from inside any PEFT wrapper."""
+    """Return the transformer without its head, from inside any PEFT wrapper."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     return model.base_model if isinstance(model, PreTrainedModel) else model

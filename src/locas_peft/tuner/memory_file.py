@@ -11,23 +11,24 @@ from safetensors import SafetensorError, safe_open
 if TYPE_CHECKING:
     from .config import LocasConfig
 
-PARTS = ("locas_gate", "locas_up", "locas_down")
+WEIGHTS = ("locas_gate", "locas_up", "locas_down")
+SCALES = ("locas_tau", "locas_input_scale")
+REQUIRED = ("locas_up", "locas_down", "locas_tau")
 
 
 def check_memory_file(folder: str, config: LocasConfig) -> None:
-    """Checks the header of a memory's file against its config: readable, complete, and of the configured widths.
+    """Check the header of a memory's file against its config: readable, complete, and of the configured widths.
 
     The tensors are not loaded. A folder without weights is left to PEFT.
 
     Raises:
         ValueError: the file is pickled, truncated, or its tensors do not fit the config.
     """
-    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
+    path, pickle = (os.path.join(folder, name) for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME))
     if not os.path.isfile(path):
-        if os.path.isfile(os.path.join(folder, WEIGHTS_NAME)):
+        if os.path.isfile(pickle):
             raise ValueError(
-                f"{os.path.join(folder, WEIGHTS_NAME)} is a pickle, and a memory is never unpickled: "
-                f"save it as {SAFETENSORS_WEIGHTS_NAME}."
+                f"{pickle} is a pickle, and a memory is never unpickled: save it as {SAFETENSORS_WEIGHTS_NAME}."
             )
         return
     try:
@@ -38,8 +39,8 @@ def check_memory_file(folder: str, config: LocasConfig) -> None:
 
     layers: dict[str, dict[str, tuple[int, ...]]] = {}
     for key, shape in shapes.items():
-        layer, part = _split_key(key)
-        if part:
+        layer, _, part = key.removesuffix(".weight").rpartition(".")  # 'a.b.locas_up.weight' -> 'a.b', 'locas_up'
+        if part in (WEIGHTS if key.endswith(".weight") else SCALES):
             layers.setdefault(layer, {})[part] = shape
     if not layers:
         raise ValueError(f"{path} holds no LOCAS memory: no tensor of it is named locas_up.")
@@ -59,23 +60,14 @@ def check_memory_file(folder: str, config: LocasConfig) -> None:
             raise ValueError(f"{path} does not fit its config at {name}: {problem}. Save the memory again.")
 
 
-def _split_key(key: str) -> tuple[str, str]:
-    """'a.b.locas_up.weight' -> ('a.b', 'locas_up'); ('', '') for the key of another tensor."""
-    head, _, last = key.rpartition(".")
-    if last == "weight":
-        layer, _, part = head.rpartition(".")
-        return (layer, part) if part in PARTS else ("", "")
-    return (head, last) if last == "locas_tau" else ("", "")
-
-
 def _find_problem(parts: dict[str, tuple[int, ...]], r: int, hidden_size: int | None) -> str | None:
-    for part in ("locas_up", "locas_down", "locas_tau"):
+    for part in REQUIRED:
         if part not in parts:
             return f"{part} is missing"
     if len(parts["locas_up"]) != 2:
         return f"locas_up has shape {parts['locas_up']}, two dimensions expected"
     d = hidden_size or parts["locas_up"][1]
-    expected = {"locas_gate": (r, d), "locas_up": (r, d), "locas_down": (d, r), "locas_tau": ()}
+    expected = {"locas_gate": (r, d), "locas_up": (r, d), "locas_down": (d, r)} | dict.fromkeys(SCALES, ())
     for part, shape in parts.items():
         if shape != expected[part]:
             return f"{part} has shape {list(shape)}, expected {list(expected[part])}"

@@ -34,7 +34,7 @@ from .layer import LocasLayer, list_layers
 
 
 class LocasModel(BaseTuner):
-    """Adds a memory beside each targeted FFN of a model. Created by `get_peft_model(model, LocasConfig(...))`.
+    """Add a memory beside each targeted FFN of a model. Made by `get_peft_model(model, LocasConfig(...))`.
 
     Merging appends the memories to the host's FFNs as neurons. `merge_and_unload` also pads all FFNs of the model to
     one width and writes it into the model's config, so that `save_pretrained` gives a checkpoint that loads without
@@ -67,18 +67,21 @@ class LocasModel(BaseTuner):
         return peft_config
 
     def _check_all_are_dense(self) -> None:
-        experts = find_experts(self.model)
+        experts, kind = find_experts(self.model), type(self.model).__name__
         if experts:
-            dense = ", ".join(repr(name) for name in sorted(_to_suffixes(self._ffns, self.model))) or "none"
             raise ValueError(
-                f"{type(self.model).__name__} is a mixture of experts ({experts[0]} and {len(experts) - 1} more): set "
-                f"target_modules to the dense FFNs that get a memory (found: {dense})."
+                f"{kind} is a mixture of experts ({experts[0]} and {len(experts) - 1} more): set target_modules to "
+                f"the dense FFNs that get a memory (found: {self._list_found(quoted=True)})."
             )
         if not self._ffns:
             raise ValueError(
-                f"{type(self.model).__name__} has no FFN of a known structure; a layer of it has "
-                f"{describe_without_ffn(self.model)}. Set target_modules to its FFNs and ffn_parts to their parts."
+                f"{kind} has no FFN of a known structure; a layer of it has {describe_without_ffn(self.model)}. "
+                "Set target_modules to its FFNs and ffn_parts to their parts."
             )
+
+    def _list_found(self, quoted: bool = False) -> str:
+        names = sorted(_to_suffixes(self._ffns, self.model))
+        return ", ".join(map(repr, names) if quoted else names) or "none"
 
     def _prepare_model(self, peft_config: LocasConfig, model: nn.Module) -> None:
         # All checks run here, before a module is replaced.
@@ -108,21 +111,13 @@ class LocasModel(BaseTuner):
     def _find_ffn(self, name: str, module: nn.Module, peft_config: LocasConfig) -> HostFFN:
         if name in self._ffns:
             return self._ffns[name]
-        names = ", ".join(sorted(_to_suffixes(self._ffns, self.model))) or "none"
         raise ValueError(
             f"target_modules matches {name} ({type(module).__name__}), which is no dense FFN of a known structure: "
-            f"name FFNs (found: {names}), or the parts of this one in ffn_parts."
+            f"name FFNs (found: {self._list_found()}), or the parts of this one in ffn_parts."
         )
 
     def _create_and_replace(
-        self,
-        peft_config: LocasConfig,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        parameter_name: str | None = None,
+        self, peft_config: LocasConfig, adapter_name: str, target, target_name, parent, current_key: str, **kwargs: Any
     ) -> None:
         r = peft_config.width_of(current_key)
         if isinstance(target, LocasLayer):
@@ -185,21 +180,17 @@ class LocasModel(BaseTuner):
     # ------------------------------------------------------------------- merging
 
     def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
-        """Merges memories into the host's FFNs, in all layers or in none. See `LocasLayer.merge`."""
+        """Merge memories into the host's FFNs, in all layers or in none. See `LocasLayer.merge`."""
         with self._all_or_none(adapter_names):
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
     def unmerge_adapter(self, adapter_names: list[str] | None = None) -> None:
-        """Removes all merged memories, or (beyond PEFT) the named ones, and restores the base bit for bit."""
+        """Remove all merged memories, or (beyond PEFT) the named ones, and restore the base bit for bit."""
         for layer in self._mergeable_layers():
             _unmerge(layer, layer.merged_adapters if adapter_names is None else adapter_names)
 
     def _unload_and_optionally_merge(
-        self,
-        merge: bool = True,
-        progressbar: bool = False,
-        safe_merge: bool = False,
-        adapter_names: list[str] | None = None,
+        self, merge: bool = True, safe_merge: bool = False, adapter_names: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
         # Merge and check everything before the memories are removed, so that a failure leaves the model unchanged.
         with self._all_or_none(adapter_names if merge else []):
@@ -210,7 +201,7 @@ class LocasModel(BaseTuner):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="All adapters are already merged")
             model = super()._unload_and_optionally_merge(
-                merge=merge, progressbar=progressbar, safe_merge=safe_merge, adapter_names=adapter_names
+                merge=merge, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs
             )
         for group in groups:
             for ffn in group.ffns.values():
@@ -222,7 +213,7 @@ class LocasModel(BaseTuner):
         return model
 
     def _plan_widths(self) -> list[WidthGroup]:
-        """Groups the FFNs that must be padded to one width, because a memory is merged into one of them."""
+        """Group the FFNs that must be padded to one width, because a memory is merged into one of them."""
         layers = {layer.name: layer for layer in list_layers(self.model)}
         merged = {name for layer in layers.values() for name in layer.merged_adapters}
         configs = [self.peft_config[name] for name in sorted(merged)]
@@ -244,7 +235,7 @@ class LocasModel(BaseTuner):
 
     @contextmanager
     def _all_or_none(self, adapter_names: list[str] | None) -> Iterator[None]:
-        """Checks that memories can be merged, and undoes the merges of a failed merge."""
+        """Check that memories can be merged, and undo the merges of a failed merge."""
         before = {layer: list(layer.merged_adapters) for layer in self._mergeable_layers()}
         try:
             for layer in list_layers(self.model):
@@ -265,14 +256,9 @@ class LocasModel(BaseTuner):
 
     @classmethod
     def _get_adapter_state_dict(
-        cls,
-        model: nn.Module,
-        config: LocasConfig,
-        adapter_name: str,
-        state_dict: dict[str, torch.Tensor],
-        unwanted_adapter_names: list[str],
+        cls, model: nn.Module, config: LocasConfig, adapter_name: str, *args: Any, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        selected = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
         # Leave out other tuners' weights under the same adapter name.
         selected = {key: tensor for key, tensor in selected.items() if f".{cls.prefix}" in key}
         if not any(tensor.is_meta or tensor.any() for key, tensor in selected.items() if ".locas_up." in key):
@@ -286,7 +272,11 @@ class LocasModel(BaseTuner):
         cls, model: nn.Module, config: LocasConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
-        problem = _find_load_problem(model, adapter_name, remapped) or _find_base_weight(model, remapped)
+        taus = [key for key in remapped if ".locas_tau." in key]
+        if taus and not any(".locas_input_scale." in key for key in remapped):  # from before there was such a scale
+            remapped.update({key.replace(".locas_tau.", ".locas_input_scale."): torch.tensor(1.0) for key in taus})
+            config.output_scale = "paper"
+        problem = _find_load_problem(model, adapter_name, remapped)
         if problem:
             if _is_new(model, config, adapter_name):
                 _discard(model, adapter_name)
@@ -295,7 +285,7 @@ class LocasModel(BaseTuner):
 
 
 def _set_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Gives the memories the padding mask before a training-mode forward of the host, which may calibrate them."""
+    """Give the memories the padding mask before a training-mode forward of the host, which may calibrate them."""
     if module.training:
         two_texts = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
         for layer in list_layers(module):
@@ -308,7 +298,7 @@ def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_na
 
 
 def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
-    """Unmerges some adapters of a layer. PEFT's layers can only unmerge all; the others are merged again."""
+    """Unmerge some adapters of a layer. PEFT's layers can only unmerge all; the others are merged again."""
     if isinstance(layer, LocasLayer):
         layer.unmerge(adapter_names)
         return
@@ -320,7 +310,7 @@ def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
 
 
 def _check_variant(config: LocasConfig, name: str, ffn: HostFFN) -> None:
-    """Raises a `ValueError` if the memory's structure does not suit the FFN."""
+    """Raise a `ValueError` if the memory's structure does not suit the FFN."""
     if ffn.gated and config.variant == "mlp" and not config.gated_host_experiment:
         raise ValueError(
             f"variant 'mlp' needs two-layer FFNs, got the gated FFN {name}: leave variant at 'auto', or set "
@@ -334,14 +324,14 @@ def _check_variant(config: LocasConfig, name: str, ffn: HostFFN) -> None:
 
 
 def _to_suffixes(ffns: dict[str, HostFFN], model: nn.Module) -> set[str]:
-    """Returns names that match these FFNs and no other module: suffixes such as {"mlp"}, or else full names."""
+    """Return names that match these FFNs and no other module: suffixes such as {"mlp"}, or else full names."""
     suffixes = {name.rpartition(".")[2] for name in ffns}
     taken = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in ffns}
     return suffixes if suffixes.isdisjoint(taken) else set(ffns)
 
 
 def _describe_host(model: nn.Module, ffns: dict[str, HostFFN]) -> dict[str, Any]:
-    """Returns the properties of the base that a memory depends on. The width is none: merging changes it."""
+    """Return the properties of the base that a memory depends on. The width is none of them: merging changes it."""
     ffn = next(iter(ffns.values()), None)
     return {
         "model_type": getattr(getattr(model, "config", None), "model_type", None),
@@ -358,60 +348,51 @@ def _list_differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
 
 
 def _find_load_problem(model: nn.Module, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> str | None:
-    """Compares the tensors to be loaded with the tensors of the memory in the model; returns the first mismatch."""
-    expected = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, LocasLayer) and adapter_name in layer.locas_up:
-            for part, dictionary in layer.named_children():
-                if part.startswith("locas_") and adapter_name in dictionary:
-                    entry = dictionary[adapter_name]
-                    suffix, tensor = (".weight", entry.weight) if isinstance(entry, nn.Module) else ("", entry)
-                    expected[f"{name}.{part}.{adapter_name}{suffix}"] = tuple(tensor.shape)
-    given = {key: tensor for key, tensor in state_dict.items() if re.search(r"\.locas_(gate|up|down|tau)\b", key)}
-    given = {key if key in expected else key.removeprefix("base_model.model."): given[key] for key in given}
+    """Compare the tensors to be loaded with those of the memory in the model; return the first problem."""
+    own = model.state_dict(keep_vars=True)
+    part = re.compile(rf"\.locas_\w+\.{re.escape(adapter_name)}(\.weight)?$")
+    expected = {key: list(tensor.shape) for key, tensor in own.items() if part.search(key)}
+    given = {key if key in own else key.removeprefix("base_model.model."): state_dict[key] for key in state_dict}
     for key in expected.keys() - given.keys():
         return f"the file has no {key}; load the base that the memory was made for"
+    beside = _list_tensors_beside(model)
     for key, tensor in given.items():
-        if key not in expected:
+        if ".locas_" not in key:
+            if key in own and id(own[key]) not in beside:
+                return f"{key} is a weight of the base and no part of a memory; get the file from a trusted source"
+        elif key not in expected:
             return f"the model has no layer for {key}; load the base that the memory was made for"
-        if tuple(tensor.shape) != expected[key]:
-            return f"{key} has shape {list(tensor.shape)}, expected {list(expected[key])}; check the config's r"
-        if tensor.dtype not in WIDENABLE_DTYPES:
+        elif list(tensor.shape) != expected[key]:
+            return f"{key} has shape {list(tensor.shape)}, expected {expected[key]}; check the config's r"
+        elif tensor.dtype not in WIDENABLE_DTYPES:
             return f"{key} is of {tensor.dtype}, a floating dtype of 16 bits or more expected; save the memory again"
-        if not tensor.isfinite().all():
+        elif not tensor.isfinite().all():
             return f"{key} holds values that are not finite; save or copy the memory again"
     return None
 
 
-def _find_base_weight(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> str | None:
-    """Finds a tensor that would overwrite a weight of the base. Only embeddings may be saved with an adapter."""
-    allowed: set[int] = set()
+def _list_tensors_beside(model: nn.Module) -> set[int]:
+    """Return the ids of the tensors that may be saved with a memory: of fully trained modules and of embeddings."""
+    modules: list[nn.Module] = []
     for module in model.modules():
-        if isinstance(module, LocasLayer):
-            state = module.state_dict(keep_vars=True)
-            allowed.update(id(tensor) for name, tensor in state.items() if "locas_" in name)
-        elif isinstance(module, AuxiliaryTrainingWrapper):
-            allowed.update(map(id, module.state_dict(keep_vars=True).values()))
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            modules.append(module)
         elif isinstance(module, PreTrainedModel):
-            for embedding in ("get_input_embeddings", "get_output_embeddings"):
+            for embeddings in ("get_input_embeddings", "get_output_embeddings"):
                 with suppress(NotImplementedError, AttributeError):  # a part of the model may have no embeddings
-                    allowed.update(map(id, getattr(module, embedding)().state_dict(keep_vars=True).values()))
-    own = model.state_dict(keep_vars=True)
-    for key in state_dict:
-        for name in (key, key.removeprefix("base_model.model.")):
-            if name in own and id(own[name]) not in allowed:
-                return f"{key} is a weight of the base and no part of a memory; get the file from a trusted source"
-    return None
+                    modules.append(getattr(module, embeddings)())
+    states = [module.state_dict(keep_vars=True) for module in modules if module is not None]
+    return {id(tensor) for state in states for tensor in state.values()}
 
 
 def _is_new(model: nn.Module, config: LocasConfig, adapter_name: str) -> bool:
-    """Whether a memory was added for the file that cannot be loaded; a memory that was there before stays."""
+    """Return whether a memory was added for the file that is loaded; a memory that was there before stays."""
     downs = [layer.locas_down[adapter_name].weight for layer in list_layers(model, adapter_name)]
     return config._expected_host is not None and all(down.is_meta or not down.any() for down in downs)
 
 
 def _discard(model: nn.Module, adapter_name: str) -> None:
-    """Removes a memory that could not be loaded, and all wrappers and hooks if it was the only adapter."""
+    """Remove a memory that could not be loaded, and all wrappers and hooks if it was the only adapter."""
     for layer in list_layers(model, adapter_name):
         layer.delete_adapter(adapter_name)
     _replace_modules(model, LocasLayer, lambda layer: layer if layer.locas_up else layer.release())
@@ -432,7 +413,7 @@ def _discard(model: nn.Module, adapter_name: str) -> None:
 
 
 def _replace_modules(model: nn.Module, kind: type, replace: Callable[[Any], nn.Module]) -> None:
-    """Replaces the modules of a class by what a function returns for them."""
+    """Replace the modules of a class by what a function returns for them."""
     for name, module in list(model.named_modules()):
         if isinstance(module, kind):
             parent, _, child = name.rpartition(".")

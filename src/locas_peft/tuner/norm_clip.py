@@ -1,9 +1,8 @@
 """The norm clip: after each optimizer step, project each slot's gate row, up row and down column into a ball.
 
 Paper, section "Weight Norm Clipping for Implicit KL Constraint": w <- w / max(norm(w), 1). The paper clips "during
-inference"; here the parameters are projected after each optimizer step. The forward pass computes the same function,
-and the memory can be saved and merged as it is. PyTorch calls a hook after each step of every optimizer, so that a
-bare loop, Trainer, SFTTrainer and Accelerate need no call.
+inference"; projecting the parameters instead computes the same function, and the memory can be saved and merged as it
+is. PyTorch calls a hook after each step of every optimizer, so that no trainer and no bare loop needs a call.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _hook = None
 
 
 def clip_after_optimizer_steps(layer: LocasLayer) -> None:
-    """Clips the layer's memories after each optimizer step that trains them, as long as the layer lives."""
+    """Clip the layer's memories after each optimizer step that trains them, as long as the layer lives."""
     global _hook
     _layers.add(layer)
     if _hook is None:
@@ -36,11 +35,11 @@ def clip_after_optimizer_steps(layer: LocasLayer) -> None:
 
 @torch.no_grad()
 def clip_norms_(weights: Sequence[torch.Tensor], dims: Sequence[int], max_norm: float) -> None:
-    """Projects vectors of several tensors into the ball of one radius, in place; vectors inside keep their bits.
+    """Project vectors of several tensors into the ball of one radius, in place; vectors inside keep their bits.
 
     Args:
-        weights: `[..., R, D]` with dimension -1 (rows), or `[..., D, R]` with dimension -2 (columns).
-        dims: for each tensor the dimension along which its vectors lie.
+        weights: rows `[..., R, D]` or columns `[..., D, R]`.
+        dims: for each tensor the dimension along which its vectors lie: -1 for rows, -2 for columns.
         max_norm: the radius.
     """
     # A norm for each tensor: reductions of stacked tensors may add in another order. The rest is grouped.
@@ -55,11 +54,7 @@ def clip_norms_(weights: Sequence[torch.Tensor], dims: Sequence[int], max_norm: 
 
 
 class _Index:
-    """The memory weights that an optimizer held when the index was made. Keeps no parameter or layer alive.
-
-    Args:
-        parameters: all that the optimizer holds, in its order.
-    """
+    """The memory weights among an optimizer's parameters. Keeps no parameter or layer alive."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
@@ -78,7 +73,7 @@ class _Index:
         ]
 
     def fits(self, parameters: list[nn.Parameter]) -> bool:
-        """Whether the optimizer still holds the same parameters, and those of memories are still in their modules."""
+        """Return whether the optimizer still holds these parameters, and memories' weights are in their modules."""
         return (
             len(parameters) == len(self._parameters)
             and all(ref() is parameter for ref, parameter in zip(self._parameters, parameters, strict=True))
@@ -89,7 +84,7 @@ class _Index:
         )
 
     def clip(self) -> None:
-        """Clips the weights that the step changed: those with a gradient, or all if none of them has one."""
+        """Clip the weights that the step changed: those with a gradient, or all if none of them has one."""
         weights = [(ref(), dim, config.max_slot_norm) for ref, _, dim, config in self._weights]
         # Optimizers skip parameters without a gradient. Those that work without gradients change all.
         changed = [entry for entry in weights if entry[0].grad is not None] or weights

@@ -13,7 +13,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts a model in evaluation mode within the context. Each module's own mode is restored afterwards."""
+    """Put a model in evaluation mode within the context. Each module's own mode is restored afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -26,22 +26,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Iterator[None]:
-    """Switches a model's adapters off within the context: PEFT's layers of any kind, and fully trained modules.
+    """Switch a model's adapters off within the context, except for some: PEFT's layers and fully trained modules.
 
     Unlike PEFT's `disable_adapter`, it works on any module and leaves `requires_grad` alone.
-
-    Args:
-        model: the model; mutated, and restored afterwards.
-        except_for: layers that stay as they are.
     """
     kept = {id(module) for module in except_for}
-    switched = [
-        module
-        for module in model.modules()
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        and id(module) not in kept
-        and not module._disable_adapters
-    ]
+    kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
+    adapters = [module for module in model.modules() if isinstance(module, kinds) and id(module) not in kept]
+    switched = [module for module in adapters if not module._disable_adapters]
     for module in switched:
         module._disable_adapters = True
     try:
@@ -52,7 +44,7 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
 
 
 def to_inputs(model: nn.Module, batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a batch as the model's keyword arguments, on the device of its embeddings.
+    """Return a batch as the model's keyword arguments, on the device of its embeddings.
 
     Args:
         batch: `LongTensor [B, T]`, or a mapping with `input_ids` and optionally `attention_mask`, both `[B, T]`.

@@ -12,14 +12,12 @@ effect of token t on later tokens through attention; the paper writes one token 
 Choices beyond the paper:
 - Length. The paper's values all have one length, so that a well-predicted token counts as much as a surprising one.
   `normalization="chunk"` divides by the root mean square of |G| over a chunk's tokens instead: the sum of the slots is
-  then a step of gradient descent. It learned more where all tokens were written (`benchmarks/LOG.md`).
-- Units. The paper defines tau for Locas-GLU only. Here every memory's output is multiplied by tau * `scaling`, and the
-  stored value is v / (tau * scaling): a written slot changes the output by the formula's amount, in every layer and
-  for every r. The norm clip applies to the stored values at the next optimizer step; with `scaling=r` its radius is
-  about the norm of the host's own values, without it 1/r of that.
-- The cycle (appendix, "Expansion-Compression Cycle"). The memory's tensors have R = capacity slots from the start;
-  free slots are zero. A free slot's key and value have zero gradients, so training leaves it free, and the taken slots
-  can be counted from the tensors. A memory with too few free slots for a chunk is first folded to capacity / 2.
+  then a step of gradient descent.
+- Units. The stored value is v divided by the memory's output scale, so that a written slot changes the output by the
+  formula's amount, in every layer and for every r. The norm clip applies to the stored values.
+- The cycle (appendix, "Expansion-Compression Cycle"). The memory has R = capacity slots from the start; free slots are
+  zero, and training leaves them so, since their gradients are zero. A memory with too few free slots for a chunk is
+  first folded to capacity / 2.
 
 Axes: L layers, N tokens, D hidden size, R slots.
 """
@@ -47,27 +45,21 @@ Normalization = Literal["token", "chunk"]
 
 @dataclass(frozen=True)
 class Written:
-    """The result of one call of `SlotWriter.write`.
+    """The result of one call of `SlotWriter.write`."""
 
-    Attributes:
-        slots: the number of written slots.
-        folded: whether the memory was folded before.
-        moved: for each weight whose slots moved: the weight's slot dimension, and for each new slot the index of its
-            former one (LongTensor `[R]`, -1 for a slot that is new). An optimizer's state is reindexed in the same
-            way, with zeros at -1.
-    """
-
-    slots: int
-    folded: bool = False
+    slots: int  # the number of written slots
+    folded: bool = False  # whether the memory was folded before
+    # From each weight whose slots moved to its slot dimension and the former indices of the new slots (LongTensor [R],
+    # -1 for a slot that is new), to reindex an optimizer's state in the same way.
     moved: dict[nn.Parameter, tuple[int, Tensor]] | None = None
 
 
 class SlotWriter:
-    """Writes tokens of a text into the free slots of a two-layer memory.
+    """Write tokens of a text into the free slots of a two-layer memory.
 
     `TestTimeTrainer(model, ..., writer=SlotWriter(model))` records each chunk's forward and backward pass in it, so
-    that writing needs no pass of its own. `write_tokens` writes a single text. The writer keeps no state between two
-    chunks: the memory's tensors show which slots are taken.
+    that writing needs no pass of its own. `write_tokens` writes a single text. The memory's tensors show which slots
+    are taken; the writer has no state of its own.
 
     Args:
         model: a model with a two-layer LOCAS memory, usually of `init_strategy="write"`.
@@ -76,14 +68,9 @@ class SlotWriter:
         slots_per_chunk: the number of tokens written for a chunk; unused with "all".
         normalization: how |G| is computed: for each "token" as in the paper, or as the root mean square over the
             tokens written together ("chunk").
-        fold: how a full memory is reduced to half: "nlsvd", or "refit": keep the slots that contribute most on the
-            current chunk and fit their values to the whole memory's output. "refit" suits a memory that is also
-            trained.
-        adapter_name: the memory; `None` for the active one.
-
-    Raises:
-        ValueError: the model has no such memory or more than one active, it has gates, its layers have different
-            widths, or an argument is out of range.
+        fold: how a full memory is reduced to half: "nlsvd", or "refit" on the current chunk (`compression.py`), which
+            suits a memory that is also trained.
+        adapter_name: the memory; `None` for the active one. It has no gates and one width in all layers.
 
     Example:
         ```py
@@ -121,27 +108,24 @@ class SlotWriter:
 
     @property
     def settings(self) -> dict[str, float | int | str]:
-        """The arguments as plain values: a resumed reading needs a writer with the same ones."""
+        """Return the arguments as plain values: a resumed reading needs a writer with the same ones."""
         names = ("epsilon", "tokens", "slots_per_chunk", "normalization", "fold", "adapter_name")
         return {name: getattr(self, name) for name in names}
 
     @property
     def capacity(self) -> int:
-        """R, the number of slots of the memory."""
+        """Return R, the number of slots of the memory."""
         return self._layers[0].locas_up[self.adapter_name].out_features
 
     @property
     def taken(self) -> int:
-        """The number of slots in use: up to the last one that is not zero in some layer."""
-        used = torch.zeros(self.capacity, dtype=torch.bool)
-        for _, up, down in self._weights():
-            used |= (up.any(dim=1) | down.any(dim=0)).cpu()
-        used = used.nonzero()
-        return 0 if not len(used) else int(used[-1]) + 1
+        """Return the number of slots in use: up to the last one that is not zero in some layer."""
+        used = torch.stack([(up.any(dim=1) | down.any(dim=0)).cpu() for _, up, down in self._weights()])
+        return max(used.any(dim=0).nonzero().flatten().tolist(), default=-1) + 1
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Records the last forward pass with gradients, and its backward pass, within the context."""
+        """Record the last forward pass with gradients, and its backward pass, within the context."""
         self._inputs, self._gradients = [None] * len(self._layers), [None] * len(self._layers)
 
         def recorder(index: int) -> Callable[[Tensor, Tensor], None]:
@@ -165,7 +149,7 @@ class SlotWriter:
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Records no passes within this context, which is used inside `recording`."""
+        """Record no passes within this context, which is used inside `recording`."""
         self._paused = True
         try:
             yield
@@ -173,12 +157,12 @@ class SlotWriter:
             self._paused = False
 
     def is_finite(self) -> bool:
-        """Whether the last recorded passes are complete and finite, so that they can be written."""
+        """Return whether the last recorded passes are complete and finite, so that they can be written."""
         return all(t is not None and bool(t.isfinite().all()) for t in (*self._inputs, *self._gradients))
 
     @torch.no_grad()
     def write(self, losses: Tensor) -> Written:
-        """Writes tokens of the last recorded passes. Folds the memory first if it has too few free slots.
+        """Write tokens of the last recorded passes. Fold the memory first if it has too few free slots.
 
         Args:
             losses: `[N]`, the nll of the last N tokens that those passes predicted, whose sum or mean was
@@ -209,7 +193,7 @@ class SlotWriter:
         return Written(len(chosen), moved is not None, moved)
 
     def _weights(self) -> list[tuple[LocasLayer, nn.Parameter, nn.Parameter]]:
-        """Each layer with its up `[R, D]`, the keys, and its down `[D, R]`, the stored values."""
+        """Return each layer with its up `[R, D]`, the keys, and its down `[D, R]`, the stored values."""
         return [(layer, *(module.weight for module in layer.projections(self.adapter_name))) for layer in self._layers]
 
     def _store(self, start: int, keys: Tensor, values: Tensor) -> None:
@@ -219,26 +203,24 @@ class SlotWriter:
             down[:, start:stop] = (value.to(down.device) / layer.saved_scale(self.adapter_name)).T.to(down.dtype)
 
     def _fold(self, inputs: Tensor, earlier: dict | None) -> dict[nn.Parameter, tuple[int, Tensor]]:
-        """Reduces the memory to half its capacity, in place.
+        """Reduce the memory to half its capacity, in place, and return the moves of the slots, as `Written.moved`.
 
         Args:
             inputs: the chunk's A `[L, N, D]`.
-            earlier: the slot moves since the optimizer's step, as returned.
-
-        Returns:
-            The moves including this one, as `Written.moved`.
+            earlier: the moves since the optimizer's step, which the result includes.
         """
         rank, device = self.capacity // 2, self._weights()[0][1].device
         keys = torch.stack([up.detach().to(device).float().T for _, up, _ in self._weights()])  # K [L, D, R]
         values = torch.stack([down.detach().to(device).float().T for _, _, down in self._weights()])  # V [L, R, D]
         sources = torch.full((len(self._layers), self.capacity), -1, device=device)
         if self.fold == "nlsvd":
+            k = torch.stack([layer.locas_input_scale[self.adapter_name].to(device) for layer in self._layers])
             reduced = nl_svd(
                 keys,
                 values,
                 rank,
                 activation=self._layers[0].activation_of(self.adapter_name),  # the same in all layers of a host
-                probe_norm=float(inputs.norm(dim=-1).mean()),
+                probe_norm=float((k[:, None] * inputs.norm(dim=-1)).mean()),
             )
             keys, values = reduced.key, reduced.value
         else:
@@ -273,15 +255,10 @@ def write_tokens(
     fold: Fold = "nlsvd",
     adapter_name: str | None = None,
 ) -> Written:
-    """Writes all tokens of a text into a memory, by one forward and one backward pass over the whole text.
+    """Write all tokens of a text, LongTensor `[T]` or `[1, T]`, into the two-layer memory of a language model.
 
-    Args:
-        model: a causal language model with a two-layer LOCAS memory, which is mutated; nothing else is.
-        input_ids: LongTensor `[T]` or `[1, T]`, T >= 2.
-        epsilon, normalization, fold, adapter_name: as for `SlotWriter`; the text is one chunk.
-
-    Raises:
-        ValueError: as for `SlotWriter` and its `write`, or a text that is no `[T]` of two tokens or more.
+    It takes one forward and one backward pass over the whole text, as one chunk. The other arguments, and what is
+    refused, are those of `SlotWriter`.
     """
     if input_ids.dim() not in (1, 2) or input_ids.numel() != input_ids.shape[-1] or input_ids.shape[-1] < 2:
         raise ValueError(f"input_ids must be [T] or [1, T] with T >= 2, got {list(input_ids.shape)}: give one text.")
@@ -307,16 +284,15 @@ def write_tokens(
 def make_slots(
     inputs: Tensor, gradients: Tensor, epsilon: float, normalization: Normalization = "token"
 ) -> tuple[Tensor, Tensor]:
-    """The closed form: unit keys, and values of length epsilon over all layers of a token together.
+    """Return unit keys, and values of length epsilon over all layers of a token together, both `[L, N, D]`.
+
+    Zeros where an input or a token's whole gradient is zero.
 
     Args:
         inputs: A `[L, N, D]`.
         gradients: G `[L, N, D]`, of the log-likelihood with respect to the FFNs' outputs.
-        epsilon: the length.
-        normalization: "token", or "chunk": then epsilon is the root mean square of the tokens' lengths.
-
-    Returns:
-        keys `[L, N, D]` and values `[L, N, D]`; zeros where an input or a token's whole gradient is zero.
+        epsilon: the length; with the normalization "chunk", the root mean square of the tokens' lengths.
+        normalization: "token" or "chunk".
     """
     length = gradients.norm(dim=-1, keepdim=True).norm(dim=0, keepdim=True)
     if normalization == "chunk":
@@ -351,9 +327,7 @@ def _find_memory(model: nn.Module, adapter_name: str | None) -> tuple[str, list[
     if len(widths) > 1:
         raise ValueError(f"all layers of a written memory must have one width, got {widths}: leave out rank_pattern.")
     if widths[0] < 2:
-        raise ValueError(
-            "r must be at least 2 for a memory that is written, got 1: one slot cannot be folded to half."
-        )
+        raise ValueError("r must be at least 2 for a memory that is written, got 1: one slot cannot be halved.")
     if any(float(layer.saved_scale(name)) == 0 for layer in layers):
         raise ValueError(f"the memory {name!r} must have an output scale above 0 to be written: raise scaling.")
     return name, layers

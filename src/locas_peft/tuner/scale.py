@@ -1,0 +1,42 @@
+"""The measured scale: a slot means the same on every host, so that one learning rate suits all of them.
+
+With A `[tokens, D]` a sample of an FFN's inputs from the calibration text and M `[tokens, R]` the memory's activations
+on it, which are computed from k A in place of A:
+
+    input scale   k   = KAPPA sqrt(D) / median over tokens of |A|
+    output scale  tau = ALPHA (median over tokens of |FFN(A)|) / (mean over tokens and slots of |M|)
+
+The elements of k A have the size KAPPA, and a slot whose value has norm 1 adds the share ALPHA of the FFN's own
+output. Both hold whatever the norm's weight and the host's projections are multiplied by. The medians leave out single
+tokens whose FFN output is hundreds of times as long as the others' (attention sinks of pretrained models).
+"""
+
+from __future__ import annotations
+
+import torch
+
+KAPPA = 0.5
+ALPHA = 0.003
+SAMPLED_TOKENS = 256
+
+
+def measure_input_scale(inputs: torch.Tensor) -> torch.Tensor:
+    """Return k, a scalar; 1 where the inputs are zero.
+
+    Args:
+        inputs: A `[tokens, D]`.
+    """
+    norm = inputs.norm(dim=-1).median()
+    return torch.where(norm > 0, KAPPA * inputs.shape[-1] ** 0.5 / norm, 1.0)
+
+
+def measure_output_scale(activations: torch.Tensor, output_norms: torch.Tensor, otherwise: torch.Tensor):
+    """Return tau, a scalar.
+
+    Args:
+        activations: M `[tokens, R]`, with k applied.
+        output_norms: |FFN(A)| `[tokens]`.
+        otherwise: the value where no slot is active.
+    """
+    activity = activations.float().abs().mean()
+    return torch.where(activity > 0, ALPHA * output_norms.median() / activity, otherwise)
