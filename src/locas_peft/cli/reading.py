@@ -13,7 +13,7 @@ from cyclopts.validators import Number
 from rich.console import Console
 
 from .. import backbone
-from ..settings import ReadingSettings, complete_all
+from ..settings import ReadingSettings, complete_all, label_method
 from .console import check_json_file, make_consoles, show_progress, silence_libraries, write_result
 
 if TYPE_CHECKING:
@@ -306,7 +306,7 @@ def compare(
         check_output_file("--plot", plot)
     if out is not None:
         check_output_directory("--out", out)
-        labels = [name.replace(":", "-lr") for name in names]
+        labels = [label_method(name) for name in names]
         _check_vacant(out, labels, [COMPARE_JSON, PLOT], overwrite)
     content = load_text(text)
     loaded = load(base)

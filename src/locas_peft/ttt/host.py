@@ -14,13 +14,21 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-__all__ = ["Host", "count_positions"]
+__all__ = ["Host", "check_window", "count_positions"]
 
 
 def count_positions(model: nn.Module) -> int | None:
     """Return how many positions a causal language model has; None where its config has no limit."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def check_window(window: int, positions: int | None) -> None:
+    """Raise a `ValueError` where a window is longer than a model's positions."""
+    if positions is not None and window > positions:
+        raise ValueError(
+            f"window must be within the model's {positions} positions, got {window}: lower window, and stride with it"
+        )
 
 
 class Host:

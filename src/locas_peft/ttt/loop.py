@@ -22,7 +22,7 @@ from .anchor import Anchor
 from .attention_bypass import bypassing, is_tokenwise, list_attention
 from .cache import SlidingCache
 from .chunks import Chunk, Span, perplexity_of
-from .host import Host
+from .host import Host, check_window
 from .learner import Learner
 from .objectives import OBJECTIVES, WEIGHTINGS, divergences, token_losses
 from .settings import TrainingSettings
@@ -233,11 +233,7 @@ def _fit(settings: TrainingSettings, host: Host) -> TrainingSettings:
         if getattr(settings, name) is None:
             raise ValueError(f"{name} must be given for training, got None: give one, or call complete() first")
     limit = math.inf if host.positions is None else host.positions
-    if settings.window > limit:
-        raise ValueError(
-            f"window must be within the model's {limit} positions, got {settings.window}: lower window, and stride "
-            "with it"
-        )
+    check_window(settings.window, host.positions)
     if settings.context == "cache":
         host.check_cache()
     if settings.gradient == "tokenwise" and not is_tokenwise(host, list_attention(host.model)):
