@@ -70,6 +70,8 @@ class Row:
         values = {"context": common.context or "cache", "window": common.window * self.windows}
         if self.method == "locas-glu":
             values["anchor"] = 0.0  # not the preset's
+        if self.method != "none":
+            values["brake"] = False  # as in the published tables
         if self.method.startswith("locas") and self.given.get("preset") != "paper":
             # The scale of the published tables: tau undivided.
             values |= {"output_scale": "paper", "scaling": float(self.given.get("r", 64))}

@@ -12,7 +12,7 @@ from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone
 from locas_peft.reading import score
 from locas_peft.settings import ReadingSettings
 from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import Anchor, checkpoint, divergences, loop, write_own_text
+from locas_peft.ttt import Anchor, OwnText, checkpoint, divergences, loop, write_own_text
 
 
 def make_anchor(seeds: tuple[int, ...] = (5, 6, 7), **options) -> Anchor:
@@ -67,6 +67,39 @@ def test_a_model_without_a_start_of_text_is_named():
         setattr(base.generation_config, name, None)
     with pytest.raises(ValueError, match="model's config must name a bos_token_id, eos_token_id or pad_token_id"):
         write_own_text(base, texts=1, tokens=4)
+
+
+def test_texts_are_written_when_they_are_needed_and_then_kept(caplog):
+    model = make_model()
+    texts = OwnText(model, texts=5, tokens=10, seed=4, batch_size=2)
+    assert len(texts) == 5 and texts.shape == (5, 10) and texts.written.shape == (0, 10)
+    with caplog.at_level("INFO", logger="locas_peft"):
+        third = texts[2]
+    assert texts.written.shape == (4, 10)
+    assert caplog.messages == ["the base writes 2 texts of 10 tokens for the anchor"] * 2
+    assert torch.equal(third, write_own_text(model, texts=2, tokens=10, seed=5)[0])
+    assert torch.equal(texts[2], third) and texts.written.shape == (4, 10)
+    assert torch.equal(texts[4], write_own_text(model, texts=1, tokens=10, seed=6)[0])
+    assert torch.equal(texts[1], write_own_text(model, texts=2, tokens=10, seed=4)[1])
+    with pytest.raises(ValueError, match="^batch_size must be at least 1, got 0: raise it"):
+        OwnText(model, batch_size=0)
+
+
+@pytest.mark.parametrize("gradient", ["full", "tokenwise"])
+def test_a_short_reading_writes_no_text_and_a_longer_one_the_same_as_in_advance(gradient):
+    trainer = make_trainer(gradient=gradient)
+    options = {"texts": 3, "tokens": 12, "batch_size": 3}
+    lazy = make_trainer(gradient=gradient, anchor=Anchor(OwnText(trainer.model, **options), every=3))
+    lazy.anchor.texts._model = lazy.model
+    ids = make_ids(64)
+    chunks = lazy.read(ids)
+    for _ in range(2):
+        next(chunks)
+    assert not len(lazy.anchor.known_texts)
+    list(chunks)
+    ready = make_trainer(gradient=gradient, anchor=Anchor(write_own_text(trainer.model, 3, 12), every=3))
+    assert read(ready, ids) == [chunk.nll_nats for chunk in lazy.chunks]
+    assert_same(weights_of(ready.model), weights_of(lazy.model))
 
 
 # The pull
@@ -171,6 +204,29 @@ def test_resuming_is_bit_identical_and_keeps_to_the_anchor(tmp_path):
     assert_same(weights_of(resumed.model), weights_of(whole.model))
     with pytest.raises(ValueError, match="anchor must be .*'every': 3.* as in the checkpoint"):
         make_trainer(anchor=make_anchor(every=2)).resume(tmp_path)
+
+
+def test_resuming_takes_the_texts_that_were_written_and_writes_the_others(tmp_path):
+    def make_lazy():
+        return make_trainer(anchor=Anchor(OwnText(make_model(), 4, 12, batch_size=2), every=2))
+
+    ids, whole = make_ids(64), make_lazy()
+    chunks = whole.read(ids)
+    for _ in range(3):
+        next(chunks)
+    whole.save(tmp_path)
+    assert whole.anchor.known_texts.shape == (2, 12)
+    list(chunks)
+    assert whole.anchor.known_texts.shape == (4, 12)
+    resumed = make_lazy()
+    assert resumed.resume(tmp_path)
+    assert resumed.anchor.known_texts.shape == (2, 12)
+    read(resumed, ids)
+    assert [chunk.nll_nats for chunk in resumed.chunks] == [chunk.nll_nats for chunk in whole.chunks]
+    assert_same(weights_of(resumed.model), weights_of(whole.model))
+    checkpoint.save(tmp_path, {**checkpoint.load(tmp_path), "anchor": torch.zeros(5, 12, dtype=torch.int64)})
+    with pytest.raises(ValueError, match="^checkpoint must be whole"):
+        make_lazy().resume(tmp_path)
 
 
 @pytest.mark.parametrize("texts", [torch.zeros(3, 5, dtype=torch.int64), torch.full((3, 12), 10**6), None])

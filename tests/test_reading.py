@@ -29,7 +29,7 @@ from locas_peft.reading import (
     score,
 )
 from locas_peft.settings import ReadingSettings
-from locas_peft.ttt import TestTimeTrainer, checkpoint, write_own_text
+from locas_peft.ttt import TestTimeTrainer, anchor, checkpoint, write_own_text
 
 CONTRACT = {
     "method", "model", "r", "init", "learning_rate", "window", "stride", "seed", "scored_tokens", "nll_nats",
@@ -214,13 +214,16 @@ def test_norms_of_the_settings_reach_the_memory(base):
             assert (config.row_norm, config.max_slot_norm) == expected
 
 
-@pytest.mark.parametrize(("given", "texts"), [({"stride": 16}, (32, 16)), ({"stride": 1}, (32, 2))])
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [({"stride": 16}, (32, 16)), ({"stride": 1}, (32, 2)), ({"window": 512, "stride": 256}, (32, 128))],
+)
 def test_settings_make_the_anchor(base, given, texts):
     settings = small(**{"r": 4, "anchor": 0.5, "window": 32} | given)
     with attached(base, settings) as model:
-        anchor = reading.make_trainer(model, settings).anchor
-        assert (anchor.weight, anchor.every, anchor.texts.shape) == (0.5, 4, texts)
-        assert torch.equal(anchor.texts, write_own_text(model, tokens=texts[1]))
+        made = reading.make_trainer(model, settings).anchor
+        assert (made.weight, made.every, made.texts.shape) == (0.5, 4, texts)
+        assert torch.equal(made.texts[3], write_own_text(model, texts=4, tokens=texts[1])[3])
     with attached(base, small()) as model:
         assert reading.make_trainer(model, small()).anchor is None
 
@@ -438,7 +441,7 @@ def test_an_interrupted_reading_goes_on_bit_for_bit(method, given, number, base,
     with pytest.raises(ValueError, match="^--out .* holds an unfinished reading: go on with --resume, or give --over"):
         memorize(base, input_ids, settings, **options)
     torch.manual_seed(12345)
-    monkeypatch.setattr(reading, "write_own_text", pytest.fail)  # the checkpoint holds the anchor's text
+    monkeypatch.setattr(anchor, "write_own_text", pytest.fail)  # the checkpoint holds the anchor's texts
     seen = []
     parts = memorize(base, input_ids, settings, **options, resume=True, on_chunk=seen.append)
     assert [(chunk.reading, chunk.index) for chunk in seen] == [(n, i) for n in range(number + 1) for i in range(8)]

@@ -12,7 +12,7 @@ from locas_peft import LocasConfig, TestTimeTrainer
 from locas_peft.ttt import Chunk
 
 CONTEXTS = ("recompute", "cache")
-SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02}
+SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02, "brake": False}
 
 
 def make_ids(length: int, seed: int = 0) -> torch.Tensor:

@@ -4,7 +4,7 @@ Importing this package registers `PeftType.LOCAS` with PEFT and does nothing els
 """
 
 from .registration import register
-from .ttt import Anchor, Chunk, TestTimeTrainer, TrainingSettings, read_many, write_own_text
+from .ttt import Anchor, Chunk, OwnText, TestTimeTrainer, TrainingSettings, read_many, write_own_text
 from .tuner import (
     LocasConfig,
     LocasLayer,
@@ -27,6 +27,7 @@ __all__ = [
     "LocasConfig",
     "LocasLayer",
     "LocasModel",
+    "OwnText",
     "SlotWriter",
     "TestTimeTrainer",
     "TrainingSettings",

@@ -30,6 +30,7 @@ from .text import digest_ids
 from .ttt import (
     Anchor,
     Chunk,
+    OwnText,
     TestTimeTrainer,
     at_marks,
     checkpoint,
@@ -37,7 +38,6 @@ from .ttt import (
     cumulative,
     per_segment,
     perplexity,
-    write_own_text,
 )
 from .ttt.checkpoint import has_checkpoint
 from .ttt.run_state import differing_field
@@ -61,7 +61,8 @@ READING = "reading.json"
 """The file in a memory's folder that holds the reading that made it."""
 CHECKPOINT_FOLDER = "checkpoint"
 """The folder in a memory's folder that holds an unfinished reading."""
-ANCHOR_TEXTS = 32
+ANCHOR_TOKENS = 128
+"""The most tokens of a text that the base writes for the anchor."""
 _CARD = "README.md"
 
 
@@ -78,10 +79,13 @@ class Reading:
         perplexities: of each reading of the text; the first one is `perplexity`.
         curve: (tokens read, perplexity so far) after each chunk of the first reading.
         extra_parameters: trained parameters.
-        seconds: for the anchor's text, unless a checkpoint held it, and for scoring and learning all chunks.
+        seconds: for scoring and learning all chunks, the anchor's texts included.
         peak_bytes: see `PeakMemory`; the base is included.
         skipped_chunks: chunks that were not learned because a loss or a gradient was not finite.
         memory_dir: None where nothing was saved.
+        taken_back: the numbers of tokens read at which the brake took the adapter back to an earlier state.
+        final_nats: the loss of the adapter in the brake's last comparison, at the end, in nats a token; None without.
+        final_base_nats: the loss of the base there.
     """
 
     settings: ReadingSettings
@@ -98,6 +102,9 @@ class Reading:
     memory_dir: str | None = None
     perplexities: list[float] = field(default_factory=list)
     perplexity_between: dict[str, float] = field(default_factory=dict)
+    taken_back: list[int] = field(default_factory=list)
+    final_nats: float | None = None
+    final_base_nats: float | None = None
 
     @property
     def method(self) -> str:
@@ -124,7 +131,7 @@ class Reading:
         value = {name: item for name, item in value.items() if name != "tokens_per_second"}
         names = {item.name for item in dataclasses.fields(ReadingSettings)}
         settings = {name: value.pop(name) for name in list(value) if name in names}
-        for name in value.keys() - {"peak_bytes", "memory_dir"}:
+        for name in value.keys() - {"peak_bytes", "memory_dir", "final_nats", "final_base_nats"}:
             value[name] = _null_to_nan(value[name])
         try:
             reading = cls(settings=ReadingSettings(**settings), **value)
@@ -190,9 +197,7 @@ def memorize(
         resuming = lock is not None and resume and has_checkpoint(lock.directory)
         model = stack.enter_context(attached(base, settings))
         peak = PeakMemory(base.device)
-        began = time.perf_counter()
-        trainer = make_trainer(model, settings, write_text=not resuming)
-        preparation_seconds = time.perf_counter() - began
+        trainer = make_trainer(model, settings)
         if resuming:
             trainer.resume(lock)
         for chunk in trainer.chunks if on_chunk is not None else ():
@@ -204,7 +209,7 @@ def memorize(
             if lock is not None and time.monotonic() - saved >= checkpoint_seconds:
                 trainer.save(lock)
                 saved = time.monotonic()
-        reading = _make_reading(trainer, settings, input_ids, preparation_seconds, peak)
+        reading = _make_reading(trainer, settings, input_ids, peak)
         if out is not None:
             reading = dataclasses.replace(reading, memory_dir=str(out))
             _save_memory(model, out, reading)
@@ -226,32 +231,27 @@ def _locked(directory: Path) -> Iterator[checkpoint.Lock]:
                 folder.rmdir()
 
 
-def make_trainer(model: nn.Module, settings: ReadingSettings, *, write_text: bool = True) -> TestTimeTrainer:
-    """Return the trainer of a reading, with the memory's writer and the anchor where the settings ask for them.
-
-    Without `write_text`, the anchor's text is left to the checkpoint that is loaded next: writing it takes about as
-    long as reading 8,000 tokens.
-    """
+def make_trainer(model: nn.Module, settings: ReadingSettings) -> TestTimeTrainer:
+    """Return the trainer of a reading, with the memory's writer and the anchor where the settings ask for them."""
     writer = anchor = None
     if settings.init == "write":
         fold = "nlsvd" if settings.update == "nlsvd" else "refit"
         writer = SlotWriter(model, fold=fold, epsilon=settings.epsilon, slots_per_chunk=settings.slots_per_chunk)
     if settings.anchor:
-        texts = torch.zeros(ANCHOR_TEXTS, max(settings.stride, 2), dtype=torch.long)
-        if write_text:
-            texts = write_own_text(model, *texts.shape, seed=settings.seed)
+        texts = OwnText(model, tokens=max(min(settings.stride, ANCHOR_TOKENS), 2), seed=settings.seed)
         anchor = Anchor(texts, weight=settings.anchor, every=settings.anchor_every)
     return TestTimeTrainer(model, settings, writer=writer, anchor=anchor)
 
 
 def _make_reading(
-    trainer: TestTimeTrainer, settings: ReadingSettings, input_ids: torch.LongTensor, seconds: float, peak: PeakMemory
+    trainer: TestTimeTrainer, settings: ReadingSettings, input_ids: torch.LongTensor, peak: PeakMemory
 ) -> Reading:
-    """Return the figures of a reading; `seconds` is the time that its preparation took."""
+    """Return the figures of a reading."""
     readings = [[chunk for chunk in trainer.chunks if chunk.reading == n] for n in range(settings.readings)]
     nlls = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
     tokens = sum(chunk.tokens for chunk in readings[0])
     marks = choose_marks(len(input_ids))
+    final, final_base = trainer.final or (None, None)
     return Reading(
         settings=settings,
         text_sha256=digest_ids(input_ids),
@@ -263,9 +263,12 @@ def _make_reading(
         perplexities=[perplexity(nll, tokens) for nll in nlls],
         curve=cumulative(readings[0]),
         extra_parameters=sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad),
-        seconds=seconds + sum(chunk.seconds for chunk in trainer.chunks),
+        seconds=trainer.seconds,
         peak_bytes=peak.read(),
         skipped_chunks=trainer.skipped_chunks,
+        taken_back=trainer.taken_back,
+        final_nats=final,
+        final_base_nats=final_base,
     )
 
 

@@ -78,7 +78,8 @@ class Sheet:
 def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
     """Return the readings of one text side by side, a row each.
 
-    Time is relative to the reading with the method "none", where there are others to compare it with.
+    Time is relative to the reading with the method "none", where there are others to compare it with. How often the
+    brake took an adapter back is a column where it happened.
 
     Args:
         readings: at least one.
@@ -108,6 +109,10 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
     ]
     at_marks = [f"ppl at {_shorten(int(mark))}" for mark in marks]
     headers = ["method", "r", "parameters", *at_marks, "perplexity", "time", "tokens/s"]
+    if any(reading.taken_back for reading in readings):
+        headers.append("taken back")
+        for row, reading in zip(rows, readings, strict=True):
+            row.append(f"{len(reading.taken_back)} times" if reading.taken_back else "-")
     return Sheet(title, headers, rows, (best, headers.index("perplexity")) if len(readings) > 1 else None)
 
 

@@ -23,9 +23,9 @@ from .tuner import STRATEGIES
 
 __all__ = ["METHODS", "PRESETS", "UPDATES", "ReadingSettings", "complete_all", "label_method", "parse_method"]
 
-_LEARNING = {"layers_to_transform": None, "gradient": "full", "anchor": None, "anchor_every": 4}
+_LEARNING = {"layers_to_transform": None, "gradient": "full", "anchor": None, "anchor_every": 4, "brake": True}
 _MEMORY = {"r": 64, "init": "topk", "output_scale": "measured", "row_norm": None, "max_slot_norm": None, **_LEARNING}
-_PAPER = {"output_scale": "paper"}
+_PAPER = {"output_scale": "paper", "brake": False}
 _WRITTEN = {"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
 
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
@@ -33,13 +33,13 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     # paper, but with tau undivided and a rate from our sweep (benchmarks/README.md).
     "paper": {
         "none": {},
-        "lora": {"r": 64, "learning_rate": 1e-3, **_LEARNING},
+        "lora": {"r": 64, "learning_rate": 1e-3, **_LEARNING, "brake": False},
         "locas-glu": {**_MEMORY, **_PAPER, "learning_rate": 4e-3, "scaling": 1.0},
         # "r" is replaced by the width.
         "locas-mlp": {**_MEMORY, **_PAPER, "init": "write", "learning_rate": 5e-4, "scaling": "r", **_WRITTEN},
     },
-    # The measured output scale, so that one rate serves all hosts; an anchor, which limits changes on other texts;
-    # cloned rows for every memory.
+    # The measured output scale, so that one rate serves all hosts; an anchor, which limits changes on other texts; the
+    # brake; cloned rows for every memory.
     "tuned": {
         "none": {},
         "lora": {"r": 64, "learning_rate": 1e-3, **_LEARNING},
@@ -76,6 +76,7 @@ class ReadingSettings(TrainingSettings):
         gradient: full, or tokenwise: not through attention, in three quarters of the time.
         anchor: weight of the KL to the base on text that the base generated; 0 for none.
         anchor_every: every n-th optimizer step pulls to the base.
+        brake: compare with the base now and then, and go back where the text became worse.
         window: tokens that the model sees at once, context and chunk.
         stride: tokens between two learning steps; half the window where not given.
         context: cache keeps the context's keys and values, recompute feeds it again.
@@ -110,6 +111,7 @@ class ReadingSettings(TrainingSettings):
     gradient: str | None = None
     anchor: float | None = None
     anchor_every: int | None = None
+    brake: bool | None = None
     window: int | None = None
     stride: int | None = None
     context: str | None = None

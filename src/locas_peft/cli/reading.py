@@ -53,6 +53,7 @@ class ReadingOptions(ReadingSettings):
     learning_rate: Annotated[float | None, Parameter(name="--lr")] = None
     r: Annotated[int | None, Parameter(alias="--width")] = None
     layers_to_transform: Annotated[str | None, Parameter(name="--layers", converter=_parse_layers)] = None
+    brake: Annotated[bool | None, Parameter(negative="--no-brake")] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -374,6 +375,13 @@ def _show(readings: Sequence[Reading], stdout: Console, stderr: Console, plot: P
     skipped = sum(reading.skipped_chunks for reading in readings)
     if skipped:
         stderr.print(f"{skipped} chunks were scored but not learned: their loss or gradient was not finite")
+    for reading in readings:
+        if reading.taken_back:
+            where = ", ".join(f"{tokens:,}" for tokens in reading.taken_back)
+            stderr.print(
+                f"{reading.method} made the text worse than no memory and was taken back to an earlier state, after "
+                f"{where} tokens: a lower --lr may learn more"
+            )
     if plot is not None:
         try:
             report.plot_readings(readings, plot, title)

@@ -4,7 +4,7 @@
 in one batch, each into a LOCAS memory of its own.
 """
 
-from .anchor import Anchor, write_own_text
+from .anchor import Anchor, OwnText, write_own_text
 from .checkpoint import InUse
 from .chunks import Chunk, Span, at_marks, choose_marks, cumulative, cut, per_segment, perplexity, perplexity_of
 from .host import Host, count_positions
@@ -22,6 +22,7 @@ __all__ = [
     "InUse",
     "ManyReading",
     "Objective",
+    "OwnText",
     "Span",
     "TestTimeTrainer",
     "TrainingSettings",

@@ -9,8 +9,9 @@ Axes: n texts, L tokens of each.
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,9 @@ from ..tuner.passes import adapters_disabled, evaluating
 from .host import Host
 from .settings import check_whole
 
-__all__ = ["Anchor", "write_own_text"]
+__all__ = ["Anchor", "OwnText", "write_own_text"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +33,7 @@ class Anchor:
     """The texts on which any adapter that a `TestTimeTrainer` trains stays close to the base, and the weight.
 
     Args:
-        texts: LongTensor [n, L], L >= 2; each pull uses one, in turns. `write_own_text` makes them.
+        texts: LongTensor [n, L], L >= 2, or an `OwnText`; each pull uses one, in turns.
         weight: of KL(base || with the adapter), the mean over L - 1 tokens in nats, beside the chunk's loss.
         every: every n-th optimizer step pulls, with n times the weight, so that the weight has the same meaning for
             all n. A pull takes two forward passes and one backward pass over L - 1 tokens.
@@ -39,25 +42,17 @@ class Anchor:
         TypeError, ValueError: in one line that names the argument, its rule, its value and the remedy.
 
     Example:
-        >>> anchor = Anchor(write_own_text(model))
+        >>> anchor = Anchor(OwnText(model), weight=0.3)
         >>> trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=4e-3, anchor=anchor)
     """
 
-    texts: Tensor
+    texts: Tensor | OwnText
     weight: float = 1.0
     every: int = 4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.texts, Tensor) or self.texts.dtype != torch.int64:
-            got = self.texts.dtype if isinstance(self.texts, Tensor) else type(self.texts).__name__
-            raise TypeError(
-                f"anchor texts must be a LongTensor of shape [n, L], got {got}: make it with write_own_text(model)"
-            )
-        if self.texts.ndim != 2 or not len(self.texts) or self.texts.shape[1] < 2:
-            raise ValueError(
-                f"anchor texts must have the shape [n, L] with n >= 1 and L >= 2, got {list(self.texts.shape)}: "
-                "make them with write_own_text(model)"
-            )
+        if not isinstance(self.texts, OwnText):
+            _check_texts(self.texts)
         if not 0 < self.weight < math.inf:
             raise ValueError(f"anchor weight must be a number above 0, got {self.weight}: for none, give no anchor")
         check_whole("anchor every", self.every, 1)
@@ -72,15 +67,96 @@ class Anchor:
         """What a resumed reading must share; the texts themselves are part of its checkpoint."""
         return {"weight": self.weight, "every": self.every, "texts": list(self.texts.shape)}
 
+    @property
+    def known_texts(self) -> Tensor:
+        """The texts, LongTensor [k, L]: of an `OwnText` those that were written so far, else all."""
+        return self.texts.written if isinstance(self.texts, OwnText) else self.texts
+
+    def with_texts(self, texts: Tensor) -> Anchor:
+        """Return an anchor that has the known texts of another one.
+
+        Raises:
+            TypeError: their shape is not that of this anchor's texts.
+        """
+        count, length = self.texts.shape
+        lazy = isinstance(self.texts, OwnText)
+        if texts.ndim != 2 or texts.shape[1] != length or not (len(texts) == count or (lazy and len(texts) < count)):
+            raise TypeError(f"anchor texts of shape {list(texts.shape)}")
+        texts = texts.to(self.known_texts)
+        return replace(self, texts=self.texts.with_written(texts) if lazy else texts)
+
     def check(self, host: Host) -> None:
         """Raise a `ValueError` where the texts do not fit a model's vocabulary or positions."""
-        host.check_tokens(self.texts, "anchor texts", "write them with this model")
+        if len(self.known_texts):
+            host.check_tokens(self.known_texts, "anchor texts", "write them with this model")
         length = self.texts.shape[1]
         if host.positions is not None and length > host.positions:
             raise ValueError(
                 f"anchor texts must be within the model's {host.positions} positions, got {length} tokens: "
                 "write shorter ones"
             )
+
+
+class OwnText:
+    """Texts that the base writes, each at its first use, a few at once.
+
+    A reading can so begin at once, and a short one has no texts written that it does not use.
+
+    Args:
+        model: see `write_own_text`; it is kept.
+        texts: n.
+        tokens: L, the tokens of each.
+        seed: of the first batch; each batch has the next one.
+        batch_size: texts that are written at once.
+
+    Attributes:
+        shape: (n, L).
+        written: LongTensor [k, L], the texts so far, on the model's device.
+
+    Raises:
+        ValueError: the model's config names no token that a text could start with.
+    """
+
+    def __init__(self, model: nn.Module, texts: int = 32, tokens: int = 128, seed: int = 0, batch_size: int = 4):
+        for name, value, least in (("texts", texts, 1), ("tokens", tokens, 2), ("batch_size", batch_size, 1)):
+            check_whole(name, value, least)
+        base = _base_of(model)
+        _start_of_text(base)
+        self._model, self._seed, self._batch_size = model, seed, batch_size
+        self.shape = torch.Size((texts, tokens))
+        self.written = torch.empty(0, tokens, dtype=torch.long, device=Host(base).device)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return a text, LongTensor [L]; write it, and those before it, where they are missing."""
+        count, length = self.shape
+        while len(self.written) <= index:
+            wanted = min(self._batch_size, count - len(self.written))
+            _log.info("the base writes %d texts of %d tokens for the anchor", wanted, length)
+            batch = write_own_text(self._model, wanted, length, self._seed + len(self.written) // self._batch_size)
+            self.written = torch.cat([self.written, batch])
+        return self.written[index]
+
+    def with_written(self, written: Tensor) -> OwnText:
+        """Return the same, with other texts in place of those that were written."""
+        other = OwnText(self._model, *self.shape, self._seed, self._batch_size)
+        other.written = written
+        return other
+
+
+def _check_texts(texts: Any) -> None:
+    if not isinstance(texts, Tensor) or texts.dtype != torch.int64:
+        got = texts.dtype if isinstance(texts, Tensor) else type(texts).__name__
+        raise TypeError(
+            f"anchor texts must be a LongTensor of shape [n, L], got {got}: make it with write_own_text(model)"
+        )
+    if texts.ndim != 2 or not len(texts) or texts.shape[1] < 2:
+        raise ValueError(
+            f"anchor texts must have the shape [n, L] with n >= 1 and L >= 2, got {list(texts.shape)}: "
+            "make them with write_own_text(model)"
+        )
 
 
 @torch.no_grad()
@@ -103,7 +179,7 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
     """
     check_whole("texts", texts, 1)
     check_whole("tokens", tokens, 2)
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = _base_of(model)
     first = _start_of_text(base)
     start = torch.full((texts, 1), first, dtype=torch.long, device=Host(base).device)
     # No end of text: after the end of one sample, another one follows, as in training text.
@@ -119,6 +195,10 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
             return base.generate(input_ids=start, attention_mask=torch.ones_like(start), generation_config=sampling)
         finally:
             base.generation_config = own
+
+
+def _base_of(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _start_of_text(base: nn.Module) -> int:

@@ -21,7 +21,7 @@ __all__ = ["CHECKPOINT", "InUse", "Lock", "damaged", "has_checkpoint", "load", "
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
-_KIND, _VERSION = "locas-checkpoint", 3
+_KIND, _VERSION = "locas-checkpoint", 4
 
 
 def has_checkpoint(directory: str | Path) -> bool:

@@ -41,6 +41,7 @@ class Learner:
         self._make_optimizer = make_optimizer or self._make_adamw
         self.optimizer: torch.optim.Optimizer | None = None
         self._rates: list[float] = []
+        self._rate_factor = 1.0
         self.steps = 0
         self._snapshot: Any = None
 
@@ -51,7 +52,7 @@ class Learner:
 
     def _start(self, parameters: list[nn.Parameter]) -> None:
         self.optimizer = self._make_optimizer(parameters)
-        self._rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._rates = [self._rate_factor * group["lr"] for group in self.optimizer.param_groups]
 
     def begin(self) -> None:
         """Clear the gradients for a step; make the optimizer for the first one.
@@ -116,16 +117,21 @@ class Learner:
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
 
+    def restart(self, rate_factor: float) -> None:
+        """Forget the optimizer and its steps; multiply the rates of the next one."""
+        self.optimizer, self.steps, self._rate_factor = None, 0, self._rate_factor * rate_factor
+
     def release(self) -> None:
         """Drop the optimizer and the snapshot, which are as large as several copies of the parameters."""
         self.optimizer = self._snapshot = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "optimizer": None if self.optimizer is None else self.optimizer.state_dict()}
+        optimizer = None if self.optimizer is None else self.optimizer.state_dict()
+        return {"steps": self.steps, "rate_factor": self._rate_factor, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned; raise a `ValueError` where it does not fit the parameters."""
-        self.optimizer, self.steps = None, int(state["steps"])
+        self.optimizer, self.steps, self._rate_factor = None, int(state["steps"]), float(state["rate_factor"])
         if state["optimizer"] is None:
             return
         self._start(self.parameters())

@@ -20,8 +20,9 @@ from ..tuner import SlotWriter, calibrate, empty_memories
 from ..tuner.passes import adapters_disabled, evaluating
 from .anchor import Anchor
 from .attention_bypass import bypassing, is_tokenwise, list_attention
+from .brake import Brake, is_due, is_worse
 from .cache import SlidingCache
-from .chunks import Chunk, Span, perplexity_of
+from .chunks import Chunk, Span, cut, perplexity_of
 from .host import Host, check_window
 from .learner import Learner
 from .objectives import OBJECTIVES, WEIGHTINGS, divergences, token_losses
@@ -34,7 +35,7 @@ __all__ = ["Batch", "Loop", "Row", "calibrate_empty"]
 class Row:
     """A document that is being read, LongTensor [T], the learner of its adapter, and its records.
 
-    `adapter` is None in a batch of one row, whose adapters are the active ones.
+    `adapter` is None in a batch of one row, whose adapters are the active ones. For `final` see `Loop.finish`.
     """
 
     ids: Tensor
@@ -42,11 +43,36 @@ class Row:
     adapter: str | None = None
     chunks: list[Chunk] = field(default_factory=list)
     skipped_chunks: int = 0
+    final: tuple[float, float] | None = None
+    final_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.brake = Brake(self.learner)
 
     @property
     def perplexity(self) -> float:
         """Of the current reading."""
         return perplexity_of(chunk for chunk in self.chunks if chunk.reading == self.chunks[-1].reading)
+
+    @property
+    def seconds(self) -> float:
+        """The time that reading has taken, of all readings together."""
+        return sum(chunk.seconds for chunk in self.chunks) + self.final_seconds
+
+    @property
+    def taken_back(self) -> list[int]:
+        """The numbers of tokens read at which the brake took the adapter back."""
+        at_end = [self.chunks[-1].stop] if self.final is not None and not self.final[0] <= self.final[1] else []
+        return [chunk.start for chunk in self.chunks if chunk.taken_back] + at_end
+
+
+@dataclass
+class Outcome:
+    """What became of a chunk of one row; the fields are those of `Chunk`."""
+
+    nll_nats: float
+    base_nll_nats: float | None = None
+    taken_back: bool = False
 
 
 @dataclass
@@ -98,39 +124,72 @@ class Loop:
         """Score a chunk, which each row's document has, and learn it; append its record to each row.
 
         Returns:
-            The batches that go on: `batch` itself, or, where rows skipped the chunk, the other rows and a batch for
-            each of those. The context of a row that skipped is fed again: it may hold values that are not finite.
+            The batches that go on: `batch` itself, or, where rows did not learn the chunk, the other rows and a batch
+            for each of those. Their context is fed again: it may hold values that are not finite.
         """
         began = time.perf_counter()
         learning = bool(batch.rows[0].learner.parameters())
         with evaluating(self.host.model), bypassing(self._bypassed):
-            if learning and not batch.rows[0].chunks and batch.adapters is None:
-                calibrate_empty(self.host.model, batch.tokens(span.start, span.stop))
+            if learning and not batch.rows[0].chunks:
+                if batch.adapters is None:
+                    calibrate_empty(self.host.model, batch.tokens(span.start, span.stop))
+                for row in batch.rows if self.settings.brake else ():
+                    row.brake.keep()
             if learning and self.settings.epochs > 1:
                 paused = time.perf_counter()
                 for row in batch.rows:
                     row.learner.take_snapshot()
                 began += time.perf_counter() - paused  # a safeguard of ours, not a cost of the method
             with nullcontext() if self.writer is None else self.writer.recording():
-                nlls, going_on = self._score_and_learn(batch, span, learning)
+                outcomes, going_on = self._score_and_learn(batch, span, learning)
         seconds = (time.perf_counter() - began) / len(batch.rows)
         batches = [going_on] if going_on.rows else []
-        for row, nll_nats in zip(batch.rows, nlls, strict=True):
+        for row, outcome in zip(batch.rows, outcomes, strict=True):
             finished = row in going_on.rows
             if not finished:
                 batches.append(self.make_batch([row]))
-                if learning:
-                    row.skipped_chunks += 1
-                    if self.settings.epochs > 1:
-                        row.learner.restore_snapshot()
+            if outcome.taken_back:
+                row.brake.take_back()
+            elif learning and not finished:
+                row.skipped_chunks += 1
+                if self.settings.epochs > 1:
+                    row.learner.restore_snapshot()
             learned = learning and finished and span.scored > 0
             index = row.chunks[-1].index + 1 if row.chunks and row.chunks[-1].reading == reading else 0
-            row.chunks.append(Chunk(index, span.start, span.stop, span.scored, nll_nats, seconds, learned, reading))
+            place = {"start": span.start, "stop": span.stop, "tokens": span.scored, "reading": reading}
+            row.chunks.append(Chunk(index, **place, **vars(outcome), seconds=seconds, learned=learned))
         return batches
 
-    def _score_and_learn(self, batch: Batch, span: Span, learning: bool) -> tuple[list[float], Batch]:
-        """Return each row's nll, in nats, and the batch of the rows whose losses and gradients were finite."""
-        nlls = [0.0] * len(batch.rows)
+    def finish(self, row: Row) -> None:
+        """Compare the adapter that is left with the base on a chunk, once; take it back where it is worse.
+
+        The chunk is the last one that was compared before, or the last one of all. `row.final` becomes the two losses,
+        the adapter's first, in nats a token.
+        """
+        scored = [chunk for chunk in row.chunks if chunk.tokens]
+        if not self.settings.brake or row.final is not None or not row.learner.parameters() or not scored:
+            return
+        began = time.perf_counter()
+        chunk = next((chunk for chunk in reversed(scored) if chunk.base_nll_nats is not None), scored[-1])
+        batch = self.make_batch([row])
+        span = next(cut(chunk.stop, self.settings.window, self.settings.stride, chunk.start))
+        with evaluating(self.host.model):
+            (nll,) = self._reread(batch, span, with_adapters=True)
+            base_nll = chunk.base_nll_nats
+            if base_nll is None:
+                (base_nll,) = self._reread(batch, span, with_adapters=False)
+        if math.isfinite(base_nll):
+            row.final = nll / chunk.tokens, base_nll / chunk.tokens
+            if not nll <= base_nll:  # nan too
+                row.brake.take_back()
+        row.final_seconds = time.perf_counter() - began
+
+    def _score_and_learn(self, batch: Batch, span: Span, learning: bool) -> tuple[list[Outcome], Batch]:
+        """Return each row's outcome, and the batch of the rows that go on with this context.
+
+        These are the rows whose losses and gradients were finite and whose adapters were not taken back.
+        """
+        outcomes = [Outcome(0.0) for _ in batch.rows]
         targets = batch.tokens(max(span.start, 1), span.stop)
         losses_of = self._objective.losses if learning else token_losses
         wanted = targets  # what the objective compares the logits with
@@ -144,9 +203,16 @@ class Loop:
                 scores = losses.detach()
                 if losses_of is not token_losses:
                     scores = token_losses(logits.detach(), targets.flatten()).unflatten(0, targets.shape)
-                nlls = [row_scores.double().sum().item() for row_scores in scores]
+                outcomes = [Outcome(row_scores.double().sum().item()) for row_scores in scores]
             del logits
-            healthy = self._learn(batch, losses) if learning else [math.isfinite(nll) for nll in nlls]
+            if epoch == 0 and learning and self.settings.brake:
+                self._compare(batch, span, outcomes)
+                kept = [index for index, outcome in enumerate(outcomes) if not outcome.taken_back]
+                if len(kept) < len(outcomes):
+                    batch, targets, wanted, losses = batch.select(kept), targets[kept], wanted[kept], losses[kept]
+                if not kept:
+                    break
+            healthy = self._learn(batch, losses) if learning else [math.isfinite(one.nll_nats) for one in outcomes]
             kept = [index for index, good in enumerate(healthy) if good]
             if len(kept) < len(healthy):
                 batch, targets, wanted = batch.select(kept), targets[kept], wanted[kept]
@@ -155,7 +221,32 @@ class Loop:
         if learning and batch.rows and span.scored and self.writer is not None and self.writer.is_finite():
             batch.rows[0].learner.move_slots(self.writer.write(losses.detach()[0]).moved or {})
         batch.cache.advance()
-        return nlls, batch
+        return outcomes, batch
+
+    def _compare(self, batch: Batch, span: Span, outcomes: list[Outcome]) -> None:
+        """Compare with the base the rows whose turn it is, before they learn the chunk; complete their outcomes."""
+        rows = zip(batch.rows, outcomes, strict=True)
+        due = [(row, one) for row, one in rows if is_due(row.chunks, one.nll_nats / span.scored)]
+        if not due:
+            return
+        base_nlls = self._reread(replace(batch, rows=[row for row, _ in due]), span, with_adapters=False)
+        for (row, one), base_nll in zip(due, base_nlls, strict=True):
+            one.base_nll_nats = base_nll
+            one.taken_back = is_worse(row.chunks, one.nll_nats / span.scored, base_nll / span.scored)
+            if one.nll_nats < base_nll:
+                row.brake.keep()
+
+    @torch.no_grad()
+    def _reread(self, batch: Batch, span: Span, with_adapters: bool) -> list[float]:
+        """Return each row's nll of a chunk, in nats, from a window that is fed again."""
+        targets = batch.tokens(max(span.start, 1), span.stop)
+        ids = self._window(batch, span.begin, span.stop - 1)
+        pausing = nullcontext() if self.writer is None else self.writer.pausing()
+        with pausing, nullcontext() if with_adapters else adapters_disabled(self.host.model):
+            adapters = batch.adapters if with_adapters else None
+            logits = self.host.logits(ids, span.scored, adapters, use_cache=False)
+        losses = token_losses(logits.flatten(0, 1), targets.flatten()).unflatten(0, targets.shape)
+        return [row_losses.double().sum().item() for row_losses in losses]
 
     def _logits(self, batch: Batch, span: Span) -> Tensor:
         """Return the logits [B, N, V] of the chunk's targets: token t is predicted where token t - 1 is fed."""

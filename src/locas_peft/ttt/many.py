@@ -106,6 +106,11 @@ class ManyReading:
         """How many chunks of each document were not learned because a loss or a gradient was not finite."""
         return {name: row.skipped_chunks for name, row in self._rows.items()}
 
+    @property
+    def taken_back(self) -> dict[str, list[int]]:
+        """For each document the numbers of tokens read at which the brake took its memory back."""
+        return {name: row.taken_back for name, row in self._rows.items()}
+
     def perplexity(self, name: str) -> float:
         """exp(sum of nll / number of scored tokens) of a document's current reading; nan before its first score."""
         return self._rows[name].perplexity
@@ -129,9 +134,12 @@ class ManyReading:
                     read = [row for batch in batches for row in batch.rows]
                     batches = [after for batch in batches for after in self._step(batch, start, reading)]
                     yield {name: row.chunks[-1] for name, row in self._rows.items() if row in read}
+            for row in self._rows.values():
+                self._loop.finish(row)
         finally:
             for name, row in self._rows.items():
                 row.learner.release()
+                row.brake.good = None
                 for weight in self._list_weights(name):
                     weight.requires_grad_(False)  # as PEFT leaves adapters that are not active
                     weight.grad = None

@@ -39,6 +39,8 @@ class TrainingSettings:
             next-token distributions of the base with a longer context, at the cost of one more forward pass a chunk.
         teacher_window: the longest stretch that the teacher's predictions rest on, in tokens; from `window` to the
             model's positions. None: four windows, or all positions where there are fewer.
+        brake: whether the adapter is compared with the base now and then, and taken back where it makes the text
+            worse (`brake.py`).
         token_weighting: a name in `objectives.WEIGHTINGS`. "uniform", or "loss": each token of a chunk counts in
             proportion to its own loss.
 
@@ -59,6 +61,7 @@ class TrainingSettings:
     objective: str = "nll"
     teacher_window: int | None = None
     token_weighting: str = "uniform"
+    brake: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("readings", 1), ("warmup_steps", 0), ("sinks", 0)):

@@ -56,6 +56,9 @@ class TestTimeTrainer:
         position: the number of tokens read so far.
         chunks: the records so far.
         skipped_chunks: how many chunks were not learned because a loss or a gradient was not finite.
+        taken_back: the numbers of tokens read at which the brake took the adapter back.
+        final: at the end of the last reading, what the brake's last comparison found, in nats a token: the adapter's
+            loss and the base's. None before, or without a brake.
 
     Raises:
         TypeError, ValueError: in one line that names the argument, its rule, its value and the remedy.
@@ -122,6 +125,19 @@ class TestTimeTrainer:
         return self._row.skipped_chunks
 
     @property
+    def seconds(self) -> float:
+        """Wall time of scoring and learning so far."""
+        return self._row.seconds
+
+    @property
+    def taken_back(self) -> list[int]:
+        return self._row.taken_back
+
+    @property
+    def final(self) -> tuple[float, float] | None:
+        return self._row.final
+
+    @property
     def position(self) -> int:
         return self.chunks[-1].stop if self.chunks else 0
 
@@ -177,6 +193,7 @@ class TestTimeTrainer:
 
     def _read(self, ids: Tensor) -> Iterator[Chunk]:
         iterator = self._iterator = object()
+        self._row.ids = ids
         try:
             while True:
                 position, reading = self.position, self.chunks[-1].reading if self.chunks else 0
@@ -184,8 +201,8 @@ class TestTimeTrainer:
                     position, reading = 0, reading + 1
                     self._batch = self._loop.make_batch([self._row])
                 if reading == self.settings.readings:
+                    self._loop.finish(self._row)
                     return
-                self._row.ids = ids
                 span = next(cut(len(ids), self.settings.window, self.settings.stride, position))
                 (self._batch,) = self._loop.step(self._batch, span, reading)
                 yield self.chunks[-1]
@@ -298,10 +315,11 @@ class TestTimeTrainer:
             "run": {**describe_run(self.model, settings), "text": self._text},
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
+            "good": self._row.brake.good,
             "model": model_state(self.model, self._list_trained()),
             "learner": self._learner.state_dict(),
             "cache": self._batch.cache.state_dict(),
-            "anchor": None if anchor is None else anchor.texts,
+            "anchor": None if anchor is None else anchor.known_texts,
             "random": {"cpu": torch.get_rng_state()},
         }
         if self._host.device.type == "cuda":
@@ -314,15 +332,13 @@ class TestTimeTrainer:
         _check_records(chunks, self.settings)
         restore_model_state(self.model, self._list_trained(), state["model"])
         self._learner.load_state_dict(state["learner"])
+        self._row.brake.load(state["good"])
         self._batch = self._loop.make_batch([self._row])
         self._batch.cache.load_state_dict(state["cache"])
-        self._row.chunks, self._row.skipped_chunks = chunks, int(state["skipped_chunks"])
+        self._row.chunks, self._row.skipped_chunks, self._row.final = chunks, int(state["skipped_chunks"]), None
         self._text = state["run"]["text"]
         if self.anchor is not None:
-            texts = state["anchor"].to(self.anchor.texts)
-            if texts.shape != self.anchor.texts.shape:
-                raise TypeError(f"anchor texts of shape {list(texts.shape)}")
-            self._loop.anchor = replace(self.anchor, texts=texts)
+            self._loop.anchor = self.anchor.with_texts(state["anchor"])
             self.anchor.check(self._host)
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"] and self._host.device.type == "cuda":

@@ -1,0 +1,99 @@
+"""The brake notices that an adapter makes its text worse, and takes the learning back.
+
+Now and then a chunk is also scored by the base, without adapters. Where the adapter is worse, it goes back to its last
+state that was better, and its learning rate is divided by 4. Such a check costs one forward pass over a window: with
+n chunks there are about log2(n) of them, and one more every 32 chunks; a jump of the loss adds one. At the end of a
+reading one further pass scores the text with the adapter that is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .chunks import Chunk
+from .learner import Learner
+
+__all__ = ["RATE_FACTOR", "TOLERANCE", "Brake", "is_due", "is_worse"]
+
+TOLERANCE = 0.05
+"""Nats a token by which an adapter may be worse than the base on one chunk. Less is noise, unless it is repeated."""
+JUMP = 0.7
+"""Nats a token by which a chunk's loss must exceed the mean of the last `RECENT` ones for a check out of turn."""
+RECENT = 4
+FIRST, LONGEST = 2, 32
+"""The number of the first chunk that is checked, and the most chunks from one check to the next."""
+RATE_FACTOR = 0.25
+
+
+def is_due(chunks: Sequence[Chunk], nats_per_token: float) -> bool:
+    """Return whether a chunk is to be checked.
+
+    Args:
+        chunks: the records before it, of the same document.
+        nats_per_token: its own mean loss.
+    """
+    if not chunks:
+        return False
+    if not math.isfinite(nats_per_token):
+        return True
+    recent = [chunk.nll_nats / chunk.tokens for chunk in chunks[-RECENT:] if chunk.tokens]
+    if recent and nats_per_token > sum(recent) / len(recent) + JUMP:
+        return True
+    checked = [number for number, chunk in enumerate(chunks) if chunk.base_nll_nats is not None]
+    if not checked:
+        return len(chunks) >= FIRST
+    last = checked[-1]
+    return len(chunks) - last >= (FIRST if chunks[last].taken_back else min(last + FIRST, LONGEST))
+
+
+def is_worse(chunks: Sequence[Chunk], nats_per_token: float, base_nats_per_token: float) -> bool:
+    """Return whether the adapter makes the text worse than the base: by more than `TOLERANCE`, or twice in a row.
+
+    Args: as for `is_due`, and
+        base_nats_per_token: the mean loss of the base on the same chunk.
+    """
+    excess = nats_per_token - base_nats_per_token
+    if not excess <= TOLERANCE:  # nan too
+        return math.isfinite(base_nats_per_token)
+    checked = [chunk for chunk in chunks if chunk.base_nll_nats is not None]
+    again = bool(checked) and not checked[-1].taken_back and checked[-1].nll_nats > checked[-1].base_nll_nats
+    return excess > 0 and again
+
+
+class Brake:
+    """The last good state of the parameters that a learner trains: a copy of them.
+
+    Attributes:
+        good: the copies, in the learner's order; None before the first chunk.
+    """
+
+    def __init__(self, learner: Learner):
+        self._learner = learner
+        self.good: list[Tensor] | None = None
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Take the parameters as they are for the good state."""
+        self.good = [parameter.detach().clone() for parameter in self._learner.parameters()]
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Bring the parameters back to the good state; the optimizer starts afresh, with a smaller rate."""
+        for parameter, value in zip(self._learner.parameters(), self.good, strict=True):
+            parameter.copy_(value)
+        self._learner.restart(RATE_FACTOR)
+
+    def load(self, good: list[Tensor] | None) -> None:
+        """Take over the good state of another brake, of a learner of the same parameters.
+
+        Raises:
+            ValueError: the tensors are of other shapes.
+        """
+        parameters = self._learner.parameters()
+        if good is not None and [value.shape for value in good] != [value.shape for value in parameters]:
+            raise ValueError("the good state has other shapes than the parameters")
+        self.good = good and [value.to(own) for value, own in zip(good, parameters, strict=True)]
