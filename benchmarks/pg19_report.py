@@ -138,6 +138,10 @@ def _curves(readings: Readings) -> str:
     )
 
 
+def _curves_by_document(readings: Readings) -> str:
+    return "\n\n".join(map(_curves, _group(readings, "document").values()))
+
+
 TABLE_FORMS: dict[str, Callable[[Readings], str]] = {
     "headline": _headline,
     "init": _over_seeds,
@@ -145,6 +149,8 @@ TABLE_FORMS: dict[str, Callable[[Readings], str]] = {
     "sweep": _sweep,
     "sweep-training": _sweep,
     "curves": _curves,
+    "pretrained": _curves_by_document,
+    "pretrained-sweep": _sweep,
 }
 
 

@@ -197,6 +197,27 @@ _CURVES_ROWS = (
 )
 _WIDTH_ROWS = (NONE, *(make(r) for make in (locas, lora) for r in (4, 16, 64, 256)))
 
+
+# On a pretrained model: the measured output scale, whose rates are those of the presets; LoRA's are the best of
+# "pretrained-sweep". LoRA r=11 has as many parameters as Locas r=64 in SmolLM2-135M.
+def measured(r: int = 64, rate: float = 4e-3, **given: Any) -> Row:
+    """Make a row of a gated memory with the measured output scale."""
+    row = _make_row(f"locas-glu@{r}", rate, r=r, **given)
+    return dataclasses.replace(row, given={**row.given, "output_scale": "measured", "scaling": 1.0})
+
+
+_PRETRAINED_ROWS = (
+    *(NONE_RECOMPUTE, NONE, lora(64, 1e-3), measured(), lora(11, 2e-3), measured(anchor=0.3)),
+    *(measured(init=name) for name in ("gaussian", "random", "bottomk")),
+    *(measured(16), measured(256), measured(**TOKENWISE), measured(**UPPER), paper(64), lora(64, 5e-4, **PUBLISHED)),
+)
+_PRETRAINED_SWEEP = (
+    NONE,
+    *_sweep(lora, 64, 5e-4, 1e-3, 2e-3),
+    *_sweep(measured, 64, 2e-3, 4e-3, 8e-3),
+    *_sweep(lora, 11, 1e-3, 2e-3, 4e-3),
+)
+
 TABLES: dict[str, Table] = {
     "headline": Table(_HEADLINE_ROWS, (*HEADLINE, TUNING)),
     "init": Table((NONE, *_initialisations(locas), *_initialisations(paper)), (HEADLINE[0],), 30_000),
@@ -204,6 +225,8 @@ TABLES: dict[str, Table] = {
     "sweep": Table(_SWEEP_ROWS, (TUNING,), 40_000),
     "curves": Table(_CURVES_ROWS, (TUNING,), 60_000, unread=("5274", "36235"), unread_tokens=10_000),
     "sweep-training": Table(_SWEEP_ROWS, (TRAINING,), 20_000),
+    "pretrained": Table(_PRETRAINED_ROWS, ("3649", "36235"), 12_288, unread=("5274",), unread_tokens=4_096),
+    "pretrained-sweep": Table(_PRETRAINED_SWEEP, (TUNING,), 12_288),
 }
 
 
