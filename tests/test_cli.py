@@ -776,7 +776,6 @@ def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
 
 def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(reading, "ANCHOR_TEXTS", 1)
     for _ in range(2):  # a second run replaces what the first one wrote
         code, stdout, _ = run("demo", "--out", "demo", "--max-tokens", 300, "--r", 4, "--device", "cpu")
         assert code == 0

@@ -161,7 +161,8 @@ def test_complete_settings_are_complete(method, preset, given):
 def test_window_stride_and_context_suit_the_base():
     base = make_host("llama")  # 64 positions
     named, default = ReadingSettings(model="mine"), ReadingSettings()
-    assert [getattr(named.complete(base), name) for name in ("window", "stride", "context")] == [64, 32, "recompute"]
+    assert [getattr(named.complete(base), name) for name in ("window", "stride", "context")] == [64, 32, "cache"]
+    assert named.complete(make_host("lfm2")).context == "recompute"  # its layers also keep other state
     assert named.complete(backbone.load()[0]).window == 2048
     assert default.complete(base).window == 64
     given = ReadingSettings(model="mine", window=20, context="cache").complete(base)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from . import backbone
 from .ttt import TrainingSettings, count_positions
-from .ttt.host import check_window
+from .ttt.host import Host, check_window
 from .ttt.settings import check_choice, check_whole
 from .tuner import STRATEGIES
 
@@ -79,7 +79,8 @@ class ReadingSettings(TrainingSettings):
         brake: compare with the base now and then, and go back where the text became worse.
         window: tokens that the model sees at once, context and chunk.
         stride: tokens between two learning steps; half the window where not given.
-        context: cache keeps the context's keys and values, recompute feeds it again.
+        context: cache keeps the context's keys and values, recompute feeds it again; where not given, the cache if the
+            base can use it.
         epochs: optimizer steps on each chunk.
         readings: how often the text is read.
         warmup_steps: optimizer steps with a smaller rate at the start.
@@ -173,7 +174,7 @@ class ReadingSettings(TrainingSettings):
             **values,
             window=window,
             stride=self.stride or max(1, window // 2),
-            context=self.context or ("cache" if embedded else "recompute"),
+            context=self.context or ("cache" if base is None or Host(base).can_cache() else "recompute"),
         )
 
 

@@ -114,12 +114,16 @@ class Host:
                 f"{remedy}"
             )
 
-    def check_cache(self) -> None:
-        """Raise a `ValueError` for models whose context is more than keys and values that slide."""
+    def can_cache(self) -> bool:
+        """Return whether the model's context is nothing but keys and values, which can slide with a text."""
         layer_types = set(getattr(self._config, "layer_types", None) or ())
         slides = layer_types <= {"full_attention", "sliding_attention"} and "past_key_values" in self._accepts
         relative = self._config.model_type in ("bloom", "mpt")  # ALiBi: distances instead of positions
-        if not slides or not ("position_ids" in self._accepts or relative):
+        return slides and ("position_ids" in self._accepts or relative)
+
+    def check_cache(self) -> None:
+        """Raise a `ValueError` where `can_cache` is False."""
+        if not self.can_cache():
             raise ValueError(
                 f"context must be 'recompute' for {self._config.model_type}, got 'cache': "
                 "its layers keep more than keys and values that could slide with the text"
