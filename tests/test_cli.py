@@ -15,14 +15,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from locas_peft import backbone, cli, files, loading, reading, text
+from locas_peft import backbone, cli, files, loading, text
 from locas_peft.evaluation import study
 from locas_peft.ttt import checkpoint
 from locas_peft.tuner import STRATEGIES
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
-COMMANDS = ["demo", "memorize", "compare", "generate", "merge", "inspect", "eval"]
+COMMANDS = ["demo", "memorize", "compare", "generate", "merge", "export", "inspect", "eval"]
 PROTOCOLS = ["perplexity", "locomo", "forgetting", "report"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
@@ -757,6 +757,34 @@ def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
     assert run("merge", memory, "--out", "merged", "--overwrite")[0] == 0
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert config["intermediate_size"] == 768 + 16 and (tmp_path / "merged" / "notes.txt").read_text() == "mine"
+
+
+def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_path):
+    code, stdout, stderr = run("export", memory, "--out", "served", "--neurons", 20)
+    assert (code, stderr) == (0, "")
+    assert "20 neurons wider" in stdout and "LoRA adapter of rank 16" in stdout
+    assert names(tmp_path / "served") == ["adapter", "base"]
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "served" / "base")
+    assert base.config.intermediate_size == 768 + 20
+    lora = PeftModel.from_pretrained(base, tmp_path / "served" / "adapter")
+    adapted = PeftModel.from_pretrained(backbone.load()[0], memory)
+    ids = torch.arange(1, 33).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.allclose(lora(ids).logits, adapted(ids).logits, atol=1e-4)
+    for option, kept in (("--no-base", ["adapter"]), ("--base-only", ["base"])):
+        assert run("export", memory, "--out", option[2:], option)[0] == 0
+        assert names(tmp_path / option[2:]) == kept
+    refusals = {
+        ("--out", "served"): "--out must be a new or empty folder, got 'served' with files in it: choose another\n",
+        ("--out", "x", "--no-base", "--base-only"): "--no-base and --base-only exclude each other: ",
+        ("--out", "x", "--neurons", 3): "neurons must be at least the memory's r of 16, got 3: raise it",
+    }
+    for arguments, message in refusals.items():
+        code, _, stderr = run("export", memory, *arguments)
+        assert code == 2 and stderr.startswith(f"error: {message}")
+    assert "x" not in names(tmp_path)
 
 
 def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):

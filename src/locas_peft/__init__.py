@@ -14,6 +14,8 @@ from .tuner import (
     compress,
     empty_memories,
     rescale,
+    to_lora,
+    widen_base,
     write_tokens,
 )
 
@@ -36,6 +38,8 @@ __all__ = [
     "empty_memories",
     "read_many",
     "rescale",
+    "to_lora",
+    "widen_base",
     "write_own_text",
     "write_tokens",
 ]

@@ -1,4 +1,4 @@
-"""`locas generate`, `merge` and `inspect`: use a memory that was saved."""
+"""`locas ask`, `generate`, `merge`, `export` and `inspect`: use a memory that was saved."""
 
 from __future__ import annotations
 
@@ -162,6 +162,59 @@ def merge(
         f"{f', FFNs {width:,} wide' if isinstance(width, int) else ''}) is in {out}: "
         f"AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it"
     )
+
+
+def export(
+    memory: Memory,
+    /,
+    *,
+    out: OutputPath,
+    no_base: bool = False,
+    base_only: bool = False,
+    neurons: Annotated[int | None, AtLeastOne] = None,
+    device: Annotated[str, Parameter(group="Base model")] = "cpu",
+    base: Annotated[BaseOptions, Parameter(name="*", group="Base model", parse="^(?!device$)")] = BASE,
+) -> None:
+    """Export a memory as a LoRA adapter and its base, widened by neurons of zeros, for engines that serve LoRA.
+
+    Args:
+        out: a new or empty folder; the base goes to `base` in it, the adapter to `adapter`.
+        no_base: export the adapter alone, for a base that was exported before with the same --neurons.
+        base_only: export the base alone.
+        neurons: how many neurons the base gets: the r of the widest memory that it shall serve; this one's by default.
+        device: cpu, cuda, cuda:1, ... or auto.
+    """
+    from safetensors.torch import save_file
+
+    from ..files import check_output_directory, staged
+    from ..reading import memory_attached
+    from ..tuner import list_layers, to_lora, widen_base
+
+    stdout, _ = make_consoles()
+    if no_base and base_only:
+        raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
+    check_output_directory("--out", out)
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: choose another")
+    loaded = _load_base_of(memory, replace(base, device=device))
+    with memory_attached(loaded.model, memory) as model:
+        widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
+        neurons = neurons or max(widths, default=1)
+        config, tensors = to_lora(model, neurons=neurons)
+    with staged(out) as folder:
+        if not base_only:
+            config.base_model_name_or_path = str(out / "base")
+            config.save_pretrained(str(folder / "adapter"))
+            save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+        if not no_base:
+            widen_base(loaded.model, neurons)
+            loaded.model.save_pretrained(folder / "base")
+            loaded.tokenizer.save_pretrained(folder / "base")
+    if not no_base:
+        stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
+    if not base_only:
+        rank = max([config.r, *config.rank_pattern.values()])
+        stdout.print(f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base")
 
 
 def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:

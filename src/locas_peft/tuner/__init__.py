@@ -5,6 +5,7 @@ from .config import LocasConfig
 from .ffn import KNOWN_PARTS, FFNParts, find_ffns
 from .initialization import STRATEGIES, Rows, Strategy
 from .layer import LocasLayer, list_layers
+from .lora_export import to_lora, widen_base
 from .memories import calibrate, empty_memories, rescale, unwritten_memories
 from .model import LocasModel
 from .nlsvd import nl_svd
@@ -30,6 +31,8 @@ __all__ = [
     "list_layers",
     "nl_svd",
     "rescale",
+    "to_lora",
     "unwritten_memories",
+    "widen_base",
     "write_tokens",
 ]

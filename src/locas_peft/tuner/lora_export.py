@@ -1,0 +1,122 @@
+"""A memory as a LoRA adapter of a wider base, for engines that serve LoRA adapters and do not know LOCAS.
+
+Neurons of zeros in each FFN of the base leave its output as it is. On that base a memory of width R is exactly a LoRA
+of rank R and alpha R on the projections of the FFNs. With F the base's width, W >= R the neurons that were added, and
+k and tau the memory's scales (`layer.py`):
+
+    gate  A = k Wgate [R, D],  B = [0; I; 0] [F + W, R]        up likewise
+    down  A = [0, I, 0] [R, F + W],  B = tau Wdown [D, R]
+
+where I stands at the neurons F to F + R. A fused gate and up projection has one LoRA of rank 2 R. All memories of one
+base share the wider base, each as wide as its own R; an engine can thus serve many of them at once.
+"""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .ffn import WidthGroup, copy_widths, find_ffns, widened_config
+from .layer import LocasLayer, list_active_memories, list_layers
+
+
+@torch.no_grad()
+def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | None = None) -> None:
+    """Append neurons of zeros to each FFN of a base, in place, and write the new width into its config.
+
+    Args:
+        base: a model without adapters.
+        neurons: W, how many to add: the largest R of the memories that are to be served.
+        ffn_parts: see `LocasConfig`.
+
+    Raises:
+        ValueError: an FFN cannot be widened, or no field of the config holds the width; the base is as it was.
+    """
+    if neurons < 1:
+        raise ValueError(f"neurons must be at least 1, got {neurons}: give the largest r of the memories.")
+    groups: dict[int, WidthGroup] = {}
+    for name, ffn in find_ffns(base, ffn_parts).items():
+        obstacle = ffn.find_obstacle()
+        if obstacle:
+            raise ValueError(f"cannot widen {name}: {obstacle}.")
+        groups.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[name] = ffn
+    config = widened_config(base, list(groups.values()))
+    for group in groups.values():
+        for ffn in group.ffns.values():
+            ffn.pad(group.new_width)
+    copy_widths(config, base.config)
+
+
+@torch.no_grad()
+def to_lora(
+    model: PeftModel, adapter_name: str | None = None, neurons: int | None = None
+) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Return a memory as a LoRA of its base widened by `widen_base`: the config, and the tensors as PEFT saves them.
+
+    Args:
+        model: a model with the memory, not merged; it is not changed.
+        adapter_name: the memory; None for the active one.
+        neurons: W, by how many the base is widened; None for the memory's own largest R.
+
+    Raises:
+        ValueError: the memory is empty, merged or of a structure that its host does not have, or W is too small.
+    """
+    if adapter_name is None:
+        (adapter_name,) = list_active_memories(model) or ("default",)
+    layers = list_layers(model, adapter_name)
+    if not layers:
+        raise ValueError(f"the model has no memory {adapter_name!r}: load it first.")
+    widest = max(layer.locas_up[adapter_name].out_features for layer in layers)
+    neurons = widest if neurons is None else neurons
+    if neurons < widest:
+        raise ValueError(f"neurons must be at least the memory's r of {widest}, got {neurons}: raise it.")
+    tensors: dict[str, Tensor] = {}
+    for layer in layers:
+        if layer.merged:
+            raise ValueError(f"the memory must not be merged, got {layer.name} merged: call unmerge_adapter() first.")
+        layer.check_mergeable(adapter_name)
+        for name, (down, up) in _factors(layer, adapter_name, neurons).items():
+            tensors[f"base_model.model.{name}.lora_A.weight"] = down
+            tensors[f"base_model.model.{name}.lora_B.weight"] = up
+    ranks = {key.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): len(value)
+             for key, value in tensors.items() if key.endswith("lora_A.weight")}  # fmt: skip
+    r = min(ranks.values())
+    others = {name: rank for name, rank in ranks.items() if rank != r}
+    config = LoraConfig(
+        r=r,
+        lora_alpha=r,
+        rank_pattern=others,
+        alpha_pattern=dict(others),
+        target_modules=_shorten(ranks, model.get_base_model()),
+        fan_in_fan_out=any(not isinstance(layer.ffn.down, nn.Linear) for layer in layers),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+    return config, {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+
+
+def _factors(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return for each projection of an FFN, by its name in the model, the LoRA factors A [R, in] and B [out, R]."""
+    gate, up, down = layer.neurons(adapter_name)
+    width, parts, r = layer.ffn.width, layer.ffn.parts, len(up)
+    place = up.new_zeros(width + neurons, r)
+    place[width : width + r] = torch.eye(r, dtype=up.dtype, device=up.device)
+    factors = {parts.down: (place.T, down)}
+    if parts.gate_up:
+        factors[parts.gate_up] = torch.cat([gate, up]), torch.block_diag(place, place)
+    else:
+        factors |= {name: (rows, place) for name, rows in ((parts.gate, gate), (parts.up, up)) if name is not None}
+    owner = layer.name.removesuffix(f".{parts.down}") if layer.ffn.is_flat else layer.name
+    return {f"{owner}.{name}": pair for name, pair in factors.items()}
+
+
+def _shorten(names: dict[str, int], base: nn.Module) -> list[str]:
+    """Return last parts of modules' names, such as "up_proj", where no other module has them; else whole names."""
+    last = {name.rpartition(".")[2] for name in names}
+    plain = (name.replace(".base_layer", "") for name, _ in base.named_modules())
+    others = {name.rpartition(".")[2] for name in plain if name not in names}
+    return sorted(last if last.isdisjoint(others) else names)
