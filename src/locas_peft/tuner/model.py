@@ -18,6 +18,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from .combination import combined_config, fill_combined
 from .config import LocasConfig
 from .ffn import (
     WIDENABLE_DTYPES,
@@ -251,6 +252,43 @@ class LocasModel(BaseTuner):
     def _mergeable_layers(self) -> list[BaseTunerLayer]:
         # The memories, and the trained tokens that PEFT merges with them.
         return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+
+    # ----------------------------------------------------------------- combining
+
+    def add_weighted_adapter(
+        self, adapters: list[str], weights: list[float], adapter_name: str, combination_type: str = "cat"
+    ) -> None:
+        """Add a memory that adds what the weighted sum of others adds, exactly: all their slots side by side.
+
+        The others stay; the new one is not active.
+
+        Args:
+            adapters: memories of one structure beside the same FFNs, none of them empty or merged.
+            weights: one finite number for each; negative ones subtract.
+            adapter_name: the new memory, of the width of all others together.
+            combination_type: "cat", the one that there is.
+
+        Raises:
+            ValueError: an argument breaks its rule; the model is unchanged.
+        """
+        unknown = [name for name in adapters if not isinstance(self.peft_config.get(name), LocasConfig)]
+        if unknown or not adapters or len(set(adapters)) < len(adapters):
+            raise ValueError(f"adapters must name different memories of the model, got {list(adapters)}.")
+        if adapter_name in self.peft_config:
+            raise ValueError(f"adapter_name must be new to the model, got {adapter_name!r}: choose another.")
+        if combination_type != "cat":
+            raise ValueError(f"combination_type must be 'cat' for memories, got {combination_type!r}.")
+        configs = {name: self.peft_config[name] for name in adapters}
+        self.peft_config[adapter_name] = combined_config(list_layers(self.model), configs, weights)
+        try:
+            self.inject_adapter(self.model, adapter_name)
+        except Exception:
+            del self.peft_config[adapter_name]
+            raise
+        for layer in list_layers(self.model, adapter_name):
+            fill_combined(layer, adapter_name, dict(zip(adapters, weights, strict=True)))
+            for projection in layer.projections(adapter_name):
+                projection.weight.requires_grad_(False)
 
     # ------------------------------------------------------- saving and loading
 

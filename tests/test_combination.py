@@ -1,0 +1,108 @@
+"""`add_weighted_adapter`: one memory that adds what the weighted sum of others adds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import make_host, make_tokens
+from peft import PeftModel, get_peft_model
+from test_families import SCALING, learn, logits
+
+from locas_peft import LocasConfig, LocasLayer, calibrate, rescale
+
+FAMILIES = ["llama", "phi3", "gpt2", "opt"]
+
+
+def make_two(family: str = "llama", second: dict | None = None) -> PeftModel:
+    """Two memories that have learned, of different widths, scales and seeds."""
+    model = get_peft_model(make_host(family), LocasConfig(r=4, scaling=SCALING), adapter_name="one")
+    model.add_adapter(
+        "two", LocasConfig(**{"r": 3, "init_strategy": "random", "scaling": SCALING / 2} | (second or {}))
+    )
+    for seed, name in enumerate(["one", "two"]):
+        model.set_adapter(name)
+        calibrate(model, [make_tokens(seed=seed + 5) if seed else make_tokens()])
+        learn(model, steps=3 + seed)
+    return model
+
+
+def alone(model: PeftModel, name: str) -> torch.Tensor:
+    model.set_adapter(name)
+    return logits(model)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_combined_memory_equals_both_together(family, tmp_path):
+    model = make_two(family)
+    base, single = logits(make_host(family)), {name: alone(model, name) for name in ("one", "two")}
+    model.base_model.set_adapter(["one", "two"])
+    expected = logits(model)
+    assert all((expected - other).abs().max() > 1e-2 for other in (base, *single.values()))
+    model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+    assert torch.equal(alone(model, "one"), single["one"])
+    torch.testing.assert_close(alone(model, "both"), expected, rtol=1e-4, atol=1e-4)
+    layers = [layer for layer in model.modules() if isinstance(layer, LocasLayer)]
+    assert {layer.locas_up["both"].out_features for layer in layers} == {7}
+    model.save_pretrained(str(tmp_path), selected_adapters=["both"])
+    loaded = PeftModel.from_pretrained(make_host(family), str(tmp_path / "both"))
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-4, atol=1e-4)
+    merged = loaded.merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("weights", [(0.5, 2.0), (1.0, -1.0), (0.0, 0.0), (-0.3, 0.0)])
+def test_weights_scale_each_part(weights):
+    model = make_two()
+    with rescale(model, weights[0], "one"), rescale(model, weights[1], "two"):
+        model.base_model.set_adapter(["one", "two"])
+        expected = logits(model)
+    model.add_weighted_adapter(["one", "two"], list(weights), "both")
+    torch.testing.assert_close(alone(model, "both"), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_slots_within_the_norm_clip_stay_within_it_and_training_goes_on():
+    model = make_two()
+    model.add_weighted_adapter(["one", "two"], [3.0, 0.1], "both")
+    before = alone(model, "both")
+    for layer in (layer for layer in model.modules() if isinstance(layer, LocasLayer)):
+        for projection, dim in zip(layer.projections("both"), (1, 1, 0), strict=True):
+            assert projection.weight.norm(dim=dim).max() <= 1 + 1e-5
+    assert not any(p.requires_grad for name, p in model.named_parameters() if ".one." in name or ".two." in name)
+    losses = learn(model)
+    assert losses[-1] < losses[0] and not torch.equal(alone(model, "both"), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            (["one", "three"], [1.0, 1.0], "both"),
+            r"adapters must name different memories of the model, got \['one', 'three'\]",
+        ),
+        ((["one", "one"], [1.0, 1.0], "both"), "adapters must name different memories"),
+        (([], [], "both"), "adapters must name different memories"),
+        ((["one", "two"], [1.0], "both"), r"weights must be a finite number for each of one, two, got \[1.0\]"),
+        ((["one", "two"], [1.0, float("nan")], "both"), "weights must be a finite number"),
+        ((["one", "two"], [1.0, 1.0], "one"), "adapter_name must be new to the model, got 'one': choose another"),
+        ((["one", "two"], [1.0, 1.0], "both", "svd"), "combination_type must be 'cat' for memories, got 'svd'"),
+    ],
+)
+def test_bad_arguments_leave_the_model_as_it_was(arguments, message):
+    model = make_two()
+    before = alone(model, "one")
+    with pytest.raises(ValueError, match=message):
+        model.add_weighted_adapter(*arguments)
+    assert torch.equal(logits(model), before) and set(model.peft_config) == {"one", "two"}
+
+
+def test_memories_that_cannot_be_combined_are_named():
+    model = make_two(second={"layers_to_transform": [1]})
+    with pytest.raises(ValueError, match="adapters must be beside the same FFNs, got 'two' beside 1 of 2"):
+        model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
+    model = make_two()
+    model.add_adapter("three", LocasConfig(r=2))
+    with pytest.raises(ValueError, match="the memory 'three' is empty"):
+        model.add_weighted_adapter(["one", "three"], [1.0, 1.0], "both")
+    model.merge_adapter(["one"])
+    with pytest.raises(ValueError, match="the memory 'one' is merged: call unmerge_adapter"):
+        model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
