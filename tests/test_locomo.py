@@ -9,7 +9,14 @@ import pytest
 from locomo_data import make_sample, make_samples, write_samples
 
 from locas_peft.evaluation.cloze import OTHERS, find_spans
-from locas_peft.evaluation.conversations import choose_conversations, dialogue, dialogue_lines, load_locomo
+from locas_peft.evaluation.conversations import (
+    choose_conversations,
+    dialogue,
+    dialogue_lines,
+    keep_evidence,
+    keep_sessions,
+    load_locomo,
+)
 from locas_peft.evaluation.locomo import PROMPTS, load_prompts, make_prompt
 
 
@@ -141,8 +148,28 @@ def test_prompts_hold_the_question_and_with_context_the_dialogue(conversations):
         first, first.questions[0], "full-context"
     )
     assert "other text" in make_prompt(first, temporal, "full-context", text="other text")
-    with pytest.raises(ValueError, match=r"^setting must be one of no-context, full-context, got 'half'$"):
+    with pytest.raises(ValueError, match=r"^setting must be one of no-context, evidence, full-context, got 'half'$"):
         make_prompt(first, temporal, "half")
+
+
+def test_evidence_is_the_turns_that_the_question_names_with_their_dates(conversations):
+    first = conversations[0]
+    kept = keep_evidence(first, first.questions[3])
+    assert dialogue(kept).splitlines() == [
+        "Session 1, 9:00 am on 1 March, 2023",
+        "Ben: Lovely! I baked bread. [photo: a loaf]",
+        "",
+        "Session 2, 8:30 pm on 4 April, 2023",
+        "Ben: We moved to Lisbon last week.",
+    ]
+    assert "grey parrot" not in make_prompt(first, first.questions[3], "evidence", text=dialogue(kept))
+
+
+def test_the_first_sessions_keep_the_questions_that_they_answer(conversations):
+    kept = keep_sessions(conversations[0], 1)
+    assert [session.number for session in kept.sessions] == [1]
+    assert [question.index for question in kept.questions] == [0, 4, 5]
+    assert keep_sessions(conversations[0], 2) == conversations[0]
 
 
 def test_prompts_are_data(tmp_path, conversations):

@@ -16,7 +16,7 @@ from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo
 from locas_peft.evaluation import study as studies
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
-from locas_peft.evaluation.locomo import Plan, make_prompts
+from locas_peft.evaluation.locomo import Plan, encode_gold, make_prompts
 from locas_peft.evaluation.study import follow, reading_unit, summarize_reading
 from locas_peft.files import load_json, write_json
 from locas_peft.reading import memory_attached, score
@@ -69,8 +69,8 @@ def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
     files = sorted(
         path.relative_to(folder / "out/locomo") for path in (folder / "out/locomo").rglob("*.memory-*.json")
     )
-    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 3 settings
-    assert len(files) == 2 * (1 + 2 * 2) * 3
+    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 4 settings
+    assert len(files) == 2 * (1 + 2 * 2) * 4
     for path in files:
         if path.parts[0] == "predictions":
             records = read(folder / "out/locomo" / path)
@@ -80,12 +80,28 @@ def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
                 assert record["f1"] == answer_f1(record["prediction"], record["answer"], record["category"])
     figures = read(folder / "out/locomo.json")
     assert figures["answers"].keys() == {"none", "lora", "locas-glu"}
-    assert figures["answers"]["none"].keys() == {"no-context", "full-context"}
+    assert figures["answers"]["none"].keys() == {"no-context", "evidence", "full-context"}
+    assert figures["answers"]["none"]["evidence"]["none"]["gold_nats"]["n"] == 10  # without the adversarial ones
     assert figures["answers"]["lora"]["no-context"].keys() == {"right", "wrong"}
     assert figures["answers"]["lora"]["no-context"]["right"]["adversarial"]["n"] == 2
     assert figures["cloze"]["spans"] == 6
     assert figures["cloze"]["methods"]["locas-glu"]["right_minus_wrong"]["n"] == 6
     assert figures["cloze"]["differences"][0]["method"] == "locas-glu"
+
+
+def test_gold_nats_are_those_of_the_gold_answer_after_the_prompt(locomo_run):
+    folder, _ = locomo_run
+    base, tokenizer = backbone.load()
+    talk = load_locomo(folder / "talks.json")[0][0]
+    for setting in ("no-context", "evidence"):
+        prompts, _ = make_prompts(base, tokenizer, talk, setting, Plan())
+        gold = encode_gold(tokenizer, talk.questions[3])
+        ids = torch.tensor([prompts[3] + gold])
+        with torch.no_grad():
+            logits = base(ids).logits[0, len(prompts[3]) - 1 : -1]
+        expected = torch.nn.functional.cross_entropy(logits, ids[0, len(prompts[3]) :]).item()
+        record = read(folder / f"out/locomo/predictions/none/talk-1.{setting}.memory-none.json")[3]
+        assert record["gold_nats"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_right_minus_wrong_is_what_the_files_say(locomo_run):
@@ -156,7 +172,7 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["locomo", "none.json"], "error: LoCoMo data must be an existing file, got 'none.json': check the path"),
         (
             ["locomo", "talks.json", "--setting", "half"],
-            "error: setting must be one of no-context, full-context, cloze",
+            "error: setting must be one of no-context, evidence, full-context, cloze",
         ),
         (["locomo", "talks.json", "--conversations", "talk-9"], "error: conversation must be one of talk-1, talk-2"),
         (

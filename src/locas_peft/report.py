@@ -265,6 +265,11 @@ def _tabulate_locomo(figures: dict[str, Any]) -> list[Sheet]:
     names = [*CATEGORIES.values(), "answerable", "abstention"]
     rows = [[title, *(_percent(found.get(name)) for name in names)] for title, found in groups.items()]
     sheets = [Sheet("LoCoMo answers: F1 in %, adversarial: negative F1 with the trap", ["", *names], rows)]
+    rows = [[title, _mean(found["gold_nats"]), _gap_closed(figures, found)] for title, found in groups.items()]
+    title = (
+        "LoCoMo, categories 1 to 4: nats a token of the gold answer, and the share of the gap to the evidence closed"
+    )
+    sheets.append(Sheet(title, ["", "nats", "gap closed"], rows))
     dropped = {
         f"{sample_id}, {setting}": lines
         for settings in figures["answers"].values()
@@ -287,6 +292,17 @@ def _tabulate_locomo(figures: dict[str, Any]) -> list[Sheet]:
         rows = [[f"{d['method']} - {d['against']}", _mean(d["right_minus_wrong"])] for d in cloze["differences"]]
         sheets.append(Sheet("Difference of right - wrong, nats a token", ["methods", "mean"], rows))
     return [sheet for sheet in sheets if sheet.rows]
+
+
+def _gap_closed(figures: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return which share of the base's way from no context to the evidence in context a setting covers."""
+    base = figures["answers"].get("none", {})
+    if not {"no-context", "evidence"} <= base.keys():
+        return "-"
+    alone, evidence, own = (
+        _number(where["gold_nats"]["mean"]) for where in (base["no-context"]["none"], base["evidence"]["none"], found)
+    )
+    return _figure((alone - own) / (alone - evidence)) if alone != evidence else "-"
 
 
 def _draw_locomo(figures: dict[str, Any], path: Path) -> bool:

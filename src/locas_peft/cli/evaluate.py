@@ -94,11 +94,12 @@ def locomo(
     data: Path,
     /,
     *,
-    setting: str = "no-context,full-context,cloze",
+    setting: str = "no-context,evidence,full-context,cloze",
     method: Methods = "none,lora,locas-glu",
     conversations: str | None = None,
     limit_conversations: Count | None = None,
     limit_questions: Count | None = None,
+    limit_sessions: Count | None = None,
     prompts: Path | None = None,
     wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True,
     max_new_tokens: Count = 32,
@@ -113,16 +114,18 @@ def locomo(
 
     Args:
         data: LoCoMo's JSON.
-        setting: no-context, full-context, cloze; separated by commas.
+        setting: no-context, evidence (the turns with the answer in context), full-context, cloze; separated by commas.
         conversations: only these, by sample_id, separated by commas.
         limit_conversations: the first conversations.
         limit_questions: the first questions of each conversation.
+        limit_sessions: the first sessions of each conversation, and the questions whose evidence lies in them.
         prompts: JSON with prompts in place of the built-in ones.
         wrong_memory: also ask each conversation with another one's memory.
         max_new_tokens: the most tokens of an answer.
         batch_size: questions at once.
         batch_tokens: tokens scored at once, padding included.
     """
+    from ..evaluation.conversations import keep_sessions
     from ..evaluation.locomo import PROMPTS, Plan, choose_conversations, load_locomo, load_prompts, run_locomo
 
     stdout, stderr = _open(out, base)
@@ -139,6 +142,8 @@ def locomo(
     _print_lines(problems, stderr)
     names = None if conversations is None else split_names(conversations, "--conversations")
     chosen = choose_conversations(found, names)[:limit_conversations]
+    if limit_sessions is not None:
+        chosen = [keep_sessions(one, limit_sessions) for one in chosen]
     chosen = [replace(one, questions=one.questions[:limit_questions]) for one in chosen]
     if wrong_memory and len(chosen) < 2:
         stderr.print("no wrong-memory control: it needs a second conversation, whose memory is asked")

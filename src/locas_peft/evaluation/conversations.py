@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .f1 import ADVERSARIAL, CATEGORIES
 
 __all__ = ["Conversation", "Question", "Session", "Turn", "choose_conversations", "dialogue", "dialogue_lines"]
-__all__ += ["load_locomo"]
+__all__ += ["keep_evidence", "keep_sessions", "load_locomo"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,23 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
             photo = f" [photo: {turn.caption}]" if turn.caption else ""
             lines.append(f"{turn.speaker}: {' '.join(turn.text.split())}{photo}")
     return lines
+
+
+def keep_evidence(conversation: Conversation, question: Question) -> Conversation:
+    """Return a conversation with no turns but those that a question names as its evidence."""
+    sessions = (
+        replace(session, turns=tuple(turn for turn in session.turns if turn.dia_id in question.evidence))
+        for session in conversation.sessions
+    )
+    return replace(conversation, sessions=tuple(session for session in sessions if session.turns))
+
+
+def keep_sessions(conversation: Conversation, sessions: int) -> Conversation:
+    """Return the first sessions of a conversation, with the questions whose evidence lies in them."""
+    kept = replace(conversation, sessions=conversation.sessions[:sessions])
+    turns = kept.turns
+    questions = (q for q in conversation.questions if q.evidence and all(turn in turns for turn in q.evidence))
+    return replace(kept, questions=tuple(questions))
 
 
 def load_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:

@@ -32,9 +32,18 @@ from ..text import tokenize
 from ..ttt.host import count_positions
 from .answering import answer, encode_prompt
 from .cloze import find_spans, firsts, gains, score_spans
-from .conversations import Conversation, Question, choose_conversations, dialogue, dialogue_lines, load_locomo
+from .conversations import (
+    Conversation,
+    Question,
+    choose_conversations,
+    dialogue,
+    dialogue_lines,
+    keep_evidence,
+    load_locomo,
+)
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import mean_interval
+from .scoring import score_targets
 from .study import Progress, Unit, digest, open_study, reading_unit, run_units, silent, summarize_reading
 
 __all__ = ["PROMPTS", "SETTINGS", "Plan", "choose_conversations", "f1_by_category", "load_locomo", "load_prompts"]
@@ -43,7 +52,7 @@ __all__ += ["make_prompt", "make_prompts", "run_locomo"]
 STUDY = "locomo"
 BASE = "none"
 CLOZE = "cloze"
-ANSWERED = ("no-context", "full-context")
+ANSWERED = ("no-context", "evidence", "full-context")
 SETTINGS = (*ANSWERED, CLOZE)
 PROMPTS: dict[str, str] = {
     "no-context": (
@@ -57,7 +66,10 @@ PROMPTS: dict[str, str] = {
     ),
     "hint-2": " Work out dates from the dates of the sessions.",
 }
-"""The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`."""
+"""The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`.
+
+The setting "evidence" has the prompt of "full-context" and, as its dialogue, the turns that the question names.
+"""
 
 
 @dataclass(frozen=True)
@@ -214,7 +226,9 @@ def _answer_questions(
     known = {number for number, question in enumerate(questions) if question.index in records}
     options = {"max_new_tokens": plan.max_new_tokens, "batch_size": plan.batch_size, "known": known}
     for batch, texts in answer(model, tokenizer, prompts, **options):
-        for number, text in zip(batch, texts, strict=True):
+        golds = [(prompts[number], encode_gold(tokenizer, questions[number])) for number in batch]
+        scores = score_targets(model, golds, batch_tokens=plan.batch_tokens)
+        for number, text, score in zip(batch, texts, scores, strict=True):
             question = questions[number]
             records[question.index] = {
                 "sample_id": row.conversation.sample_id,
@@ -225,6 +239,7 @@ def _answer_questions(
                 "prediction": text,
                 "f1": answer_f1(text, question.answer, question.category),
                 "abstains": abstains(text),
+                "gold_nats": score.per_token,
                 "memory": row.memory,
                 "setting": row.setting,
                 "dropped_lines": dropped,
@@ -244,6 +259,7 @@ def _summarize_answers(rows: Sequence[_Row]) -> dict[str, Any]:
         if records:
             figures.setdefault(method, {}).setdefault(setting, {})[group] = {
                 **f1_by_category(records),
+                "gold_nats": _mean([one["gold_nats"] for one in records if one["category"] != ADVERSARIAL]),
                 "dropped_lines": {record["sample_id"]: record["dropped_lines"] for record in records},
             }
     return figures
@@ -304,7 +320,7 @@ def _mean(values: Sequence[float]) -> dict[str, float | int]:
 def make_prompts(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, conversation: Conversation, setting: str, plan: Plan
 ) -> tuple[list[list[int]], int]:
-    """Make the prompts of a conversation's questions, as token ids; `setting` is "no-context" or "full-context".
+    """Make the prompts of a conversation's questions, as token ids; `setting` is one of `ANSWERED`.
 
     If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as leave room for the
     longest question and its answer.
@@ -316,17 +332,25 @@ def make_prompts(
 
     def encode(question: Question, kept: int = len(lines)) -> list[int]:
         text = "\n".join(lines[len(lines) - kept :])
+        if setting == "evidence":
+            text = dialogue(keep_evidence(conversation, question))
         return encode_prompt(tokenizer, make_prompt(conversation, question, setting, text=text, prompts=plan.prompts))
 
     prompts = [encode(question) for question in conversation.questions]
     positions = count_positions(model)
     room = math.inf if positions is None else positions - plan.max_new_tokens
-    if setting == "no-context" or max(map(len, prompts), default=0) <= room:
+    if setting != "full-context" or max(map(len, prompts), default=0) <= room:
         return prompts, 0
     longest = conversation.questions[max(range(len(prompts)), key=lambda number: len(prompts[number]))]
     fitting = bisect_right(range(len(lines) + 1), room, key=lambda kept: len(encode(longest, kept)))
     kept = max(0, fitting - 1)  # 0 even if that does not fit: `answer` refuses the question then
     return [encode(question, kept) for question in conversation.questions], len(lines) - kept
+
+
+def encode_gold(tokenizer, question: Question) -> list[int]:
+    """Turn a gold answer into token ids, as they follow the prompt: after a blank where there is no chat template."""
+    blank = "" if getattr(tokenizer, "chat_template", None) else " "
+    return list(tokenizer(blank + question.answer, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def make_prompt(
@@ -340,11 +364,11 @@ def make_prompt(
     """Make a question's prompt; `text` is the dialogue in context, the whole one if None.
 
     Raises:
-        ValueError: the setting is not "no-context" or "full-context".
+        ValueError: the setting is not in `ANSWERED`.
     """
     if setting not in ANSWERED:
         raise ValueError(f"setting must be one of {', '.join(ANSWERED)}, got {setting!r}")
-    return prompts[setting].format(
+    return prompts["full-context" if setting == "evidence" else setting].format(
         speaker_a=conversation.speakers[0],
         speaker_b=conversation.speakers[1],
         question=question.question,
@@ -363,7 +387,8 @@ def load_prompts(path: str | Path) -> dict[str, str]:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"prompts must be a JSON file, got {str(path)!r} ({error}): check it") from None
-    names = [*ANSWERED, *(f"hint-{category}" for category in CATEGORIES)]
+    settings = ("no-context", "full-context")
+    names = [*settings, *(f"hint-{category}" for category in CATEGORIES)]
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
         raise ValueError(f"prompts must be an object of texts, got {str(path)!r}: name {', '.join(names)}")
     for name, value in given.items():
@@ -371,7 +396,7 @@ def load_prompts(path: str | Path) -> dict[str, str]:
             raise ValueError(f"prompts must be named {', '.join(names)}, got {name!r} in {str(path)!r}: rename it")
         context = {"dialogue"} if name == "full-context" else set()
         allowed = {"speaker_a", "speaker_b", "question", "hint"} | context
-        needed = {"question"} | context if name in ANSWERED else set()
+        needed = {"question"} | context if name in settings else set()
         found = set(re.findall(r"{(\w*)}", value))
         if found - allowed or needed - found:
             raise ValueError(
