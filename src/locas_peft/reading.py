@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from . import backbone
 from .files import finish_replacement, load_json, staged, write_json
+from .gguf_models import is_gguf
 from .loading import MEMORY_CONFIG, load_memory
 from .peak_memory import PeakMemory
 from .settings import ReadingSettings
@@ -498,6 +499,8 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
         name = backbone.name_of(settings.model)
         argument = "" if name == backbone.NAME else f'name="{name}"'
         load = f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({argument})"
+    elif is_gguf(settings.model):
+        load = f"from locas_peft.loading import load_base\n\nbase, tokenizer = load_base({settings.model!r})"
     else:
         load = (
             "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -21,6 +22,7 @@ __all__ = [
     "make_consoles",
     "printable",
     "show_progress",
+    "show_remarks",
     "silence_libraries",
     "write_result",
 ]
@@ -111,6 +113,21 @@ def silence_libraries() -> None:
     warnings.simplefilter("ignore", DeprecationWarning)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+class _Remarks(logging.Handler):
+    """Prints each message on the console of remarks, on the stderr of that moment."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        make_consoles()[1].print(printable(record.getMessage()))
+
+
+def show_remarks() -> None:
+    """Print what the package's modules log from level INFO on; a library that calls them decides for itself."""
+    logger = logging.getLogger("locas_peft")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Remarks) for handler in logger.handlers):
+        logger.addHandler(_Remarks())
 
 
 def printable(text: str) -> str:

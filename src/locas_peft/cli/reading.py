@@ -14,18 +14,26 @@ from rich.console import Console
 
 from .. import backbone
 from ..settings import ReadingSettings, complete_all, label_method
-from .console import check_json_file, make_consoles, show_progress, silence_libraries, write_result
+from .console import (
+    check_json_file,
+    make_consoles,
+    printable,
+    show_progress,
+    show_remarks,
+    silence_libraries,
+    write_result,
+)
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..demo import Recall
     from ..reading import Reading
 
 DEMO_JSON, COMPARE_JSON, PLOT = "demo.json", "readings.json", "perplexity.png"
 DEMO_METHODS = "none,lora,locas-glu"
 DEMO_PROMPT = "See also:"
-PASSAGE_TOKENS = 20_000
 LARGEST = 2**48  # the size in bytes of a tensor with so many rows fits 64 bits
 
 
@@ -135,6 +143,7 @@ def load(options: BaseOptions) -> Base:
     from .. import loading
 
     silence_libraries()
+    show_remarks()
     name = options.model or backbone.NAME
     model, tokenizer = loading.load_base(name, options.dtype, options.device)
     return Base(backbone.name_of(name), model, tokenizer)
@@ -160,51 +169,82 @@ def split_names(names: str, option: str) -> tuple[str, ...]:
 def demo(
     *,
     out: OutputPath = Path("locas-demo"),
+    model: str | None = None,
     preset: str = "tuned",
     r: Annotated[int | None, Parameter(alias="--width"), AtLeastOne] = None,
-    max_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 100_000,
+    max_tokens: Annotated[int | None, Parameter(validator=Number(gte=2))] = None,
     seed: Seed = 0,
     device: str = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Watch a small model learn the Python language reference: with no memory, with LoRA, with Locas.
+    """Watch a small model learn: a page that it is asked about, and a text that it reads; with LoRA and with Locas.
 
     Args:
         out: folder for the plot, JSON and memories.
+        model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.
         preset: where the settings come from: tuned or paper.
         r: memory width, or LoRA rank.
-        max_tokens: tokens to read.
+        max_tokens: tokens to read in act 2; where not given, 100,000 for an embedded model, else 12,000.
         seed: set before each method.
         device: cpu, cuda, cuda:1, ... or auto.
     """
+    from .. import demo as acts
     from .. import loading, reading, text
     from ..files import check_output_directory, write_json
+    from ..ttt import count_positions
 
     stdout, stderr = make_consoles(json_file)
+    name = model or acts.choose_model()
+    default_tokens, again = acts.choose_tokens(name)
+    max_tokens = max_tokens or default_tokens
     options = ReadingOptions(preset=preset, r=r, seed=seed, max_tokens=max_tokens)
     methods = split_names(DEMO_METHODS, "--methods")
     check_output_directory("--out", out)
     check_json_file(json_file)
     own = (out / DEMO_JSON).exists()  # an earlier demo's folder
-    _check_vacant(out, methods, [PLOT], overwrite=own)
-    stderr.print(
-        "The embedded model was trained on English books alone. It now reads the Python language reference. Each\n"
-        "chunk is scored before it is learned: the lower the perplexity, the better the prediction."
-    )
-    base = load(BaseOptions(device=device))
-    input_ids = base.encode(text.python_reference(), max_tokens, unwrap=None)
+    memories = [method for method in methods if method != "none"]
+    _check_vacant(out, [*memories, *(f"{acts.RECALL}/{method}" for method in memories)], [PLOT], overwrite=own)
+    base = load(BaseOptions(model=name, device=device))
+    options = replace(options, window=min(512, count_positions(base.model) or 512), context="cache")
     settings = complete_all(options.of(base), methods, base.model)
-    readings = _read_each(base, input_ids, settings, stderr, out, overwrite=own)
-    write_json(out / DEMO_JSON, [each.to_json() for each in readings])
+    if not own:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / DEMO_JSON, [])  # after an interruption the same command may replace what this one wrote
+
+    recalls = []
+    if getattr(base.tokenizer, "chat_template", None):
+        stderr.print(
+            f"Act 1, recall. {base.name} learns a page about a lighthouse that does not exist, and answers questions "
+            "about it.\nThe methods lora and locas-glu no longer see the page then."
+        )
+        with show_progress(stderr) as progress:
+            recalls = acts.recall(
+                base.model, base.tokenizer, settings, out / acts.RECALL, progress=progress, overwrite=True
+            )
+        _show_recall(recalls, stdout, out / acts.RECALL)
+    else:
+        stderr.print(
+            f"Act 1, recall, is left out: {base.name} has no chat template, so it cannot answer questions. With "
+            f"{acts.CHAT_MODEL} it is shown: {acts.INSTALL}"
+        )
+    trained = "The embedded model was trained on English books alone. " if backbone.is_embedded(base.name) else ""
+    stderr.print(
+        f"Act 2, perplexity. {trained}{base.name} now reads the Python language reference.\nEach chunk is scored "
+        "before it is learned: the lower the perplexity, the better the prediction."
+    )
+    input_ids = base.encode(text.python_reference(), max_tokens, unwrap=None)
+    readings = _read_each(base, input_ids, settings, stderr, out, overwrite=True)
+    rows = acts.describe(readings, recalls)
+    write_json(out / DEMO_JSON, rows)
     _show(readings, stdout, stderr, out / PLOT, "the Python language reference")
-    write_result(json_file, [each.to_json() for each in readings])
+    write_result(json_file, rows)
 
     memory = out / "locas-glu"
-    passage = input_ids[:PASSAGE_TOKENS]
-    model = loading.load_memory(base.model, memory)
-    with_memory = reading.score(model, passage, settings["locas-glu"])
-    with model.disable_adapter():
-        without = reading.score(model, passage, settings["locas-glu"])
+    passage = input_ids[:again]
+    adapted = loading.load_memory(base.model, memory)
+    with_memory = reading.score(adapted, passage, settings["locas-glu"])
+    with adapted.disable_adapter():
+        without = reading.score(adapted, passage, settings["locas-glu"])
     stdout.print(
         f"\nThe Locas memory, loaded from {memory} and frozen, on the first {len(passage):,} tokens once more: "
         f"perplexity {with_memory:.2f}; without it {without:.2f}."
@@ -214,6 +254,20 @@ def demo(
         f'Next: locas generate "{DEMO_PROMPT}" --memory {memory}   or, on a text of yours: '
         "locas memorize TEXT --out my-memory"
     )
+
+
+def _show_recall(recalls: Sequence[Recall], stdout: Console, folder: Path) -> None:
+    """Print the counts of act 1, some answers without a memory and with the last method's, and the next command."""
+    from .. import demo as acts
+
+    questions, before, after = acts.load_page_questions(), recalls[0], recalls[-1]
+    stdout.print(acts.tabulate_recall(recalls).to_rich())
+    for index in acts.SHOWN:
+        stdout.print(f"\n{questions[index].question}   ({questions[index].answer})", style="bold")
+        stdout.print(f"  before: {printable(before.answers[index])}")
+        stdout.print(f"  after, with {after.method}: {printable(after.answers[index])}")
+    question = questions[acts.SHOWN[0]].question
+    stdout.print(f'\nNext: locas ask "{question}" --memory {folder / after.method}\n')
 
 
 def memorize(

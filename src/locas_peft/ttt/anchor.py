@@ -25,7 +25,7 @@ from .settings import check_whole
 
 __all__ = ["Anchor", "OwnText", "write_own_text"]
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ class OwnText:
         count, length = self.shape
         while len(self.written) <= index:
             wanted = min(self._batch_size, count - len(self.written))
-            _log.info("the base writes %d texts of %d tokens for the anchor", wanted, length)
+            _logger.info("the base writes %d texts of %d tokens for the anchor", wanted, length)
             batch = write_own_text(self._model, wanted, length, self._seed + len(self.written) // self._batch_size)
             self.written = torch.cat([self.written, batch])
         return self.written[index]

