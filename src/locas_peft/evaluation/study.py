@@ -303,4 +303,5 @@ def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
         "scored_tokens": reading.scored_tokens * reading.settings.readings,
         "seconds": reading.seconds,
         "skipped_chunks": reading.skipped_chunks,
+        "taken_back": reading.taken_back,
     }
