@@ -847,6 +847,64 @@ def test_bad_input_of_ask_is_one_line(run, tmp_path, monkeypatch, arguments, mes
     assert stderr.count("\n") == 1 + stderr.startswith("converting cut.gguf once (half a minute); kept in ")
 
 
+def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory, tmp_path):
+    model, tokenizer = backbone.load()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+    model.save_pretrained(tmp_path / "other")
+    tokenizer.save_pretrained(tmp_path / "other")
+    line = (
+        "warning: this memory was made for a base of the same shapes with other weights: its output is not what was "
+    )
+    line += "learned; load the base that it was made for.\n"
+    options = ["--model", "other", "--device", "cpu"]
+    code, _, stderr = run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, *options)
+    assert (code, stderr) == (0, line)
+    assert run("merge", memory, "--out", "merged", *options)[::2] == (0, line)
+    assert run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, "--device", "cpu")[::2] == (0, "")
+    for dtype in ("bfloat16", "float16"):
+        code, _, stderr = run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, "--dtype", dtype)
+        assert (code, stderr) == (0, "")
+
+
+def test_inspect_refuses_what_loading_refuses(run, memory, tmp_path):
+    shutil.copytree(memory, tmp_path / "changed")
+    config = json.loads((memory / "adapter_config.json").read_text())
+    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps({**config, "scaling": 1e308}))
+    line = "error: scaling must be finite, at most 1e12 in size, got 1e+308.\n"
+    assert run("inspect", "changed") == (2, "", line)
+    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config))
+    path = tmp_path / "changed" / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    code, stdout, stderr = run("inspect", "changed")
+    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
+    assert stderr.endswith("holds other tensors than were saved, since its digest differs: copy it again.\n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--lr", "1e38", "--max-slot-norm", "0", "--no-brake"], ["--max-slot-norm", "inf"]], ids=str
+)
+def test_a_diverged_memory_is_not_saved(run, tmp_path, arguments):
+    code, _, stderr = run("memorize", "text.txt", "--out", "memory", "--r", 4, *arguments, *FAST, *NO_ANCHOR)
+    assert code == 2 and stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in stderr
+    assert not list(tmp_path.glob("memory/**/*.safetensors"))
+
+
+def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path):
+    from peft import get_peft_model
+
+    from locas_peft import LocasConfig
+
+    config = LocasConfig(r=4, modules_to_save=["model.norm"])
+    with pytest.warns(UserWarning, match="is saved empty"):
+        get_peft_model(backbone.load()[0], config).save_pretrained(tmp_path / "beside")
+    code, stdout, stderr = run("inspect", "beside")
+    assert (code, stderr) == (0, "")
+    assert "learned    nothing yet\n" in stdout and "replaces   model.norm.weight of the base\n" in stdout
+
+
 # ---------------------------------------------------------------------- demo and processes
 
 

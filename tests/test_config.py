@@ -67,7 +67,7 @@ def test_lists_become_sets():
         ),
         ({"max_slot_norm": "1"}, TypeError, "max_slot_norm must be a number, or None for no clip, got '1'."),
         ({"scaling": "r"}, TypeError, "scaling must be a number, got 'r'."),
-        ({"scaling": float("nan")}, ValueError, "scaling must be finite, got nan."),
+        ({"scaling": float("nan")}, ValueError, "scaling must be finite, at most 1e12 in size, got nan."),
         ({"row_norm": "4"}, TypeError, "row_norm must be a number, got '4'."),
         ({"row_norm": 0}, ValueError, "row_norm must be a finite number above 0, got 0."),
         (
@@ -76,8 +76,32 @@ def test_lists_become_sets():
             "row_norm must be at most max_slot_norm (1.0), got 4.0: the first step would clip the rows; raise "
             "max_slot_norm, or set it to None.",
         ),
-        ({"max_slot_norm": 0}, ValueError, "max_slot_norm must be above 0, or None for no clip, got 0."),
-        ({"pad_to_multiple_of": 0}, ValueError, "pad_to_multiple_of must be at least 1, got 0."),
+        (
+            {"max_slot_norm": 0},
+            ValueError,
+            "max_slot_norm must be finite and above 0, or None for no clip, got 0.",
+        ),
+        (
+            {"max_slot_norm": float("inf")},
+            ValueError,
+            "max_slot_norm must be finite and above 0, or None for no clip, got inf.",
+        ),
+        ({"scaling": 10**30}, ValueError, f"scaling must be finite, at most 1e12 in size, got {10**30}."),
+        ({"scaling": -1e308}, ValueError, "scaling must be finite, at most 1e12 in size, got -1e+308."),
+        ({"seed": "0"}, TypeError, "seed must be an integer, got '0'."),
+        (
+            {"trainable_token_indices": 0},
+            TypeError,
+            "trainable_token_indices must be a list of token ids, or lists by module name, got 0.",
+        ),
+        (
+            {"trainable_token_indices": {"wte": [-1]}},
+            TypeError,
+            "trainable_token_indices must be a list of token ids, or lists by module name, got {'wte': [-1]}.",
+        ),
+        ({"modules_to_save": ["(a+)+"]}, ValueError, "modules_to_save must be names, got ['(a+)+']."),
+        ({"pad_to_multiple_of": 0}, ValueError, "pad_to_multiple_of must be from 1 to 65536, got 0."),
+        ({"pad_to_multiple_of": 10**11}, ValueError, "pad_to_multiple_of must be from 1 to 65536, got 100000000000."),
         (
             {"target_modules": ".*mlp", "layers_to_transform": [0]},
             ValueError,

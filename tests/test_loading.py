@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from locas_peft import LocasConfig, backbone, calibrate, loading
@@ -218,11 +218,71 @@ def test_a_memory_s_file_is_checked_before_anything_is_made(memory, tmp_path):
         with pytest.raises(ValueError, match=message):
             loading.load_memory(base, tmp_path)
     write()
-    torch.save(load_file(weights), tmp_path / "adapter_model.bin")
+    tensors = load_file(weights)
     weights.unlink()
     with pytest.raises(ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"):
         loading.load_memory(base, tmp_path)
     assert not hasattr(base, "peft_config")
+    torch.save(tensors, tmp_path / "adapter_model.bin")  # as `save_pretrained(safe_serialization=False)` does
+    assert loading.describe_memory(tmp_path)["layers"] == loading.describe_memory(memory)["layers"]
+    assert list(loading.load_memory(base, tmp_path).peft_config) == ["default"]
+
+
+def test_describing_refuses_what_loading_refuses(memory, tmp_path):
+    tensors = load_file(memory / "adapter_model.safetensors")
+    tau = "base_model.model.model.layers.0.mlp.locas_tau"
+    for name, value, message in (
+        ("nan", {tau: torch.tensor(torch.nan)}, "locas_tau holds values that are not finite"),
+        ("absurd", {tau: torch.tensor(1e38)}, "locas_tau holds 1e[+]38, at most 1e[+]12 in size expected"),
+        (
+            "head",
+            {"base_model.model.lm_head.weight": torch.zeros(4096, 256)},
+            "lm_head.weight is a weight of the base",
+        ),
+    ):
+        shutil.copytree(memory, tmp_path / name)
+        save_file({**tensors, **value}, tmp_path / name / "adapter_model.safetensors")
+        for look in (loading.describe_memory, lambda folder: loading.load_memory(backbone.load()[0], folder)):
+            with pytest.raises(ValueError, match=message):
+                look(tmp_path / name)
+
+
+def test_a_description_names_what_replaces_weights_of_the_base(memory, tmp_path):
+    found = loading.describe_memory(memory)
+    assert (found["replaces"], found["learned"]) == ([], False)
+    config = LocasConfig(r=4, init_strategy="random", modules_to_save=["model.norm"])
+    model = get_peft_model(backbone.load()[0], config)
+    model.get_base_model().model.layers[3].mlp.locas_down["default"].weight.data[0, 0] = 0.5
+    model.save_pretrained(tmp_path)
+    found = loading.describe_memory(tmp_path)
+    assert (found["replaces"], found["learned"]) == (["model.norm.weight"], True)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"])
+def test_another_adapter_s_file_cannot_replace_weights_of_the_base(tmp_path, name):
+    base, _ = loading.load_base(device="cpu")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    loading.load_memory(loading.load_base(device="cpu")[0], tmp_path)
+    shape = (4096, 256) if name == "lm_head.weight" else (256, 256)
+    save_file({**tensors, f"base_model.model.{name}": torch.zeros(shape)}, tmp_path / "adapter_model.safetensors")
+    base, _ = loading.load_base(device="cpu")
+    before = {key: tensor.clone() for key, tensor in base.state_dict().items()}
+    with pytest.raises(ValueError, match=f"{name} is a weight of the base and no part of the adapter; save it with"):
+        loading.load_memory(base, tmp_path)
+    after = base.state_dict()
+    assert after.keys() == before.keys() and all(torch.equal(after[key], before[key]) for key in before)
+
+
+def test_another_adapter_that_does_not_fit_leaves_the_base(tmp_path):
+    base, _ = loading.load_base(device="cpu")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    model = tiny_llama()
+    before, names = model.state_dict(), [name for name, _ in model.named_modules()]
+    with pytest.raises(ValueError, match="does not fit LlamaForCausalLM"):
+        loading.load_memory(model, tmp_path)
+    assert [name for name, _ in model.named_modules()] == names and not hasattr(model, "peft_config")
+    assert all(torch.equal(model.state_dict()[key], tensor) for key, tensor in before.items())
 
 
 def test_fields_that_a_memory_does_not_have(tmp_path):

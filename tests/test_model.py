@@ -1,5 +1,6 @@
 import copy
 import json
+import time
 import warnings
 
 import pytest
@@ -18,11 +19,13 @@ from peft import (
     inject_adapter_in_model,
 )
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from locas_peft import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
 from locas_peft.tuner import adapters_disabled
 from locas_peft.tuner.ffn import find_ffns
+from locas_peft.tuner.weight_sample import may_be_same_weights, sample_weights
 
 
 def make_model(family="llama", name="default", **kwargs):
@@ -543,19 +546,36 @@ def test_disabling_a_merged_memory_unmerges_it():
         assert torch.equal(logits(model), logits(make_host("llama")))
 
 
-@pytest.mark.parametrize("verb", ["merge_adapter", "merge_and_unload", "save_pretrained"])
-def test_an_empty_memory_says_so(verb, tmp_path):
-    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
-    before = snapshot(model)
-    arguments = (tmp_path / "memory",) if verb == "save_pretrained" else ()
-    with pytest.raises(ValueError) as error:
-        getattr(model, verb)(*arguments)
-    participle = "saved" if verb == "save_pretrained" else "merged"
-    assert str(error.value) == (
-        f"the memory 'default' is empty: calibrate(model, batches) or train it before it is {participle}."
-    )
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("safe_serialization", [True, False])
+def test_an_empty_memory_is_saved_and_calibrates_after_loading(family, safe_serialization, tmp_path):
+    model = get_peft_model(make_host(family), LocasConfig(r=4))
+    with pytest.warns(UserWarning, match="^the memory 'default' is saved empty: it has learned nothing yet"):
+        model.save_pretrained(tmp_path, safe_serialization=safe_serialization)
+    loaded = PeftModel.from_pretrained(make_host(family), tmp_path, is_trainable=True)
+    assert empty_memories(loaded) == ["default"]
+    assert torch.equal(logits(loaded.eval()), logits(make_host(family)))
+    optimizer = torch.optim.SGD((p for p in loaded.parameters() if p.requires_grad), lr=1.0)
+    loaded.train()(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+    assert empty_memories(loaded) == []
+    optimizer.step()
+    assert not torch.equal(logits(loaded.eval()), logits(make_host(family)))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "opt"])
+def test_an_empty_memory_merges_to_neurons_of_zeros(family):
+    model = get_peft_model(make_host(family), LocasConfig(r=4)).eval()
+    before, expected = snapshot(model), logits(make_host(family))
+    model.merge_adapter()
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match=r"^the memory 'default' is merged: call unmerge_adapter\(\) before it is"):
+        calibrate(model, [make_tokens()])
+    model.unmerge_adapter()
     assert same(model, before) and empty_memories(model) == ["default"]
-    assert not list(tmp_path.glob("**/*.safetensors")) and not list(tmp_path.glob("**/*.json"))
+    calibrate(model, [make_tokens()])
+    assert empty_memories(model) == []
+    merged = get_peft_model(make_host(family), LocasConfig(r=4)).merge_and_unload()
+    torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("verb", ["merge_adapter", "merge_and_unload"])
@@ -658,6 +678,10 @@ def rewrite(folder, change):
 KEY = "base_model.model.model.layers.1.mlp.locas_up.weight"
 
 
+def embedding(value=1.0):
+    return {"base_model.model.model.embed_tokens.weight": torch.full((64, 16), value)}
+
+
 def test_truncated_file(memory):
     path = memory / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-40])
@@ -669,9 +693,43 @@ def test_file_that_is_no_safetensors(memory):
     assert_refused(memory, "is truncated or not a safetensors file", make_host("llama"))
 
 
-def test_pickled_file_is_never_read(memory):
-    (memory / "adapter_model.safetensors").rename(memory / "adapter_model.bin")
-    assert_refused(memory, "is a pickle, and a memory is never unpickled: save it as", make_host("llama"))
+def test_a_pickle_of_tensors_loads_as_peft_s_own(memory, tmp_path):
+    model = make_model().eval()
+    model.save_pretrained(tmp_path / "pickled", safe_serialization=False)
+    names = {path.name for path in (tmp_path / "pickled").iterdir()}
+    assert names == {"adapter_model.bin", "adapter_config.json", "README.md"}
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path / "pickled")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("wrap", [lambda payload: payload, lambda payload: {KEY: payload}], ids=["alone", "inside"])
+def test_a_pickle_that_runs_code_is_refused(memory, tmp_path, wrap):
+    (memory / "adapter_model.safetensors").unlink()
+    torch.save(wrap(Payload(tmp_path / "ran")), memory / "adapter_model.bin")
+    assert_refused(memory, "is damaged or no pickle of tensors alone: save it as safetensors", make_host("llama"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [7, torch.zeros(1).expand(10**6, 10**6), torch.eye(3).to_sparse(), torch.zeros(3, device="meta")],
+    ids=["int", "one number of a large shape", "sparse", "meta"],
+)
+def test_a_pickle_of_other_values_is_refused(memory, value):
+    tensors = load_file(memory / "adapter_model.safetensors")
+    (memory / "adapter_model.safetensors").unlink()
+    torch.save({**tensors, KEY: value}, memory / "adapter_model.bin")
+    assert_refused(memory, r"must hold dense tensors, got another value as .*locas_up\.weight", make_host("llama"))
 
 
 @pytest.mark.parametrize(
@@ -682,7 +740,7 @@ def test_pickled_file_is_never_read(memory):
         (lambda t: t.update({KEY: torch.ones(4, 8)}), r"locas_up has shape \[4, 8\], expected \[4, 16\]"),
         (
             lambda t: t[KEY].fill_(torch.inf),
-            r"layers.1.mlp.locas_up\.(default|theirs)\.weight holds values that are not finite",
+            r"layers.1.mlp.locas_up\.weight holds values that are not finite",
         ),
         (lambda t: [t.pop(k) for k in list(t) if "layers.1" in k], r"the file has no .*layers.1.mlp.locas_"),
         (
@@ -702,6 +760,29 @@ def test_pickled_file_is_never_read(memory):
             lambda t: t.update({KEY.replace("locas_up", "base_layer.up_proj"): torch.ones(24, 16)}),
             r"base_layer\.up_proj\.weight is a weight of the base and no part of a memory",
         ),
+        (lambda t: t.update(embedding()), r"embed_tokens\.weight is a weight of the base and no part of a memory"),
+        (lambda t: t.update(embedding(torch.nan)), r"embed_tokens\.weight holds values that are not finite"),
+        (
+            lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(64, 16)}),
+            r"lm_head\.weight is a weight of the base and no part of a memory; get the file from a trusted source",
+        ),
+        (
+            lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(64, 16, dtype=torch.int8)}),
+            r"lm_head\.weight is a weight of the base and no part of a memory",
+        ),
+        (
+            lambda t: t.update({"base_model.model.nonsense\nweight": torch.ones(1)}),
+            r"nonsense\\nweight is a weight of the base and no part of a memory",
+        ),
+        (lambda t: t[KEY].mul_(1e20), r"locas_up\.weight holds [\d.]+e\+\d+, at most 1e\+12 in size expected"),
+        (
+            lambda t: t[KEY.replace("locas_up.weight", "locas_tau")].fill_(1e38),
+            r"locas_tau holds 1e\+38, at most 1e\+12 in size expected",
+        ),
+        (
+            lambda t: [t[KEY.replace("up.weight", part)].mul_(1e6) for part in ("tau", "input_scale")],
+            r"at model.layers.1.mlp: the product of its largest numbers is \d",
+        ),
     ],
     ids=[
         "missing",
@@ -715,6 +796,14 @@ def test_pickled_file_is_never_read(memory):
         "float8",
         "norm",
         "wrapped",
+        "embedding",
+        "embedding not finite",
+        "head",
+        "head int8",
+        "no tensor's name",
+        "weights absurd",
+        "tau absurd",
+        "product absurd",
     ],
 )
 def test_tampered_tensors(memory, change, message):
@@ -778,6 +867,310 @@ def assert_refused(memory, message, host):
     with pytest.raises(ValueError, match=message):
         model.load_adapter(memory, "theirs")
     assert same(model, before) and list(model.peft_config) == ["mine"]
+
+
+def change_config(folder, **fields):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scaling": 1e308}, r"scaling must be finite, at most 1e12 in size, got 1e\+308"),
+        ({"scaling": 10**30}, "scaling must be finite, at most 1e12 in size, got 1000000000000000000000000000000"),
+        ({"scaling": 1e12}, "the product of its largest numbers is"),
+        ({"max_slot_norm": float("inf")}, "max_slot_norm must be finite and above 0, or None for no clip, got inf"),
+        ({"trainable_token_indices": 0}, "trainable_token_indices must be a list of token ids, .*, got 0"),
+        ({"modules_to_save": ["lm_head"]}, "no tensor is for modules_to_save"),
+        ({"saved_embeddings": ["lm_head.weight"]}, "no tensor is for saved_embeddings"),
+        ({"task_type": "SEQ_2_SEQ_LM"}, "task_type 'SEQ_2_SEQ_LM', which LlamaForCausalLM cannot do"),
+        ({"task_type": "a\nb"}, r"Invalid task type: 'a\\nb'"),
+        ({"target_modules": "(" * 10_000}, "target_modules must be a regular expression"),
+        ({"ffn_parts": {"up": "a", "down": "b"}}, "."),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_tampered_configs(memory, fields, message):
+    change_config(memory, **fields)
+    assert_refused(memory, message, make_host("llama"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("base_model.model.lm_head.weight"), "no tensor is for modules_to_save"),
+        (
+            lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(64, 8)}),
+            r"lm_head.*weight has shape \[64, 8\], expected \[64, 16\]",
+        ),
+        (
+            lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(64, 16, dtype=torch.int8)}),
+            "lm_head.*weight is of torch.int8, a floating dtype of 16 bits or more expected",
+        ),
+        (
+            lambda t: t.update({"base_model.model.lm_head.original_module.weight": torch.ones(64, 16)}),
+            r"lm_head\.original_module\.weight is a weight of the base",
+        ),
+        (
+            lambda t: t.update({"base_model.model.lm_head.bias": t.pop("base_model.model.lm_head.weight")}),
+            r"the file has no base_model\.model\.lm_head\.weight",
+        ),
+    ],
+    ids=["missing", "shape", "int8", "original", "other name"],
+)
+def test_tampered_modules_to_save(tmp_path, change, message):
+    make_model(modules_to_save=["lm_head"]).save_pretrained(tmp_path)
+    rewrite(tmp_path, change)
+    assert_refused(tmp_path, message, make_host("llama"))
+
+
+@pytest.mark.parametrize("indices", [[10**9], [64], {"embed_tokens": [5, 64]}], ids=str)
+def test_tampered_token_indices(tmp_path, indices):
+    make_model(trainable_token_indices=[5, 6]).save_pretrained(tmp_path)
+    change_config(tmp_path, trainable_token_indices=indices)
+    message = r"trainable_token_indices must be below the 64 rows of model.embed_tokens, got \d+: use ids of this"
+    assert_refused(tmp_path, message, make_host("llama"))
+
+
+def test_more_token_indices_than_the_file_has(tmp_path):
+    make_model(trainable_token_indices=[5, 6]).save_pretrained(tmp_path)
+    change_config(tmp_path, trainable_token_indices=[5, 6, 7])
+    assert_refused(tmp_path, r"trainable_tokens_delta.* has shape \[2, 16\], expected \[3, 16\]", make_host("llama"))
+
+
+def test_a_memory_that_does_not_fit_a_module_beside_it_leaves_the_base(tmp_path):
+    make_model(modules_to_save=["lm_head"]).save_pretrained(tmp_path)
+    host = make_host("llama")
+    host.resize_token_embeddings(70)
+    assert_refused(tmp_path, r"lm_head.*weight has shape \[64, 16\], expected \[70, 16\]", host)
+
+
+def test_embeddings_saved_with_a_memory_are_named_in_its_config(tmp_path):
+    model = make_model().eval()
+    with torch.no_grad():
+        model.get_base_model().model.embed_tokens.weight[5] += 1.0
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    named = json.loads((tmp_path / "adapter_config.json").read_text())["saved_embeddings"]
+    assert sorted(named) == ["lm_head.weight", "model.embed_tokens.weight"]
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    change_config(tmp_path, saved_embeddings=["lm_head.weight"])
+    assert_refused(tmp_path, r"model\.embed_tokens\.weight is a weight of the base", make_host("llama"))
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["saved_embeddings"] is None
+
+
+def test_only_embeddings_can_be_named_as_saved(memory):
+    rewrite(memory, lambda t: t.update({"base_model.model.model.norm.weight": torch.ones(16)}))
+    change_config(memory, saved_embeddings=["model.norm.weight"])
+    assert_refused(memory, r"model\.norm\.weight is a weight of the base and no part of a memory", make_host("llama"))
+
+
+SLOW_PATTERN = "(.*)*" * 12 + "$!"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": SLOW_PATTERN},
+        {"exclude_modules": SLOW_PATTERN},
+        {"rank_pattern": {SLOW_PATTERN: 9}},
+        {"layers_pattern": [SLOW_PATTERN], "layers_to_transform": [0, 1]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_patterns_of_a_file_are_not_matched(memory, fields):
+    change_config(memory, **fields)
+    start = time.process_time()
+    loaded = PeftModel.from_pretrained(make_host("llama"), memory)
+    loaded.save_pretrained(memory / "again")
+    assert time.process_time() - start < 5
+    assert torch.equal(logits(loaded), logits(make_model().eval()))
+    assert SLOW_PATTERN not in (memory / "again" / "adapter_config.json").read_text()
+    change_config(memory, modules_to_save=[SLOW_PATTERN])
+    assert_refused(memory, "modules_to_save must be names, got", make_host("llama"))
+
+
+def test_a_saved_memory_names_its_modules(tmp_path):
+    model = make_model(target_modules=r".*\.[01]\.mlp", rank_pattern={r".*\.1\.mlp": 8}).eval()
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert sorted(config["target_modules"]) == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert config["rank_pattern"] == {r"model\.layers\.0\.mlp": 4, r"model\.layers\.1\.mlp": 8}
+    assert model.peft_config["default"].target_modules == r".*\.[01]\.mlp"
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_a_loaded_config_may_be_changed_and_used_for_a_new_memory(memory):
+    config = LocasConfig.from_pretrained(memory)
+    config.r = 8
+    model = get_peft_model(make_host("llama"), config)
+    assert [layer.locas_up["default"].out_features for layer in layers_of(model)] == [8, 8]
+
+
+def test_a_flipped_bit_is_refused_and_a_file_without_a_digest_loads(memory):
+    path = memory / "adapter_model.safetensors"
+    whole, expected = path.read_bytes(), logits(make_model().eval())
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert_refused(memory, "holds other tensors than were saved, since its digest differs", make_host("llama"))
+    path.write_bytes(whole)
+    rewrite(memory, lambda tensors: None)  # saved without metadata
+    assert torch.equal(logits(PeftModel.from_pretrained(make_host("llama"), memory)), expected)
+
+
+def test_the_same_memory_is_the_same_bytes(memory, tmp_path):
+    for number in range(4):
+        make_model().save_pretrained(tmp_path / str(number))
+        file = f"{number}/adapter_model.safetensors"
+        assert (tmp_path / file).read_bytes() == (memory / "adapter_model.safetensors").read_bytes()
+    with safe_open(memory / "adapter_model.safetensors", framework="pt") as file:
+        assert file.metadata().keys() == {"format", "locas_digest"}
+
+
+def test_saving_over_an_older_memory_leaves_no_wrong_digest(memory):
+    host = make_host("llama")
+    host.add_adapter(LocasConfig(r=4, init_strategy="random"))
+    teach(host, seed=3)
+    host.save_pretrained(memory)  # transformers writes the config first, then the tensors
+    loaded = PeftModel.from_pretrained(make_host("llama"), memory)
+    assert torch.equal(logits(loaded), logits(host))
+
+
+# Not refused: the base may differ in what no memory depends on.
+def test_other_weights_of_the_same_shapes_give_a_warning(memory):
+    other = make_host("llama")
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.05)
+    with pytest.warns(UserWarning, match="^this memory was made for a base of the same shapes with other weights"):
+        PeftModel.from_pretrained(other, memory)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_same_base_in_another_dtype_gives_no_warning(family, dtype, tmp_path):
+    make_model(family).save_pretrained(tmp_path)
+    PeftModel.from_pretrained(make_host(family, dtype), tmp_path)  # warnings are errors
+    config = LoraConfig(target_modules="all-linear", fan_in_fan_out=family == "gpt2")
+    lora = inject_adapter_in_model(config, make_host(family, dtype))
+    assert may_be_same_weights(sample_weights(make_host(family)), sample_weights(lora))
+    beside = get_peft_model(make_host(family), LocasConfig(r=4, modules_to_save=["0"], trainable_token_indices=[5]))
+    assert sample_weights(make_host(family)) == sample_weights(beside)
+    merged = make_model(family)
+    merged.merge_adapter()
+    assert sample_weights(make_host(family)) == sample_weights(merged)
+    rounded = make_host(family, torch.float16).to(torch.bfloat16)
+    assert may_be_same_weights(sample_weights(make_host(family)), sample_weights(rounded))
+
+
+@pytest.mark.parametrize("weights", [None, 5, "zz", "----", [1]])
+def test_a_memory_without_a_usable_sample_of_its_base_loads(memory, weights):
+    host = json.loads((memory / "adapter_config.json").read_text())["host"]
+    change_config(memory, host={**host, "weights": weights})
+    PeftModel.from_pretrained(make_host("llama"), memory)
+
+
+def test_a_memory_of_the_hub_is_checked_as_a_folder_is(memory, monkeypatch):
+    import huggingface_hub
+    from peft import config, peft_model
+
+    def download(name, filename, **kwargs):
+        return str(memory / filename)
+
+    for module in (huggingface_hub, config):
+        monkeypatch.setattr(module, "hf_hub_download", download)
+    rewrite(memory, lambda t: t.update(embedding()))
+    host = make_host("llama")
+    before = snapshot(host)
+    monkeypatch.setattr(peft_model, "load_peft_weights", None)
+    with pytest.raises(ValueError, match="embed_tokens.weight is a weight of the base"):
+        PeftModel.from_pretrained(host, "somebody/memory")
+    assert same(host, before)
+
+
+def test_transformers_own_loader_makes_no_checks(memory):
+    rewrite(memory, lambda t: t.update(embedding()))
+    host = make_host("llama")
+    host.load_adapter(str(memory))
+    assert torch.equal(host.model.embed_tokens.weight, torch.ones(64, 16))  # SECURITY.md says so
+
+
+@pytest.mark.parametrize(("factor", "message"), [(torch.nan, "not finite"), (1e14, "at most"), (1e6, "product")])
+def test_a_diverged_memory_is_not_saved(factor, message, tmp_path):
+    model = make_model()
+    for weight in weights_in(layers_of(model)[1]):
+        weight.data.mul_(factor)
+    with pytest.raises(ValueError, match=f"^the memory 'default' has diverged and cannot be saved: .*{message}"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("**/*.safetensors")) and not list(tmp_path.glob("**/*.json"))
+
+
+def test_what_unload_keeps(tmp_path):
+    model = make_model(modules_to_save=["norm"], trainable_token_indices=[5])
+    with torch.no_grad():
+        model.get_base_model().model.norm.modules_to_save["default"].weight.add_(1.0)
+        model.get_base_model().model.embed_tokens.token_adapter.trainable_tokens_delta["default"].add_(1.0)
+    model.save_pretrained(tmp_path)
+    unloaded, before = (
+        PeftModel.from_pretrained(make_host("llama"), tmp_path).unload(),
+        make_host("llama").state_dict(),
+    )
+    changed = [name for name, tensor in unloaded.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert changed == ["model.norm.weight"]
+
+
+def bits(model):
+    """The bytes of a base's weights by name, whatever wraps them."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return {
+        name.replace("base_layer.", ""): tensor.contiguous().view(torch.uint8).clone()
+        for name, tensor in base.state_dict().items()
+        if ".locas_" not in name
+    }
+
+
+def unharmed(model, before):
+    after = bits(model)
+    return after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "llama with biases", "gemma2", "phi3", "gpt2", "gpt_neox", "opt"])
+def test_the_base_is_unharmed(family, dtype, tmp_path):
+    host = make_host(family, dtype)
+    before, names, expected = bits(host), [name for name, _ in host.named_modules()], logits(host)
+    model = get_peft_model(host, LocasConfig(r=4))
+    assert unharmed(model, before)
+    calibrate(model, [make_tokens()])
+    assert unharmed(model, before)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.1)
+    for _ in range(2):
+        model.train()(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert unharmed(model.eval(), before) and not torch.equal(logits(model), expected)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), expected)
+    model.save_pretrained(tmp_path / "memory")
+    model.add_adapter("second", LocasConfig(r=3, init_strategy="gaussian"))
+    teach(model, "second", seed=1)
+    for _ in range(5):
+        model.merge_adapter(["default", "second"])
+        assert not unharmed(model, before)
+        model.base_model.unmerge_adapter(["default"])
+        model.unmerge_adapter()
+        assert unharmed(model, before)
+    with pytest.warns(UserWarning, match="Setting active adapter"):
+        model.delete_adapter("default")
+    rewrite(tmp_path / "memory", lambda tensors: tensors[sorted(tensors)[0]].fill_(torch.nan))
+    with pytest.raises(ValueError, match="not finite"):
+        model.load_adapter(tmp_path / "memory", "hostile")
+    assert unharmed(model, before) and list(model.peft_config) == ["second"]
+    assert model.unload() is host
+    assert unharmed(host, before) and [name for name, _ in host.named_modules()] == names
+    assert torch.equal(logits(host), expected)
 
 
 def test_one_config_object_serves_several_models():

@@ -11,12 +11,14 @@ import torch
 from peft import PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import backbone
 from .files import finish_replacement, load_json
 from .gguf_models import find_gguf, load_gguf
+from .tuner.memory_file import find_memory_file, list_replacements, load_tensors, one_line
+from .tuner.passes import remember_modules
 
 __all__ = [
     "DTYPES",
@@ -77,25 +79,36 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         directory: the memory's folder.
         fields: values for fields of its config, such as `pad_to_multiple_of`, in place of the saved ones.
 
+    A memory that was made for a base of the same shapes with other weights gives a warning.
+
     Raises:
-        ValueError: the folder holds no memory, or one that was made for another base.
+        ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
+            was before.
     """
     peft_type = load_memory_config(directory)["peft_type"]
-    _find_weights(directory)
+    path = _find_weights(directory)
     config = _make_config(directory, peft_type)
+    if peft_type != "LOCAS":
+        _check_other_adapter(path, _load_tensors(path, peft_type), base, config)
     for name, value in fields.items():
         if not hasattr(config, name):
             raise ValueError(f"{name} has no meaning for a memory of type {peft_type}, got {value!r}: leave it out")
         setattr(config, name, value)
+    restore = remember_modules(base)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(base, str(directory), config=config)
-    except (RuntimeError, UserWarning, ValueError, SafetensorError) as error:
-        if isinstance(error, ValueError) and not str(error).startswith("Target modules"):
+    except (OSError, MemoryError, torch.OutOfMemoryError):
+        restore()
+        raise
+    except Exception as error:
+        restore()
+        names_modules = isinstance(error, ValueError) and str(error).startswith("Target module")
+        if isinstance(error, ValueError) and not names_modules and "\n" not in str(error):
             raise
-        # PEFT's message lists the name of every module.
-        reason = "it has other modules" if isinstance(error, ValueError) else _first_line(error)
+        # PEFT's message lists every module.
+        reason = "it has other modules" if names_modules else _first_line(error)
         raise ValueError(
             f"memory {str(directory)!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason}): "
             "load the base that it was made for"
@@ -137,23 +150,21 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
 
     Returns:
         JSON values: `memory_dir`, `base`, `peft_type`, `r`, `init`, `scaling`, `dtype`, `parameters`, `bytes`
-        (of the tensors' file), `host`, `layers`. For a LOCAS memory `layers` has an entry for each FFN: `name`, `r`,
-        `tau`, `slots` (None where no host slots were cloned) and, for `gate` (None in a two-layer memory), `up` and
-        `down`, the `mean` and `max` of the slots' norms. For other adapters `layers` is empty.
+        (of the tensors' file), `host`, `replaces` (the tensors of a LOCAS memory's file that replace weights of the
+        base, by name), `learned` (False for a LOCAS memory without an output; None for other adapters), `layers`. For
+        a LOCAS memory `layers` has an entry for each FFN: `name`, `r`, `tau`, `slots` (None where no host slots were
+        cloned) and, for `gate` (None in a two-layer memory), `up` and `down`, `mean` and `max` of the slots' norms.
+        For other adapters `layers` is empty.
 
     Raises:
-        ValueError: there is no memory, or its files are damaged.
+        ValueError: there is no memory, or its files hold something that loading refuses.
     """
     directory = Path(directory)
     config = load_memory_config(directory)
     path = _find_weights(directory)
-    if config["peft_type"] == "LOCAS":
-        _make_config(directory, "LOCAS")  # for its checks
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file ({error}): copy or save it again") from None
+    is_memory = config["peft_type"] == "LOCAS"
+    _make_config(directory, config["peft_type"])  # for its checks
+    tensors = _load_tensors(path, config["peft_type"])
     slots = config.get("slots") or {}
     layers: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
@@ -186,6 +197,8 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": path.stat().st_size,
         "host": config.get("host"),
+        "replaces": list_replacements(tensors) if is_memory else [],
+        "learned": any(layer["down"]["max"] > 0 for layer in layers.values()) if is_memory else None,
         "layers": sorted(layers.values(), key=lambda layer: _natural(layer["name"])),
     }
 
@@ -263,11 +276,39 @@ def _check_hub(name: str) -> None:
         ) from error
 
 
+def _load_tensors(path: Path, peft_type: str) -> dict[str, torch.Tensor]:
+    """Load an adapter's tensors, or raise a `ValueError` where one of them is not finite."""
+    tensors, _ = load_tensors(str(path))
+    for key, tensor in tensors.items() if peft_type != "LOCAS" else ():  # a memory's config checks them
+        if tensor.is_floating_point() and not tensor.float().isfinite().all():
+            raise ValueError(f"{path}: {one_line(key)} holds values that are not finite; save or copy it again.")
+    return tensors
+
+
+def _check_other_adapter(
+    path: Path, tensors: dict[str, torch.Tensor], base: PreTrainedModel, config: PeftConfig
+) -> None:
+    """Raise a `ValueError` if another PEFT adapter's file holds weights of the base that its config does not name.
+
+    PEFT would copy them into the base.
+    """
+    own = base.state_dict()
+    named = [f".{name}." for name in getattr(config, "modules_to_save", None) or ()]
+    for key in tensors:
+        name = key.removeprefix("base_model.model.")
+        plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
+        if plain in own and not (plain == name and any(mark in f".{name}" for mark in named)):
+            raise ValueError(
+                f"{path}: {one_line(key)} is a weight of the base and no part of the adapter; save it with "
+                "save_embedding_layers=False, or get the file from a trusted source."
+            )
+
+
 def _make_config(directory: str | Path, peft_type: str) -> PeftConfig:
     """Make PEFT's config of a memory, which checks the file before anything of the claimed width is made."""
     try:
         return PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
-    except TypeError as error:
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have "
             f"({_first_line(error)}): copy or save the memory again"
@@ -275,20 +316,20 @@ def _make_config(directory: str | Path, peft_type: str) -> PeftConfig:
 
 
 def _find_weights(directory: str | Path) -> Path:
-    """Return the file of a memory's tensors. PEFT would load a pickle in its place."""
-    path = Path(directory) / SAFETENSORS_WEIGHTS_NAME
-    if not path.is_file():
+    """Return the file of a memory's tensors: safetensors, or else a pickle of tensors alone."""
+    path = find_memory_file(str(directory))
+    if path is None:
         raise ValueError(f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again")
     try:
-        path.open("rb").close()
+        open(path, "rb").close()
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): check the file's permissions") from None
-    return path
+    return Path(path)
 
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(":.") if lines else type(error).__name__
+    return one_line(lines[0].rstrip(":.")) if lines else type(error).__name__
 
 
 def _natural(name: str) -> list:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,7 +41,6 @@ def generate(
     """
     import torch
 
-    from .. import loading
     from ..evaluation.answering import encode_prompt
     from ..ttt import count_positions
 
@@ -60,7 +62,7 @@ def generate(
             f"prompt and --max-new-tokens must fit the model's {limit} positions, got {prompt_tokens} + "
             f"{max_new_tokens}: shorten one of them"
         )
-    adapted = loading.load_memory(loaded.model, memory)
+    adapted = _load_memory(loaded, memory)
     with adapted.disable_adapter():
         without = _continue(adapted, loaded.tokenizer, inputs, max_new_tokens, temperature, seed)
     with_memory = _continue(adapted, loaded.tokenizer, inputs, max_new_tokens, temperature, seed)
@@ -89,7 +91,6 @@ def ask(
         without_memory: ask the base model alone; --memory then only names it.
         max_new_tokens: the longest answer, in tokens.
     """
-    from .. import loading
     from ..evaluation.recall import Question, is_right, load_questions
     from ..evaluation.recall import ask as answer_questions
     from ..text import load_text
@@ -103,7 +104,7 @@ def ask(
         raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
     text = None if context is None else load_text(context)
     loaded = load(base) if memory is None else _load_base_of(memory, base)
-    model = loaded.model if without_memory else loading.load_memory(loaded.model, memory).eval()
+    model = loaded.model if without_memory else _load_memory(loaded, memory).eval()
     answers = answer_questions(model, loaded.tokenizer, asked, context=text, max_new_tokens=max_new_tokens)
     records = [
         {
@@ -140,7 +141,6 @@ def merge(
         pad_to_multiple_of: pad the merged FFNs' width with zeros to a multiple of this.
         device: cpu, cuda, cuda:1, ... or auto.
     """
-    from .. import loading
     from ..files import check_output_directory, staged
 
     stdout, _ = make_consoles()
@@ -152,7 +152,7 @@ def merge(
         )
     loaded = _load_base_of(memory, replace(base, device=device))
     fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
-    merged = loading.load_memory(loaded.model, memory, **fields).merge_and_unload()
+    merged = _load_memory(loaded, memory, **fields).merge_and_unload()
     with staged(out) as folder:
         merged.save_pretrained(folder)
         loaded.tokenizer.save_pretrained(folder)
@@ -197,7 +197,7 @@ def export(
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: choose another")
     loaded = _load_base_of(memory, replace(base, device=device))
-    with memory_attached(loaded.model, memory) as model:
+    with _warnings_as_lines(), memory_attached(loaded.model, memory) as model:
         widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
         neurons = neurons or max(widths, default=1)
         config, tensors = to_lora(model, neurons=neurons)
@@ -229,6 +229,10 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
         if found[name] is not None:
             stdout.print(f"{name:11}{printable(str(found[name]))}")
     stdout.print(f"{'size':11}{found['parameters']:,} parameters, {found['bytes']:,} bytes")
+    if found["learned"] is False:
+        stdout.print(f"{'learned':11}nothing yet")
+    if found["replaces"]:
+        stdout.print(f"{'replaces':11}{printable(', '.join(found['replaces']))} of the base")
     if found["layers"]:
         stdout.print(tabulate_memory(found).to_rich())
     write_result(json_file, found)
@@ -242,6 +246,25 @@ def _load_base_of(memory: Path, options: BaseOptions) -> Base:
     if not name:
         raise ValueError(f"memory {str(memory)!r} does not name its base: give it with --model")
     return load(replace(options, model=name))
+
+
+def _load_memory(base: Base, memory: Path, **fields: Any) -> Any:
+    """Load a memory onto its base (see `loading.load_memory`)."""
+    from ..loading import load_memory
+
+    with _warnings_as_lines():
+        return load_memory(base.model, memory, **fields)
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Print the warnings of the block to stderr when it ends, one line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    _, stderr = make_consoles()
+    for warning in caught:
+        stderr.print(f"warning: {printable(str(warning.message))}")
 
 
 def _continue(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temperature: float, seed: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import os
 import re
@@ -9,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import huggingface_hub
 from peft.config import PeftConfig
-from peft.utils import PeftType
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, PeftType
 from peft.utils.other import get_pattern_key
 
 from .initialization import STRATEGIES
-from .memory_file import check_memory_file
+from .memory_file import LARGEST, MemoryFile, check_memory_file, find_memory_file, one_line, seal_memory_file
 
 
 @dataclass
@@ -56,8 +59,12 @@ class LocasConfig(PeftConfig):
             tests only.
         modules_to_save: modules outside the memory that are trained and saved in full.
         trainable_token_indices: tokens whose embeddings are trained as well.
-        host: the base that the memory was made for (family, hidden size, number of FFNs, activation). Filled in
-            automatically and checked when the memory is loaded.
+        saved_embeddings: the base's own tensors that were saved with the memory (`save_embedding_layers`), by their
+            names; they replace the base's when it is loaded. Filled in by `save_pretrained`; a file with such tensors
+            that are not named here is refused.
+        host: the base that the memory was made for (family, hidden size, number of FFNs, activation, and a sample of
+            its weights). Filled in automatically and compared when the memory is loaded: other weights give a warning,
+            any other difference is refused.
         slots: the host slots that each FFN's memory was cloned from. Filled in automatically.
 
     Raises:
@@ -83,6 +90,7 @@ class LocasConfig(PeftConfig):
     init_weights: bool = True
     modules_to_save: list[str] | None = None
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
+    saved_embeddings: list[str] | None = None
     host: dict | None = None
     slots: dict[str, list[int]] | None = None
 
@@ -109,6 +117,8 @@ class LocasConfig(PeftConfig):
         # A host given at construction comes from a memory's file, so the model must match it. One filled in later
         # describes this memory and must not bind the config object to that model.
         self._expected_host = self.host
+        self._file: MemoryFile | None = None
+        self._described_by_file: list[Any] = []
 
     def width_of(self, name: str) -> int:
         """Return R of the memory at the FFN of that name: from `rank_pattern`, or else `r`."""
@@ -116,15 +126,84 @@ class LocasConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
-        """Load a memory's config, and raise a `ValueError` if a local memory file does not fit it.
+        """Load a memory's config, with its file of tensors checked (see `check_memory_file`). No model is changed.
 
-        No model has been changed by then.
+        Where there is such a file, no regular expression of the config is ever matched: the names of the file's FFNs,
+        and their widths, replace them.
+
+        Args:
+            pretrained_model_name_or_path: the memory's folder, or its name on the hub.
+            subfolder: the memory's folder inside it.
+
+        Raises:
+            ValueError: config or file are damaged, or do not fit each other.
         """
-        config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
-        folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
-        if os.path.isdir(folder):
-            check_memory_file(folder, config)
+        path = os.path.join(pretrained_model_name_or_path, subfolder) if subfolder else pretrained_model_name_or_path
+        try:
+            config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+        except ValueError as error:
+            raise ValueError(one_line(str(error))) from error
+        except (TypeError, AttributeError, RecursionError, OverflowError) as error:
+            if find_memory_file(path) is None:  # a config alone: PEFT's own errors
+                raise
+            reason = one_line(str(error))
+            raise ValueError(
+                f"{os.path.join(path, CONFIG_NAME)} is no config of a memory ({reason}): copy or save the memory again"
+            ) from error
+        if isinstance(config, LocasConfig):
+            is_local = os.path.isdir(path)
+            folder = path if is_local else _download_weights(pretrained_model_name_or_path, subfolder, kwargs)
+            file = check_memory_file(folder, config) if folder is not None else None
+            if file is not None:
+                config._name_modules(file.widths)
+                config._file, config._described_by_file = file, config._describe_modules()
         return config
+
+    def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
+        """Save the config as PEFT does, but with names in place of regular expressions if the tensors are there.
+
+        A safetensors file of them gets their digest.
+        """
+        widths, self.saved_embeddings = seal_memory_file(save_directory, self)
+        saved = copy.copy(self)
+        saved._name_modules(widths)
+        super(LocasConfig, saved).save_pretrained(save_directory, **kwargs)
+
+    def _name_modules(self, widths: dict[str, int]) -> None:
+        """Replace all regular expressions by the names of FFNs that have a memory, each with its width R."""
+        if not widths:
+            return
+        patterns = (self.target_modules, self.exclude_modules)
+        if any(isinstance(pattern, str) for pattern in patterns) or self.layers_pattern:
+            self.target_modules, self.exclude_modules = set(widths), None
+            self.layers_to_transform = self.layers_pattern = None
+        longest_first = sorted(widths.items(), key=lambda item: -len(item[0]))  # a name may end with another
+        ranks = {re.escape(name): r for name, r in longest_first}
+        self.rank_pattern = ranks if set(ranks.values()) != {self.r} else {}
+
+    @property
+    def file(self) -> MemoryFile | None:
+        """Return the checked file that this config was loaded with; None where a field that it fixes was changed."""
+        return self._file if self._describe_modules() == self._described_by_file else None
+
+    def _describe_modules(self) -> list[Any]:
+        beside = set(self.modules_to_save or ()), self.trainable_token_indices, self.saved_embeddings
+        return [self.r, self.rank_pattern, set(self.target_modules or ()), self.exclude_modules, self.variant, *beside]
+
+
+def _download_weights(name: str, subfolder: str | None, kwargs: dict[str, Any]) -> str | None:
+    """Download a memory's safetensors file from the hub, where PEFT will find it; None where there is none."""
+    accepted = inspect.signature(huggingface_hub.hf_hub_download).parameters
+    try:
+        path = huggingface_hub.hf_hub_download(
+            name,
+            SAFETENSORS_WEIGHTS_NAME,
+            subfolder=subfolder,
+            **{key: value for key, value in kwargs.items() if key in accepted},
+        )
+    except Exception:  # no such file, no network: PEFT names the reason when it loads the tensors
+        return None
+    return os.path.dirname(path)
 
 
 # ------------------------------------------------------------------------ checks: a memory's JSON may hold anything
@@ -146,6 +225,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_finite(value: float) -> bool:
+    return -LARGEST <= value <= LARGEST
+
+
 def _is_name_or_names(value: object) -> bool:
     return isinstance(value, str) or _holds(value, str)
 
@@ -153,17 +236,29 @@ def _is_name_or_names(value: object) -> bool:
 def _is_pattern(value: object) -> bool:
     try:
         return bool(re.compile(value))
-    except (re.error, TypeError):
+    except (re.error, TypeError, RecursionError, OverflowError):
         return False
+
+
+def _is_token_indices(value: object) -> bool:
+    lists = value.values() if isinstance(value, dict) else [value]
+    return all(_holds(indices, int) and min(indices, default=0) >= 0 for indices in lists)
 
 
 # From a field to its rule and whether a value follows it. None is checked by the field's annotation.
 _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "base_model_name_or_path": ("be a string", lambda value: isinstance(value, str)),
     "r": ("be an integer", _is_whole),
     "pad_to_multiple_of": ("be an integer", _is_whole),
     "target_modules": ("be names, or one name or regular expression", _is_name_or_names),
     "exclude_modules": ("be names, or one name or regular expression", _is_name_or_names),
     "modules_to_save": ("be a list of names", lambda value: _holds(value, str)),
+    "trainable_token_indices": ("be a list of token ids, or lists by module name", _is_token_indices),
+    "saved_embeddings": ("be a list of names", lambda value: _holds(value, str)),
+    "layers_pattern": ("be a name or names", _is_name_or_names),
+    "seed": ("be an integer", _is_whole),
+    "init_weights": ("be True or False", lambda value: isinstance(value, bool)),
+    "gated_host_experiment": ("be True or False", lambda value: isinstance(value, bool)),
     "layers_to_transform": ("be an index or a list of them", lambda value: _is_whole(value) or _holds(value, int)),
     "scaling": ("be a number", _is_number),
     "row_norm": ("be a number", _is_number),
@@ -175,22 +270,25 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("be at least 1", lambda value: value >= 1),
-    "pad_to_multiple_of": ("be at least 1", lambda value: value >= 1),
+    "pad_to_multiple_of": ("be from 1 to 65536", lambda value: 1 <= value <= 65536),
+    # PEFT matches them as regular expressions and as ends of names.
+    "modules_to_save": ("be names", lambda value: all(re.fullmatch(r"[\w.-]+", name) for name in value)),
+    "seed": ("have at most 63 bits", lambda value: abs(value) < 2**63),
     "target_modules": ("be a regular expression", lambda value: not isinstance(value, str) or _is_pattern(value)),
     "exclude_modules": ("be a regular expression", lambda value: not isinstance(value, str) or _is_pattern(value)),
     "rank_pattern": ("have regular expressions as keys", lambda value: all(map(_is_pattern, value))),
     "init_strategy": ("be one of {strategies}", lambda value: isinstance(value, str) and value in STRATEGIES),
     "variant": ("be one of 'auto', 'mlp'", lambda value: value in ("auto", "mlp")),
     "output_scale": ("be one of 'measured', 'paper'", lambda value: value in ("measured", "paper")),
-    "scaling": ("be finite", math.isfinite),
-    "row_norm": ("be a finite number above 0", lambda value: 0 < value < math.inf),
-    "max_slot_norm": ("be above 0, or None for no clip", lambda value: value > 0),
+    "scaling": ("be finite, at most 1e12 in size", _is_finite),
+    "row_norm": ("be a finite number above 0", lambda value: 0 < value <= LARGEST),
+    "max_slot_norm": ("be finite and above 0, or None for no clip", lambda value: 0 < value <= LARGEST),
 }
 
 
 def _check(field_name: str, value: Any, name: str | None = None) -> None:
     """Check a value by a field's rules; `name` stands for it in the message."""
-    if value is None and "None" in LocasConfig.__annotations__[field_name]:
+    if value is None and "None" in LocasConfig.__annotations__.get(field_name, "None"):
         return
     for rules, error in ((_TYPES, TypeError), (_VALUES, ValueError)):
         rule, is_valid = rules.get(field_name, ("", lambda value: True))

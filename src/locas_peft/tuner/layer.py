@@ -389,11 +389,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.merged_adapters.append(name)
 
     def check_mergeable(self, adapter_name: str) -> None:
-        """Raise a `ValueError` if a memory is empty or rescaled, or its host cannot be widened."""
-        if self.is_empty(adapter_name):
-            raise ValueError(
-                f"the memory '{adapter_name}' is empty: calibrate(model, batches) or train it before it is merged."
-            )
+        """Raise a `ValueError` if a memory is rescaled, or its host cannot be widened."""
         if adapter_name in self.locas_multiplier:
             raise ValueError(
                 f"the memory '{adapter_name}' cannot be merged inside rescale(), got the multiplier "

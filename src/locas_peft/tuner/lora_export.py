@@ -61,7 +61,7 @@ def to_lora(
         neurons: W, by how many the base is widened; None for the memory's own largest R.
 
     Raises:
-        ValueError: the memory is empty, merged or of a structure that its host does not have, or W is too small.
+        ValueError: the memory is merged or of a structure that its host does not have, or W is too small.
     """
     if adapter_name is None:
         (adapter_name,) = list_active_memories(model) or ("default",)

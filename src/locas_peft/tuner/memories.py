@@ -31,8 +31,8 @@ def calibrate(
         adapter_name: the memory; `None` for the active ones.
 
     Raises:
-        ValueError: there is no such memory, it has learned already, or the text has no tokens or gives values that
-            are not finite; the memory is unchanged.
+        ValueError: there is no such memory, it has learned already or is merged, or the text has no tokens or gives
+            values that are not finite; the memory is unchanged.
 
     Example:
         ```py
@@ -48,6 +48,8 @@ def calibrate(
             raise ValueError(f"the memory '{name}' is written while reading, not calibrated: use SlotWriter.")
         if any(layer.has_learned(name) for layer in layers):
             raise ValueError(f"the memory '{name}' has learned already: calibrating would lose it. Add a new adapter.")
+        if any(name in layer.merged_adapters for layer in layers):
+            raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it is calibrated.")
     batches = list(batches) if len(memories) > 1 else batches  # a generator gives its batches once
     for name, layers in memories.items():
         _calibrate_one(model, batches, name, layers)

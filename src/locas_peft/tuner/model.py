@@ -6,7 +6,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -32,6 +32,9 @@ from .ffn import (
 )
 from .initialization import STRATEGIES
 from .layer import LocasLayer, list_layers
+from .memory_file import PREFIX, find_divergence, one_line
+from .passes import remember_modules
+from .weight_sample import may_be_same_weights, sample_weights
 
 
 class LocasModel(BaseTuner):
@@ -59,11 +62,19 @@ class LocasModel(BaseTuner):
             peft_config.target_modules = _to_suffixes(self._ffns, self.model)
         host = _describe_host(self.model, self._ffns)
         expected = peft_config._expected_host
-        if expected is not None and expected != host:
-            raise ValueError(
-                f"this memory was made for another base ({_list_differences(expected, host)}): load the base that it "
-                "was made for, or make a new memory."
-            )
+        if expected is not None:
+            differences = _list_differences(expected, host)
+            if differences:
+                raise ValueError(
+                    f"this memory was made for another base ({differences}): load the base that it was made for, or "
+                    "make a new memory."
+                )
+            if not may_be_same_weights(expected.get("weights"), host["weights"]):
+                warnings.warn(
+                    "this memory was made for a base of the same shapes with other weights: its output is not what "
+                    "was learned; load the base that it was made for.",
+                    stacklevel=2,
+                )
         peft_config.host = host
         return peft_config
 
@@ -86,6 +97,7 @@ class LocasModel(BaseTuner):
 
     def _prepare_model(self, peft_config: LocasConfig, model: nn.Module) -> None:
         # All checks run here, before a module is replaced.
+        _check_tokens(peft_config, model)
         experiment = False
         for name, module in model.named_modules():
             if not name or isinstance(module, BaseTunerLayer) or re.search(r"\.base_layer(\.|$)", name):
@@ -137,12 +149,32 @@ class LocasModel(BaseTuner):
             child.release()
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Add a memory to the model, or leave the model as it was and raise. See `BaseTuner.inject_adapter`.
+
+        Raises:
+            ValueError: the config, or the memory's file that it was loaded with, does not fit the model.
+        """
         config = self.peft_config[adapter_name]
         if any(other is config for name, other in self.peft_config.items() if name != adapter_name):
             # One config object was given for two memories: each needs its own record of slots.
-            self.peft_config[adapter_name] = copy.copy(config)
-            self.peft_config[adapter_name].slots = None
-        super().inject_adapter(model, adapter_name, *args, **kwargs)
+            config = self.peft_config[adapter_name] = copy.copy(config)
+            config.slots = None
+        restore, file = remember_modules(self), config.file
+        try:
+            if file is not None:
+                _check_task(config, model)
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+            if file is not None:  # before PEFT copies a tensor of it into the model
+                tensors = _rename_beside(model, adapter_name, file.tensors)
+                self._remap_adapter_state_dict_for_load(model, config, adapter_name, tensors)
+        except Exception as error:
+            restore()
+            if file is None or isinstance(error, ValueError):
+                raise
+            reason = one_line(f"{type(error).__name__}: {error}")
+            raise ValueError(
+                f"the memory does not fit the model ({reason}): load the base that it was made for."
+            ) from error
         if self._mask_hook is None:
             self._mask_hook = model.register_forward_pre_hook(_set_token_mask, with_kwargs=True)
 
@@ -299,9 +331,15 @@ class LocasModel(BaseTuner):
         selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
         # Leave out other tuners' weights under the same adapter name.
         selected = {key: tensor for key, tensor in selected.items() if f".{cls.prefix}" in key}
+        named = {cls._remove_adapter_name_from_key(key, adapter_name): tensor for key, tensor in selected.items()}
+        problem = find_divergence(named, config)
+        if problem:
+            raise ValueError(f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}.")
         if not any(tensor.is_meta or tensor.any() for key, tensor in selected.items() if ".locas_up." in key):
-            raise ValueError(
-                f"the memory '{adapter_name}' is empty: calibrate(model, batches) or train it before it is saved."
+            warnings.warn(
+                f"the memory '{adapter_name}' is saved empty: it has learned nothing yet, and calibrates itself at "
+                "its first training step.",
+                stacklevel=2,
             )
         return selected
 
@@ -314,10 +352,8 @@ class LocasModel(BaseTuner):
         if taus and not any(".locas_input_scale." in key for key in remapped):  # from before there was such a scale
             remapped.update({key.replace(".locas_tau.", ".locas_input_scale."): torch.tensor(1.0) for key in taus})
             config.output_scale = "paper"
-        problem = _find_load_problem(model, adapter_name, remapped)
+        problem = _find_load_problem(model, adapter_name, config.saved_embeddings, remapped)
         if problem:
-            if _is_new(model, config, adapter_name):
-                _discard(model, adapter_name)
             raise ValueError(f"the memory does not fit the model: {problem}.")
         return remapped
 
@@ -369,7 +405,10 @@ def _to_suffixes(ffns: dict[str, HostFFN], model: nn.Module) -> set[str]:
 
 
 def _describe_host(model: nn.Module, ffns: dict[str, HostFFN]) -> dict[str, Any]:
-    """Return the properties of the base that a memory depends on. The width is none of them: merging changes it."""
+    """Return the properties of the base that a memory depends on. The width is none of them: merging changes it.
+
+    `weights` is a sample of its numbers, to recognise the base by (see `sample_weights`).
+    """
     ffn = next(iter(ffns.values()), None)
     return {
         "model_type": getattr(getattr(model, "config", None), "model_type", None),
@@ -377,82 +416,112 @@ def _describe_host(model: nn.Module, ffns: dict[str, HostFFN]) -> dict[str, Any]
         "hidden_size": ffn and ffn.hidden_size,
         "gated": ffn and ffn.gated,
         "activation": ffn and ffn.activation_name,
+        "weights": sample_weights(model),
     }
 
 
 def _list_differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
-    keys = [key for key in {**found, **expected} if expected.get(key) != found.get(key)]
-    return ", ".join(f"{key} {expected.get(key)!r}, this base has {found.get(key)!r}" for key in keys)
+    keys = [key for key in {**found, **expected} if key != "weights" and expected.get(key) != found.get(key)]
+    return one_line(", ".join(f"{key} {expected.get(key)!r}, this base has {found.get(key)!r}" for key in keys))
 
 
-def _find_load_problem(model: nn.Module, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> str | None:
-    """Compare the tensors to be loaded with those of the memory in the model; return the first problem."""
+def _find_load_problem(
+    model: nn.Module, adapter_name: str, saved_embeddings: list[str] | None, state_dict: dict[str, torch.Tensor]
+) -> str | None:
+    """Compare the tensors to be loaded, on the meta device or not, with the model's; return the first problem."""
     own = model.state_dict(keep_vars=True)
     part = re.compile(rf"\.locas_\w+\.{re.escape(adapter_name)}(\.weight)?$")
-    expected = {key: list(tensor.shape) for key, tensor in own.items() if part.search(key)}
-    given = {key if key in own else key.removeprefix("base_model.model."): state_dict[key] for key in state_dict}
-    for key in expected.keys() - given.keys():
+    memory = {key for key in own if part.search(key)}
+    beside = _list_beside(model, adapter_name, saved_embeddings)
+    given = {key if key in own else key.removeprefix(PREFIX): state_dict[key] for key in state_dict}
+    for key in sorted(memory - given.keys()):
         return f"the file has no {key}; load the base that the memory was made for"
-    beside = _list_tensors_beside(model)
     for key, tensor in given.items():
-        if ".locas_" not in key:
-            if key in own and id(own[key]) not in beside:
-                return f"{key} is a weight of the base and no part of a memory; get the file from a trusted source"
-        elif key not in expected:
-            return f"the model has no layer for {key}; load the base that the memory was made for"
-        elif list(tensor.shape) != expected[key]:
-            return f"{key} has shape {list(tensor.shape)}, expected {expected[key]}; check the config's r"
-        elif tensor.dtype not in WIDENABLE_DTYPES:
-            return f"{key} is of {tensor.dtype}, a floating dtype of 16 bits or more expected; save the memory again"
-        elif not tensor.isfinite().all():
-            return f"{key} holds values that are not finite; save or copy the memory again"
+        name = one_line(key)
+        if key not in memory | beside:
+            if key in own and ".locas_" not in key:
+                return (
+                    f"{name} is a weight of the base and no part of a memory; get the file from a trusted source, or "
+                    "name the embedding in the config's saved_embeddings"
+                )
+            return f"the model has no layer for {name}; load the base that the memory was made for"
+        shape = list(own[key].shape)
+        if list(tensor.shape) != shape:
+            return f"{name} has shape {list(tensor.shape)}, expected {shape}; load the base that it was made for"
+        if own[key].is_floating_point() or key in memory:
+            if tensor.dtype not in WIDENABLE_DTYPES:
+                return f"{name} is of {tensor.dtype}, a floating dtype of 16 bits or more expected; save it again"
+            if not tensor.is_meta and not tensor.isfinite().all():
+                return f"{name} holds values that are not finite; save or copy the memory again"
+        elif tensor.dtype != own[key].dtype:
+            return f"{name} is of {tensor.dtype}, {own[key].dtype} expected; save the memory again"
     return None
 
 
-def _list_tensors_beside(model: nn.Module) -> set[int]:
-    """Return the ids of the tensors that may be saved with a memory: of fully trained modules and of embeddings."""
-    modules: list[nn.Module] = []
-    for module in model.modules():
+def _list_beside(model: nn.Module, adapter_name: str, saved_embeddings: list[str] | None) -> set[str]:
+    """Name the model's tensors that a memory's file may hold beside the memory: none of them unless the config asks.
+
+    They are the memory's copies of fully trained modules, its trained tokens, and the embeddings in
+    `saved_embeddings`, which are the base's own.
+    """
+    names, embeddings = set(), set()
+    for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
-            modules.append(module)
+            names |= {f"{name}.{key}" for key in module.adapter_state_dict_load_map(adapter_name).values()}
         elif isinstance(module, PreTrainedModel):
-            for embeddings in ("get_input_embeddings", "get_output_embeddings"):
+            for find in (module.get_input_embeddings, module.get_output_embeddings):
                 with suppress(NotImplementedError, AttributeError):  # a part of the model may have no embeddings
-                    modules.append(getattr(module, embeddings)())
-    states = [module.state_dict(keep_vars=True) for module in modules if module is not None]
-    return {id(tensor) for state in states for tensor in state.values()}
+                    embeddings |= {id(parameter) for parameter in find().parameters()}
+    for key, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in embeddings and key.removeprefix(PREFIX) in (saved_embeddings or ()):
+            names.add(key)
+    return names
 
 
-def _is_new(model: nn.Module, config: LocasConfig, adapter_name: str) -> bool:
-    """Return whether a memory was added for the file that is loaded; a memory that was there before stays."""
-    downs = [layer.locas_down[adapter_name].weight for layer in list_layers(model, adapter_name)]
-    return config._expected_host is not None and all(down.is_meta or not down.any() for down in downs)
+def _rename_beside(model: nn.Module, adapter_name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a file's tensors with the model's names for those of fully trained modules and of trained tokens.
+
+    Raises:
+        ValueError: one of them is missing, for which PEFT raises a KeyError halfway.
+    """
+    renamed = dict(tensors)
+    for name, module in model.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            for saved, own in module.adapter_state_dict_load_map(adapter_name).items():
+                key = f"{PREFIX}{name}.{saved}"
+                if key not in renamed:
+                    raise ValueError(f"the memory does not fit the model: the file has no {one_line(key)}.")
+                renamed[f"{PREFIX}{name}.{own}"] = renamed.pop(key)
+    return renamed
 
 
-def _discard(model: nn.Module, adapter_name: str) -> None:
-    """Remove a memory that could not be loaded, and all wrappers and hooks if it was the only adapter."""
-    for layer in list_layers(model, adapter_name):
-        layer.delete_adapter(adapter_name)
-    _replace_modules(model, LocasLayer, lambda layer: layer if layer.locas_up else layer.release())
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    model.peft_config.pop(adapter_name, None)
-    if model.peft_config:
-        return
-    _replace_modules(
-        model,
-        AuxiliaryTrainingWrapper,
-        lambda wrapper: wrapper.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None),
-    )
-    for key, hook in list(base._forward_pre_hooks.items()):
-        if hook is _set_token_mask:
-            del base._forward_pre_hooks[key], base._forward_pre_hooks_with_kwargs[key]
-    if hasattr(base, "peft_config"):
-        del base.peft_config
+def _check_tokens(config: LocasConfig, model: nn.Module) -> None:
+    """Raise a `ValueError` if a token to be trained is outside the vocabulary: on a GPU, PEFT would crash."""
+    indices = config.trainable_token_indices
+    for target, numbers in (indices if isinstance(indices, dict) else {None: indices or []}).items():
+        embeddings = getattr(model, "get_input_embeddings", lambda: None)() if target is None and numbers else None
+        for name, module in model.named_modules():
+            rows = getattr(getattr(module, "weight", None), "shape", None)
+            if (module is embeddings or (target is not None and name.endswith(target))) and numbers and rows:
+                if max(numbers) >= rows[0]:
+                    raise ValueError(
+                        f"trainable_token_indices must be below the {rows[0]} rows of {name}, got {max(numbers)}: use "
+                        "ids of this vocabulary."
+                    )
 
 
-def _replace_modules(model: nn.Module, kind: type, replace: Callable[[Any], nn.Module]) -> None:
-    """Replace the modules of a class by what a function returns for them."""
-    for name, module in list(model.named_modules()):
-        if isinstance(module, kind):
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, replace(module))
+# What PEFT's wrapper of a task takes from the model, after the memory has been added.
+_TASK_NEEDS = {
+    "CAUSAL_LM": "prepare_inputs_for_generation",
+    "SEQ_2_SEQ_LM": "_prepare_encoder_decoder_kwargs_for_generation",
+}
+
+
+def _check_task(config: LocasConfig, model: nn.Module) -> None:
+    """Raise a `ValueError` if the model cannot do a memory's task."""
+    needed = _TASK_NEEDS.get(config.task_type)
+    if needed is not None and not hasattr(model, needed):
+        raise ValueError(
+            f"the memory was made for task_type {str(config.task_type)!r}, which {type(model).__name__} cannot do: "
+            "load the base that it was made for."
+        )

@@ -1,8 +1,8 @@
-"""Context managers and inputs for forward passes over a text."""
+"""Context managers and inputs for forward passes over a text, and the restoring of a model's modules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -54,3 +54,31 @@ def to_inputs(model: nn.Module, batch: torch.Tensor | Mapping[str, torch.Tensor]
     if device.type == "meta":  # offloaded: accelerate moves the inputs
         device = inputs["input_ids"].device
     return {key: inputs[key].to(device) for key in ("input_ids", "attention_mask") if key in inputs}
+
+
+_CONTAINERS = (dict, list, set)
+
+
+def remember_modules(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores a model's modules and their attributes as they are now.
+
+    Values of tensors are not kept: adding an adapter changes none.
+    """
+    modules = list(model.modules())
+    attributes = [dict(vars(module)) for module in modules]
+    containers = [value for values in attributes for value in values.values() if isinstance(value, _CONTAINERS)]
+    # Nearly all are empty, and each object that is made here brings the next garbage collection closer.
+    contents = [(dict if isinstance(value, dict) else list)(value) if value else () for value in containers]
+    trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def restore() -> None:
+        for module, values in zip(modules, attributes, strict=True):
+            vars(module).clear()
+            vars(module).update(values)
+        for container, content in zip(containers, contents, strict=True):  # in place: handles of hooks refer to them
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad = requires_grad
+
+    return restore
