@@ -23,7 +23,7 @@ from locas_peft.tuner import STRATEGIES
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
-COMMANDS = ["demo", "memorize", "compare", "ask", "generate", "merge", "export", "inspect", "eval"]
+COMMANDS = ["demo", "memorize", "compare", "ask", "chat", "generate", "merge", "export", "inspect", "eval"]
 PROTOCOLS = ["perplexity", "locomo", "forgetting", "report"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
@@ -714,6 +714,72 @@ def test_generate_shows_both_texts(run, memory):
     assert json.loads(stdout) == first
 
 
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory):
+    """The embedded model in a folder, with a chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    model, tokenizer = backbone.load()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    for each in (model, tokenizer):
+        each.save_pretrained(folder)
+    return folder
+
+
+def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memory, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        cli.memories, "_continue", lambda *g: seen.append(g[1].decode(g[2]["input_ids"][0])) or "Fine."
+    )
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n\nAnd you?\n/exit\nlost\n"))
+    assert run("chat", "--memory", memory, "--model", chat_model, "--device", "cpu")[:2] == (0, "Fine.\nFine.\n")
+    assert seen == ["user: Hello?\nassistant:", "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"]
+
+
+def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, monkeypatch):
+    lines = ["word " * 700, "word " * 700, "word " * 2100]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines[:2])))
+    arguments = ("chat", "--without-memory", "--model", chat_model, "--device", "cpu", "--max-new-tokens")
+    lengths = []
+    monkeypatch.setattr(cli.memories, "_continue", lambda *g: lengths.append(g[2]["input_ids"].shape[1]) or "Fine.")
+    assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
+    assert lengths[1] == lengths[0]  # the first turn no longer fits
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines[2]))
+    code, _, stderr = run(*arguments, 8)
+    assert code == 2 and stderr.startswith(
+        "error: message and --max-new-tokens must fit the model's 2048 positions, got"
+    )
+
+
+def test_chat_needs_a_template_and_a_memory(run, memory):
+    assert run("chat", "--memory", memory)[0::2] == (
+        2,
+        "error: model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas generate\n",
+    )
+    assert "--memory must name a memory's folder, got none" in run("chat")[2]
+
+
+def test_memorize_studies_given_exchanges(run, tmp_path):
+    line = '{"question": "Who came?", "answer": "The old man."}\n'
+    (tmp_path / "mine.jsonl").write_text(line)
+    arguments = ("memorize", "text.txt", "--out", "m", "--r", 4, *FAST, *NO_ANCHOR, "--exchanges-file", "mine.jsonl")
+    assert run(*arguments)[2].startswith("error: --exchanges-file needs --study, got 'mine.jsonl' without it")
+    code, stdout, _ = run(*arguments, "--study", "--passes", 2, "--json", "r.json")
+    assert code == 0 and "asked 1, kept 1 exchanges" in stdout
+    assert json.loads((tmp_path / "r.json").read_text())["studied"]["steps"] == 2
+    assert json.loads((tmp_path / "m" / "exchanges.jsonl").read_text())["answer"] == "The old man."
+    assert "nothing is left to do" in run(*arguments, "--study", "--passes", 2, "--resume")[2]
+    (tmp_path / "mine.jsonl").write_text(line + "{\n")
+    assert "got something else in line 2" in run(*arguments, "--study", "--overwrite")[2]
+
+
+def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):
+    options = (*FAST, *NO_ANCHOR, "--max-tokens", 60, "--window", 256, "--study", "--exchanges", 3)
+    code, stdout, stderr = run("memorize", "text.txt", "--out", "m", "--r", 4, *options)
+    assert code == 0 and "kept 0 exchanges" in stdout
+    assert "nothing was studied: the model wrote no usable exchange. Samples: " in stderr and stderr.count(" | ") >= 2
+    assert names(tmp_path / "m") == sorted([*MEMORY_FILES, "exchanges.jsonl"])
+
+
 def test_generate_without_a_memory(run):
     code, _, stderr = run("generate", "Once", "--memory", "nowhere")
     assert (code, stderr) == (
@@ -906,17 +972,6 @@ def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path):
 
 
 # ---------------------------------------------------------------------- demo and processes
-
-
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory):
-    """The embedded model in a folder, with a chat template."""
-    folder = tmp_path_factory.mktemp("chat")
-    model, tokenizer = backbone.load()
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}\n\n{% endfor %}"
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):

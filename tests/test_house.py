@@ -13,7 +13,7 @@ FLOORS = [
     ["demo"],
     ["report", "evaluation"],
     ["reading"],
-    ["settings", "loading", "peak_memory"],
+    ["settings", "loading", "peak_memory", "selfstudy"],
     ["ttt"],
     ["text", "gguf_models", "files", "backbone", "registration"],
     ["tuner"],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +26,8 @@ from .files import finish_replacement, load_json, staged, write_json
 from .gguf_models import is_gguf
 from .loading import MEMORY_CONFIG, load_memory
 from .peak_memory import PeakMemory
+from .selfstudy import Exchange, SelfStudy, StudyStep, save_exchanges
+from .selfstudy.exchanges import EXCHANGES, digest_exchanges
 from .settings import ReadingSettings
 from .text import digest_ids
 from .ttt import (
@@ -64,6 +66,8 @@ CHECKPOINT_FOLDER = "checkpoint"
 """The folder in a memory's folder that holds an unfinished reading."""
 ANCHOR_TOKENS = 128
 """The most tokens of a text that the base writes for the anchor."""
+STUDY_RATE = 0.75
+"""The learning rate of a self-study, relative to the reading's."""
 _CARD = "README.md"
 
 
@@ -87,6 +91,7 @@ class Reading:
         taken_back: the numbers of tokens read at which the brake took the adapter back to an earlier state.
         final_nats: the loss of the adapter in the brake's last comparison, at the end, in nats a token; None without.
         final_base_nats: the loss of the base there.
+        studied: of a self-study (see `SelfStudy.figures`), or None.
     """
 
     settings: ReadingSettings
@@ -106,6 +111,7 @@ class Reading:
     taken_back: list[int] = field(default_factory=list)
     final_nats: float | None = None
     final_base_nats: float | None = None
+    studied: dict[str, Any] | None = None
 
     @property
     def method(self) -> str:
@@ -132,7 +138,8 @@ class Reading:
         value = {name: item for name, item in value.items() if name != "tokens_per_second"}
         names = {item.name for item in dataclasses.fields(ReadingSettings)}
         settings = {name: value.pop(name) for name in list(value) if name in names}
-        for name in value.keys() - {"peak_bytes", "memory_dir", "final_nats", "final_base_nats"}:
+        optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied"}
+        for name in value.keys() - optional:
             value[name] = _null_to_nan(value[name])
         try:
             reading = cls(settings=ReadingSettings(**settings), **value)
@@ -160,6 +167,9 @@ def memorize(
     resume: bool = False,
     overwrite: bool = False,
     on_chunk: Callable[[Chunk], None] | None = None,
+    tokenizer: Any = None,
+    exchanges: Sequence[Exchange] | None = None,
+    on_study: Callable[[StudyStep], None] | None = None,
 ) -> Reading:
     """Read a text with one method, from a fresh adapter or a checkpoint to the figures and the saved memory.
 
@@ -176,6 +186,9 @@ def memorize(
         resume: go on from the checkpoint in `checkpoint_dir`; from the start where there is none.
         overwrite: replace the memory in `out`, and a checkpoint that is not resumed.
         on_chunk: called after each chunk; on resuming, for the chunks of the checkpoint first.
+        tokenizer: of the base; needed for a self-study (`settings.study`).
+        exchanges: studied in place of those that the model would write.
+        on_study: called after each step of a self-study.
 
     Returns:
         The reading.
@@ -200,7 +213,10 @@ def memorize(
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
         if resuming:
-            trainer.resume(lock)
+            trainer.resume(lock)  # it brings the anchor's texts, which the study takes from the trainer
+        study = _make_study(trainer, tokenizer, input_ids, settings, exchanges)
+        if resuming and study is not None:
+            study.resume(lock)
         for chunk in trainer.chunks if on_chunk is not None else ():
             on_chunk(chunk)
         saved = time.monotonic()
@@ -210,10 +226,21 @@ def memorize(
             if lock is not None and time.monotonic() - saved >= checkpoint_seconds:
                 trainer.save(lock)
                 saved = time.monotonic()
+        if study is not None:
+            if lock is not None:
+                checkpoint.save(lock.directory, {**trainer.state_dict(), **study.state_dict()})
+            for step in study.run():
+                if lock is not None and (step.phase == "write" or time.monotonic() - saved >= checkpoint_seconds):
+                    checkpoint.save(lock.directory, {**trainer.state_dict(), **study.state_dict()})
+                    saved = time.monotonic()
+                if on_study is not None:
+                    on_study(step)
         reading = _make_reading(trainer, settings, input_ids, peak)
+        if study is not None:
+            reading = dataclasses.replace(reading, studied=study.figures)
         if out is not None:
             reading = dataclasses.replace(reading, memory_dir=str(out))
-            _save_memory(model, out, reading)
+            _save_memory(model, out, reading, None if study is None else study.exchanges)
         if lock is not None and out is not None:
             checkpoint.remove(lock.directory)
     return reading
@@ -230,6 +257,34 @@ def _locked(directory: Path) -> Iterator[checkpoint.Lock]:
         for folder in dict.fromkeys((directory, *made)):
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _make_study(
+    trainer: TestTimeTrainer,
+    tokenizer: Any,
+    input_ids: torch.LongTensor,
+    settings: ReadingSettings,
+    exchanges: Sequence[Exchange] | None,
+) -> SelfStudy | None:
+    """Return the self-study that the settings ask for, or None."""
+    if not settings.study:
+        if exchanges is not None:
+            raise ValueError(f"exchanges have no meaning without study, got {len(exchanges)}: set study, or leave out")
+        return None
+    if tokenizer is None:
+        raise ValueError("tokenizer must be given for a self-study, got None: give the base's tokenizer")
+    return SelfStudy(
+        trainer.model,
+        tokenizer,
+        input_ids,
+        per_passage=settings.exchanges,
+        passes=settings.passes,
+        learning_rate=STUDY_RATE * settings.learning_rate,
+        window=settings.window,
+        seed=settings.seed,
+        anchor=trainer.anchor,
+        given=exchanges,
+    )
 
 
 def make_trainer(model: nn.Module, settings: ReadingSettings) -> TestTimeTrainer:
@@ -433,7 +488,7 @@ def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool
     is_memory = (folder / MEMORY_CONFIG).exists() and (folder / READING).exists()
     unfinished = has_checkpoint(folder / CHECKPOINT_FOLDER)
     if not is_memory:
-        for name in (MEMORY_CONFIG, READING, _CARD, "adapter_model.safetensors"):
+        for name in (MEMORY_CONFIG, READING, _CARD, EXCHANGES, "adapter_model.safetensors"):
             if os.path.lexists(folder / name):
                 raise ValueError(
                     f"--out {str(folder)!r} holds a file {name} that no reading wrote: choose another folder, or move "
@@ -447,13 +502,19 @@ def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool
         raise ValueError(f"--out {str(folder)!r} holds a memory: choose another folder, or give --overwrite")
 
 
-def find_finished(directory: str | Path, settings: ReadingSettings, input_ids: torch.LongTensor) -> Reading | None:
+def find_finished(
+    directory: str | Path,
+    settings: ReadingSettings,
+    input_ids: torch.LongTensor,
+    exchanges: Sequence[Exchange] | None = None,
+) -> Reading | None:
     """Return the finished reading of a folder; None where there is no memory, or an unfinished reading.
 
     Args:
         directory: it need not exist.
         settings: of the reading that would be done, complete.
         input_ids: LongTensor [T], the text.
+        exchanges: those that would be studied; None where the model writes them.
 
     Raises:
         ValueError: the folder holds the memory of another reading.
@@ -474,11 +535,15 @@ def find_finished(directory: str | Path, settings: ReadingSettings, input_ids: t
         )
     if reading.text_sha256 != digest_ids(input_ids[: settings.max_tokens]):
         raise ValueError(f"--out {str(folder)!r} holds the memory of another text: {remedy}")
+    if exchanges is not None and (reading.studied or {}).get("exchanges_sha256") != digest_exchanges(exchanges):
+        raise ValueError(f"--out {str(folder)!r} holds the memory of other exchanges: {remedy}")
     return reading
 
 
-def _save_memory(model: PeftModel, directory: str | Path, reading: Reading) -> None:
-    """Write PEFT's files, a model card and the reading into a folder, whole or not at all."""
+def _save_memory(
+    model: PeftModel, directory: str | Path, reading: Reading, exchanges: Sequence[Exchange] | None = None
+) -> None:
+    """Write PEFT's files, a model card, the reading and the exchanges into a folder, whole or not at all."""
     config = model.peft_config[model.active_adapter]
     name = config.base_model_name_or_path
     try:
@@ -489,6 +554,10 @@ def _save_memory(model: PeftModel, directory: str | Path, reading: Reading) -> N
             model.save_pretrained(str(folder), save_embedding_layers=False)
             (folder / _CARD).write_text(_make_card(config, reading), encoding="utf-8")
             write_json(folder / READING, reading.to_json())
+            if exchanges is not None:
+                save_exchanges(folder / EXCHANGES, exchanges)
+        if exchanges is None:
+            (Path(directory) / EXCHANGES).unlink(missing_ok=True)  # of the memory that this one replaces
     finally:
         config.base_model_name_or_path = name
 

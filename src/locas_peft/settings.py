@@ -51,6 +51,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 METHODS = tuple(PRESETS["paper"])
 UPDATES = ("bp", "nlsvd")
+STUDY = {"exchanges": 24, "passes": 4}
+"""The fields of a self-study, with their values where not given."""
+_STUDY_LEAST = tuple((name, 1) for name in STUDY)
 METHOD_FIELDS = tuple(dict.fromkeys(field for values in PRESETS["paper"].values() for field in values))
 """The fields that not every method has."""
 
@@ -88,6 +91,9 @@ class ReadingSettings(TrainingSettings):
         teacher_window: tokens that the teacher of distill sees.
         token_weighting: uniform, or loss: a token counts in proportion to its own loss.
         max_tokens: the first tokens of the text that are read; all where not given.
+        study: after reading, the model asks itself about the text, and learns the answers without the text.
+        exchanges: questions about each sentence, before poor ones are dropped; 24 where not given.
+        passes: how often each exchange is learned; 4 where not given.
         seed: of torch, set before the adapter is made.
         model: name of the base, for the record.
         dtype: of the base's weights, for the record.
@@ -117,6 +123,9 @@ class ReadingSettings(TrainingSettings):
     stride: int | None = None
     context: str | None = None
     max_tokens: int | None = None
+    study: bool = False
+    exchanges: int | None = None
+    passes: int | None = None
     seed: int = 0
     model: str = backbone.NAME
     dtype: str = "float32"
@@ -129,7 +138,7 @@ class ReadingSettings(TrainingSettings):
         for name, choices in (("init", STRATEGIES), ("update", UPDATES)):
             if name in given:
                 check_choice(name, given[name], choices)
-        for name, least in (("r", 1), ("slots_per_chunk", 1), ("anchor_every", 1), ("max_tokens", 2)):
+        for name, least in (("r", 1), ("slots_per_chunk", 1), ("anchor_every", 1), ("max_tokens", 2), *_STUDY_LEAST):
             if name in given:
                 check_whole(name, given[name], least)
         for name in ("scaling", "row_norm", "epsilon", "max_slot_norm", "anchor"):
@@ -163,6 +172,7 @@ class ReadingSettings(TrainingSettings):
                 )
         values = {**dict.fromkeys(METHOD_FIELDS), **preset, **given}
         _drop_unused(values, given)
+        values |= self._complete_study(values["learning_rate"])
         if values["scaling"] == "r":
             values["scaling"] = float(values["r"])
         embedded = base is None or backbone.is_embedded(self.model)
@@ -176,6 +186,18 @@ class ReadingSettings(TrainingSettings):
             stride=self.stride or max(1, window // 2),
             context=self.context or ("cache" if base is None or Host(base).can_cache() else "recompute"),
         )
+
+    def _complete_study(self, learning_rate: float | None) -> dict[str, int]:
+        """Return the fields of a self-study; refuse one that cannot be."""
+        if self.study and learning_rate is None:
+            raise ValueError(
+                f"study needs an adapter that is trained, got method {self.method!r}"
+                f"{'' if self.update is None else f' with update {self.update!r}'}: use locas-glu or lora, say"
+            )
+        for name in STUDY:
+            if not self.study and getattr(self, name) is not None:
+                raise ValueError(f"{name} has no meaning without study, got {getattr(self, name)}: leave it out")
+        return {name: getattr(self, name) or value for name, value in STUDY.items()} if self.study else {}
 
 
 def complete_all(

@@ -9,9 +9,20 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["digest_ids", "find_start_token", "load_text", "python_reference", "tokenize", "unwrap"]
+__all__ = [
+    "QUESTION_PROMPT",
+    "digest_ids",
+    "encode_prompt",
+    "find_start_token",
+    "load_text",
+    "python_reference",
+    "tokenize",
+    "unwrap",
+]
 
 _MARGIN_TOKENS = 256
+QUESTION_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
+"""The prompt of a question; `context` is empty, or a text and a blank line."""
 
 
 def unwrap(text: str) -> str:
@@ -139,3 +150,17 @@ def _encode(tokenizer, text: str) -> list[int]:
     return tokenizer(
         text, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )["input_ids"]
+
+
+def encode_prompt(tokenizer, prompt: str, begin: str = "") -> list[int]:
+    """Turn a prompt into token ids, as a user's message if the tokenizer has a chat template.
+
+    Args:
+        begin: the first words of the reply, which the model continues.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return list(tokenizer(f"{prompt}\n\n{begin}" if begin else prompt, verbose=False)["input_ids"])
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False, enable_thinking=False
+    )
+    return list(tokenizer(text + begin, add_special_tokens=False, verbose=False)["input_ids"])

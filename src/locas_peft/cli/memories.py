@@ -1,4 +1,4 @@
-"""`locas ask`, `generate`, `merge`, `export` and `inspect`: use a memory that was saved."""
+"""`locas ask`, `chat`, `generate`, `merge`, `export` and `inspect`: use a memory that was saved."""
 
 from __future__ import annotations
 
@@ -122,6 +122,69 @@ def ask(
     if graded:
         stdout.print(f"{sum(graded)} of {len(graded)} right")
     write_result(json_file, records)
+
+
+def chat(
+    *,
+    memory: Annotated[Path | None, Parameter(help="a memory's folder.")] = None,
+    without_memory: bool = False,
+    max_new_tokens: Annotated[int, AtLeastOne] = 128,
+    temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
+    seed: Seed = 0,
+    base: BaseGroup = BASE,
+) -> None:
+    """Talk with a model about what it has read: one message a line; /exit or the end of the input ends it.
+
+    Args:
+        without_memory: talk with the base model alone; --memory then only names it.
+        max_new_tokens: the longest reply, in tokens.
+        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        seed: of the tokens that are drawn.
+    """
+    import sys
+
+    import torch
+
+    from .. import loading
+    from ..ttt import count_positions
+
+    stdout, stderr = make_consoles()
+    if memory is None and not (without_memory and base.model):
+        raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
+    loaded = load(base) if memory is None else _load_base_of(memory, base)
+    tokenizer = loaded.tokenizer
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
+    model = loaded.model if without_memory else loading.load_memory(loaded.model, memory).eval()
+    limit = count_positions(loaded.model)
+    turns: list[dict[str, str]] = []
+    while True:
+        if sys.stdin.isatty():
+            stderr.print("> ", end="")
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/exit":
+            return
+        if not line.strip():
+            continue
+        turns.append({"role": "user", "content": line.strip()})
+        while True:
+            text = tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, tokenize=False, enable_thinking=False
+            )
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            if limit is None or len(ids) + max_new_tokens <= limit:
+                break
+            if len(turns) == 1:
+                raise ValueError(
+                    f"message and --max-new-tokens must fit the model's {limit} positions, got {len(ids)} + "
+                    f"{max_new_tokens}: shorten one of them"
+                )
+            del turns[:2]  # the oldest message and its reply
+        ids = torch.tensor([ids], device=loaded.model.device)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        reply = _continue(model, tokenizer, inputs, max_new_tokens, temperature, seed).strip()
+        turns.append({"role": "assistant", "content": reply})
+        stdout.print(reply)
 
 
 def merge(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ..demo import Recall
     from ..reading import Reading
+    from ..selfstudy import StudyStep
 
 DEMO_JSON, COMPARE_JSON, PLOT = "demo.json", "readings.json", "perplexity.png"
 DEMO_METHODS = "none,lora,locas-glu"
@@ -96,7 +97,7 @@ class BaseOptions:
 
 
 ONE_METHOD = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$)")
-MANY_METHODS = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$)")
+MANY_METHODS = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$|study$|exchanges$|passes$)")
 Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
 BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
 OutputPath = Annotated[Path, Parameter(converter=_parse_path)]
@@ -278,6 +279,7 @@ def memorize(
     resume: bool = False,
     overwrite: Overwrite = False,
     checkpoint_seconds: Annotated[float, Parameter(validator=Number(gte=0))] = 30.0,
+    exchanges_file: Annotated[Path | None, Parameter(converter=_parse_path)] = None,
     unwrap: Unwrap = None,
     json_file: JsonFile = None,
     settings: Annotated[ReadingOptions, ONE_METHOD] = READING,
@@ -290,9 +292,12 @@ def memorize(
         out: the memory's folder; needed unless the method is none.
         resume: continue from the checkpoint in --out, if there is one.
         checkpoint_seconds: time between two checkpoints.
+        exchanges_file: JSON Lines with question and answer, studied in place of exchanges that the model writes; for
+            instance an edited exchanges.jsonl of a memory.
     """
     from .. import reading
     from ..files import check_output_directory
+    from ..selfstudy import load_exchanges
     from ..text import load_text
     from ..ttt.checkpoint import has_checkpoint
 
@@ -300,6 +305,9 @@ def memorize(
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue, or start afresh")
     check_json_file(json_file)
+    if exchanges_file is not None and not settings.study:
+        raise ValueError(f"--exchanges-file needs --study, got {str(exchanges_file)!r} without it: add --study")
+    exchanges = None if exchanges_file is None else load_exchanges(exchanges_file)
     saves = settings.method != "none"
     if saves:
         if out is None:
@@ -311,7 +319,7 @@ def memorize(
     loaded = load(base)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     complete = settings.of(loaded).complete(loaded.model)
-    result = reading.find_finished(out, complete, input_ids) if resume and saves else None
+    result = reading.find_finished(out, complete, input_ids, exchanges) if resume and saves else None
     if result is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
     else:
@@ -319,12 +327,14 @@ def memorize(
             (result,) = _read_each(
                 loaded, input_ids, {"": complete}, stderr, out,
                 checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
+                tokenizer=loaded.tokenizer, exchanges=exchanges,
             )  # fmt: skip
         except KeyboardInterrupt:
             if saves and has_checkpoint(out / reading.CHECKPOINT_FOLDER):
                 stderr.print(f"{out} holds a checkpoint: the same command with --resume continues from there")
             raise
     _show([result], stdout, stderr, None, _name_text(text))
+    _show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
         stdout.print(f"The memory is in {out}. Next: locas generate PROMPT --memory {out}, or locas inspect {out}")
@@ -418,8 +428,38 @@ def _read_each(
             if checkpoint_seconds is not None and memory is not None:
                 options |= {"checkpoint_dir": memory / CHECKPOINT_FOLDER, "checkpoint_seconds": checkpoint_seconds}
             on_chunk = follow(progress(name or each.method, len(input_ids) * each.readings))
+            if each.study:
+                options |= {"on_study": _follow_study(progress), "tokenizer": base.tokenizer}
             readings.append(memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
     return readings
+
+
+def _follow_study(progress: Callable[[str, int], Callable[..., None]]) -> Callable[[StudyStep], None]:
+    """Make an `on_study` for `memorize` that shows a line of progress for writing and one for learning."""
+    lines: dict[str, tuple[Callable[..., None], int]] = {}
+
+    def on_study(step: StudyStep) -> None:
+        line, before = lines.get(step.phase) or (progress(step.phase, step.total), 0)
+        kept = f"{step.lessons} exchanges"
+        line(step.done - before, kept if step.loss_nats is None else f"{kept}, KL {step.loss_nats:.2f}")
+        lines[step.phase] = line, step.done
+
+    return on_study
+
+
+def _show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console) -> None:
+    if studied is None:
+        return
+    stdout.print(
+        f"asked {studied['asked']}, kept {studied['kept']} exchanges; wrote {studied['writing_seconds']:.0f} s, "
+        f"learned {studied['learning_seconds']:.0f} s"
+    )
+    if not studied["kept"]:
+        samples = " | ".join(printable(sample) for sample in studied["samples"])
+        stderr.print(
+            f"nothing was studied: the model wrote no usable exchange. Samples: {samples or 'none'}. The text was "
+            "read; choose a larger model, one with a chat template, or give --exchanges-file"
+        )
 
 
 def _show(readings: Sequence[Reading], stdout: Console, stderr: Console, plot: Path | None, title: str) -> None:

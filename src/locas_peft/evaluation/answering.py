@@ -10,22 +10,13 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from ..text import encode_prompt
 from ..ttt.host import Host, count_positions
 
 __all__ = ["answer", "encode_prompt", "first_line"]
 
 _WORTH_KEEPING = 64
 """A shared beginning of at least this many tokens is computed once and kept."""
-
-
-def encode_prompt(tokenizer, prompt: str) -> list[int]:
-    """Turn a prompt into token ids, as a user's message if the tokenizer has a chat template."""
-    if not getattr(tokenizer, "chat_template", None):
-        return list(tokenizer(prompt, verbose=False)["input_ids"])
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False, enable_thinking=False
-    )
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 @torch.inference_mode()

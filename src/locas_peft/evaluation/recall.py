@@ -10,11 +10,10 @@ from pathlib import Path
 
 from torch import nn
 
-from .answering import answer, encode_prompt
+from ..text import QUESTION_PROMPT, encode_prompt
+from .answering import answer
 
 __all__ = ["Question", "ask", "is_right", "load_questions"]
-
-_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,8 @@ def ask(
     """
     before = "" if context is None else f"Read this text.\n\n{context.strip()}\n\n"
     prompts = [
-        encode_prompt(tokenizer, _PROMPT.format(context=before, question=question.question)) for question in questions
+        encode_prompt(tokenizer, QUESTION_PROMPT.format(context=before, question=question.question))
+        for question in questions
     ]
     answers = {}
     for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size):

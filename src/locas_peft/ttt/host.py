@@ -75,12 +75,18 @@ class Host:
             adapters: one adapter's name for each row, of a PEFT model; None for the active adapters in all rows.
             kwargs: more for the model's forward; what it does not take is left out.
         """
-        kwargs = {name: value for name, value in {"logits_to_keep": count, **kwargs}.items() if name in self._accepts}
-        if adapters is not None:
-            kwargs["adapter_names"] = list(adapters)
-        logits = self.model(input_ids=ids, **kwargs).logits
+        logits = self.outputs(ids, count, adapters, **kwargs).logits
         # Slice only where needed: the backward pass of a slice fills all the logits with zeros.
         return logits if logits.shape[1] == count else logits[:, -count:]
+
+    def outputs(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs):
+        """Return what the model's forward returns, with the logits that `logits` describes or those of more tokens."""
+        # As a slice of several rows, the last hidden states make torch copy the head's weights once for each row.
+        keep = count if len(ids) == 1 else torch.arange(-count, 0, device=ids.device)
+        kwargs = {name: value for name, value in {"logits_to_keep": keep, **kwargs}.items() if name in self._accepts}
+        if adapters is not None:
+            kwargs["adapter_names"] = list(adapters)
+        return self.model(input_ids=ids, **kwargs)
 
     def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:
         """Return a document, integers [T] or [1, T] with T >= 2 in the vocabulary, as LongTensor [T].

@@ -1,0 +1,131 @@
+"""Exchanges: a question about a passage with its answer; their file; and the passages of a text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..files import staged_file
+
+__all__ = ["EXCHANGES", "Exchange", "digest_exchanges", "load_exchanges", "save_exchanges", "split_passages"]
+
+EXCHANGES = "exchanges.jsonl"
+"""The file in a memory's folder that holds the exchanges that were learned."""
+_FEWEST_WORDS = 5
+_SENTENCE = re.compile(r"\n+|(?<=[.!?…])[\"')\]»”’]*\s+|(?<=[。！？])")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A question and its answer.
+
+    Args:
+        subject: what the text is about: half of the time it stands before the question when this is learned.
+        passage: the passage that it was written from. Both are empty where a user wrote the exchange.
+    """
+
+    question: str
+    answer: str
+    subject: str = ""
+    passage: str = ""
+
+
+def split_passages(tokenizer, text: str, most_tokens: int) -> list[str]:
+    """Split a text into passages of one sentence each; short sentences join the one before them.
+
+    A small model answers far better with a short passage in its context than with a page.
+
+    Args:
+        tokenizer: counts the tokens.
+        text: any text.
+        most_tokens: the longest passage; a longer sentence is cut at a space where it has one.
+
+    Raises:
+        ValueError: the text has fewer than five words.
+    """
+    passages: list[str] = []
+    for sentence in _SENTENCE.split(text):
+        sentence = " ".join((sentence or "").split())
+        if passages and sentence and len(sentence.split()) < _FEWEST_WORDS:
+            joined = f"{passages[-1]} {sentence}"
+            if _count(tokenizer, joined) <= most_tokens:
+                passages[-1] = joined
+                continue
+        if sentence:
+            passages += _cut(tokenizer, sentence, most_tokens)
+    if not any(len(passage.split()) >= _FEWEST_WORDS for passage in passages):
+        raise ValueError(
+            f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied, got {text.strip()[:60]!r}: "
+            "give more text, or leave --study out"
+        )
+    return passages
+
+
+def _count(tokenizer, text: str) -> int:
+    return len(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _cut(tokenizer, sentence: str, most_tokens: int) -> list[str]:
+    """Halve a sentence until each piece has at most `most_tokens` tokens."""
+    if len(sentence) < 2 or _count(tokenizer, sentence) <= most_tokens:
+        return [sentence]
+    middle = len(sentence) // 2
+    space = sentence.rfind(" ", 1, middle + 1)
+    middle = space if space > 0 else middle
+    parts = (sentence[:middle].strip(), sentence[middle:].strip())
+    return [piece for part in parts if part for piece in _cut(tokenizer, part, most_tokens)]
+
+
+def load_exchanges(path: str | Path) -> list[Exchange]:
+    """Load exchanges from a JSON Lines file: an object a line with `question`, `answer` and maybe
+    `subject` and `passage`.
+
+    Raises:
+        ValueError: some lines are no such objects; the message has the number of each. Or the file has no exchange.
+        OSError: the file cannot be opened.
+    """
+    exchanges, broken = [], []
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"exchanges must be UTF-8 text, got {str(path)!r} ({error.reason}): convert it") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            found = [value["question"], value["answer"], value.get("subject", ""), value.get("passage", "")]
+            if not all(isinstance(part, str) for part in found) or not all(part.strip() for part in found[:2]):
+                raise TypeError
+        except (ValueError, TypeError, KeyError, AttributeError):
+            broken.append(number)
+        else:
+            exchanges.append(Exchange(*found))
+    if broken:
+        shown = ", ".join(map(str, broken[:20])) + (f" and {len(broken) - 20} more" if len(broken) > 20 else "")
+        raise ValueError(
+            f"each line of {str(path)!r} must be a JSON object with the texts `question` and `answer`, got something "
+            f"else in line {shown}: correct or delete {'it' if len(broken) == 1 else 'them'}"
+        )
+    if not exchanges:
+        raise ValueError(f"exchanges must be one a line, got none in {str(path)!r}: add one")
+    return exchanges
+
+
+def save_exchanges(path: str | Path, exchanges: Iterable[Exchange]) -> None:
+    """Write exchanges as JSON Lines, whole or not at all."""
+    with staged_file(path) as new:
+        new.write_text(_format(exchanges), encoding="utf-8")
+
+
+def digest_exchanges(exchanges: Sequence[Exchange]) -> str:
+    """Return the SHA-256 of the exchanges' file."""
+    return hashlib.sha256(_format(exchanges).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _format(exchanges: Iterable[Exchange]) -> str:
+    return "".join(json.dumps(asdict(exchange), ensure_ascii=False) + "\n" for exchange in exchanges)

