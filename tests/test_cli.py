@@ -211,7 +211,8 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
         assert run(*arguments, "--out", "parts") == (
             code,
             "",
-            f"parts holds a checkpoint: the same command with --resume continues from there\n{line}\n",
+            ("stopping after this step\n" if stop is terminate else "")
+            + f"parts holds a checkpoint: the same command with --resume continues from there\n{line}\n",
         )
     assert signal.getsignal(signal.SIGTERM) == former
     assert names(tmp_path / "parts") == ["checkpoint"]

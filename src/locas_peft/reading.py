@@ -7,6 +7,7 @@ loop, so that their figures compare.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -59,6 +60,8 @@ __all__ = [
     "memory_attached",
     "score",
 ]
+
+_logger = logging.getLogger(__name__)
 
 READING = "reading.json"
 """The file in a memory's folder that holds the reading that made it."""
@@ -180,8 +183,9 @@ def memorize(
         input_ids: LongTensor [T], T >= 2; the first `settings.max_tokens` are read.
         settings: completed here.
         out: the memory's folder, written whole or not at all. The method "none" has nothing to save.
-        checkpoint_dir: a folder for the unfinished state, saved every `checkpoint_seconds` and removed after the
-            memory was saved; without `out` the caller removes it. It is locked for the whole call.
+        checkpoint_dir: a folder for the unfinished state, saved every `checkpoint_seconds`, and where a callback
+            raises, and removed after the memory was saved; without `out` the caller removes it. It is locked for the
+            whole call. Where it cannot be written, a warning is logged and the reading goes on.
         checkpoint_seconds: the least time between two checkpoints.
         resume: go on from the checkpoint in `checkpoint_dir`; from the start where there is none.
         overwrite: replace the memory in `out`, and a checkpoint that is not resumed.
@@ -219,20 +223,17 @@ def memorize(
             study.resume(lock)
         for chunk in trainer.chunks if on_chunk is not None else ():
             on_chunk(chunk)
-        saved = time.monotonic()
+        saving = _Saving(lock, checkpoint_seconds, trainer, study)
         for chunk in trainer.read(input_ids):
-            if on_chunk is not None:
-                on_chunk(chunk)
-            if lock is not None and time.monotonic() - saved >= checkpoint_seconds:
-                trainer.save(lock)
-                saved = time.monotonic()
+            with saving:
+                if on_chunk is not None:
+                    on_chunk(chunk)
         if study is not None:
-            if lock is not None:
-                checkpoint.save(lock.directory, {**trainer.state_dict(), **study.state_dict()})
-            for step in study.run():
-                if lock is not None and (step.phase == "write" or time.monotonic() - saved >= checkpoint_seconds):
-                    checkpoint.save(lock.directory, {**trainer.state_dict(), **study.state_dict()})
-                    saved = time.monotonic()
+            with saving:
+                saving.due = True  # the first exchanges take long
+        for step in study.run() if study is not None else ():
+            with saving:
+                saving.due |= step.phase == "write"
                 if on_study is not None:
                     on_study(step)
         reading = _make_reading(trainer, settings, input_ids, peak)
@@ -244,6 +245,32 @@ def memorize(
         if lock is not None and out is not None:
             checkpoint.remove(lock.directory)
     return reading
+
+
+class _Saving:
+    """A context for what a caller does between two steps: it saves a checkpoint where one is due, or on an error."""
+
+    def __init__(
+        self, lock: checkpoint.Lock | None, seconds: float, trainer: TestTimeTrainer, study: SelfStudy | None
+    ):
+        self._lock, self._seconds, self._trainer, self._study = lock, seconds, trainer, study
+        self._saved, self._failed = time.monotonic(), False
+        self.due = False
+
+    def __enter__(self) -> None:
+        self.due = time.monotonic() - self._saved >= self._seconds
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if self._lock is None or not (self.due or kind is not None):
+            return
+        state = self._trainer.state_dict() | ({} if self._study is None else self._study.state_dict())
+        try:
+            checkpoint.save(self._lock.directory, state)
+        except OSError as failure:
+            if not self._failed:
+                _logger.warning("no checkpoint can be saved (%s); the reading goes on", failure.strerror or failure)
+            self._failed = True
+        self._saved = time.monotonic()
 
 
 @contextmanager

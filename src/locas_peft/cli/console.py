@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from ..files import check_output_file, format_json, write_json
 
 __all__ = [
     "check_json_file",
+    "deferring_signals",
     "find_process",
     "make_consoles",
     "printable",
@@ -81,6 +84,37 @@ def show_progress(console: Console) -> Iterator[Callable[[str, int], Callable[..
     finally:
         if progress.live.is_started:
             progress.stop()
+
+
+@contextmanager
+def deferring_signals(console: Console) -> Iterator[Callable[[], None]]:
+    """Yield a function that ends the command where Ctrl-C or SIGTERM came meanwhile; a second one ends it at once.
+
+    A state that is saved between two steps is whole; within a step it is not.
+    """
+    received: list[tuple[int, Any]] = []
+
+    def keep(number: int, frame: Any) -> None:
+        if received:
+            former[number](number, frame)
+        received.append((number, frame))
+        console.print("stopping after this step")
+
+    def check() -> None:
+        if received:
+            former[received[0][0]](*received[0])
+
+    former: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # only there are signals handled
+        for number in (signal.SIGINT, signal.SIGTERM):
+            former[number] = signal.getsignal(number)
+            if callable(former[number]):
+                signal.signal(number, keep)
+    try:
+        yield check
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
 
 
 def check_json_file(json_file: Path | None) -> None:

@@ -78,7 +78,7 @@ def ask(
     questions: Path | None = None,
     context: Path | None = None,
     without_memory: bool = False,
-    max_new_tokens: Annotated[int, AtLeastOne] = 24,
+    max_new_tokens: Annotated[int, AtLeastOne] = 32,
     json_file: JsonFile = None,
     base: BaseGroup = BASE,
 ) -> None:

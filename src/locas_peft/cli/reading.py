@@ -16,6 +16,7 @@ from .. import backbone
 from ..settings import ReadingSettings, complete_all, label_method
 from .console import (
     check_json_file,
+    deferring_signals,
     make_consoles,
     printable,
     show_progress,
@@ -422,14 +423,18 @@ def _read_each(
     from ..reading import CHECKPOINT_FOLDER, memorize
 
     readings = []
-    with show_progress(stderr) as progress:
+    with show_progress(stderr) as progress, deferring_signals(stderr) as check:
+
+        def then_check(follow: Callable[[Any], None]) -> Callable[[Any], None]:
+            return lambda step: (follow(step), check())
+
         for name, each in settings.items():
             memory = None if out is None else out / name
             if checkpoint_seconds is not None and memory is not None:
                 options |= {"checkpoint_dir": memory / CHECKPOINT_FOLDER, "checkpoint_seconds": checkpoint_seconds}
-            on_chunk = follow(progress(name or each.method, len(input_ids) * each.readings))
+            on_chunk = then_check(follow(progress(name or each.method, len(input_ids) * each.readings)))
             if each.study:
-                options |= {"on_study": _follow_study(progress), "tokenizer": base.tokenizer}
+                options |= {"on_study": then_check(_follow_study(progress)), "tokenizer": base.tokenizer}
             readings.append(memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
     return readings
 

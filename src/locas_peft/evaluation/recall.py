@@ -56,7 +56,7 @@ def ask(
     questions: Sequence[Question],
     *,
     context: str | None = None,
-    max_new_tokens: int = 24,
+    max_new_tokens: int = 32,
     batch_size: int = 16,
 ) -> list[str]:
     """Ask a model questions; answers are greedy and short.

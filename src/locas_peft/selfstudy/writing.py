@@ -41,7 +41,7 @@ CONTRAST = 1.0
 """How far the answers are pushed away from those without the passage."""
 TEMPERATURE = 0.7
 """Of the questions."""
-QUESTION_TOKENS, ANSWER_TOKENS = 24, 24
+QUESTION_TOKENS, ANSWER_TOKENS = 24, 32
 CANDIDATES = 16
 """K: the contrast leaves few plausible tokens."""
 DRAWN = 64
@@ -141,7 +141,15 @@ def is_poor(exchange: Exchange, gain_nats: float, second_nats: float) -> bool:
     repeats = "?" in exchange.answer or not (answer & known) - asked
     # Models also talk about the request itself: "The answer to the question is".
     talks = bool((answer & {"question", "answer", "text"}) - known)
-    return repeats or talks or gain_nats < _LEAST_GAIN_NATS or second_nats > _SECOND_NATS
+    source = f"{exchange.passage} {exchange.subject}"
+    invents = bool(_list_names(f"{exchange.question}\n{exchange.answer}") - _list_names(source) - known)
+    return repeats or talks or invents or gain_nats < _LEAST_GAIN_NATS or second_nats > _SECOND_NATS
+
+
+def _list_names(text: str) -> frozenset[str]:
+    """Return a text's numbers and its capitalised words but those that begin a sentence or a line, case-folded."""
+    words = re.findall(r"\d+|(?<![.?!:\"“\n])(?<![.?!:] )\b[A-Z]\w+", text)
+    return frozenset(word.casefold() for word in words) - {"the"}
 
 
 def _list_words(text: str) -> frozenset[str]:
