@@ -137,10 +137,14 @@ def test_each_broken_line_is_named(tmp_path):
         ("Who built the tower?", "The answer to the question is Elias Thorne", 9.0, 0.5, True),
         ("Who built the tower?", "Elias Thorne built it.", 0.5, 0.5, True),  # known without the passage
         ("Who built the tower?", "Elias Thorne built it.", 9.0, 5.0, True),  # contradicted by the second reading
+        ("Who built the Eiffel tower?", "Elias Thorne built it.", 9.0, 0.5, True),  # a name that is not there
+        ("Who built the tower?", "Elias Thorne of Spain built it.", 9.0, 0.5, True),
+        ("When was the tower built?", "It was built in 1868 and 1911.", 9.0, 0.5, True),
+        ("Who built the Tower of Skarn?", "The mason was Elias Thorne.", 9.0, 0.5, False),  # the subject's own name
     ],
 )
 def test_poor_exchanges_are_found(question, answer, gain, second, poor):
-    exchange = Exchange(question, answer, "", "The tower was built in 1868 by Elias Thorne.")
+    exchange = Exchange(question, answer, "tower of Skarn", "The tower was built in 1868 by Elias Thorne.")
     assert writing.is_poor(exchange, gain, second) is poor
 
 

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from ..demo import Recall
     from ..reading import Reading
-    from ..selfstudy import StudyStep
 
 DEMO_JSON, COMPARE_JSON, PLOT = "demo.json", "readings.json", "perplexity.png"
 DEMO_METHODS = "none,lora,locas-glu"
@@ -419,7 +418,7 @@ def _read_each(
         checkpoint_seconds: None for no checkpoints.
         options: of `reading.memorize`.
     """
-    from ..evaluation.study import follow
+    from ..evaluation.study import follow, follow_study
     from ..reading import CHECKPOINT_FOLDER, memorize
 
     readings = []
@@ -434,22 +433,9 @@ def _read_each(
                 options |= {"checkpoint_dir": memory / CHECKPOINT_FOLDER, "checkpoint_seconds": checkpoint_seconds}
             on_chunk = then_check(follow(progress(name or each.method, len(input_ids) * each.readings)))
             if each.study:
-                options |= {"on_study": then_check(_follow_study(progress)), "tokenizer": base.tokenizer}
+                options |= {"on_study": then_check(follow_study(progress)), "tokenizer": base.tokenizer}
             readings.append(memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
     return readings
-
-
-def _follow_study(progress: Callable[[str, int], Callable[..., None]]) -> Callable[[StudyStep], None]:
-    """Make an `on_study` for `memorize` that shows a line of progress for writing and one for learning."""
-    lines: dict[str, tuple[Callable[..., None], int]] = {}
-
-    def on_study(step: StudyStep) -> None:
-        line, before = lines.get(step.phase) or (progress(step.phase, step.total), 0)
-        kept = f"{step.lessons} exchanges"
-        line(step.done - before, kept if step.loss_nats is None else f"{kept}, KL {step.loss_nats:.2f}")
-        lines[step.phase] = line, step.done
-
-    return on_study
 
 
 def _show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
 from ..evaluation.recall import Question, ask, is_right, load_questions
-from ..evaluation.study import Progress, follow
+from ..evaluation.study import Progress, follow, follow_study
 from ..gguf_models import PACKAGES, is_installed
 from ..reading import Reading, memorize, memory_attached
 from ..report import Sheet
@@ -49,6 +49,8 @@ RECALL = "recall"
 """The folder, in the demo's folder, for the memories of the page."""
 SHOWN = (0, 9, 17)
 """The questions whose answers are shown, right or wrong."""
+EXCHANGES, PASSES = 24, 4
+"""Of the self-study: questions about each sentence of the page, and how often each is learned."""
 _FOLDER = Path(__file__).parent
 
 
@@ -110,9 +112,10 @@ def teach_page(
         overwrite: replace a memory in `out`.
     """
     input_ids = tokenize(tokenizer, load_page())
-    settings = replace(settings, window=128, stride=64, max_tokens=None, readings=6)
-    on_chunk = follow(progress(settings.method, len(input_ids) * settings.readings))
-    return memorize(base, input_ids, settings, out=out, overwrite=overwrite, on_chunk=on_chunk)
+    settings = replace(settings, max_tokens=None, study=True, exchanges=EXCHANGES, passes=PASSES)
+    on_chunk = follow(progress(settings.method, len(input_ids)))
+    options = {"on_chunk": on_chunk, "on_study": follow_study(progress), "tokenizer": tokenizer}
+    return memorize(base, input_ids, settings, out=out, overwrite=overwrite, **options)
 
 
 def recall(

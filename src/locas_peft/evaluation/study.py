@@ -24,13 +24,14 @@ from transformers import PreTrainedModel
 from ..files import load_json, write_json
 from ..loading import MEMORY_CONFIG
 from ..reading import READING, Reading, find_finished, memorize
+from ..selfstudy import StudyStep
 from ..settings import ReadingSettings
 from ..text import digest_ids
 from ..ttt import checkpoint
 from ..ttt.chunks import Chunk, perplexity
 
-__all__ = ["Progress", "Unit", "describe_text", "digest", "follow", "open_study", "reading_unit", "run_units"]
-__all__ += ["silent", "summarize_reading"]
+__all__ = ["Progress", "Unit", "describe_text", "digest", "follow", "follow_study", "open_study", "reading_unit"]
+__all__ += ["run_units", "silent", "summarize_reading"]
 
 POLL_SECONDS = 1.0
 
@@ -57,6 +58,19 @@ def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
         advance(chunk.stop - chunk.start, note)
 
     return on_chunk
+
+
+def follow_study(progress: Progress) -> Callable[[StudyStep], None]:
+    """Make an `on_study` for `memorize` that shows a line of progress for writing and one for learning."""
+    lines: dict[str, tuple[Callable[..., None], int]] = {}
+
+    def on_study(step: StudyStep) -> None:
+        advance, before = lines.get(step.phase) or (progress(step.phase, step.total), 0)
+        kept = f"{step.lessons} exchanges"
+        advance(step.done - before, kept if step.loss_nats is None else f"{kept}, KL {step.loss_nats:.2f}")
+        lines[step.phase] = advance, step.done
+
+    return on_study
 
 
 @dataclass(frozen=True)

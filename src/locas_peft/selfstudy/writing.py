@@ -148,7 +148,7 @@ def is_poor(exchange: Exchange, gain_nats: float, second_nats: float) -> bool:
 
 def _list_names(text: str) -> frozenset[str]:
     """Return a text's numbers and its capitalised words but those that begin a sentence or a line, case-folded."""
-    words = re.findall(r"\d+|(?<![.?!:\"“\n])(?<![.?!:] )\b[A-Z]\w+", text)
+    words = re.findall(r"\d+|(?<![.?!:\"“\n])(?<![.?!:] )\b[A-Z]\w+", f"\n{text}")
     return frozenset(word.casefold() for word in words) - {"the"}
 
 
