@@ -6,6 +6,7 @@ import pytest
 
 from locas_peft import backbone, demo
 from locas_peft.evaluation.recall import Question, ask, is_right, load_questions
+from locas_peft.selfstudy import Exchange, Lesson
 from locas_peft.settings import ReadingSettings
 from locas_peft.text import tokenize
 
@@ -69,11 +70,15 @@ def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path, 
         return advance
 
     names = [name for name, _ in model.named_modules()]
-    reading = demo.teach_page(model, tokenizer, settings, tmp_path / "memory", progress=progress)
+    assert demo.write_page_lessons(model, tokenizer, settings, progress=progress) == []  # a base that cannot ask
+    assert lines == [["exchanges", 12, 12]]
+    lesson = Lesson.of(Exchange("Who?", "Elias Thorne"), tokenizer)
+    lines.clear()
+    reading = demo.teach_page(model, tokenizer, settings, [lesson], tmp_path / "memory", progress=progress)
     assert reading.curve[-1][0] == len(tokenize(tokenizer, demo.load_page())) > 128
-    assert reading.studied["passages"] == 12 and reading.studied["asked"] == 24
+    assert reading.studied["kept"] == 1 and reading.studied["steps"] == demo.PASSES
     tokens = reading.curve[-1][0]
-    assert lines[:2] == [["locas-glu", tokens, tokens], ["write", 12, 12]]
+    assert lines == [["locas-glu", tokens, tokens], ["learn", demo.PASSES, demo.PASSES]]
     assert names == [name for name, _ in model.named_modules()]
     assert (tmp_path / "memory" / "exchanges.jsonl").exists()
 

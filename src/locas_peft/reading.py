@@ -27,7 +27,7 @@ from .files import finish_replacement, load_json, staged, write_json
 from .gguf_models import is_gguf
 from .loading import MEMORY_CONFIG, load_memory
 from .peak_memory import PeakMemory
-from .selfstudy import Exchange, SelfStudy, StudyStep, save_exchanges
+from .selfstudy import Exchange, Lesson, SelfStudy, StudyStep, save_exchanges
 from .selfstudy.exchanges import EXCHANGES, digest_exchanges
 from .settings import ReadingSettings
 from .text import digest_ids
@@ -171,7 +171,7 @@ def memorize(
     overwrite: bool = False,
     on_chunk: Callable[[Chunk], None] | None = None,
     tokenizer: Any = None,
-    exchanges: Sequence[Exchange] | None = None,
+    exchanges: Sequence[Exchange | Lesson] | None = None,
     on_study: Callable[[StudyStep], None] | None = None,
 ) -> Reading:
     """Read a text with one method, from a fresh adapter or a checkpoint to the figures and the saved memory.
@@ -191,7 +191,7 @@ def memorize(
         overwrite: replace the memory in `out`, and a checkpoint that is not resumed.
         on_chunk: called after each chunk; on resuming, for the chunks of the checkpoint first.
         tokenizer: of the base; needed for a self-study (`settings.study`).
-        exchanges: studied in place of those that the model would write.
+        exchanges: studied in place of those that the model would write (see `SelfStudy`).
         on_study: called after each step of a self-study.
 
     Returns:
@@ -291,7 +291,7 @@ def _make_study(
     tokenizer: Any,
     input_ids: torch.LongTensor,
     settings: ReadingSettings,
-    exchanges: Sequence[Exchange] | None,
+    exchanges: Sequence[Exchange | Lesson] | None,
 ) -> SelfStudy | None:
     """Return the self-study that the settings ask for, or None."""
     if not settings.study:

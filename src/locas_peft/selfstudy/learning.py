@@ -83,7 +83,8 @@ class SelfStudy:
         window: the longest prompt with a passage, in tokens.
         seed: of the questions and of the order of learning.
         anchor: limits how the adapter changes the base's output on other text.
-        given: exchanges to learn in place of written ones; their own answers are learned, token by token.
+        given: what is learned in place of written exchanges: lessons of `write_lessons`, or exchanges, whose own
+            answers are learned token by token.
 
     Raises:
         ValueError: the text is shorter than a passage, or the window leaves no room for one.
@@ -101,20 +102,20 @@ class SelfStudy:
         window: int = 512,
         seed: int = 0,
         anchor: Anchor | None = None,
-        given: Sequence[Exchange] | None = None,
+        given: Sequence[Exchange | Lesson] | None = None,
     ):
         self._model, self._tokenizer, self._host = model, tokenizer, Host(model)
         self._ids = input_ids.to(self._host.device)
         self._pieces = [piece for piece in self._ids.split(min(window, READ_TOKENS)) if len(piece) > 1]
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._learner = Learner(self._list_trained, learning_rate, WARMUP_STEPS)
-        self._given = given
+        self.lessons = [Lesson.of(each, tokenizer) for each in given or ()]
+        self._given = None if given is None else digest_exchanges(self.exchanges)
         self._passages: list[str] = []
         if given is None:
             room = longest_passage(self._host, window)
             self._passages = split_passages(tokenizer, tokenizer.decode(input_ids, skip_special_tokens=True), room)
-        self.lessons: list[Lesson] = [] if given is None else [Lesson.of_text(each, tokenizer) for each in given]
-        self.asked = 0 if given is None else len(given)
+        self.asked = len(self.lessons)
         self.samples: list[str] = []
         self.skipped_steps = 0
         self._blocks, self._step = 0, 0
@@ -263,7 +264,7 @@ class SelfStudy:
     def state_dict(self) -> dict[str, Any]:
         """Return tensors and plain values under the key "study"; the adapter's weights are not part of it."""
         state = {
-            "given": None if self._given is None else digest_exchanges(self._given),
+            "given": self._given,
             "blocks": self._blocks,
             "asked": self.asked,
             "samples": list(self.samples),
@@ -292,7 +293,7 @@ class SelfStudy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the value that `state_dict` returned under "study"."""
-        if state["given"] != (None if self._given is None else digest_exchanges(self._given)):
+        if state["given"] != self._given:
             raise ValueError(
                 "exchanges must be those that the checkpoint was begun with, got others: give the former file, or "
                 "start afresh with --overwrite"

@@ -88,8 +88,11 @@ class Lesson:
     targets: Tensor
 
     @classmethod
-    def of_text(cls, exchange: Exchange, tokenizer) -> Lesson:
-        """Make a lesson whose targets are the tokens of the exchange's own answer."""
+    def of(cls, given: Exchange | Lesson, tokenizer) -> Lesson:
+        """Return a lesson as it is; make one of an exchange, whose targets are the tokens of its own answer."""
+        if isinstance(given, Lesson):
+            return given
+        exchange = given
         ids = tokenizer(begin_answer(tokenizer, " ") + exchange.answer, add_special_tokens=False, verbose=False)
         ids = torch.tensor([*ids["input_ids"], *_stops(tokenizer)[:1]])
         return cls(exchange, ids, ids[:, None], torch.ones(len(ids), 1))
