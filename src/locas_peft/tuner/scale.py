@@ -4,10 +4,11 @@ With A `[tokens, D]` a sample of an FFN's inputs from the calibration text and M
 on it, which are computed from k A in place of A:
 
     input scale   k   = KAPPA sqrt(D) / median over tokens of |A|
-    output scale  tau = ALPHA (median over tokens of |FFN(A)|) / (mean over tokens and slots of |M|)
+    output scale  tau = (ALPHA / R) (median over tokens of |FFN(A)|) / (mean over tokens and slots of |M|)
 
-The elements of k A have the size KAPPA, and a slot whose value has norm 1 adds the share ALPHA of the FFN's own
-output. Both hold whatever the norm's weight and the host's projections are multiplied by. The medians leave out single
+The elements of k A have the size KAPPA, and R slots whose values have norm 1 add, their lengths summed, the share
+ALPHA of the FFN's own output. Both hold whatever the norm's weight and the host's projections are multiplied by. The
+division by R, which is also in the paper's tau, lets one learning rate suit all widths. The medians leave out single
 tokens whose FFN output is hundreds of times as long as the others' (attention sinks of pretrained models).
 """
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import torch
 
 KAPPA = 0.5
-ALPHA = 0.003
+ALPHA = 0.192
 SAMPLED_TOKENS = 256
 
 
@@ -39,4 +40,4 @@ def measure_output_scale(activations: torch.Tensor, output_norms: torch.Tensor, 
         otherwise: the value where no slot is active.
     """
     activity = activations.float().abs().mean()
-    return torch.where(activity > 0, ALPHA * output_norms.median() / activity, otherwise)
+    return torch.where(activity > 0, ALPHA / activations.shape[-1] * output_norms.median() / activity, otherwise)
