@@ -134,7 +134,8 @@ class OwnText:
         count, length = self.shape
         while len(self.written) <= index:
             wanted = min(self._batch_size, count - len(self.written))
-            _logger.info("the base writes %d texts of %d tokens for the anchor", wanted, length)
+            level = logging.DEBUG if len(self.written) else logging.INFO
+            _logger.log(level, "the base writes texts for the anchor, %d of %d tokens at a time", wanted, length)
             batch = write_own_text(self._model, wanted, length, self._seed + len(self.written) // self._batch_size)
             self.written = torch.cat([self.written, batch])
         return self.written[index]
