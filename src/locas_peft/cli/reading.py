@@ -185,7 +185,7 @@ def demo(
         model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.
         preset: where the settings come from: tuned or paper.
         r: memory width, or LoRA rank.
-        max_tokens: tokens to read in act 2; where not given, 100,000 for an embedded model, else 8,000.
+        max_tokens: tokens to read in act 2; where not given, 100,000 for an embedded model, else 6,000.
         seed: set before each method.
         device: cpu, cuda, cuda:1, ... or auto.
     """

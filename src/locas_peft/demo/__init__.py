@@ -53,7 +53,7 @@ RECALL = "recall"
 """The folder, in the demo's folder, for the memories of the page."""
 SHOWN = (0, 9, 17)
 """The questions whose answers are shown, right or wrong."""
-EXCHANGES, PASSES = 24, 5
+EXCHANGES, PASSES = 16, 5
 """Of the self-study: questions about each sentence of the page, and how often each is learned."""
 _FOLDER = Path(__file__).parent
 
@@ -83,7 +83,7 @@ def choose_tokens(name: str) -> tuple[int, int]:
 
     Three methods take about three minutes, with an embedded model or with SmolLM2, on two quiet cores.
     """
-    return (100_000, 20_000) if backbone.is_embedded(name) else (8_000, 2_000)
+    return (100_000, 20_000) if backbone.is_embedded(name) else (6_000, 2_000)
 
 
 def load_page() -> str:
