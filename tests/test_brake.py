@@ -14,7 +14,7 @@ from training import SETTINGS, assert_same, make_ids, make_trainer, read, traine
 from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone, read_many
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Chunk, checkpoint
-from locas_peft.ttt.brake import LONGEST, TOLERANCE, is_due, is_worse
+from locas_peft.ttt.brake import LONGEST, NOISE, TOLERANCE, is_due, is_worse
 
 CHUNK = Chunk(0, 0, 8, tokens=8, nll_nats=24.0, seconds=0.0, learned=True)
 SMALL = {"window": 96, "stride": 48}
@@ -50,7 +50,9 @@ def test_after_an_adapter_was_taken_back_the_next_check_is_soon():
 def test_much_worse_once_or_a_little_twice_is_worse():
     assert is_worse(records(2), 3.0, 3.0 - 2 * TOLERANCE)
     assert not is_worse(records(2), 3.0, 3.0 - TOLERANCE / 2) and not is_worse(records(2), 3.0, 3.1)
-    assert is_worse(records(6, {2: 2.99}), 3.0, 3.0 - TOLERANCE / 2)
+    assert is_worse(records(6, {2: 2.98}), 3.0, 3.0 - TOLERANCE / 2)
+    assert not is_worse(records(6, {2: 2.98}), 3.0, 3.0 - NOISE / 2)
+    assert not is_worse(records(6, {2: 2.995}), 3.0, 3.0 - TOLERANCE / 2)
     assert not is_worse(records(6, {2: 3.01}), 3.0, 3.0 - TOLERANCE / 2)
     assert not is_worse(records(6, {2: 2.0}, taken_back=(2,)), 3.0, 3.0 - TOLERANCE / 2)
     assert is_worse(records(2), math.nan, 3.0) and not is_worse(records(2), math.nan, math.nan)

@@ -231,7 +231,7 @@ def test_sft_trainer_on_the_embedded_backbone(tmp_path):
     base, tokenizer = backbone.load()
     text = "The memory is beside the model, and the model reads what the memory learns. "
     arguments = SFTConfig(
-        str(tmp_path), max_steps=4, learning_rate=0.5, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        str(tmp_path), max_steps=4, learning_rate=0.06, per_device_train_batch_size=2, report_to=[], use_cpu=True,
         save_strategy="no", disable_tqdm=True, bf16=False, max_length=64, dataloader_pin_memory=False,
         logging_steps=1,
     )  # fmt: skip

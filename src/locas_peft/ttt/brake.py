@@ -20,7 +20,9 @@ from .learner import Learner
 __all__ = ["RATE_FACTOR", "TOLERANCE", "Brake", "is_due", "is_worse"]
 
 TOLERANCE = 0.05
-"""Nats a token by which an adapter may be worse than the base on one chunk. Less is noise, unless it is repeated."""
+"""Nats a token by which an adapter may be worse than the base on one chunk."""
+NOISE = 0.01
+"""The same at two checks in a row."""
 JUMP = 0.7
 """Nats a token by which a chunk's loss must exceed the mean of the last `RECENT` ones for a check out of turn."""
 RECENT = 4
@@ -51,7 +53,9 @@ def is_due(chunks: Sequence[Chunk], nats_per_token: float) -> bool:
 
 
 def is_worse(chunks: Sequence[Chunk], nats_per_token: float, base_nats_per_token: float) -> bool:
-    """Return whether the adapter makes the text worse than the base: by more than `TOLERANCE`, or twice in a row.
+    """Return whether the adapter makes the text worse than the base.
+
+    It does by more than `TOLERANCE`, or twice in a row by more than `NOISE`.
 
     Args: as for `is_due`, and
         base_nats_per_token: the mean loss of the base on the same chunk.
@@ -59,9 +63,10 @@ def is_worse(chunks: Sequence[Chunk], nats_per_token: float, base_nats_per_token
     excess = nats_per_token - base_nats_per_token
     if not excess <= TOLERANCE:  # nan too
         return math.isfinite(base_nats_per_token)
-    checked = [chunk for chunk in chunks if chunk.base_nll_nats is not None]
-    again = bool(checked) and not checked[-1].taken_back and checked[-1].nll_nats > checked[-1].base_nll_nats
-    return excess > 0 and again
+    last = next((chunk for chunk in reversed(chunks) if chunk.base_nll_nats is not None), None)
+    if last is None or last.taken_back:
+        return False
+    return min(excess, (last.nll_nats - last.base_nll_nats) / last.tokens) > NOISE
 
 
 class Brake:
