@@ -12,7 +12,7 @@ from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone
 from locas_peft.reading import score
 from locas_peft.settings import ReadingSettings
 from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import Anchor, OwnText, checkpoint, divergences, loop, write_own_text
+from locas_peft.ttt import Anchor, OwnText, checkpoint, divergences, write_own_text
 
 
 def make_anchor(seeds: tuple[int, ...] = (5, 6, 7), **options) -> Anchor:
@@ -168,7 +168,9 @@ def test_a_pull_that_is_not_finite_skips_the_chunk(monkeypatch):
     chunks = trainer.read(make_ids(24))
     next(chunks)
     before = weights_of(trainer.model)
-    monkeypatch.setattr(loop, "divergences", lambda student, teacher: divergences(student, teacher) * torch.nan)
+    monkeypatch.setattr(
+        "locas_peft.ttt.anchor.divergences", lambda student, teacher: divergences(student, teacher) * torch.nan
+    )
     assert not next(chunks).learned and trainer.skipped_chunks == 1
     assert_same(weights_of(trainer.model), before)
     monkeypatch.undo()

@@ -13,6 +13,8 @@ __all__ = [
     "QUESTION_PROMPT",
     "digest_ids",
     "encode_prompt",
+    "encode_turns",
+    "find_pad_token",
     "find_start_token",
     "load_text",
     "python_reference",
@@ -160,7 +162,20 @@ def encode_prompt(tokenizer, prompt: str, begin: str = "") -> list[int]:
     """
     if not getattr(tokenizer, "chat_template", None):
         return list(tokenizer(f"{prompt}\n\n{begin}" if begin else prompt, verbose=False)["input_ids"])
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False, enable_thinking=False
-    )
+    return encode_turns(tokenizer, [{"role": "user", "content": prompt}], begin)
+
+
+def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> list[int]:
+    """Turn a conversation into token ids by the chat template, up to the reply that is to come.
+
+    Args:
+        turns: each with `role` and `content`, the user's last.
+        begin: the first words of the reply.
+    """
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, enable_thinking=False)
     return list(tokenizer(text + begin, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def find_pad_token(tokenizer) -> int:
+    """Return the token that rows of a batch are padded with: any, where the tokenizer has none for it."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)

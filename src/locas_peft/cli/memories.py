@@ -41,7 +41,7 @@ def generate(
     """
     import torch
 
-    from ..evaluation.answering import encode_prompt
+    from ..text import encode_prompt
     from ..ttt import count_positions
 
     stdout, _ = make_consoles(json_file)
@@ -100,8 +100,7 @@ def ask(
     asked = [Question(text) for text in question] + ([] if questions is None else load_questions(questions))
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
-    if memory is None and not (without_memory and base.model):
-        raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
+    _check_memory(memory, without_memory, base)
     text = None if context is None else load_text(context)
     loaded = load(base) if memory is None else _load_base_of(memory, base)
     model = loaded.model if without_memory else _load_memory(loaded, memory).eval()
@@ -145,17 +144,16 @@ def chat(
 
     import torch
 
-    from .. import loading
+    from ..text import encode_turns
     from ..ttt import count_positions
 
     stdout, stderr = make_consoles()
-    if memory is None and not (without_memory and base.model):
-        raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
+    _check_memory(memory, without_memory, base)
     loaded = load(base) if memory is None else _load_base_of(memory, base)
     tokenizer = loaded.tokenizer
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
-    model = loaded.model if without_memory else loading.load_memory(loaded.model, memory).eval()
+    model = loaded.model if without_memory else _load_memory(loaded, memory).eval()
     limit = count_positions(loaded.model)
     turns: list[dict[str, str]] = []
     while True:
@@ -168,10 +166,7 @@ def chat(
             continue
         turns.append({"role": "user", "content": line.strip()})
         while True:
-            text = tokenizer.apply_chat_template(
-                turns, add_generation_prompt=True, tokenize=False, enable_thinking=False
-            )
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = encode_turns(tokenizer, turns)
             if limit is None or len(ids) + max_new_tokens <= limit:
                 break
             if len(turns) == 1:
@@ -301,6 +296,12 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     write_result(json_file, found)
 
 
+def _check_memory(memory: Path | None, without_memory: bool, base: BaseOptions) -> None:
+    """Refuse a call that names neither a memory nor, without one, a base model."""
+    if memory is None and not (without_memory and base.model):
+        raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
+
+
 def _load_base_of(memory: Path, options: BaseOptions) -> Base:
     """Load the base model that the options name, or else the memory."""
     from ..loading import load_memory_config
@@ -333,10 +334,12 @@ def _warnings_as_lines() -> Iterator[None]:
 def _continue(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temperature: float, seed: int) -> str:
     import torch
 
+    from ..text import find_pad_token
+
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature}
     likeliest = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    pad = find_pad_token(tokenizer)
     with torch.inference_mode():
         output = model.generate(
             **inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, **(drawn if temperature else likeliest)

@@ -327,7 +327,7 @@ def memorize(
             (result,) = _read_each(
                 loaded, input_ids, {"": complete}, stderr, out,
                 checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
-                tokenizer=loaded.tokenizer, exchanges=exchanges,
+                exchanges=exchanges,
             )  # fmt: skip
         except KeyboardInterrupt:
             if saves and has_checkpoint(out / reading.CHECKPOINT_FOLDER):

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..text import encode_prompt
+from ..text import find_pad_token
 from ..ttt.host import Host, count_positions
 
-__all__ = ["answer", "encode_prompt", "first_line"]
+__all__ = ["answer", "first_line"]
 
 _WORTH_KEEPING = 64
 """A shared beginning of at least this many tokens is computed once and kept."""
@@ -36,7 +36,7 @@ def answer(
 
     Args:
         model: a causal language model in evaluation mode, with or without a memory; not changed.
-        prompts: token ids, none of them empty (see `encode_prompt`).
+        prompts: token ids, none of them empty (see `text.encode_prompt`).
         known: indices of prompts whose answers are not needed; a batch of only such prompts is left out.
 
     Yields:
@@ -85,7 +85,7 @@ def _answer_batch(
     model: nn.Module, tokenizer, prompts: list[Sequence[int]], max_new_tokens: int, cache: DynamicCache | None
 ) -> list[str]:
     kept = 0 if cache is None else cache.get_seq_length()
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    pad = find_pad_token(tokenizer)
     length = max(map(len, prompts))
     ids = torch.full((len(prompts), length), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)

@@ -28,9 +28,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..files import load_json, write_json
 from ..reading import memory_attached
 from ..settings import ReadingSettings
-from ..text import tokenize
+from ..text import encode_prompt, tokenize
 from ..ttt.host import count_positions
-from .answering import answer, encode_prompt
+from .answering import answer
 from .cloze import find_spans, firsts, gains, score_spans
 from .conversations import (
     Conversation,
@@ -387,7 +387,7 @@ def load_prompts(path: str | Path) -> dict[str, str]:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"prompts must be a JSON file, got {str(path)!r} ({error}): check it") from None
-    settings = ("no-context", "full-context")
+    settings = [setting for setting in ANSWERED if setting in PROMPTS]
     names = [*settings, *(f"hint-{category}" for category in CATEGORIES)]
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
         raise ValueError(f"prompts must be an object of texts, got {str(path)!r}: name {', '.join(names)}")

@@ -24,8 +24,8 @@ from ..ttt.anchor import Anchor
 from ..ttt.host import Host
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
-from ..ttt.objectives import divergences, token_losses
-from ..tuner.passes import adapters_disabled, evaluating
+from ..ttt.objectives import token_losses
+from ..tuner.passes import evaluating
 from .exchanges import Exchange, digest_exchanges, split_passages
 from .writing import BLOCK, Lesson, encode_question, longest_passage, pad_left, write_lessons
 
@@ -248,13 +248,8 @@ class SelfStudy:
     def _pull(self) -> None:
         """Add the anchor's gradient where this step has one."""
         text = None if self._anchor is None else self._anchor.text_of(self._step)
-        if text is None:
-            return
-        ids, count = text.to(self._host.device)[:, :-1], text.shape[1] - 1
-        with torch.no_grad(), adapters_disabled(self._model):
-            base = self._host.logits(ids, count, use_cache=False)[0]
-        pulls = divergences(self._host.logits(ids, count, use_cache=False)[0], base)
-        (self._anchor.weight * self._anchor.every * pulls.mean()).backward()
+        if text is not None:
+            self._anchor.losses(self._host, text).sum().backward()
 
     def _list_trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]

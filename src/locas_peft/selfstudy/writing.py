@@ -18,7 +18,7 @@ from difflib import SequenceMatcher
 import torch
 from torch import Tensor, nn
 
-from ..text import QUESTION_PROMPT, encode_prompt
+from ..text import QUESTION_PROMPT, encode_prompt, find_pad_token
 from ..ttt.host import Host
 from ..tuner.passes import adapters_disabled, evaluating
 from .exchanges import Exchange
@@ -293,7 +293,7 @@ def _decode(
 ) -> list[_Decoded]:
     """Continue prompts in one batch, greedily or by sampling; with the contrast to the prompts `without`, if given."""
     stops, count = torch.tensor(_stops(tokenizer), dtype=torch.long, device=host.device), len(prompts)
-    inputs = pad_left([*prompts, *(without or ())], _pad(tokenizer), host.device)
+    inputs = pad_left([*prompts, *(without or ())], find_pad_token(tokenizer), host.device)
     done, cache, steps = torch.zeros(count, dtype=torch.bool, device=host.device), None, []
     for _ in range(most_tokens):
         outputs = host.outputs(count=1, past_key_values=cache, use_cache=True, **inputs)
@@ -338,7 +338,7 @@ def _score(host: Host, tokenizer, prompts: Sequence[Sequence[int]], answers: Seq
     """Return the mean negative log-likelihood of each answer's tokens after a prompt, in nats."""
     inputs = pad_left(
         [[*prompt, *answer.tolist()] for prompt, answer in zip(prompts, answers, strict=True)],
-        _pad(tokenizer),
+        find_pad_token(tokenizer),
         host.device,
     )
     logits = host.logits(count=max(map(len, answers)) + 1, **inputs)
@@ -357,7 +357,3 @@ def _stops(tokenizer) -> list[int]:
             ids[0] for end in ("\n", "\n\n") if len(ids := tokenizer(end, add_special_tokens=False)["input_ids"]) == 1
         ]
     return ends
-
-
-def _pad(tokenizer) -> int:
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers import GenerationConfig
 
 from ..tuner.passes import adapters_disabled, evaluating
 from .host import Host
+from .objectives import divergences
 from .settings import check_whole
 
 __all__ = ["Anchor", "OwnText", "write_own_text"]
@@ -61,6 +63,22 @@ class Anchor:
         """Return the text [1, L] of optimizer step `step` (from 0), or None for a step without a pull."""
         pull, remainder = divmod(step, self.every)
         return self.texts[pull % len(self.texts)][None] if remainder == self.every - 1 else None
+
+    def losses(self, host: Host, text: Tensor, adapters: Sequence[str] | None = None, rows: int = 1) -> Tensor:
+        """Return the loss of a pull for each row of a batch, [B]: the weighted divergence from the base, in nats.
+
+        Args:
+            host: the model with its adapters.
+            text: LongTensor [1, L], of `text_of`.
+            adapters: see `Host.logits`.
+            rows: B.
+        """
+        ids, count = text.to(host.device)[:, :-1], text.shape[1] - 1
+        with torch.no_grad(), adapters_disabled(host.model):
+            base = host.logits(ids, count, use_cache=False)[0]
+        logits = host.logits(ids.expand(rows, -1), count, adapters, use_cache=False)
+        means = torch.stack([divergences(row_logits, base).mean() for row_logits in logits])
+        return self.weight * self.every * means
 
     @property
     def settings(self) -> dict[str, Any]:

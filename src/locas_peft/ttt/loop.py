@@ -25,7 +25,7 @@ from .cache import SlidingCache
 from .chunks import Chunk, Span, cut, perplexity_of
 from .host import Host, check_window
 from .learner import Learner
-from .objectives import OBJECTIVES, WEIGHTINGS, divergences, token_losses
+from .objectives import OBJECTIVES, WEIGHTINGS, token_losses
 from .settings import TrainingSettings
 
 __all__ = ["Batch", "Loop", "Row", "calibrate_empty"]
@@ -296,17 +296,9 @@ class Loop:
         for step, rows in by_step.items():
             text = self.anchor.text_of(step)
             if text is not None:
-                self._pull(replace(batch, rows=rows), text.to(self.host.device))
-
-    def _pull(self, batch: Batch, text: Tensor) -> None:
-        """Add the gradient of the divergence from the base on a text [1, L], for each row of a batch."""
-        ids, count = text[:, :-1], text.shape[1] - 1
-        with nullcontext() if self.writer is None else self.writer.pausing():
-            with torch.no_grad(), adapters_disabled(self.host.model):
-                base = self.host.logits(ids, count, use_cache=False)[0]
-            logits = self.host.logits(ids.expand(len(batch.rows), -1), count, batch.adapters, use_cache=False)
-            pulls = torch.stack([divergences(row_logits, base).mean() for row_logits in logits])
-            (self.anchor.weight * self.anchor.every * pulls).sum().backward()
+                with nullcontext() if self.writer is None else self.writer.pausing():
+                    adapters = replace(batch, rows=rows).adapters
+                    self.anchor.losses(self.host, text, adapters, len(rows)).sum().backward()
 
 
 def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:
