@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import make_host
 from safetensors.torch import load_file
 
 from locas_peft import loading, text
@@ -78,6 +79,28 @@ def test_passages_are_sentences_and_short_ones_join_the_one_before(loaded):
         "The second house is made of wood!",
         "And the third one of straw.",
     ]
+
+
+def test_a_dialogue_becomes_reported_turns_with_their_dates(loaded):
+    talk = """Session 1, 1:56 pm on 8 May, 2023
+Ann: I moved to Bergen. It rains.
+Ben: Really?
+
+2023-06-01
+Ann: Yes, and I bought a boat for the summer.
+It is a blue one with two sails."""
+    assert split_passages(loaded[1], talk, 64) == [
+        'On 8 May, 2023, Ann said: "I moved to Bergen. It rains." On 8 May, 2023, Ben said: "Really?"',
+        'On 2023-06-01, Ann said: "Yes, and I bought a boat for the summer."',
+        "It is a blue one with two sails.",
+    ]
+
+
+def test_a_page_with_a_list_is_no_dialogue(loaded):
+    page = (
+        "The contents of the box were as follows.\nFirst: a stone from the river bed.\nThe box was then closed again."
+    )
+    assert split_passages(loaded[1], page, 64) == page.split("\n")
 
 
 def test_a_sentence_longer_than_the_window_is_cut(loaded):
@@ -191,6 +214,24 @@ def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
         assert torch.equal(each.ids, each.candidates[:, 0]) and torch.allclose(
             each.targets.sum(1), torch.ones(len(each.ids))
         )
+
+
+def test_prompts_that_begin_alike_are_grouped():
+    prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 8, 9, 9, 9, 9], [1, 8, 9, 9, 9, 5], [2]]
+    assert writing.share_prefixes(prompts) == [(4, range(0, 2)), (5, range(2, 4)), (0, range(4, 5))]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "opt"])
+def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
+    model = make_host(family)
+    host, generator = Host(model), torch.Generator().manual_seed(0)
+    shared, other = (torch.randint(5, 60, (length,), generator=generator).tolist() for length in (7, 4))
+    rows = [[*shared, 5, 6, 7], [*shared, 8], [*other, 9, 10]]
+    groups = writing.share_prefixes(rows)
+    assert [count for count, _ in groups] == [7, 5]
+    logits = host.logits(count=1, **writing.begin_rows(host, rows, groups, 0))
+    for row, found in zip(rows, logits, strict=True):
+        torch.testing.assert_close(found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4)
 
 
 def test_the_contrast_to_the_same_prompts_changes_nothing_and_gains_nothing(loaded):

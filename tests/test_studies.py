@@ -237,6 +237,18 @@ def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
     assert figures["dropped_lines"]["talk-1"] > 0 == figures["dropped_lines"]["talk-2"]
 
 
+def test_memories_that_were_studied_are_asked(run, tmp_path):
+    args = ["locomo", "talks.json", "--setting", "no-context", "--max-new-tokens", "2", "--out", "o"]
+    args += ["--window", "256", "--stride", "64", "--r", "4", "--device", "cpu", "--method", "none,locas-glu"]
+    code, _, err = run(*args, "--study", "--exchanges", "1", "--limit-conversations", "1", "--no-wrong-memory")
+    assert code == 0, err
+    (taught,) = read(tmp_path / "o/locomo.json")["teachings"]["locas-glu"].values()
+    assert taught["studied"]["asked"] == taught["studied"]["passages"] > 0
+    assert read(tmp_path / "o/locomo.json")["methods"]["none"]["study"] is False
+    code, _, err = run("perplexity", "book.txt", "--study", "--out", "p")
+    assert code != 0 and "--study" in err
+
+
 def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
     args = ["forgetting", "book.txt", "--unread", "other.txt", "--blimp", "blimp", "--out", "o", *FAST]
     code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")

@@ -225,6 +225,8 @@ def complete_all(
         label = label_method(spec)
         if label in completed:
             raise ValueError(f"methods must name each once, got {spec!r} twice: drop the second one")
+        if not has:  # "none" learns nothing
+            shared |= {"study": False, **dict.fromkeys(STUDY)}
         completed[label] = dataclasses.replace(settings, method=name, **{**shared, **own}).complete(base)
     for field in METHOD_FIELDS:
         if getattr(settings, field) is not None and field not in used:

@@ -18,6 +18,7 @@ from .console import find_process, make_consoles, show_progress
 from .reading import (
     BASE,
     MANY_METHODS,
+    MANY_SCORED,
     READING,
     AtLeastOne,
     Base,
@@ -54,7 +55,7 @@ def perplexity(
     unwrap: Unwrap = None,
     out: Out = DEFAULT_OUT,
     overwrite: Overwrite = False,
-    settings: Annotated[ReadingOptions, MANY_METHODS] = READING,
+    settings: Annotated[ReadingOptions, MANY_SCORED] = READING,
     base: BaseGroup = BASE,
 ) -> None:
     """Online perplexity: each token scored before it is learned, a fresh memory for each document.

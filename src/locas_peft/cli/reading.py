@@ -97,7 +97,9 @@ class BaseOptions:
 
 
 ONE_METHOD = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$)")
-MANY_METHODS = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$|study$|exchanges$|passes$)")
+MANY_METHODS = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$)")
+MANY_SCORED = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$|study$|exchanges$|passes$)")
+"""Without the options of a self-study, which comes after a text is scored."""
 Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
 BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
 OutputPath = Annotated[Path, Parameter(converter=_parse_path)]

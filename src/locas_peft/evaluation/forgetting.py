@@ -120,7 +120,8 @@ def run_forgetting(
     for name, settings in readers.items():
         path, label = folder / "memories" / f"{name}.json", f"{name} reads the book"
         taught = name != BASE
-        readings[name] = reading_unit(base, book, settings, path, keep_memory=taught, label=label, progress=progress)
+        options = {"tokenizer": tokenizer, "keep_memory": taught, "label": label, "progress": progress}
+        readings[name] = reading_unit(base, book, settings, path, **options)
         memory = readings[name].memory if taught else None
         make = partial(_measure_state, base, memory, name, plan, measure)
         path = folder / (f"after-{name}.json" if taught else "before.json")

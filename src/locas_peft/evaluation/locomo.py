@@ -150,8 +150,8 @@ def run_locomo(
         name, ids = conversation.sample_id, tokenize(tokenizer, dialogue(conversation))
         for method, settings in taught.items():
             path, label = folder / "memories" / method / f"{name}.json", f"{method} reads {name}"
-            reading = reading_unit(base, ids, settings, path, keep_memory=True, label=label, progress=progress)
-            readings[method][name] = reading
+            options = {"tokenizer": tokenizer, "keep_memory": True, "label": label, "progress": progress}
+            readings[method][name] = reading_unit(base, ids, settings, path, **options)
     rows = _list_rows(folder, conversations, readings, plan)
     units = [unit for row in readings.values() for unit in row.values()]
     for row in rows:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import load_json, write_json
 from ..loading import MEMORY_CONFIG
@@ -281,6 +281,7 @@ def reading_unit(
     settings: ReadingSettings,
     path: Path,
     *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     keep_memory: bool = False,
     label: str = "",
     progress: Progress = silent,
@@ -292,6 +293,7 @@ def reading_unit(
         input_ids: LongTensor [T].
         settings: complete.
         path: the file of the result.
+        tokenizer: of the base, for a self-study.
         keep_memory: save the memory too, in the unit's `memory`.
     """
 
@@ -301,6 +303,8 @@ def reading_unit(
         if reading is None:
             on_chunk = follow(progress(label, len(input_ids) * settings.readings))
             options = {"out": memory, "checkpoint_dir": unit.checkpoint, "resume": True, "on_chunk": on_chunk}
+            if settings.study:
+                options |= {"tokenizer": tokenizer, "on_study": follow_study(progress)}
             reading = memorize(base, input_ids, settings, **options)
         return reading.to_json()
 
@@ -318,4 +322,5 @@ def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
         "seconds": reading.seconds,
         "skipped_chunks": reading.skipped_chunks,
         "taken_back": reading.taken_back,
+        **({} if reading.studied is None else {"studied": reading.studied}),
     }

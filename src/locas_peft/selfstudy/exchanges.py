@@ -16,6 +16,8 @@ __all__ = ["EXCHANGES", "Exchange", "digest_exchanges", "load_exchanges", "save_
 EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder that holds the exchanges that were learned."""
 _FEWEST_WORDS = 5
+_TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
+_DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
 _SENTENCE = re.compile(r"\n+|(?<=[.!?…])[\"')\]»”’]*\s+|(?<=[。！？])")
 
 
@@ -35,9 +37,12 @@ class Exchange:
 
 
 def split_passages(tokenizer, text: str, most_tokens: int) -> list[str]:
-    """Split a text into passages of one sentence each; short sentences join the one before them.
+    """Split a text into passages of one sentence each, and a dialogue into passages of one turn each.
 
-    A small model answers far better with a short passage in its context than with a page.
+    A small model answers far better with a short passage in its context than with a page. Sentences and turns of a few
+    words join the one before them. A text is a dialogue where half of its lines have the form "Name: words". A turn
+    is put as reported speech, with the date where a line above has one, since a small model asks about facts then and
+    not as one of the speakers: On 8 May, 2023, Ann said: "I moved to Bergen."
 
     Args:
         tokenizer: counts the tokens.
@@ -48,21 +53,43 @@ def split_passages(tokenizer, text: str, most_tokens: int) -> list[str]:
         ValueError: the text has fewer than five words.
     """
     passages: list[str] = []
-    for sentence in _SENTENCE.split(text):
-        sentence = " ".join((sentence or "").split())
-        if passages and sentence and len(sentence.split()) < _FEWEST_WORDS:
-            joined = f"{passages[-1]} {sentence}"
+    for said, statement in _list_turns(text) or _list_sentences(text):
+        if passages and len(said.split()) < _FEWEST_WORDS:
+            joined = f"{passages[-1]} {statement}"
             if _count(tokenizer, joined) <= most_tokens:
                 passages[-1] = joined
                 continue
-        if sentence:
-            passages += _cut(tokenizer, sentence, most_tokens)
+        passages += _cut(tokenizer, statement, most_tokens)
     if not any(len(passage.split()) >= _FEWEST_WORDS for passage in passages):
         raise ValueError(
             f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied, got {text.strip()[:60]!r}: "
             "give more text, or leave --study out"
         )
     return passages
+
+
+def _list_sentences(text: str) -> list[tuple[str, str]]:
+    """Return the sentences of a text, each twice, in the form of `_list_turns`."""
+    sentences = (" ".join((part or "").split()) for part in _SENTENCE.split(text))
+    return [(sentence, sentence) for sentence in sentences if sentence]
+
+
+def _list_turns(text: str) -> list[tuple[str, str]]:
+    """Return what is said in each turn of a dialogue, and the turn as reported speech; nothing for another text."""
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    matches = [_TURN.fullmatch(line) for line in lines]
+    if 2 * sum(match is not None for match in matches) < len(lines):
+        return []
+    turns, date = [], ""
+    for line, match in zip(lines, matches, strict=True):
+        found = _DATE.search(line)
+        if match is not None:
+            turns.append((match[2], f'{date}{match[1]} said: "{match[2]}"'))
+        elif found is not None:
+            date = f"On {found[0]}, "
+        else:
+            turns.append((line, line))
+    return turns
 
 
 def _count(tokenizer, text: str) -> int:

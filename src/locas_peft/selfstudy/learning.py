@@ -27,7 +27,7 @@ from ..ttt.loop import calibrate_empty
 from ..ttt.objectives import token_losses
 from ..tuner.passes import evaluating
 from .exchanges import Exchange, digest_exchanges, split_passages
-from .writing import BLOCK, Lesson, encode_question, longest_passage, pad_left, write_lessons
+from .writing import BLOCK, Lesson, begin_rows, encode_question, longest_passage, write_lessons
 
 __all__ = ["SelfStudy", "StudyStep"]
 
@@ -211,10 +211,8 @@ class SelfStudy:
         """Return KL(teacher || student), the mean over the answers' tokens; the student sees no passage."""
         prompts = [encode_question(self._tokenizer, question, form) for _, question, form in lessons]
         rows = [[*prompt, *lesson.answer.tolist()] for prompt, (lesson, *_) in zip(prompts, lessons, strict=True)]
-        shared = commonprefix([prompt[:-1] for prompt in prompts]) if self._host.can_cache() else []
-        inputs = pad_left([row[len(shared) : -1] for row in rows], 0, self._host.device)
-        if shared:
-            inputs = self._after(shared, inputs)
+        shared = commonprefix([prompt[:-1] for prompt in prompts])  # the system message of a chat template
+        inputs = begin_rows(self._host, [row[:-1] for row in rows], [(len(shared), range(len(rows)))], 0)
         # On a CPU the backward pass of torch's fused attention takes four times as long for short rows.
         unfused = sdpa_kernel(SDPBackend.MATH) if self._host.device.type == "cpu" else nullcontext()
         with unfused:
@@ -226,24 +224,6 @@ class SelfStudy:
             logs = logs.gather(1, lesson.candidates.to(logs.device))
             losses.append((torch.xlogy(targets, targets) - targets * logs).sum(-1))
         return torch.cat(losses).mean()
-
-    @torch.no_grad()
-    def _after(self, shared: list[int], inputs: dict[str, Tensor]) -> dict[str, Any]:
-        """Return the inputs of rows that follow tokens which all rows share, with their keys and values, detached.
-
-        The shared tokens are the system message of a chat template, half of a short prompt.
-        """
-        batch, count = inputs["attention_mask"].shape[0], len(shared)
-        ids = torch.tensor([shared], device=self._host.device)
-        cache = self._host.outputs(ids, 1, use_cache=True).past_key_values
-        cache.batch_repeat_interleave(batch)
-        mask = inputs["attention_mask"]
-        return {
-            **inputs,
-            "attention_mask": torch.cat([mask.new_ones(batch, count), mask], dim=1),
-            "position_ids": inputs["position_ids"] + count,
-            "past_key_values": cache,
-        }
 
     def _pull(self) -> None:
         """Add the anchor's gradient where this step has one."""

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from os.path import commonprefix
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +30,11 @@ __all__ = [
     "Lesson",
     "Written",
     "begin_answer",
+    "begin_rows",
     "encode_question",
     "is_poor",
     "longest_passage",
-    "pad_left",
+    "share_prefixes",
     "write_lessons",
 ]
 
@@ -195,6 +198,51 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> d
     return {"ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
+def share_prefixes(prompts: Sequence[Sequence[int]]) -> list[tuple[int, range]]:
+    """Group prompts that follow each other and begin alike, such as questions about one passage.
+
+    Returns:
+        For each group how many tokens its prompts share, fewer than the shortest has, and the prompts' numbers. A
+        prompt joins a group where it has at least half of what the group shares.
+    """
+    groups: list[tuple[list[int], int, int]] = []
+    for number, prompt in enumerate(prompts):
+        own, first = list(prompt[:-1]), number
+        shared = commonprefix([groups[-1][0], own]) if groups else []
+        if shared and 2 * len(shared) >= len(groups[-1][0]):
+            own, first = shared, groups.pop()[1]
+        groups.append((own, first, number + 1))
+    return [(len(shared), range(first, stop)) for shared, first, stop in groups]
+
+
+@torch.no_grad()
+def begin_rows(
+    host: Host, rows: Sequence[Sequence[int]], groups: Sequence[tuple[int, range]], pad: int
+) -> dict[str, Any]:
+    """Return rows as the model's inputs, as `pad_left` does, after the tokens that the rows of a group share.
+
+    The keys and values of these tokens are computed once a group, without gradients. The inputs are whole rows where
+    a group shares nothing, and for a model whose context is more than keys and values.
+
+    Args:
+        host: the model, with the adapter that is to take part.
+        rows: token ids; at least one a row is not shared.
+        groups: see `share_prefixes`.
+        pad: any token.
+    """
+    if not host.can_cache() or not all(count for count, _ in groups):
+        return pad_left(rows, pad, host.device)
+    prefixes = pad_left([rows[numbers[0]][:count] for count, numbers in groups], pad, host.device)
+    cache = host.outputs(count=1, use_cache=True, **prefixes).past_key_values
+    owners = [group for group, (_, numbers) in enumerate(groups) for _ in numbers]
+    cache.batch_select_indices(torch.tensor(owners, device=host.device))
+    counts = [groups[owner][0] for owner in owners]
+    inputs = pad_left([row[count:] for row, count in zip(rows, counts, strict=True)], pad, host.device)
+    inputs["position_ids"] += torch.tensor(counts, device=host.device)[:, None]
+    inputs["attention_mask"] = torch.cat([prefixes["attention_mask"][owners], inputs["attention_mask"]], 1)
+    return {**inputs, "past_key_values": cache}
+
+
 def _name_subject(host: Host, tokenizer, passage: str) -> str:
     """Return what the model calls the subject of a passage, in the passage's own words; empty for none of them."""
     begin = begin_answer(tokenizer)
@@ -293,10 +341,11 @@ def _decode(
 ) -> list[_Decoded]:
     """Continue prompts in one batch, greedily or by sampling; with the contrast to the prompts `without`, if given."""
     stops, count = torch.tensor(_stops(tokenizer), dtype=torch.long, device=host.device), len(prompts)
-    inputs = pad_left([*prompts, *(without or ())], find_pad_token(tokenizer), host.device)
-    done, cache, steps = torch.zeros(count, dtype=torch.bool, device=host.device), None, []
+    rows = [*prompts, *(without or ())]
+    inputs = begin_rows(host, rows, share_prefixes(rows), find_pad_token(tokenizer))
+    done, steps = torch.zeros(count, dtype=torch.bool, device=host.device), []
     for _ in range(most_tokens):
-        outputs = host.outputs(count=1, past_key_values=cache, use_cache=True, **inputs)
+        outputs = host.outputs(count=1, use_cache=True, **inputs)
         cache = getattr(outputs, "past_key_values", None)
         if cache is None:
             raise ValueError(
@@ -323,6 +372,7 @@ def _decode(
             "ids": token.repeat(len(mask) // count)[:, None],
             "attention_mask": torch.cat([mask, mask.new_ones(len(mask), 1)], 1),
             "position_ids": inputs["position_ids"][:, -1:] + 1,
+            "past_key_values": cache,
         }
     tokens, candidates, targets, gains, ended = (torch.stack(part, 1) for part in zip(*steps, strict=True))
     lengths = (~ended).sum(1).tolist()
@@ -336,11 +386,8 @@ def _decode(
 
 def _score(host: Host, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[Tensor]) -> list[float]:
     """Return the mean negative log-likelihood of each answer's tokens after a prompt, in nats."""
-    inputs = pad_left(
-        [[*prompt, *answer.tolist()] for prompt, answer in zip(prompts, answers, strict=True)],
-        find_pad_token(tokenizer),
-        host.device,
-    )
+    rows = [[*prompt, *answer.tolist()] for prompt, answer in zip(prompts, answers, strict=True)]
+    inputs = begin_rows(host, rows, share_prefixes(prompts), find_pad_token(tokenizer))
     logits = host.logits(count=max(map(len, answers)) + 1, **inputs)
     nats = []
     for row, answer in zip(logits, answers, strict=True):

@@ -1,0 +1,244 @@
+"""What self-study costs and gives: the gap to the page in context that each adapter closes, against processor time.
+
+    python benchmarks/selfstudy.py --model smollm2 --out benchmarks/results/selfstudy.json --plot gap-compute.png
+
+Pages: the demo's, on which the settings were chosen, and those of the folder `pages`. The model writes the exchanges
+of a page once, for all methods. The gap is measured in nats a token of the gold answers: 0 without the page, 1 with
+the page in context. It is measured after each pass, for the page's own questions and for those of the next page (wrong
+memory), and after each reading for the method that only reads. At the end the questions are asked, and the KL from the
+base is measured on the base's own answers to questions about other things. A page with results is not read again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from measuring import describe_machine, make_table
+
+from locas_peft import demo
+from locas_peft.evaluation.answering import answer
+from locas_peft.evaluation.recall import Question, ask, is_right, load_questions
+from locas_peft.evaluation.scoring import score_targets
+from locas_peft.files import load_json, write_json
+from locas_peft.loading import load_base
+from locas_peft.reading import memorize, memory_attached
+from locas_peft.selfstudy import StudyStep, split_passages, write_lessons
+from locas_peft.settings import ReadingSettings, parse_method
+from locas_peft.text import QUESTION_PROMPT, encode_prompt, load_text, tokenize
+from locas_peft.ttt import Chunk
+from locas_peft.ttt.host import Host
+from locas_peft.ttt.objectives import divergences
+
+PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee")}
+METHODS = ("locas-glu", "lora@11", "lora")
+READING_ONLY = "locas-glu, reading only"
+READINGS = 32
+DEFAULTS = ReadingSettings(study=True).complete()
+PASSAGE_TOKENS = 384
+OTHER_QUESTIONS = (
+    "What is the capital of France?",
+    "How do I boil an egg?",
+    "Write a short poem about the sea.",
+    "What is photosynthesis?",
+    "Give me three tips for learning a language.",
+    "Who wrote Romeo and Juliet?",
+    "Explain what a computer program is.",
+    "What should I pack for a week in the mountains?",
+    "How does a bicycle stay upright?",
+    "Translate 'good morning' into Spanish.",
+    "What is 12 times 8?",
+    "Why is the sky blue?",
+    "Suggest a name for a cat.",
+    "What is the difference between a lake and a river?",
+    "How can I sleep better?",
+    "Tell me a fact about elephants.",
+)
+
+
+class Page:
+    """A page with its questions, as prompts without and with the page, and the gold answers."""
+
+    def __init__(self, tokenizer, text: str, questions: list[Question]):
+        self.text, self.questions = text, questions
+        self.ids = tokenize(tokenizer, text)
+        self._pairs = {}
+        for name, context in (("without", ""), ("in context", f"Read this text.\n\n{text.strip()}\n\n")):
+            self._pairs[name] = [
+                (
+                    encode_prompt(tokenizer, QUESTION_PROMPT.format(context=context, question=each.question)),
+                    tokenizer(each.answer, add_special_tokens=False)["input_ids"],
+                )
+                for each in questions
+            ]
+
+    def measure_base(self, base) -> None:
+        self._nats = {name: self._score(base, name) for name in self._pairs}
+
+    def gap_closed(self, model) -> float:
+        """Return the share of the gap in nats a gold token, between without and in context, that a model closes."""
+        without, within = self._nats["without"], self._nats["in context"]
+        return (without - self._score(model, "without")) / (without - within)
+
+    def _score(self, model, name: str) -> float:
+        scores = score_targets(model, self._pairs[name], batch_tokens=2048)
+        return sum(score.per_token for score in scores) / len(scores)
+
+
+def load_pages(tokenizer) -> dict[str, Page]:
+    """Load the demo's page and those of the folder `pages`."""
+    pages = {"lighthouse": Page(tokenizer, demo.load_page(), demo.load_page_questions())}
+    for name, path in PAGES.items():
+        questions = load_questions(path.with_suffix(".jsonl"))
+        pages[name] = Page(tokenizer, load_text(path.with_suffix(".txt")), questions)
+    return pages
+
+
+class Drift:
+    """KL from the base on its own answers to `OTHER_QUESTIONS`, in nats a token."""
+
+    @torch.inference_mode()
+    def __init__(self, base, tokenizer, max_new_tokens: int = 48):
+        prompts = [encode_prompt(tokenizer, question) for question in OTHER_QUESTIONS]
+        self._rows = []
+        for batch, texts in answer(base, tokenizer, prompts, max_new_tokens=max_new_tokens):
+            for number, text in zip(batch, texts, strict=True):
+                reply = tokenizer(text, add_special_tokens=False)["input_ids"]
+                ids = torch.tensor([[*prompts[number], *reply]])
+                self._rows.append((ids[:, :-1], len(reply), Host(base).logits(ids[:, :-1], len(reply))[0]))
+
+    @torch.inference_mode()
+    def measure(self, model) -> float:
+        kls = [divergences(Host(model).logits(ids, count)[0], logits) for ids, count, logits in self._rows]
+        return torch.cat(kls).mean().item()
+
+
+class Curve:
+    """What a method has reached after so many processor seconds, without those of measuring."""
+
+    def __init__(self, base, page: Page, other: Page, before: float):
+        self.points: list[dict[str, float]] = []
+        self._base, self._page, self._other, self._before = base, page, other, before
+        self._began = time.process_time()
+
+    def measure(self) -> None:
+        now = time.process_time()
+        gaps = {"gap": self._page.gap_closed(self._base), "gap_other_page": self._other.gap_closed(self._base)}
+        self.points.append({"cpu_seconds": self._before + now - self._began, **gaps})
+        self._began += time.process_time() - now
+
+    def after_reading(self, chunk: Chunk) -> None:
+        if chunk.stop == len(self._page.ids):
+            self.measure()
+
+    def after_pass(self, step: StudyStep) -> None:
+        if step.phase == "learn" and step.done % (step.total // DEFAULTS.passes) == 0:
+            self.measure()
+
+
+def study_page(base, tokenizer, page: Page, other: Page, drift: Drift, anchor: float | None) -> dict[str, Any]:
+    """Measure all methods on one page; return its results."""
+    page.measure_base(base)
+    other.measure_base(base)
+    began, lessons = time.process_time(), []
+    passages = split_passages(tokenizer, page.text, PASSAGE_TOKENS)
+    for written in write_lessons(base, tokenizer, passages, DEFAULTS.exchanges):
+        lessons += written.lessons
+    writing = time.process_time() - began
+    results: dict[str, Any] = {
+        "asked": len(page.questions),
+        "kept": len(lessons),
+        "writing_cpu_seconds": writing,
+        "right": count_right(base, tokenizer, page),
+        "right_in_context": count_right(base, tokenizer, page, page.text),
+        "methods": {},
+    }
+    for label in (*METHODS, READING_ONLY):
+        studies = label != READING_ONLY
+        name, own = parse_method(label.split(",")[0])
+        curve = Curve(base, page, other, writing if studies else 0.0)
+        if studies:
+            settings = ReadingSettings(method=name, study=True, anchor=anchor, **own)
+            options = {"exchanges": lessons, "on_study": curve.after_pass}
+        else:
+            settings = ReadingSettings(method=name, readings=READINGS, anchor=anchor, **own)
+            options = {"on_chunk": curve.after_reading}
+        with TemporaryDirectory() as folder:
+            memory = Path(folder) / "memory"
+            reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer, **options)
+            with memory_attached(base, memory) as model:
+                figures = {"right": count_right(model, tokenizer, page), "kl_nats": drift.measure(model)}
+        figures |= {"parameters": reading.extra_parameters, **curve.points[-1]}
+        print(label, figures, flush=True)
+        results["methods"][label] = {**figures, "curve": curve.points}
+    return results
+
+
+def count_right(model, tokenizer, page: Page, context: str | None = None) -> int:
+    """Return how many of a page's questions a model answers right."""
+    answers = ask(model, tokenizer, page.questions, context=context)
+    return sum(is_right(given, asked.answer) for given, asked in zip(answers, page.questions, strict=True))
+
+
+def tabulate(pages: dict[str, dict[str, Any]]) -> str:
+    """Return a row a page and method."""
+    head = ["page, method", "parameters", "right", "gap closed", "of the other page", "KL, nats", "processor s"]
+    rows = []
+    for name, page in pages.items():
+        asked = page["asked"]
+        rows.append([f"{name}: none", "0", f"{page['right']} of {asked}", "0", "0", "0", "0"])
+        rows.append([f"{name}: in context", "0", f"{page['right_in_context']} of {asked}", "1", "", "", ""])
+        for label, row in page["methods"].items():
+            figures = [f"{row[key]:.2f}" for key in ("gap", "gap_other_page")]
+            figures += [f"{row['kl_nats']:.3f}", f"{row['cpu_seconds']:.0f}"]
+            rows.append([f"{name}: {label}", f"{row['parameters']:,}", f"{row['right']} of {asked}", *figures])
+    return make_table(head, rows)
+
+
+def plot(pages: dict[str, dict[str, Any]], path: Path) -> None:
+    """Plot the share of the gap closed against processor seconds, a panel a page and a line a method."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(pages), 3.5), layout="constrained")
+    panels = figure.subplots(1, len(pages), sharey=True, squeeze=False)[0]
+    for axes, (name, page) in zip(panels, pages.items(), strict=True):
+        for label, row in page["methods"].items():
+            points = [(point["cpu_seconds"], point["gap"]) for point in row["curve"]]
+            axes.plot(*zip(*points, strict=True), marker=".", label=label)
+        axes.axhline(1, color="grey", linewidth=0.8, label="page in context")
+        axes.set(title=name, xlabel="processor seconds", ylabel="share of the gap closed")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--anchor", type=float, help="weight of the KL to the base; the method's own where not given")
+    parser.add_argument("--pages", default="lighthouse,composer,bee")
+    parser.add_argument("--out", type=Path, default=Path("selfstudy.json"))
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    base, tokenizer = load_base(arguments.model, dtype=arguments.dtype)
+    base.eval()
+    pages = load_pages(tokenizer)
+    results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
+    drift, done = Drift(base, tokenizer), results.setdefault("pages", {})
+    names = list(pages)
+    for name in arguments.pages.split(","):
+        other = pages[names[(names.index(name) + 1) % len(names)]]
+        if name not in done:
+            done[name] = study_page(base, tokenizer, pages[name], other, drift, arguments.anchor)
+            write_json(arguments.out, results)
+    print(tabulate(done))
+    if arguments.plot is not None:
+        plot(done, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
