@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 from locas_peft import loading, text
 from locas_peft.reading import CHECKPOINT_FOLDER, attached, find_finished, memorize
-from locas_peft.selfstudy import Exchange, learning, load_exchanges, save_exchanges, split_passages, writing
+from locas_peft.selfstudy import Exchange, decoding, learning, load_exchanges, save_exchanges, split_passages, writing
 from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.selfstudy.others import OtherAnswers
 from locas_peft.settings import ReadingSettings
-from locas_peft.ttt import Anchor, Host, checkpoint
+from locas_peft.ttt import Host, checkpoint
 
 PAGE = " ".join(
     f"The house number {number} on the hill was built by the old man with a stone from the river."
@@ -50,7 +51,7 @@ def keeps_all(monkeypatch):
 
 def ask_without_filter(host, tokenizer, passages, per_passage, generator, dropped):
     prompts = [text.encode_prompt(tokenizer, passage) for passage in passages for _ in range(per_passage)]
-    replies = writing._decode(host, tokenizer, prompts, 4, temperature=1.0, generator=generator)
+    replies = decoding.decode(host, tokenizer, prompts, 4, temperature=1.0, generator=generator)
     asked = [passage for passage in passages for _ in range(per_passage)]
     return [(passage, tokenizer.decode(reply.ids) + "?") for passage, reply in zip(asked, replies, strict=True)]
 
@@ -177,9 +178,9 @@ def test_replies_without_a_question_and_near_duplicates_are_dropped(loaded, monk
 
     def decode(host, tokenizer, prompts, *_, **__):
         ids = [torch.tensor(tokenizer(next(replies), add_special_tokens=False)["input_ids"]) for _ in prompts]
-        return [writing._Decoded(each, each[:, None], torch.ones(len(each), 1), 0.0) for each in ids]
+        return [decoding.Decoded(each, each[:, None], torch.ones(len(each), 1), 0.0) for each in ids]
 
-    monkeypatch.setattr(writing, "_decode", decode)
+    monkeypatch.setattr(writing, "decode", decode)
     monkeypatch.setattr(writing, "KINDS", ((writing._ASK, "Who", "{}"),))
     dropped = []
     questions = writing._ask(None, tokenizer, ["A passage {x}."], 4, None, dropped)
@@ -207,9 +208,9 @@ def test_a_subject_is_named_in_the_passages_own_words(reply, common):
 def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
     model, tokenizer = loaded
     prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone from the river was the", "It")]
-    together = writing._decode(Host(model), tokenizer, prompts, 6)
+    together = decoding.decode(Host(model), tokenizer, prompts, 6)
     for prompt, each in zip(prompts, together, strict=True):
-        (alone,) = writing._decode(Host(model), tokenizer, [prompt], 6)
+        (alone,) = decoding.decode(Host(model), tokenizer, [prompt], 6)
         assert torch.equal(alone.ids, each.ids)
         assert torch.equal(each.ids, each.candidates[:, 0]) and torch.allclose(
             each.targets.sum(1), torch.ones(len(each.ids))
@@ -218,7 +219,7 @@ def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
 
 def test_prompts_that_begin_alike_are_grouped():
     prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 8, 9, 9, 9, 9], [1, 8, 9, 9, 9, 5], [2]]
-    assert writing.share_prefixes(prompts) == [(4, range(0, 2)), (5, range(2, 4)), (0, range(4, 5))]
+    assert decoding.share_prefixes(prompts) == [(4, range(0, 2)), (5, range(2, 4)), (0, range(4, 5))]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "opt"])
@@ -227,9 +228,9 @@ def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
     host, generator = Host(model), torch.Generator().manual_seed(0)
     shared, other = (torch.randint(5, 60, (length,), generator=generator).tolist() for length in (7, 4))
     rows = [[*shared, 5, 6, 7], [*shared, 8], [*other, 9, 10]]
-    groups = writing.share_prefixes(rows)
+    groups = decoding.share_prefixes(rows)
     assert [count for count, _ in groups] == [7, 5]
-    logits = host.logits(count=1, **writing.begin_rows(host, rows, groups, 0))
+    logits = host.logits(count=1, **decoding.begin_rows(host, rows, groups, 0))
     for row, found in zip(rows, logits, strict=True):
         torch.testing.assert_close(found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4)
 
@@ -237,8 +238,8 @@ def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
 def test_the_contrast_to_the_same_prompts_changes_nothing_and_gains_nothing(loaded):
     model, tokenizer = loaded
     prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone from the river was the")]
-    plain = writing._decode(Host(model), tokenizer, prompts, 6)
-    for one, other in zip(plain, writing._decode(Host(model), tokenizer, prompts, 6, without=prompts), strict=True):
+    plain = decoding.decode(Host(model), tokenizer, prompts, 6)
+    for one, other in zip(plain, decoding.decode(Host(model), tokenizer, prompts, 6, without=prompts), strict=True):
         assert torch.equal(one.ids, other.ids) and abs(other.gain_nats) < 1e-3
 
 
@@ -246,7 +247,7 @@ def test_the_score_of_an_answer_is_its_mean_nll(loaded):
     model, tokenizer = loaded
     prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone")]
     answers = [torch.tensor(tokenizer(end)["input_ids"]) for end in (" was here", " from the river was")]
-    scores = writing._score(Host(model), tokenizer, prompts, answers)
+    scores = decoding.score_answers(Host(model), tokenizer, prompts, answers)
     for prompt, answer, score in zip(prompts, answers, scores, strict=True):
         ids = torch.tensor([[*prompt, *answer]])
         logs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -378,21 +379,18 @@ def test_a_model_that_writes_nothing_usable_still_reads(loaded, input_ids, monke
 
 def test_the_anchor_keeps_other_answers(loaded, input_ids):
     base, tokenizer = loaded
-    texts = torch.randint(10, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
     divergence = {}
-    for anchor in (None, Anchor(texts, weight=300.0, every=1)):
+    for anchor in (0.0, 30.0):
         with attached(base, settings_of(r=16)) as model:
             study = learning.SelfStudy(
                 model, tokenizer, input_ids, per_passage=2, passes=12, learning_rate=2e-2, given=GIVEN, anchor=anchor
             )
             for _ in study.run():
                 pass
+            others = OtherAnswers(model, tokenizer, learning.FORMS)
             with torch.no_grad():
-                ours = model(texts).logits.log_softmax(-1)
-                with model.disable_adapter():
-                    theirs = model(texts).logits.log_softmax(-1)
-            divergence[anchor is not None] = (theirs.exp() * (theirs - ours)).sum(-1).mean().item()
-    assert divergence[True] < 0.5 * divergence[False]
+                divergence[anchor] = sum(others.loss(number).item() for number in range(10))
+    assert 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 
 def test_settings_that_do_not_fit_are_refused(loaded, input_ids):

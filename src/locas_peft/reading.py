@@ -217,7 +217,7 @@ def memorize(
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
         if resuming:
-            trainer.resume(lock)  # it brings the anchor's texts, which the study takes from the trainer
+            trainer.resume(lock)
         study = _make_study(trainer, tokenizer, input_ids, settings, exchanges)
         if resuming and study is not None:
             study.resume(lock)
@@ -309,7 +309,7 @@ def _make_study(
         learning_rate=STUDY_RATE * settings.learning_rate,
         window=settings.window,
         seed=settings.seed,
-        anchor=trainer.anchor,
+        anchor=settings.anchor or 0.0,
         given=exchanges,
     )
 

@@ -20,14 +20,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..text import QUESTION_PROMPT
 from ..ttt import checkpoint
-from ..ttt.anchor import Anchor
 from ..ttt.host import Host
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..ttt.objectives import token_losses
 from ..tuner.passes import evaluating
+from .decoding import begin_rows, encode_question
 from .exchanges import Exchange, digest_exchanges, split_passages
-from .writing import BLOCK, Lesson, begin_rows, encode_question, longest_passage, write_lessons
+from .others import OtherAnswers
+from .writing import BLOCK, Lesson, longest_passage, write_lessons
 
 __all__ = ["SelfStudy", "StudyStep"]
 
@@ -35,6 +36,8 @@ BATCH = 8
 READ_EVERY = 8
 """Every n-th step also reads a piece of the text."""
 READ_TOKENS = 512
+PULL_EVERY = 2
+"""Every n-th step also limits the change of other answers, with n times the weight."""
 WARMUP_STEPS = 5
 SAMPLES = 3
 FORMS = (
@@ -82,7 +85,7 @@ class SelfStudy:
         learning_rate: of AdamW.
         window: the longest prompt with a passage, in tokens.
         seed: of the questions and of the order of learning.
-        anchor: limits how the adapter changes the base's output on other text.
+        anchor: weight of the KL from the base on its answers to other questions (see `OtherAnswers`); 0 for none.
         given: what is learned in place of written exchanges: lessons of `write_lessons`, or exchanges, whose own
             answers are learned token by token.
 
@@ -101,13 +104,14 @@ class SelfStudy:
         learning_rate: float,
         window: int = 512,
         seed: int = 0,
-        anchor: Anchor | None = None,
+        anchor: float = 0.0,
         given: Sequence[Exchange | Lesson] | None = None,
     ):
         self._model, self._tokenizer, self._host = model, tokenizer, Host(model)
         self._ids = input_ids.to(self._host.device)
         self._pieces = [piece for piece in self._ids.split(min(window, READ_TOKENS)) if len(piece) > 1]
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
+        self._others = OtherAnswers(model, tokenizer, FORMS, seed)
         self._learner = Learner(self._list_trained, learning_rate, WARMUP_STEPS)
         self.lessons = [Lesson.of(each, tokenizer) for each in given or ()]
         self._given = None if given is None else digest_exchanges(self.exchanges)
@@ -227,9 +231,9 @@ class SelfStudy:
 
     def _pull(self) -> None:
         """Add the anchor's gradient where this step has one."""
-        text = None if self._anchor is None else self._anchor.text_of(self._step)
-        if text is not None:
-            self._anchor.losses(self._host, text).sum().backward()
+        pull, remainder = divmod(self._step, PULL_EVERY)
+        if self._anchor and remainder == 0:
+            (self._anchor * PULL_EVERY * self._others.loss(pull)).backward()
 
     def _list_trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
@@ -248,6 +252,7 @@ class SelfStudy:
             "losses": list(self._losses),
             "seconds": dict(self._seconds),
             "learner": self._learner.state_dict(),
+            "others": list(self._others.rows),
             "lessons": [{**vars(each), "exchange": asdict(each.exchange)} for each in self.lessons],
         }
         return {"study": state}
@@ -277,4 +282,5 @@ class SelfStudy:
         self._blocks, self._step, self.asked = state["blocks"], state["step"], state["asked"]
         self.samples, self._losses = list(state["samples"]), list(state["losses"])
         self.skipped_steps, self._seconds = state["skipped_steps"], dict(state["seconds"])
+        self._others.rows = [(list(prompt), list(answer)) for prompt, answer in state["others"]]
         self._learner.load_state_dict(state["learner"])

@@ -1,0 +1,191 @@
+"""Prompts of a self-study in batches: what rows share is computed once; decoding with a contrast; scoring.
+
+Small models often ignore a passage. Their answers are therefore taken from a contrastive distribution (context-aware
+decoding, arXiv:2305.14739): the next token's log-probabilities with the passage, pushed away from those without it.
+
+Axes: B rows of a batch, L their length, T tokens of an answer, K candidates for a token, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os.path import commonprefix
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..text import QUESTION_PROMPT, encode_prompt, find_pad_token
+from ..ttt.host import Host
+
+__all__ = [
+    "Decoded",
+    "begin_answer",
+    "begin_rows",
+    "decode",
+    "encode_question",
+    "list_stops",
+    "pad_left",
+    "score_answers",
+    "share_prefixes",
+]
+
+CONTRAST = 1.0
+"""How far the answers are pushed away from those without the passage."""
+CANDIDATES = 16
+"""K: the contrast leaves few plausible tokens."""
+DRAWN = 64
+"""The likeliest tokens that a question's next token is drawn from."""
+_PLAUSIBLE = math.log(0.1)  # of the likeliest token with the passage: below, the contrast is noise
+
+
+def encode_question(tokenizer, question: str, form: str = QUESTION_PROMPT, context: str = "") -> list[int]:
+    """Return the ids of a prompt that an answer follows; `form` has {question} and may have {context}."""
+    return encode_prompt(tokenizer, form.format(question=question, context=context), begin_answer(tokenizer))
+
+
+def begin_answer(tokenizer, after: str = "") -> str:
+    """Return what a base model without turns needs before its answer, and `after`; the empty text for a chat model."""
+    return "" if getattr(tokenizer, "chat_template", None) else after or "Answer:"
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
+    """Return rows of token ids as the model's inputs, each LongTensor [B, L], so that all rows end together."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
+    return {"ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def share_prefixes(prompts: Sequence[Sequence[int]]) -> list[tuple[int, range]]:
+    """Group prompts that follow each other and begin alike, such as questions about one passage.
+
+    Returns:
+        For each group how many tokens its prompts share, fewer than the shortest has, and the prompts' numbers. A
+        prompt joins a group where it has at least half of what the group shares.
+    """
+    groups: list[tuple[list[int], int, int]] = []
+    for number, prompt in enumerate(prompts):
+        own, first = list(prompt[:-1]), number
+        shared = commonprefix([groups[-1][0], own]) if groups else []
+        if shared and 2 * len(shared) >= len(groups[-1][0]):
+            own, first = shared, groups.pop()[1]
+        groups.append((own, first, number + 1))
+    return [(len(shared), range(first, stop)) for shared, first, stop in groups]
+
+
+@torch.no_grad()
+def begin_rows(
+    host: Host, rows: Sequence[Sequence[int]], groups: Sequence[tuple[int, range]], pad: int
+) -> dict[str, Any]:
+    """Return rows as the model's inputs, as `pad_left` does, after the tokens that the rows of a group share.
+
+    The keys and values of these tokens are computed once a group, without gradients. The inputs are whole rows where
+    a group shares nothing, and for a model whose context is more than keys and values.
+
+    Args:
+        host: the model, with the adapter that is to take part.
+        rows: token ids; at least one a row is not shared.
+        groups: see `share_prefixes`.
+        pad: any token.
+    """
+    if not host.can_cache() or not all(count for count, _ in groups):
+        return pad_left(rows, pad, host.device)
+    prefixes = pad_left([rows[numbers[0]][:count] for count, numbers in groups], pad, host.device)
+    cache = host.outputs(count=1, use_cache=True, **prefixes).past_key_values
+    owners = [group for group, (_, numbers) in enumerate(groups) for _ in numbers]
+    cache.batch_select_indices(torch.tensor(owners, device=host.device))
+    counts = [groups[owner][0] for owner in owners]
+    inputs = pad_left([row[count:] for row, count in zip(rows, counts, strict=True)], pad, host.device)
+    inputs["position_ids"] += torch.tensor(counts, device=host.device)[:, None]
+    inputs["attention_mask"] = torch.cat([prefixes["attention_mask"][owners], inputs["attention_mask"]], 1)
+    return {**inputs, "past_key_values": cache}
+
+
+@dataclass
+class Decoded:
+    """Token ids LongTensor [T] with candidates and targets [T, K] on the CPU; the log-probability gained, in nats."""
+
+    ids: Tensor
+    candidates: Tensor
+    targets: Tensor
+    gain_nats: float
+
+
+def decode(
+    host: Host,
+    tokenizer,
+    prompts: Sequence[Sequence[int]],
+    most_tokens: int,
+    *,
+    without: Sequence[Sequence[int]] | None = None,
+    temperature: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> list[Decoded]:
+    """Continue prompts in one batch, greedily or by sampling; with the contrast to the prompts `without`, if given."""
+    stops, count = torch.tensor(list_stops(tokenizer), dtype=torch.long, device=host.device), len(prompts)
+    rows = [*prompts, *(without or ())]
+    inputs = begin_rows(host, rows, share_prefixes(rows), find_pad_token(tokenizer))
+    done, steps = torch.zeros(count, dtype=torch.bool, device=host.device), []
+    for _ in range(most_tokens):
+        outputs = host.outputs(count=1, use_cache=True, **inputs)
+        cache = getattr(outputs, "past_key_values", None)
+        if cache is None:
+            raise ValueError(
+                f"model must keep the keys and values of its context to write exchanges, got {host.kind}: give "
+                "exchanges of your own"
+            )
+        logs = outputs.logits[:, -1].float().log_softmax(-1)
+        scores, plain = logs[:count], logs[count:]
+        if without is not None:
+            peaks = scores.amax(-1, keepdim=True)
+            scores = torch.where(scores < peaks + _PLAUSIBLE, -torch.inf, (1 + CONTRAST) * scores - CONTRAST * plain)
+        top, candidates = scores.topk(min(DRAWN if temperature else CANDIDATES, scores.shape[1]))
+        choice = torch.zeros(count, 1, dtype=torch.long, device=host.device)
+        if temperature:  # among a few: over the whole vocabulary the drawing takes as long as the model
+            choice = torch.multinomial((top / temperature).softmax(-1), 1, generator=generator)
+        token = candidates.gather(1, choice)[:, 0]
+        gain = (logs[:count] - plain).gather(1, token[:, None])[:, 0] if without is not None else torch.zeros(count)
+        steps.append((token.cpu(), candidates.cpu(), top.softmax(-1).cpu(), gain.cpu(), done.cpu()))
+        done = done | torch.isin(token, stops)
+        if done.all():
+            break
+        mask = inputs["attention_mask"]
+        inputs = {
+            "ids": token.repeat(len(mask) // count)[:, None],
+            "attention_mask": torch.cat([mask, mask.new_ones(len(mask), 1)], 1),
+            "position_ids": inputs["position_ids"][:, -1:] + 1,
+            "past_key_values": cache,
+        }
+    tokens, candidates, targets, gains, ended = (torch.stack(part, 1) for part in zip(*steps, strict=True))
+    lengths = (~ended).sum(1).tolist()
+    return [
+        Decoded(
+            tokens[row, :n].clone(), candidates[row, :n].clone(), targets[row, :n].clone(), gains[row, :n].sum().item()
+        )
+        for row, n in enumerate(lengths)
+    ]
+
+
+def score_answers(host: Host, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[Tensor]) -> list[float]:
+    """Return the mean negative log-likelihood of each answer's tokens after a prompt, in nats."""
+    rows = [[*prompt, *answer.tolist()] for prompt, answer in zip(prompts, answers, strict=True)]
+    inputs = begin_rows(host, rows, share_prefixes(prompts), find_pad_token(tokenizer))
+    logits = host.logits(count=max(map(len, answers)) + 1, **inputs)
+    nats = []
+    for row, answer in zip(logits, answers, strict=True):
+        logs = row[-len(answer) - 1 : -1].float().log_softmax(-1)
+        nats.append(-logs.gather(1, answer.to(logs.device)[:, None]).mean().item())
+    return nats
+
+
+def list_stops(tokenizer) -> list[int]:
+    """Return the tokens that end an answer; for a base model the tokens of a line's end as well."""
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    if begin_answer(tokenizer):
+        ends += [
+            ids[0] for end in ("\n", "\n\n") if len(ids := tokenizer(end, add_special_tokens=False)["input_ids"]) == 1
+        ]
+    return ends
