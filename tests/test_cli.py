@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from locas_peft import backbone, cli, demo, files, gguf_models, loading, reading, text
+from locas_peft import backbone, cli, demo, files, gguf_models, loading, memory_folder, text
 from locas_peft.evaluation import study
 from locas_peft.ttt import checkpoint
 from locas_peft.tuner import STRATEGIES
@@ -1025,7 +1025,7 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
     assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
     assert values[-1].keys() == {"method", "recall_right", "recall_asked"}
     read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[:-1]]
-    assert [reading.Reading.from_json(value).method for value in read] == ["none", "lora", "locas-glu"]
+    assert [memory_folder.Reading.from_json(value).method for value in read] == ["none", "lora", "locas-glu"]
     assert all(value["max_tokens"] == 100 and value["scored_tokens"] == 99 for value in read), "of act 2"
     made = json.loads((tmp_path / "demo" / "recall" / "locas-glu" / "reading.json").read_text())
     assert made["curve"][-1][0] == len(text.tokenize(backbone.load()[1], page)) > 100, "the whole page"

@@ -12,6 +12,7 @@ import torch
 from locomo_data import make_samples, write_samples
 
 from locas_peft import backbone, cli
+from locas_peft.adapters import memory_attached
 from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo, open_study, run_units
 from locas_peft.evaluation import study as studies
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
@@ -19,7 +20,7 @@ from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.locomo import Plan, encode_gold, make_prompts
 from locas_peft.evaluation.study import follow, reading_unit, summarize_reading
 from locas_peft.files import load_json, write_json
-from locas_peft.reading import memory_attached, score
+from locas_peft.reading import score
 from locas_peft.settings import ReadingSettings
 from locas_peft.ttt.chunks import Chunk
 
@@ -441,7 +442,7 @@ def test_a_new_study_is_a_table_of_units_and_a_summary(tmp_path):
     texts = dict(zip(("own", "other"), texts, strict=True))
     found = run_transfer(base, texts, target, settings, tmp_path)
     own, other = (read(tmp_path / "transfer" / f"{name}.json")["perplexity"] for name in texts)
-    assert found.n == 2 and own < other
+    assert found["n"] == 2 and own < other
     assert run_transfer(base, texts, target, settings, tmp_path) == found
     with pytest.raises(ValueError, match=r"^texts must be \['own', 'other'\] as in the results in "):
         run_transfer(base, {"own": texts["own"]}, target, settings, tmp_path)

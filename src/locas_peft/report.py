@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .reading import Reading
+    from .memory_folder import Reading
 
 __all__ = [
     "Sheet",
@@ -39,14 +39,7 @@ _RIGHT, _WRONG = _COLOURS["locas-glu"], _COLOURS["none"]
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table.
-
-    Args:
-        title: stands above it.
-        headers: of the columns; the first column is left-aligned, the others are right-aligned.
-        rows: texts.
-        best: (row, column) of a cell in bold type.
-    """
+    """A table of texts; the first column is left-aligned, the others right-aligned; the cell `best` is bold."""
 
     title: str
     headers: Sequence[str]
@@ -76,14 +69,10 @@ class Sheet:
 
 
 def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
-    """Return the readings of one text side by side, a row each.
+    """Return the readings of one text, at least one, side by side, a row each.
 
     Time is relative to the reading with the method "none", where there are others to compare it with. How often the
     brake took an adapter back is a column where it happened.
-
-    Args:
-        readings: at least one.
-        title: stands above the table.
     """
     end = min(reading.curve[-1][0] for reading in readings)
     marks = sorted({mark for reading in readings for mark in reading.perplexity_at if int(mark) < end}, key=int)
@@ -117,12 +106,7 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
 
 
 def plot_readings(readings: Sequence[Reading], path: str | Path, title: str = "") -> None:
-    """Draw the perplexity so far against the tokens read, a line for each reading, into a PNG file.
-
-    Args:
-        readings: at least one, of one text.
-        path: the file, replaced in one step.
-        title: stands above the plot.
+    """Draw the perplexity so far against the tokens read, a line for each reading of one text, into a PNG file.
 
     Raises:
         ModuleNotFoundError: matplotlib, which comes with the extra `plot`, is not installed.
@@ -165,21 +149,13 @@ def make_figure() -> tuple[Figure, Axes]:
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure as PNG, replacing the file in one step.
-
-    Raises:
-        OSError: the file cannot be written; one that was there is untouched.
-    """
+    """Write a figure as PNG, replacing the file in one step; an `OSError` leaves the one that was there."""
     with staged_file(path) as temporary:
         figure.savefig(temporary, format="png", metadata={"Software": None})
 
 
 def tabulate_memory(memory: dict[str, Any]) -> Sheet:
-    """Return the layers of a LOCAS memory: width, tau, norms of the slots (mean and maximum), host slots.
-
-    Args:
-        memory: from `loading.describe_memory`.
-    """
+    """Return the layers of `loading.describe_memory`: width, tau, norms of the slots (mean, maximum), host slots."""
     rows = []
     for layer in memory["layers"]:
         norms = [layer[part] and layer[part][which] for part in ("gate", "up", "down") for which in ("mean", "max")]
@@ -200,11 +176,11 @@ def tabulate_study(figures: dict[str, Any]) -> list[Sheet]:
 
 
 def write_report(folders: Sequence[Path], path: Path, remark: Callable[[str], None] = lambda line: None) -> list[Path]:
-    """Write one Markdown file with the tables and plots of all studies in some folders.
+    """Write one Markdown file with the tables and plots of all studies in some folders; the plots lie beside it.
 
     Args:
         folders: the folders that the studies wrote to.
-        path: the Markdown file; the plots lie beside it, named after it.
+        path: the Markdown file, after which the plots are named.
         remark: called with a line for what is left out.
 
     Returns:

@@ -14,10 +14,10 @@ import torch
 from cyclopts import Parameter
 from safetensors.torch import save_file
 
+from ..adapters import memory_attached
 from ..evaluation import recall
 from ..files import check_output_directory, staged
 from ..loading import describe_memory, load_memory, load_memory_config
-from ..reading import memory_attached
 from ..report import tabulate_memory
 from ..text import encode_prompt, encode_turns, find_pad_token, load_text
 from ..ttt import count_positions

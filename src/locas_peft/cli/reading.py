@@ -17,10 +17,11 @@ from .. import demo as acts
 from .. import text as texts
 from ..evaluation import study
 from ..files import check_output_directory, check_output_file, write_json
-from ..reading import CHECKPOINT_FOLDER, Reading, has_checkpoint
+from ..memory_folder import CHECKPOINT_FOLDER, Reading, check_vacant, find_finished
 from ..selfstudy import load_exchanges
 from ..settings import ReadingSettings, complete_all, label_method
 from ..ttt import count_positions
+from ..ttt.checkpoint import has_checkpoint
 from .console import deferring_signals, open_consoles, printable, show_progress, write_result
 from .options import (
     BASE,
@@ -181,12 +182,12 @@ def memorize(
             raise ValueError(f"--out must name a folder for what {settings.method} learns, got none: add --out DIR")
         check_output_directory("--out", out)
         if not resume:
-            reading.check_vacant(out, overwrite=overwrite)
+            check_vacant(out, overwrite=overwrite)
     content = texts.load_text(text)
     loaded = load(base)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     complete = settings.of(loaded).complete(loaded.model)
-    result = reading.find_finished(out, complete, input_ids, exchanges) if resume and saves else None
+    result = find_finished(out, complete, input_ids, exchanges) if resume and saves else None
     if result is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
     else:
@@ -252,7 +253,7 @@ def compare(
 def _check_vacant(out: Path, folders: Iterable[str], files: Sequence[str], overwrite: bool) -> None:
     """Refuse a folder in which memories or files would replace something."""
     for folder in folders:
-        reading.check_vacant(out / folder, overwrite=overwrite)
+        check_vacant(out / folder, overwrite=overwrite)
     for name in files if not overwrite else ():
         if os.path.lexists(out / name):
             raise ValueError(f"--out {str(out)!r} holds {name}: choose another folder, or give --overwrite")

@@ -117,6 +117,6 @@ def summarize_pairs(scores: Sequence[PairScore]) -> dict[str, Any]:
     for score in scores:
         paradigms.setdefault(score.paradigm, []).append(score.right)
     return {
-        "accuracy": mean_interval([float(score.right) for score in scores]).to_json(),
+        "accuracy": mean_interval([float(score.right) for score in scores]),
         "paradigms": {name: sum(right) / len(right) for name, right in sorted(paradigms.items())},
     }

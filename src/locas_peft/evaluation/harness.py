@@ -22,9 +22,7 @@ __all__ = ["evaluate_tasks", "find_tasks"]
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> TaskManager:
     """Find tasks by their names, before any work is done for them, and return the harness's index of tasks.
 
-    Args:
-        tasks: names of tasks or groups of the harness ("mmlu", ...), or of `include_path`.
-        include_path: a folder with the user's task files (YAML).
+    They are tasks or groups of the harness ("mmlu", ...), or of the user's task files (YAML) in `include_path`.
 
     Raises:
         ValueError: a task or the folder does not exist, or the harness is not installed.

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..adapters import memory_attached
 from ..files import load_json, write_json
-from ..reading import memory_attached
 from ..settings import ReadingSettings
 from ..text import encode_prompt, tokenize
 from ..ttt.host import count_positions
@@ -42,7 +42,7 @@ from .conversations import (
     load_locomo,
 )
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
-from .intervals import mean_interval
+from .intervals import Interval, mean_interval
 from .scoring import score_targets
 from .study import Progress, Unit, digest, open_study, reading_unit, run_units, silent, summarize_reading
 
@@ -259,13 +259,13 @@ def _summarize_answers(rows: Sequence[_Row]) -> dict[str, Any]:
         if records:
             figures.setdefault(method, {}).setdefault(setting, {})[group] = {
                 **f1_by_category(records),
-                "gold_nats": _mean([one["gold_nats"] for one in records if one["category"] != ADVERSARIAL]),
+                "gold_nats": mean_interval([one["gold_nats"] for one in records if one["category"] != ADVERSARIAL]),
                 "dropped_lines": {record["sample_id"]: record["dropped_lines"] for record in records},
             }
     return figures
 
 
-def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | int]]:
+def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, Interval]:
     """Return the mean F1 of each category that has questions, by its name ("multi-hop", ...), with intervals.
 
     "adversarial" is the negative F1 with the trap, "answerable" the mean over categories 1 to 4, "abstention" the
@@ -277,7 +277,7 @@ def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, flo
     }
     values["answerable"] = [record["f1"] for record in records if record["category"] != ADVERSARIAL]
     values["abstention"] = [float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL]
-    return {name: mean_interval(numbers).to_json() for name, numbers in values.items() if numbers}
+    return {name: mean_interval(numbers) for name, numbers in values.items() if numbers}
 
 
 def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
@@ -285,33 +285,29 @@ def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
     for row in rows:
         spans.setdefault(row.method, {}).setdefault(row.group, []).extend(load_json(row.path))
     base = spans.pop(BASE)["none"]
-    figures: dict[str, Any] = {"spans": len(base), "base": {"first": _mean(firsts(base))}, "methods": {}}
+    figures: dict[str, Any] = {"spans": len(base), "base": {"first": mean_interval(firsts(base))}, "methods": {}}
     contrasts: dict[str, list[float]] = {}  # each method's gains of the right memory over the wrong one
     for method, groups in spans.items():
         right, wrong = groups["right"], groups.get("wrong", [])
-        found = {"gain_right": _mean(gains(right, base)), "first_right": _mean(firsts(right))}
+        found = {"gain_right": mean_interval(gains(right, base)), "first_right": mean_interval(firsts(right))}
         if len(wrong) == len(right):
             contrasts[method] = gains(right, wrong)
             by_category: dict[str, list[float]] = {name: [] for name in CATEGORIES.values()}
             for record, gain in zip(right, contrasts[method], strict=True):
                 by_category[CATEGORIES[record["category"]]].append(gain)
             found |= {
-                "gain_wrong": _mean(gains(wrong, base)),
-                "first_wrong": _mean(firsts(wrong)),
-                "right_minus_wrong": _mean(contrasts[method]),
-                "by_category": {name: _mean(values) for name, values in by_category.items() if values},
+                "gain_wrong": mean_interval(gains(wrong, base)),
+                "first_wrong": mean_interval(firsts(wrong)),
+                "right_minus_wrong": mean_interval(contrasts[method]),
+                "by_category": {name: mean_interval(values) for name, values in by_category.items() if values},
             }
         figures["methods"][method] = found
     figures["differences"] = []
     for number, one in enumerate(contrasts):
         for other in list(contrasts)[:number]:
-            difference = _mean([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)])
+            difference = mean_interval([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)])
             figures["differences"].append({"method": one, "against": other, "right_minus_wrong": difference})
     return figures
-
-
-def _mean(values: Sequence[float]) -> dict[str, float | int]:
-    return mean_interval(values).to_json()
 
 
 # ---------------------------------------------------------------------- prompts

@@ -59,15 +59,10 @@ def ask(
     max_new_tokens: int = 32,
     batch_size: int = 16,
 ) -> list[str]:
-    """Ask a model questions; answers are greedy and short.
+    """Ask a model questions, at least one; answers are greedy, and of at most `max_new_tokens` tokens.
 
-    Args:
-        model: a causal LM, with or without a memory; only read.
-        tokenizer: its tokenizer. Its chat template is used where it has one.
-        questions: at least one.
-        context: a text that stands before each question; None for none.
-        max_new_tokens: the longest answer, in tokens.
-        batch_size: questions at once.
+    `context` is a text that stands before each question. The tokenizer's chat template is used where it has one. The
+    model, with or without a memory, is only read.
 
     Raises:
         ValueError: context, question and answer are longer than the model's positions.

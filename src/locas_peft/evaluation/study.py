@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 
 from ..files import load_json, write_json
 from ..loading import MEMORY_CONFIG
-from ..reading import READING, Reading, find_finished, memorize
+from ..memory_folder import READING, Reading, find_finished
+from ..reading import memorize
 from ..selfstudy import StudyStep
 from ..settings import ReadingSettings
 from ..text import digest_ids
@@ -178,15 +179,13 @@ def open_study(
     overwrite: bool,
     units: Sequence[Unit],
 ) -> dict[str, Any]:
-    """Record in a folder which run its results are of, or refuse a run that differs from the recorded one.
+    """Record in `out/NAME/run.json` which run its results are of, or refuse a run that differs from the recorded one.
 
-    Later runs may add methods; the fields in `common` must stay the same. A record without results, of a run that
-    failed at once, is replaced.
+    Later runs may add methods; the fields in `common`, JSON values, must stay the same. A record without results, of a
+    run that failed at once, is replaced.
 
     Args:
-        out: the folder; made if it does not exist. The record is `NAME/run.json` in it.
-        name: the study's name; a folder may hold several studies.
-        common: fields that all methods share, as JSON values.
+        out: the folder; made if it does not exist. It may hold several studies.
         overwrite: remove the results of an earlier run, and no other file. If another process is at work in the
             folder, its results stay, so that processes that are all started with `overwrite` share one run.
         units: the study's table, with paths in `out / name`.
@@ -291,7 +290,6 @@ def reading_unit(
         base: a causal LM without adapters; mutated while the unit is made, and restored.
         input_ids: LongTensor [T].
         settings: complete.
-        path: the file of the result.
         keep_memory: save the memory too, in the unit's `memory`.
     """
 
