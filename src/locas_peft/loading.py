@@ -116,9 +116,7 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
 
 
 def load_memory_config(directory: str | Path) -> dict[str, Any]:
-    """Load the JSON config of a memory's folder.
-
-    A replacement of the memory that was stopped midway is finished first (see `files.staged`).
+    """Load the JSON config of a memory's folder; finish a replacement that was stopped midway first (`files.staged`).
 
     Raises:
         ValueError: there is no such folder, or no memory in it, or its config is damaged.
@@ -206,9 +204,8 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
 def choose_device(device: str) -> torch.device:
     """Turn a device's name into a device.
 
-    Args:
-        device: a torch device, or "auto": CUDA where there is one, else the CPU. Of several processes that a launcher
-            started, each takes the CUDA device of its `LOCAL_RANK`.
+    "auto" is CUDA where there is one, else the CPU. Of several processes that a launcher started, each takes the CUDA
+    device of its `LOCAL_RANK`.
 
     Raises:
         ValueError: torch has no such device, or the machine does not.

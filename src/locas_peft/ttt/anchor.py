@@ -67,11 +67,7 @@ class Anchor:
     def losses(self, host: Host, text: Tensor, adapters: Sequence[str] | None = None, rows: int = 1) -> Tensor:
         """Return the loss of a pull for each row of a batch, [B]: the weighted divergence from the base, in nats.
 
-        Args:
-            host: the model with its adapters.
-            text: LongTensor [1, L], of `text_of`.
-            adapters: see `Host.logits`.
-            rows: B.
+        `text` is a LongTensor [1, L] of `text_of`, `rows` is B; for `adapters` see `Host.logits`.
         """
         ids, count = text.to(host.device)[:, :-1], text.shape[1] - 1
         with torch.no_grad(), adapters_disabled(host.model):
@@ -91,11 +87,7 @@ class Anchor:
         return self.texts.written if isinstance(self.texts, OwnText) else self.texts
 
     def with_texts(self, texts: Tensor) -> Anchor:
-        """Return an anchor that has the known texts of another one.
-
-        Raises:
-            TypeError: their shape is not that of this anchor's texts.
-        """
+        """Return an anchor with the known texts of another one; raise a `TypeError` where their shape is another."""
         count, length = self.texts.shape
         lazy = isinstance(self.texts, OwnText)
         if texts.ndim != 2 or texts.shape[1] != length or not (len(texts) == count or (lazy and len(texts) < count)):

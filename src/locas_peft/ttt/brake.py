@@ -32,12 +32,7 @@ RATE_FACTOR = 0.25
 
 
 def is_due(chunks: Sequence[Chunk], nats_per_token: float) -> bool:
-    """Return whether a chunk is to be checked.
-
-    Args:
-        chunks: the records before it, of the same document.
-        nats_per_token: its own mean loss.
-    """
+    """Return whether a chunk with this mean loss is to be checked; `chunks` are the records before it."""
     if not chunks:
         return False
     if not math.isfinite(nats_per_token):
@@ -53,12 +48,9 @@ def is_due(chunks: Sequence[Chunk], nats_per_token: float) -> bool:
 
 
 def is_worse(chunks: Sequence[Chunk], nats_per_token: float, base_nats_per_token: float) -> bool:
-    """Return whether the adapter makes the text worse than the base.
+    """Return whether the adapter makes the text worse than the base, whose mean loss on the same chunk is given.
 
     It does by more than `TOLERANCE`, or twice in a row by more than `NOISE`.
-
-    Args: as for `is_due`, and
-        base_nats_per_token: the mean loss of the base on the same chunk.
     """
     excess = nats_per_token - base_nats_per_token
     if not excess <= TOLERANCE:  # nan too
@@ -70,10 +62,10 @@ def is_worse(chunks: Sequence[Chunk], nats_per_token: float, base_nats_per_token
 
 
 class Brake:
-    """The last good state of the parameters that a learner trains: a copy of them.
+    """The last good state of the parameters that a learner trains.
 
     Attributes:
-        good: the copies, in the learner's order; None before the first chunk.
+        good: copies of them, in the learner's order; None before the first chunk.
     """
 
     def __init__(self, learner: Learner):
@@ -93,11 +85,7 @@ class Brake:
         self._learner.restart(RATE_FACTOR)
 
     def load(self, good: list[Tensor] | None) -> None:
-        """Take over the good state of another brake, of a learner of the same parameters.
-
-        Raises:
-            ValueError: the tensors are of other shapes.
-        """
+        """Take over the good state of another brake; raise a `ValueError` where its tensors are of other shapes."""
         parameters = self._learner.parameters()
         if good is not None and [value.shape for value in good] != [value.shape for value in parameters]:
             raise ValueError("the good state has other shapes than the parameters")

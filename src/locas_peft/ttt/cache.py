@@ -24,13 +24,8 @@ __all__ = ["SlidingCache"]
 class SlidingCache:
     """The keys and values of the first `sinks` and the last `keep` tokens that were fed, detached.
 
-    All rows of a batch are at the same position.
-
-    Args:
-        host: the model.
-        keep: how many of the last tokens are kept. With 0 there is no context at all, and no sinks.
-        sinks: how many of the first tokens are kept.
-        restart: the position at which the context is fed again, from position 0; at most the model's positions.
+    All rows of a batch are at the same position. With `keep` 0 there is no context at all, and no sinks. At the
+    position `restart`, or the model's last one, the context is fed again, from position 0.
     """
 
     def __init__(self, host: Host, keep: int, sinks: int = 0, restart: int | None = None):

@@ -23,7 +23,6 @@ class Learner:
         make_optimizer: makes another optimizer, with its own rates; None for AdamW without weight decay.
 
     Attributes:
-        parameters: `list_parameters`.
         trains: whether there are steps: False where neither a rate nor an optimizer was given.
         steps: how many steps were taken.
     """

@@ -144,11 +144,7 @@ class HostFFN:
     # -------------------------------------------------------- weights, activations
 
     def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Copy the gate rows (`None` for a two-layer FFN) and up rows of some slots, `[R, D]` float32.
-
-        Args:
-            slots: `LongTensor [R]`, indices below F.
-        """
+        """Copy the gate rows (`None` for a two-layer FFN) and up rows of slots, `LongTensor [R]`: `[R, D]` float32."""
         rows = [_rows_of(module)[slots + first].float() for module, first in self._row_blocks()]
         return rows[0] if self.gated else None, rows[-1]
 

@@ -30,9 +30,7 @@ class Statistics:
 class Calibration:
     """Collects the statistics of one FFN over a text: sums, and a sample of the tokens. Padding does not count.
 
-    Args:
-        samples: the largest number of sampled tokens.
-        seed: the seed for the choice of those tokens.
+    At most `samples` tokens are sampled, drawn by `seed`.
     """
 
     def __init__(self, samples: int, seed: int = 0) -> None:

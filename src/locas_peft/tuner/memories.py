@@ -81,9 +81,7 @@ def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[
 def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[str]:
     """Name the memories that wait for their calibration, for rows or for the measured scale.
 
-    Args:
-        model: any module.
-        adapter_name: check this memory only; `None` for the active ones.
+    Without a name, the active memories are checked.
     """
     return [
         name

@@ -168,9 +168,7 @@ def seal_memory_file(folder: str, config: LocasConfig) -> tuple[dict[str, int], 
 def find_divergence(tensors: dict[str, torch.Tensor], config: LocasConfig) -> str | None:
     """Return why a memory with these numbers could not be loaded again; None where it could.
 
-    Args:
-        tensors: the memory's tensors by their names in a file. Those on the meta device or empty are skipped.
-        config: its config.
+    `tensors` have the names of a file. Those on the meta device or empty are skipped.
     """
     tensors = {key: tensor.detach() for key, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
     layers, _ = _split(tensors)
