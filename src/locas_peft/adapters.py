@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from .loading import load_memory
 from .settings import ReadingSettings
 from .tuner import LocasConfig, find_ffns
+from .tuner.passes import remember_modules
 
 __all__ = ["ADAPTERS", "attached", "find_layers", "memory_attached"]
 
@@ -32,8 +33,7 @@ def attached(base: PreTrainedModel, settings: ReadingSettings) -> Iterator[nn.Mo
     Raises:
         ValueError: the method does not fit the base.
     """
-    flags = {name: parameter.requires_grad for name, parameter in base.named_parameters()}
-    training = base.training
+    restore = remember_modules(base)
     torch.manual_seed(settings.seed)
     make_config = ADAPTERS[settings.method]
     config = None if make_config is None else make_config(base, settings)
@@ -41,12 +41,8 @@ def attached(base: PreTrainedModel, settings: ReadingSettings) -> Iterator[nn.Mo
     try:
         yield model
     finally:
-        if model is not base:
-            _detach(model)
-        for name, parameter in base.named_parameters():
-            parameter.requires_grad_(flags[name])
-            parameter.grad = None
-        base.train(training)
+        restore()
+        base.zero_grad(set_to_none=True)
 
 
 @contextmanager
@@ -55,16 +51,12 @@ def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[Pe
 
     `base`, a causal LM without adapters, is mutated, and restored at the end.
     """
+    restore = remember_modules(base)
     model = load_memory(base, directory).requires_grad_(False).eval()
     try:
         yield model
     finally:
-        _detach(model)
-
-
-def _detach(model: PeftModel) -> None:
-    base = model.unload()
-    base.__dict__.pop("peft_config", None)
+        restore()
 
 
 def _lora_config(base: PreTrainedModel, settings: ReadingSettings) -> LoraConfig:

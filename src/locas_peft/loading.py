@@ -170,14 +170,8 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         if not owner:
             continue
         name = owner.removeprefix("base_model.model.")
-        empty = {
-            "name": name,
-            "r": None,
-            "tau": None,
-            **dict.fromkeys(("gate", "up", "down")),
-            "slots": slots.get(name),
-        }
-        layer = layers.setdefault(name, empty)
+        unknown = dict.fromkeys(("r", "tau", "gate", "up", "down"))
+        layer = layers.setdefault(name, {"name": name, **unknown, "slots": slots.get(name)})
         if part == "tau":
             layer["tau"] = tensor.item()
         elif part in ("gate", "up", "down"):

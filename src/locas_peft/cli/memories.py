@@ -188,11 +188,8 @@ def merge(
     """
     stdout, _ = open_consoles()
     check_output_directory("--out", out)
-    if not overwrite and out.is_dir() and any(out.iterdir()):
-        raise ValueError(
-            f"--out must be a new or empty folder, got {str(out)!r} with files in it: choose another, or give "
-            "--overwrite"
-        )
+    if not overwrite:
+        _check_empty(out, "choose another, or give --overwrite")
     loaded = _load_base_of(memory, replace(base, device=device))
     fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
     merged = _load_memory(loaded, memory, **fields).merge_and_unload()
@@ -231,8 +228,7 @@ def export(
     if no_base and base_only:
         raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
     check_output_directory("--out", out)
-    if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: choose another")
+    _check_empty(out, "choose another")
     loaded = _load_base_of(memory, replace(base, device=device))
     with _warnings_as_lines(), memory_attached(loaded.model, memory) as model:
         widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
@@ -277,6 +273,11 @@ def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -
         raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
     loaded = load(base) if memory is None else _load_base_of(memory, base)
     return loaded, (loaded.model if without_memory else _load_memory(loaded, memory).eval())
+
+
+def _check_empty(out: Path, remedy: str) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: {remedy}")
 
 
 def _load_base_of(memory: Path, options: BaseOptions) -> Base:

@@ -28,9 +28,7 @@ def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
     return _interval(mean, n, same, lambda rows: array[rows].mean(axis=-1), resamples, batch, seed)
 
 
-def rise_interval(
-    before_nats: Sequence[float], after_nats: Sequence[float], tokens: Sequence[int], seed: int = 0
-) -> Interval:
+def rise_interval(before_nats: Sequence[float], after_nats: Sequence[float], tokens: Sequence[int]) -> Interval:
     """Compute the rise of a text's perplexity with its paired 95% interval; nan if there are no chunks.
 
     The chunks are resampled, each with its summed nll before and after and the number of `tokens` of each sum, so that
@@ -44,7 +42,7 @@ def rise_interval(
         return np.exp(after[rows].sum(axis=-1) / total) - np.exp(before[rows].sum(axis=-1) / total)
 
     mean = float(rise(np.arange(n))) if n else math.nan
-    return _interval(mean, n, n > 1 and (before == after).all(), rise, 9_999, 500, seed)
+    return _interval(mean, n, n > 1 and (before == after).all(), rise, 9_999, 500, seed=0)
 
 
 def _interval(

@@ -57,7 +57,6 @@ def ask(
     *,
     context: str | None = None,
     max_new_tokens: int = 32,
-    batch_size: int = 16,
 ) -> list[str]:
     """Ask a model questions, at least one; answers are greedy, and of at most `max_new_tokens` tokens.
 
@@ -73,7 +72,7 @@ def ask(
         for question in questions
     ]
     answers = {}
-    for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size):
+    for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):
         answers.update(zip(batch, texts, strict=True))
     return [answers[number] for number in range(len(prompts))]
 
