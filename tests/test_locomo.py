@@ -17,7 +17,7 @@ from locas_peft.evaluation.conversations import (
     keep_sessions,
     load_locomo,
 )
-from locas_peft.evaluation.locomo import PROMPTS, load_prompts, make_prompt
+from locas_peft.evaluation.prompts import PROMPTS, load_prompts, make_prompt
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from ..evaluation.conversations import choose_conversations, keep_sessions, load
 from ..evaluation.documents import load_column, load_documents
 from ..evaluation.harness import find_tasks
 from ..evaluation.perplexity import run_perplexity
+from ..evaluation.prompts import PROMPTS, load_prompts
 from ..files import check_output_directory, check_output_file
 from ..settings import ReadingSettings, complete_all
 from ..text import load_text
@@ -135,7 +136,7 @@ def locomo(
     stdout, stderr = _open(out, base)
     plan = locomo_study.Plan(
         settings=split_names(setting, "--setting"),
-        prompts=locomo_study.PROMPTS if prompts is None else locomo_study.load_prompts(prompts),
+        prompts=PROMPTS if prompts is None else load_prompts(prompts),
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         batch_tokens=batch_tokens,

@@ -18,8 +18,9 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .ffn import WidthGroup, copy_widths, find_ffns, widened_config
+from .ffn import find_ffns
 from .layer import LocasLayer, list_active_memories, list_layers
+from .widths import WidthGroup, copy_widths, widened_config
 
 
 @torch.no_grad()
