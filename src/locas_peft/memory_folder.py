@@ -21,7 +21,7 @@ from .selfstudy.exchanges import EXCHANGES, digest_exchanges
 from .settings import ReadingSettings
 from .text import digest_ids
 from .ttt.checkpoint import has_checkpoint
-from .ttt.run_state import differing_field
+from .ttt.run_state import describe_difference
 
 __all__ = ["CHECKPOINT_FOLDER", "READING", "Reading", "check_vacant", "find_finished", "save_memory"]
 
@@ -152,7 +152,6 @@ def find_finished(
     """Return the finished reading of a folder; None where there is no memory, or an unfinished reading.
 
     Args:
-        directory: it need not exist.
         settings: of the reading that would be done, complete.
         input_ids: LongTensor [T], the text.
         exchanges: those that would be studied; None where the model writes them.
@@ -169,11 +168,9 @@ def find_finished(
         raise ValueError(f"--out {str(folder)!r} holds a memory that no reading here made: {remedy}")
     reading = Reading.from_json(load_json(folder / READING))
     here, there = dataclasses.asdict(settings), dataclasses.asdict(reading.settings)
-    name = differing_field(here, there)
-    if name is not None:
-        raise ValueError(
-            f"{name} must be {there[name]!r} as in the memory in {str(folder)!r}, got {here[name]!r}: {remedy}"
-        )
+    difference = describe_difference(here, there, f"the memory in {str(folder)!r}", remedy)
+    if difference is not None:
+        raise ValueError(difference)
     if reading.text_sha256 != digest_ids(input_ids[: settings.max_tokens]):
         raise ValueError(f"--out {str(folder)!r} holds the memory of another text: {remedy}")
     if exchanges is not None and (reading.studied or {}).get("exchanges_sha256") != digest_exchanges(exchanges):

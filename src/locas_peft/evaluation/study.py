@@ -30,6 +30,7 @@ from ..settings import ReadingSettings
 from ..text import digest_ids
 from ..ttt import checkpoint
 from ..ttt.chunks import Chunk, perplexity
+from ..ttt.run_state import describe_difference
 
 __all__ = ["Progress", "Unit", "describe_text", "digest", "follow", "follow_study", "open_study", "reading_unit"]
 __all__ += ["run_units", "silent", "summarize_reading"]
@@ -222,23 +223,15 @@ def _join(folder: Path, before: dict[str, Any], run: dict[str, Any], overwrite: 
             _remove(unit, folder)
     elif any(unit.path.exists() or checkpoint.has_checkpoint(unit.checkpoint) for unit in units):
         methods = before.get("methods", {})
-        _check_same(before.get("common", {}), run["common"], folder.parent)
-        for method in (name for name in run["methods"] if name in methods):
-            _check_same(methods[method], run["methods"][method], folder.parent, f"{method}: ")
+        pairs = [(run["common"], before.get("common", {}), "")]
+        pairs += [(run["methods"][name], methods[name], f"{name}: ") for name in run["methods"] if name in methods]
+        where, remedy = f"the results in {str(folder.parent)!r}", "choose another folder, or give --overwrite"
+        for ours, theirs, prefix in pairs:
+            difference = describe_difference(ours, theirs, where, remedy, prefix)
+            if difference is not None:
+                raise ValueError(difference)
         return {**run, "methods": {**methods, **run["methods"]}, "files": files}
     return run
-
-
-def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path, prefix: str = "") -> None:
-    for field in sorted(before.keys() | now.keys()):
-        old, new = before.get(field), now.get(field)
-        if isinstance(old, dict) and isinstance(new, dict):
-            _check_same(old, new, out, f"{prefix}{field}: ")
-        elif old != new:
-            raise ValueError(
-                f"{prefix}{field} must be {old!r:.80} as in the results in {str(out)!r}, got {new!r:.80}: "
-                "choose another folder, or give --overwrite"
-            )
 
 
 def _is_locked(unit: Unit) -> bool:

@@ -17,7 +17,8 @@ from torch import nn
 
 from ..tuner.passes import ADAPTER_LAYERS, base_parameters
 
-__all__ = ["describe_run", "differing_field", "find_difference", "fingerprint", "model_state", "restore_model_state"]
+__all__ = ["describe_difference", "describe_run", "find_difference", "fingerprint", "model_state"]
+__all__ += ["restore_model_state"]
 
 _FILLED_BY_CALIBRATION = ("slots",)
 # "host" describes the base, which is compared by its fingerprint.
@@ -92,12 +93,9 @@ def find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: Pat
     for name, config in ours["adapters"].items():
         compared.append((f"adapter {name!r}: ", config, theirs["adapters"].get(name, config)))
     for prefix, here, there in compared:
-        field = differing_field(here, there)
-        if field is not None:
-            return (
-                f"{prefix}{field} must be {there.get(field)!r} as in {where}, got {here.get(field)!r}: give the "
-                "former value, or choose another folder"
-            )
+        difference = describe_difference(here, there, where, "give the former value, or choose another folder", prefix)
+        if difference is not None:
+            return difference
     if ours["adapters"].keys() != theirs["adapters"].keys():
         return (
             f"active adapters must be {sorted(theirs['adapters'])} as in {where}, got {sorted(ours['adapters'])}: "
@@ -111,10 +109,21 @@ def find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: Pat
     return None
 
 
-def differing_field(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Return the first field in which two settings differ; `method` and `preset`, which others follow from, first."""
+def describe_difference(
+    ours: dict[str, Any], theirs: dict[str, Any], where: str, remedy: str, prefix: str = ""
+) -> str | None:
+    """Return the message for the first field in which two settings differ, also inside dictionaries; None for none.
+
+    `method` and `preset`, which other fields follow from, are compared first.
+    """
     fields = ("method", "preset", *ours, *theirs)
-    return next((field for field in fields if ours.get(field) != theirs.get(field)), None)
+    field = next((field for field in fields if ours.get(field) != theirs.get(field)), None)
+    if field is None:
+        return None
+    here, there = ours.get(field), theirs.get(field)
+    if isinstance(here, dict) and isinstance(there, dict):
+        return describe_difference(here, there, where, remedy, f"{prefix}{field}: ")
+    return f"{prefix}{field} must be {there!r:.80} as in {where}, got {here!r:.80}: {remedy}"
 
 
 def fingerprint(model: nn.Module) -> str:
