@@ -27,7 +27,7 @@ from .load_checks import check_task, check_tokens, find_load_problem, rename_bes
 from .memory_file import find_divergence, one_line
 from .passes import remember_modules
 from .weight_sample import may_be_same_weights, sample_weights
-from .widths import WidthGroup, copy_widths, widened_config
+from .widths import WidthGroup, widen_to, widened_config
 
 
 class LocasModel(BaseTuner):
@@ -229,11 +229,7 @@ class LocasModel(BaseTuner):
             model = super()._unload_and_optionally_merge(
                 merge=merge, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs
             )
-        for group in groups:
-            for ffn in group.ffns.values():
-                ffn.pad(group.new_width)
-        if config is not None:
-            copy_widths(config, model.config)
+        widen_to(groups, model, config)
         self._mask_hook.remove()
         self._mask_hook = None
         return model

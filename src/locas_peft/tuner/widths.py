@@ -6,6 +6,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from .ffn import HostFFN, find_ffns
@@ -48,9 +49,18 @@ def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> Pretrain
     return config
 
 
-def copy_widths(source: PretrainedConfig, target: PretrainedConfig) -> None:
-    """Write a widened config's fields into the model's own config object, which its modules share."""
-    for new, old in zip(_language_configs(source), _language_configs(target), strict=True):
+def widen_to(groups: list[WidthGroup], model: nn.Module, config: PretrainedConfig | None) -> None:
+    """Pad the FFNs to their new widths, and write these into the model's own config object, which its modules share.
+
+    Args:
+        config: of `widened_config`; None for a model that has none.
+    """
+    for group in groups:
+        for ffn in group.ffns.values():
+            ffn.pad(group.new_width)
+    if config is None:
+        return
+    for new, old in zip(_language_configs(config), _language_configs(model.config), strict=True):
         for field in (*WIDTH_FIELDS, "block_auto_adjust_ff_dim"):
             if hasattr(new, field) and getattr(new, field) != getattr(old, field):
                 setattr(old, field, getattr(new, field))
