@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from . import backbone
 from .files import finish_replacement, load_json
 from .gguf_models import find_gguf, load_gguf
+from .ttt.settings import check_choice
 from .tuner.memory_file import find_memory_file, list_replacements, load_tensors, one_line
 from .tuner.passes import remember_modules
 
@@ -79,11 +80,9 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         directory: the memory's folder.
         fields: values for fields of its config, such as `pad_to_multiple_of`, in place of the saved ones.
 
-    A memory that was made for a base of the same shapes with other weights gives a warning.
-
     Raises:
         ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
-            was before.
+            was before. A base of the same shapes with other weights gives a warning.
     """
     peft_type = load_memory_config(directory)["peft_type"]
     path = _find_weights(directory)
@@ -218,14 +217,10 @@ def choose_device(device: str) -> torch.device:
 
 def _choose_dtype(dtype: str) -> torch.dtype | None:
     """Turn a dtype's name into a dtype; None for the one that the weights are stored in."""
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}: choose one of them")
+    check_choice("dtype", dtype, ("auto", *DTYPES))
     if dtype == "auto":
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if precision not in _PRECISIONS:
-            raise ValueError(
-                f"mixed precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}: choose one of them"
-            )
+        check_choice("mixed precision", precision, _PRECISIONS)
         dtype = _PRECISIONS[precision]
     return DTYPES.get(dtype)
 

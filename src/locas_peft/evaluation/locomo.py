@@ -25,6 +25,7 @@ from ..adapters import memory_attached
 from ..files import load_json, write_json
 from ..settings import ReadingSettings
 from ..text import tokenize
+from ..ttt.settings import check_choice
 from .answering import answer
 from .cloze import find_spans, firsts, gains, score_spans
 from .conversations import Conversation, dialogue
@@ -60,8 +61,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in self.settings:
-            if name not in SETTINGS:
-                raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {name!r}: choose one of them")
+            check_choice("setting", name, SETTINGS)
 
 
 class _Row(NamedTuple):
@@ -189,14 +189,8 @@ def _answer_questions(
 ) -> list[dict[str, Any]]:
     """Answer a conversation's questions; each batch is kept in a file, so that it is not asked again."""
     questions = row.conversation.questions
-    prompts, dropped = make_prompts(
-        model,
-        tokenizer,
-        row.conversation,
-        row.setting,
-        prompts=plan.prompts,
-        max_new_tokens=plan.max_new_tokens,
-    )
+    wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens}
+    prompts, dropped = make_prompts(model, tokenizer, row.conversation, row.setting, **wording)
     unfinished = Unit(row.path, list).unfinished
     records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
     advance(len(records))

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..text import encode_prompt
 from ..ttt.host import count_positions
+from ..ttt.settings import check_choice
 from .conversations import Conversation, Question, dialogue, dialogue_lines, keep_evidence
 from .f1 import CATEGORIES
 
@@ -92,8 +93,7 @@ def make_prompt(
     Raises:
         ValueError: the setting is not in `ANSWERED`.
     """
-    if setting not in ANSWERED:
-        raise ValueError(f"setting must be one of {', '.join(ANSWERED)}, got {setting!r}")
+    check_choice("setting", setting, ANSWERED)
     return prompts["full-context" if setting == "evidence" else setting].format(
         speaker_a=conversation.speakers[0],
         speaker_b=conversation.speakers[1],
