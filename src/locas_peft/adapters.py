@@ -117,10 +117,7 @@ ADAPTERS: dict[str, Callable[[PreTrainedModel, ReadingSettings], PeftConfig] | N
 def find_layers(base: PreTrainedModel, layers: list[int] | str | None) -> list[int] | None:
     """Return the layer indices that `ReadingSettings.layers_to_transform` means for a model; None for all layers.
 
-    The upper half of an odd number of layers is the larger half.
-
-    Raises:
-        ValueError: an index that the model does not have.
+    The upper half of an odd number of layers is the larger half. An index beyond the model's is a `ValueError`.
     """
     if layers is None:
         return None

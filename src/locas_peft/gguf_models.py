@@ -67,9 +67,7 @@ def load_gguf(
     folder cannot be written, each call loads the file.
 
     Args:
-        path: the file.
         dtype: of the weights; None for bfloat16 where the device is fast at it, else float32.
-        device: where the weights go.
 
     Raises:
         ValueError: the package gguf is missing, or transformers cannot load the file.

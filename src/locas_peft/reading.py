@@ -249,14 +249,10 @@ def _make_reading(
 
 
 def score(model: nn.Module, input_ids: torch.LongTensor, settings: ReadingSettings) -> float:
-    """Return the perplexity of a text under a frozen model, with or without an adapter, which is not changed.
+    """Return the perplexity of a text, LongTensor [T], T >= 2, under a frozen model, with or without an adapter.
 
-    Args:
-        input_ids: LongTensor [T], T >= 2.
-        settings: complete; window, stride and context are used.
-
-    Raises:
-        ValueError: a parameter requires gradients.
+    Window, stride and context of the settings, which are complete, are used. A parameter that requires gradients is a
+    `ValueError`; the model is not changed.
     """
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if learning:

@@ -42,12 +42,9 @@ def load(
     """Load a backbone in evaluation mode, without the network: the model and its tokenizer.
 
     The model has a vocabulary of 4,096 tokens, hidden size 256, 6 layers, and at most 2,048 positions. Its texts must
-    have one paragraph a line, as `locas_peft.text.unwrap` makes them: it has seen no others.
-
-    Args:
-        dtype: of the weights; float32 where None (they are stored in bfloat16).
-        device: where the weights go; the CPU where None.
-        name: `NAME` or `MLP_NAME`; another one is a `ValueError`.
+    have one paragraph a line, as `locas_peft.text.unwrap` makes them: it has seen no others. The weights, which are
+    stored in bfloat16, are float32 on the CPU if nothing else is given; another name than `NAME` and `MLP_NAME` is a
+    `ValueError`.
 
     Example:
         >>> from locas_peft import backbone

@@ -13,9 +13,7 @@ __all__ = ["load_column", "load_documents"]
 
 
 def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str, str]:
-    """Load the first `limit` of text files, and of the `.txt` files of folders, by name without the suffix, in order.
-
-    `sources` are paths; `-` stands for standard input.
+    """Load the first `limit` of text files (`-` is stdin), and of the `.txt` files of folders, by name without suffix.
 
     Raises:
         ValueError: a file cannot be read, a folder has no text, or two files have the same name.

@@ -108,9 +108,7 @@ class Anchor:
 
 
 class OwnText:
-    """Texts that the base writes, each at its first use, a few at once.
-
-    A reading can so begin at once, and a short one has no texts written that it does not use.
+    """Texts that the base writes, each at its first use, a few at once: a short reading has none that it does not use.
 
     Args:
         model: see `write_own_text`; it is kept.
@@ -178,9 +176,8 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
 
     Args:
         model: a causal language model with `generate`, plain or with adapters.
-        texts: n; all are sampled in one batch.
+        texts: n; all are sampled in one batch, by `seed`.
         tokens: L, the first token included; within the model's positions.
-        seed: of the sampling.
 
     Returns:
         LongTensor [n, L], on the model's device.

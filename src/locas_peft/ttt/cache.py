@@ -39,13 +39,10 @@ class SlidingCache:
         self._fed: tuple[list[tuple[Tensor, Tensor]], int] | None = None
 
     def forward(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None) -> Tensor:
-        """Feed the last `count` tokens after the kept context, and return their logits [B, count, V].
+        """Feed the last `count` tokens of `ids` [B, n] after the kept context, and return their logits [B, count, V].
 
-        The same tokens may be fed again; `advance` adds those that were fed last to the context.
-
-        Args:
-            ids: LongTensor [B, n], the context, which is fed where it is not kept, and the tokens to be fed.
-            adapters: see `Host.logits`.
+        The tokens before them are the context, which is fed where it is not kept. The same tokens may be fed again;
+        `advance` adds those that were fed last to the context. For `adapters` see `Host.logits`.
         """
         if self._position is None or (self._limit is not None and self._position + count > self._limit):
             context = ids[:, :-count]

@@ -223,13 +223,8 @@ class TestTimeTrainer:
     def save(self, directory: str | Path | checkpoint.Lock) -> Path:
         """Write all that a bit-identical continuation needs into a folder, in place of a former checkpoint.
 
-        Between two records of `read` the folder then stays locked for other writers until the reading ends.
-
-        Args:
-            directory: the folder, made where it is missing; or the caller's lock on it.
-
-        Returns:
-            The checkpoint's path.
+        Between two records of `read` the folder then stays locked for other writers until the reading ends. The
+        argument may also be the caller's lock on it. The checkpoint's path is returned.
 
         Raises:
             ValueError: another process or trainer writes there, or the optimizer's state is not tensors and numbers.
@@ -243,18 +238,12 @@ class TestTimeTrainer:
                 self._release_locks()
 
     def resume(self, directory: str | Path | checkpoint.Lock) -> bool:
-        """Load the checkpoint of a folder: `read` of the same document then goes on where it was saved.
+        """Load the checkpoint of a folder: `read` of the same document goes on where it was saved. False without one.
 
         Model, adapter configuration and settings must be those of the checkpoint. It replaces the adapter's weights,
         torch's random state and the trainer's own state, its anchor's texts included: the base may write others on
-        another machine. Where it is refused, all of these are as before.
-
-        Args:
-            directory: the folder, which stays locked for other writers until the reading ends; or the caller's lock
-                on it.
-
-        Returns:
-            False where there is no checkpoint: nothing is changed then.
+        another machine. Where it is refused, all of these are as before. The folder, or the caller's lock on it, stays
+        locked for other writers until the reading ends.
 
         Raises:
             ValueError: a checkpoint of another model, adapter or setting, a damaged one, or one in use.

@@ -74,10 +74,7 @@ OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 class HostFFN:
     """One FFN of the host: its weights, and the two operations that change its width.
 
-    Args:
-        owner: the module that has the parts as attributes.
-        parts: their names. A `ValueError` is raised where they do not make an FFN.
-        name: the module's name in the model, for messages.
+    `owner` has the parts as attributes; a `ValueError` is raised where they make no FFN. `name` is for messages.
     """
 
     def __init__(self, owner: nn.Module, parts: FFNParts, name: str = "") -> None:
