@@ -201,7 +201,9 @@ def write_report(folders: Sequence[Path], path: Path, remark: Callable[[str], No
         parts += [f"## {title}", _describe(figures), *(sheet.to_markdown() for sheet in tabulate(figures))]
         picture = path.with_name(f"{path.stem}-{number}-{name}.png")
         try:
-            if draw(figures, picture):
+            figure, axes = make_figure()
+            if draw(figures, axes):
+                save_figure(figure, picture)
                 parts.append(f"![{title}]({picture.name})")
                 plots.append(picture)
         except ModuleNotFoundError as error:
@@ -281,11 +283,10 @@ def _gap_closed(figures: dict[str, Any], found: dict[str, Any]) -> str:
     return _figure((alone - own) / (alone - evidence)) if alone != evidence else "-"
 
 
-def _draw_locomo(figures: dict[str, Any], path: Path) -> bool:
+def _draw_locomo(figures: dict[str, Any], axes: Axes) -> bool:
     methods = {n: f for n, f in figures.get("cloze", {}).get("methods", {}).items() if f.get("right_minus_wrong")}
     if not methods:
         return False
-    figure, axes = make_figure()
     bars = ((-0.2, "gain_right", _RIGHT, "its own memory"), (0.2, "gain_wrong", _WRONG, "another one's"))
     for offset, key, colour, label in bars:
         means = [found[key] for found in methods.values()]
@@ -296,7 +297,6 @@ def _draw_locomo(figures: dict[str, Any], path: Path) -> bool:
     axes.set_xticks(range(len(methods)), list(methods))
     _label(axes, "", "nats a token gained on spans", "LoCoMo cloze")
     axes.legend()
-    save_figure(figure, path)
     return True
 
 
@@ -335,14 +335,13 @@ def _tabulate_forgetting(figures: dict[str, Any]) -> list[Sheet]:
     return [sheet for sheet in sheets if sheet.rows]
 
 
-def _draw_forgetting(figures: dict[str, Any], path: Path) -> bool:
+def _draw_forgetting(figures: dict[str, Any], axes: Axes) -> bool:
     points = {}
     for name, found in figures["after"].items():
         if rises := [rise["mean"] for rise in found["unread_rise"].values()]:
             points[name] = (found["book_gain"], sum(rises) / len(rises))
     if not points:
         return False
-    figure, axes = make_figure()
     for name, (gain, rise) in points.items():
         axes.plot(gain, rise, "o", label=name, color=_COLOURS["lora" if name.startswith("lora") else "locas-glu"])
         axes.annotate(name, (gain, rise), xytext=(5, 5), textcoords="offset points")
@@ -351,7 +350,6 @@ def _draw_forgetting(figures: dict[str, Any], path: Path) -> bool:
     _label(
         axes, "perplexity gained while reading the book", "perplexity lost on unread text", "Gain against forgetting"
     )
-    save_figure(figure, path)
     return True
 
 
@@ -371,8 +369,7 @@ def _tabulate_perplexity(figures: dict[str, Any]) -> list[Sheet]:
     return sheets
 
 
-def _draw_perplexity(figures: dict[str, Any], path: Path) -> bool:
-    figure, axes = make_figure()
+def _draw_perplexity(figures: dict[str, Any], axes: Axes) -> bool:
     dashes = ("-", "--", ":", "-.")
     for number, name in enumerate(figures["documents"]):
         for colour, (method, rows) in enumerate(figures["readings"].items()):
@@ -382,7 +379,6 @@ def _draw_perplexity(figures: dict[str, Any], path: Path) -> bool:
                 axes.plot(*zip(*points, strict=True), dash, color=f"C{colour}", label=f"{method}, {name}")
     _label(axes, "tokens read", "perplexity so far")
     axes.legend(fontsize="small")
-    save_figure(figure, path)
     return True
 
 
@@ -391,7 +387,7 @@ _STUDIES: dict[str, tuple[Callable, Callable, str]] = {
     "forgetting": (_tabulate_forgetting, _draw_forgetting, "Forgetting"),
     "perplexity": (_tabulate_perplexity, _draw_perplexity, "Perplexity"),
 }
-"""For each study: figures -> tables, (figures, path) -> whether a plot was drawn, and the heading."""
+"""For each study: figures -> tables, (figures, axes) -> whether a plot was drawn, and the heading."""
 
 
 # ---------------------------------------------------------------------- cells and axes
