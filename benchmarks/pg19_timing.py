@@ -31,8 +31,9 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from locas_peft import Anchor, Chunk, SlotWriter, TestTimeTrainer, write_own_text
+from locas_peft.adapters import attached
 from locas_peft.peak_memory import PeakMemory
-from locas_peft.reading import attached, memorize
+from locas_peft.reading import memorize
 from locas_peft.settings import ReadingSettings
 from locas_peft.ttt import at_marks, count_positions, perplexity_of
 

@@ -21,12 +21,13 @@ import torch
 from measuring import describe_machine, make_table
 
 from locas_peft import demo
+from locas_peft.adapters import memory_attached
 from locas_peft.evaluation.answering import answer
 from locas_peft.evaluation.recall import Question, ask, is_right, load_questions
 from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
 from locas_peft.loading import load_base
-from locas_peft.reading import memorize, memory_attached
+from locas_peft.reading import memorize
 from locas_peft.selfstudy import StudyStep, split_passages, write_lessons
 from locas_peft.settings import ReadingSettings, parse_method
 from locas_peft.text import QUESTION_PROMPT, encode_prompt, load_text, tokenize

@@ -204,7 +204,7 @@ def test_resuming_is_bit_identical_and_keeps_to_the_anchor(tmp_path):
     read(resumed, ids)
     assert [chunk.nll_nats for chunk in resumed.chunks] == [chunk.nll_nats for chunk in whole.chunks]
     assert_same(weights_of(resumed.model), weights_of(whole.model))
-    with pytest.raises(ValueError, match="anchor must be .*'every': 3.* as in the checkpoint"):
+    with pytest.raises(ValueError, match="^anchor: every must be 3 as in the checkpoint in .*, got 2: "):
         make_trainer(anchor=make_anchor(every=2)).resume(tmp_path)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from locas_peft import backbone, cli, demo, files, gguf_models, loading, reading, text
+from locas_peft import backbone, cli, demo, files, gguf_models, loading, memory_folder, text
 from locas_peft.evaluation import study
 from locas_peft.ttt import checkpoint
 from locas_peft.tuner import STRATEGIES
@@ -728,9 +728,7 @@ def chat_model(tmp_path_factory):
 
 def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memory, monkeypatch):
     seen = []
-    monkeypatch.setattr(
-        cli.memories, "_continue", lambda *g: seen.append(g[1].decode(g[2]["input_ids"][0])) or "Fine."
-    )
+    monkeypatch.setattr(cli.memories, "_continue", lambda *g: seen.append(g[1].decode(g[2])) or "Fine.")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n\nAnd you?\n/exit\nlost\n"))
     assert run("chat", "--memory", memory, "--model", chat_model, "--device", "cpu")[:2] == (0, "Fine.\nFine.\n")
     assert seen == ["user: Hello?\nassistant:", "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"]
@@ -741,7 +739,7 @@ def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, mo
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines[:2])))
     arguments = ("chat", "--without-memory", "--model", chat_model, "--device", "cpu", "--max-new-tokens")
     lengths = []
-    monkeypatch.setattr(cli.memories, "_continue", lambda *g: lengths.append(g[2]["input_ids"].shape[1]) or "Fine.")
+    monkeypatch.setattr(cli.memories, "_continue", lambda *g: lengths.append(len(g[2])) or "Fine.")
     assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
     assert lengths[1] == lengths[0]  # the first turn no longer fits
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines[2]))
@@ -1027,7 +1025,7 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
     assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
     assert values[-1].keys() == {"method", "recall_right", "recall_asked"}
     read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[:-1]]
-    assert [reading.Reading.from_json(value).method for value in read] == ["none", "lora", "locas-glu"]
+    assert [memory_folder.Reading.from_json(value).method for value in read] == ["none", "lora", "locas-glu"]
     assert all(value["max_tokens"] == 100 and value["scored_tokens"] == 99 for value in read), "of act 2"
     made = json.loads((tmp_path / "demo" / "recall" / "locas-glu" / "reading.json").read_text())
     assert made["curve"][-1][0] == len(text.tokenize(backbone.load()[1], page)) > 100, "the whole page"

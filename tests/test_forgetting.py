@@ -135,19 +135,21 @@ def test_the_rise_is_paired_over_chunks():
     after = [nll + 1.6 for nll in before]
     found = rise_interval(before, after, tokens)
     perplexity = torch.tensor(sum(before) / sum(tokens)).exp().item()
-    assert found.mean == pytest.approx(perplexity * (torch.tensor(0.1).exp().item() - 1), rel=1e-5)
-    assert 0 < found.low < found.mean < found.high < 2 * found.mean, "chunks that differ much, but all rise alike"
-    assert found.n == 40 and found == rise_interval(before, after, tokens)
+    assert found["mean"] == pytest.approx(perplexity * (torch.tensor(0.1).exp().item() - 1), rel=1e-5)
+    assert 0 < found["low"] < found["mean"] < found["high"] < 2 * found["mean"], (
+        "chunks that differ much, but all rise alike"
+    )
+    assert found["n"] == 40 and found == rise_interval(before, after, tokens)
     same = rise_interval(before, before, tokens)
-    assert (same.mean, same.low, same.high) == (0, 0, 0)
-    assert math.isnan(rise_interval(before[:1], after[:1], tokens[:1]).low)
-    assert rise_interval([], [], []).n == 0
+    assert (same["mean"], same["low"], same["high"]) == (0, 0, 0)
+    assert math.isnan(rise_interval(before[:1], after[:1], tokens[:1])["low"])
+    assert rise_interval([], [], [])["n"] == 0
 
 
 def test_the_rise_needs_the_same_chunks():
     ids, model = make_tokens(1, 50)[0], make_host("llama")
     one, two = (measure_drift(model, nullcontext, ids, 16, stride) for stride in (8, 16))
-    assert perplexity_rise(one, one).mean == 0 and sum(one["chunk_nll_nats"]) == pytest.approx(one["nll_nats"])
+    assert perplexity_rise(one, one)["mean"] == 0 and sum(one["chunk_nll_nats"]) == pytest.approx(one["nll_nats"])
     with pytest.raises(ValueError, match=r"^before and after must be of the same chunks, got 7 and 4 of them"):
         perplexity_rise(one, two)
 

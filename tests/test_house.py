@@ -13,6 +13,7 @@ FLOORS = [
     ["demo"],
     ["report", "evaluation"],
     ["reading"],
+    ["memory_folder", "adapters"],
     ["settings", "loading", "peak_memory", "selfstudy"],
     ["ttt"],
     ["text", "gguf_models", "files", "backbone", "registration"],

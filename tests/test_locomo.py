@@ -17,7 +17,7 @@ from locas_peft.evaluation.conversations import (
     keep_sessions,
     load_locomo,
 )
-from locas_peft.evaluation.locomo import PROMPTS, load_prompts, make_prompt
+from locas_peft.evaluation.prompts import PROMPTS, load_prompts, make_prompt
 
 
 @pytest.fixture
@@ -148,7 +148,10 @@ def test_prompts_hold_the_question_and_with_context_the_dialogue(conversations):
         first, first.questions[0], "full-context"
     )
     assert "other text" in make_prompt(first, temporal, "full-context", text="other text")
-    with pytest.raises(ValueError, match=r"^setting must be one of no-context, evidence, full-context, got 'half'$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^setting must be one of no-context, evidence, full-context, got 'half': choose one of them$",
+    ):
         make_prompt(first, temporal, "half")
 
 

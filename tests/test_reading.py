@@ -15,19 +15,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from locas_peft import backbone, loading, reading, text
+from locas_peft import backbone, loading, memory_folder, reading, text
+from locas_peft.adapters import attached, find_layers, memory_attached
 from locas_peft.files import format_json
-from locas_peft.reading import (
-    CHECKPOINT_FOLDER,
-    READING,
-    Reading,
-    attached,
-    check_vacant,
-    find_finished,
-    memorize,
-    memory_attached,
-    score,
-)
+from locas_peft.memory_folder import CHECKPOINT_FOLDER, READING, Reading, check_vacant, find_finished
+from locas_peft.reading import memorize, score
 from locas_peft.settings import ReadingSettings
 from locas_peft.ttt import anchor, checkpoint, write_own_text
 
@@ -259,7 +251,7 @@ def test_layers_that_a_model_does_not_have_are_named(method, base, input_ids):
 def test_the_upper_half_of_an_odd_number_of_layers_is_the_larger_one():
     host = make_two_layer_host()
     host.config.num_hidden_layers = 5
-    assert reading.find_layers(host, "upper") == [2, 3, 4]
+    assert find_layers(host, "upper") == [2, 3, 4]
 
 
 def test_each_kind_of_host_has_its_own_method(base, input_ids):
@@ -527,7 +519,7 @@ def test_the_checkpoint_stays_until_the_memory_is_saved(base, input_ids, tmp_pat
 
     options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(reading, "staged", full)
+        patch.setattr(memory_folder, "staged", full)
         with pytest.raises(OSError, match="No space left"):
             memorize(base, input_ids[:130], small(), **options)
     seen = []

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from locas_peft import report
-from locas_peft.reading import Reading
+from locas_peft.memory_folder import Reading
 from locas_peft.settings import ReadingSettings
 
 

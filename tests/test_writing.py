@@ -258,7 +258,7 @@ def test_reading_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
 
     other = make_model(r=8)
     writer = SlotWriter(other, slots_per_chunk=1)
-    with pytest.raises(ValueError, match="writer must be"):
+    with pytest.raises(ValueError, match="^writer: slots_per_chunk must be 2 as in the checkpoint in "):
         TestTimeTrainer(other, window=8, stride=4, learning_rate=1e-3, writer=writer).resume(tmp_path)
 
 

@@ -40,11 +40,7 @@ def staged(directory: str | Path) -> Iterator[Path]:
     both; where some are missing, `finish_replacement` puts the remaining new ones in place.
 
     After an error the new folder is removed, with the parent folders that were made for it. Folders that a killed
-    process left behind are removed first.
-
-    Args:
-        directory: the folder to fill; made where it does not exist, with its parents. At most one process may fill
-            it at a time.
+    process left behind are removed first. At most one process may fill a folder at a time.
 
     Raises:
         OSError: the disk is full, or a folder cannot be written. Errors of the disk that safetensors reports in its
@@ -160,15 +156,7 @@ def format_json(value: Any) -> str:
 
 
 def check_output_file(option: str, path: str | Path) -> None:
-    """Check, before the work begins, that a file can be written. Nothing is written.
-
-    Args:
-        option: the option's name, for the message.
-        path: the file.
-
-    Raises:
-        ValueError: its folder does not exist or cannot be written, or `path` is a folder.
-    """
+    """Raise a `ValueError`, before the work begins, for a file that cannot be written; `option` is its name."""
     path = Path(path)
     if path.is_dir():
         raise ValueError(f"{option} must be a file, got the folder {str(path)!r}: name a file inside it")
@@ -179,14 +167,9 @@ def check_output_file(option: str, path: str | Path) -> None:
 
 
 def check_output_directory(option: str, path: str | Path) -> None:
-    """Check, before the work begins, that a folder can be made or filled. Nothing is written.
+    """Raise a `ValueError`, before the work begins, for a folder that cannot be made or filled. Nothing is written.
 
-    Args:
-        option: the option's name, for the message.
-        path: the folder.
-
-    Raises:
-        ValueError: `path` or a parent is a file or a broken link, or the nearest folder that exists cannot be written.
+    That is a file, a broken link, or a folder below one of these, or below a folder that cannot be written.
     """
     path = Path(os.path.abspath(path))
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))

@@ -37,10 +37,7 @@ def is_gguf(name: str) -> bool:
 
 
 def find_gguf(name: str) -> Path | None:
-    """Return the file that a model's name means; None for names of other kinds of models.
-
-    Args:
-        name: a key of `PACKAGES`, or a path that ends with .gguf.
+    """Return the file that a model's name means: a key of `PACKAGES` or a path to a .gguf file; None for other names.
 
     Raises:
         ValueError: there is no such file, or its package is not installed.
@@ -70,9 +67,7 @@ def load_gguf(
     folder cannot be written, each call loads the file.
 
     Args:
-        path: the file.
         dtype: of the weights; None for bfloat16 where the device is fast at it, else float32.
-        device: where the weights go.
 
     Raises:
         ValueError: the package gguf is missing, or transformers cannot load the file.
@@ -87,10 +82,7 @@ def load_gguf(
 
 
 def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
-    """Return the folder for the checkpoint of a file in a dtype; None where none can or shall be kept.
-
-    The folder need not exist. The folder around it is made.
-    """
+    """Return the folder for the checkpoint of a file in a dtype; None where none can or shall be kept."""
     if path.stat().st_size > CONVERTED_BYTES:
         return None
     digest = hashlib.sha256()
@@ -147,11 +139,7 @@ def _load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
 
 
 def _convert(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the file itself.
-
-    Raises:
-        ValueError: transformers cannot load it.
-    """
+    """Load the file itself, or raise a `ValueError`."""
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype

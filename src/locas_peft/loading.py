@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from . import backbone
 from .files import finish_replacement, load_json
 from .gguf_models import find_gguf, load_gguf
+from .ttt.settings import check_choice
 from .tuner.memory_file import find_memory_file, list_replacements, load_tensors, one_line
 from .tuner.passes import remember_modules
 
@@ -79,11 +80,9 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         directory: the memory's folder.
         fields: values for fields of its config, such as `pad_to_multiple_of`, in place of the saved ones.
 
-    A memory that was made for a base of the same shapes with other weights gives a warning.
-
     Raises:
         ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
-            was before.
+            was before. A base of the same shapes with other weights gives a warning.
     """
     peft_type = load_memory_config(directory)["peft_type"]
     path = _find_weights(directory)
@@ -116,9 +115,7 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
 
 
 def load_memory_config(directory: str | Path) -> dict[str, Any]:
-    """Load the JSON config of a memory's folder.
-
-    A replacement of the memory that was stopped midway is finished first (see `files.staged`).
+    """Load the JSON config of a memory's folder; finish a replacement that was stopped midway first (`files.staged`).
 
     Raises:
         ValueError: there is no such folder, or no memory in it, or its config is damaged.
@@ -172,14 +169,8 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         if not owner:
             continue
         name = owner.removeprefix("base_model.model.")
-        empty = {
-            "name": name,
-            "r": None,
-            "tau": None,
-            **dict.fromkeys(("gate", "up", "down")),
-            "slots": slots.get(name),
-        }
-        layer = layers.setdefault(name, empty)
+        unknown = dict.fromkeys(("r", "tau", "gate", "up", "down"))
+        layer = layers.setdefault(name, {"name": name, **unknown, "slots": slots.get(name)})
         if part == "tau":
             layer["tau"] = tensor.item()
         elif part in ("gate", "up", "down"):
@@ -206,9 +197,8 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
 def choose_device(device: str) -> torch.device:
     """Turn a device's name into a device.
 
-    Args:
-        device: a torch device, or "auto": CUDA where there is one, else the CPU. Of several processes that a launcher
-            started, each takes the CUDA device of its `LOCAL_RANK`.
+    "auto" is CUDA where there is one, else the CPU. Of several processes that a launcher started, each takes the CUDA
+    device of its `LOCAL_RANK`.
 
     Raises:
         ValueError: torch has no such device, or the machine does not.
@@ -227,14 +217,10 @@ def choose_device(device: str) -> torch.device:
 
 def _choose_dtype(dtype: str) -> torch.dtype | None:
     """Turn a dtype's name into a dtype; None for the one that the weights are stored in."""
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}: choose one of them")
+    check_choice("dtype", dtype, ("auto", *DTYPES))
     if dtype == "auto":
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        if precision not in _PRECISIONS:
-            raise ValueError(
-                f"mixed precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}: choose one of them"
-            )
+        check_choice("mixed precision", precision, _PRECISIONS)
         dtype = _PRECISIONS[precision]
     return DTYPES.get(dtype)
 

@@ -19,11 +19,7 @@ NAME = "LOCAS"
 
 
 def register() -> PeftType:
-    """Registers LOCAS with PEFT: type, config, tuner and the prefix `locas_`. A second call changes nothing.
-
-    Returns:
-        The member `PeftType.LOCAS`.
-    """
+    """Register LOCAS with PEFT: type, config, tuner and the prefix `locas_`. A second call changes nothing."""
     member = add_member(PeftType, NAME)
     if member not in PEFT_TYPE_TO_CONFIG_MAPPING:
         register_peft_method(name=NAME.lower(), config_cls=LocasConfig, model_cls=LocasModel)
@@ -31,11 +27,9 @@ def register() -> PeftType:
 
 
 def add_member(enum: type[Enum], name: str) -> Enum:
-    """Adds a member whose value is its name to a `str` enum (Python 3.10 to 3.13), or returns the existing one.
+    """Add a member whose value is its name to a `str` enum, for the life of the process, or return the existing one.
 
-    Args:
-        enum: a class that derives from `str` and `Enum`; mutated, for the life of the process.
-        name: the name and the value of the member.
+    It works on Python 3.10 to 3.13.
     """
     if name in enum.__members__:
         return enum[name]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .reading import Reading
+    from .memory_folder import Reading
 
 __all__ = [
     "Sheet",
@@ -39,14 +39,7 @@ _RIGHT, _WRONG = _COLOURS["locas-glu"], _COLOURS["none"]
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table.
-
-    Args:
-        title: stands above it.
-        headers: of the columns; the first column is left-aligned, the others are right-aligned.
-        rows: texts.
-        best: (row, column) of a cell in bold type.
-    """
+    """A table of texts; the first column is left-aligned, the others right-aligned; the cell `best` is bold."""
 
     title: str
     headers: Sequence[str]
@@ -76,14 +69,10 @@ class Sheet:
 
 
 def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
-    """Return the readings of one text side by side, a row each.
+    """Return the readings of one text, at least one, side by side, a row each.
 
     Time is relative to the reading with the method "none", where there are others to compare it with. How often the
     brake took an adapter back is a column where it happened.
-
-    Args:
-        readings: at least one.
-        title: stands above the table.
     """
     end = min(reading.curve[-1][0] for reading in readings)
     marks = sorted({mark for reading in readings for mark in reading.perplexity_at if int(mark) < end}, key=int)
@@ -117,12 +106,7 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
 
 
 def plot_readings(readings: Sequence[Reading], path: str | Path, title: str = "") -> None:
-    """Draw the perplexity so far against the tokens read, a line for each reading, into a PNG file.
-
-    Args:
-        readings: at least one, of one text.
-        path: the file, replaced in one step.
-        title: stands above the plot.
+    """Draw the perplexity so far against the tokens read, a line for each reading of one text, into a PNG file.
 
     Raises:
         ModuleNotFoundError: matplotlib, which comes with the extra `plot`, is not installed.
@@ -165,21 +149,13 @@ def make_figure() -> tuple[Figure, Axes]:
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a figure as PNG, replacing the file in one step.
-
-    Raises:
-        OSError: the file cannot be written; one that was there is untouched.
-    """
+    """Write a figure as PNG, replacing the file in one step; an `OSError` leaves the one that was there."""
     with staged_file(path) as temporary:
         figure.savefig(temporary, format="png", metadata={"Software": None})
 
 
 def tabulate_memory(memory: dict[str, Any]) -> Sheet:
-    """Return the layers of a LOCAS memory: width, tau, norms of the slots (mean and maximum), host slots.
-
-    Args:
-        memory: from `loading.describe_memory`.
-    """
+    """Return the layers of `loading.describe_memory`: width, tau, norms of the slots (mean, maximum), host slots."""
     rows = []
     for layer in memory["layers"]:
         norms = [layer[part] and layer[part][which] for part in ("gate", "up", "down") for which in ("mean", "max")]
@@ -200,11 +176,11 @@ def tabulate_study(figures: dict[str, Any]) -> list[Sheet]:
 
 
 def write_report(folders: Sequence[Path], path: Path, remark: Callable[[str], None] = lambda line: None) -> list[Path]:
-    """Write one Markdown file with the tables and plots of all studies in some folders.
+    """Write one Markdown file with the tables and plots of all studies in some folders; the plots lie beside it.
 
     Args:
         folders: the folders that the studies wrote to.
-        path: the Markdown file; the plots lie beside it, named after it.
+        path: the Markdown file, after which the plots are named.
         remark: called with a line for what is left out.
 
     Returns:
@@ -225,7 +201,9 @@ def write_report(folders: Sequence[Path], path: Path, remark: Callable[[str], No
         parts += [f"## {title}", _describe(figures), *(sheet.to_markdown() for sheet in tabulate(figures))]
         picture = path.with_name(f"{path.stem}-{number}-{name}.png")
         try:
-            if draw(figures, picture):
+            figure, axes = make_figure()
+            if draw(figures, axes):
+                save_figure(figure, picture)
                 parts.append(f"![{title}]({picture.name})")
                 plots.append(picture)
         except ModuleNotFoundError as error:
@@ -305,11 +283,10 @@ def _gap_closed(figures: dict[str, Any], found: dict[str, Any]) -> str:
     return _figure((alone - own) / (alone - evidence)) if alone != evidence else "-"
 
 
-def _draw_locomo(figures: dict[str, Any], path: Path) -> bool:
+def _draw_locomo(figures: dict[str, Any], axes: Axes) -> bool:
     methods = {n: f for n, f in figures.get("cloze", {}).get("methods", {}).items() if f.get("right_minus_wrong")}
     if not methods:
         return False
-    figure, axes = make_figure()
     bars = ((-0.2, "gain_right", _RIGHT, "its own memory"), (0.2, "gain_wrong", _WRONG, "another one's"))
     for offset, key, colour, label in bars:
         means = [found[key] for found in methods.values()]
@@ -320,7 +297,6 @@ def _draw_locomo(figures: dict[str, Any], path: Path) -> bool:
     axes.set_xticks(range(len(methods)), list(methods))
     _label(axes, "", "nats a token gained on spans", "LoCoMo cloze")
     axes.legend()
-    save_figure(figure, path)
     return True
 
 
@@ -359,14 +335,13 @@ def _tabulate_forgetting(figures: dict[str, Any]) -> list[Sheet]:
     return [sheet for sheet in sheets if sheet.rows]
 
 
-def _draw_forgetting(figures: dict[str, Any], path: Path) -> bool:
+def _draw_forgetting(figures: dict[str, Any], axes: Axes) -> bool:
     points = {}
     for name, found in figures["after"].items():
         if rises := [rise["mean"] for rise in found["unread_rise"].values()]:
             points[name] = (found["book_gain"], sum(rises) / len(rises))
     if not points:
         return False
-    figure, axes = make_figure()
     for name, (gain, rise) in points.items():
         axes.plot(gain, rise, "o", label=name, color=_COLOURS["lora" if name.startswith("lora") else "locas-glu"])
         axes.annotate(name, (gain, rise), xytext=(5, 5), textcoords="offset points")
@@ -375,7 +350,6 @@ def _draw_forgetting(figures: dict[str, Any], path: Path) -> bool:
     _label(
         axes, "perplexity gained while reading the book", "perplexity lost on unread text", "Gain against forgetting"
     )
-    save_figure(figure, path)
     return True
 
 
@@ -395,8 +369,7 @@ def _tabulate_perplexity(figures: dict[str, Any]) -> list[Sheet]:
     return sheets
 
 
-def _draw_perplexity(figures: dict[str, Any], path: Path) -> bool:
-    figure, axes = make_figure()
+def _draw_perplexity(figures: dict[str, Any], axes: Axes) -> bool:
     dashes = ("-", "--", ":", "-.")
     for number, name in enumerate(figures["documents"]):
         for colour, (method, rows) in enumerate(figures["readings"].items()):
@@ -406,7 +379,6 @@ def _draw_perplexity(figures: dict[str, Any], path: Path) -> bool:
                 axes.plot(*zip(*points, strict=True), dash, color=f"C{colour}", label=f"{method}, {name}")
     _label(axes, "tokens read", "perplexity so far")
     axes.legend(fontsize="small")
-    save_figure(figure, path)
     return True
 
 
@@ -415,7 +387,7 @@ _STUDIES: dict[str, tuple[Callable, Callable, str]] = {
     "forgetting": (_tabulate_forgetting, _draw_forgetting, "Forgetting"),
     "perplexity": (_tabulate_perplexity, _draw_perplexity, "Perplexity"),
 }
-"""For each study: figures -> tables, (figures, path) -> whether a plot was drawn, and the heading."""
+"""For each study: figures -> tables, (figures, axes) -> whether a plot was drawn, and the heading."""
 
 
 # ---------------------------------------------------------------------- cells and axes

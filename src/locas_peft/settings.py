@@ -205,11 +205,8 @@ def complete_all(
 ) -> dict[str, ReadingSettings]:
     """Complete the settings for each of several methods; a value is used by the methods that have it.
 
-    Args:
-        methods: NAME[@WIDTH][:RATE], such as "lora@16:2e-3".
-
-    Returns:
-        The settings by the method's name in tables and folders: "lora@16-lr2e-3".
+    Each method is NAME[@WIDTH][:RATE], such as "lora@16:2e-3". The result has its name in tables and folders as key:
+    "lora@16-lr2e-3".
 
     Raises:
         ValueError: an unknown or repeated method, or a value that none of the methods has.

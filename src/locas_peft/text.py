@@ -30,14 +30,8 @@ QUESTION_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {qu
 def unwrap(text: str) -> str:
     """Join hard-wrapped lines: each paragraph on one line, one blank line between paragraphs.
 
-    Line breaks inside a paragraph (Windows, old Mac or Unix), byte-order marks and runs of spaces are replaced by
-    single spaces: a language model should not spend tokens on them.
-
-    Args:
-        text: any text; a paragraph ends at a line that holds nothing but whitespace.
-
-    Returns:
-        The paragraphs without leading or trailing whitespace; the empty string where there is none.
+    A paragraph ends at a line that holds nothing but whitespace. Line breaks inside it (Windows, old Mac or Unix),
+    byte-order marks and runs of spaces become single spaces: a language model should not spend tokens on them.
 
     Example:
         >>> unwrap("Call me\\nIshmael.\\n\\nSome years ago")
@@ -49,13 +43,7 @@ def unwrap(text: str) -> str:
 
 
 def load_text(path: str | Path) -> str:
-    """Load a UTF-8 text file, or standard input for `-`, without its byte-order mark.
-
-    Args:
-        path: a file's path, or `-`.
-
-    Returns:
-        The text, with every line break as "\\n".
+    """Load a UTF-8 text file, or standard input for `-`, without its byte-order mark; every line break becomes "\\n".
 
     Raises:
         ValueError: the file does not exist, cannot be read, is empty, or is not UTF-8 text.
@@ -88,11 +76,9 @@ def load_text(path: str | Path) -> str:
 
 
 def python_reference() -> str:
-    """Return the Python language reference that ships with every interpreter.
+    """Return the Python language reference that ships with every interpreter: half a million characters.
 
-    Returns:
-        The topics of `pydoc_data.topics`, sorted by name, a blank line between; about half a million characters.
-        Each Python version has its own.
+    These are the topics of `pydoc_data.topics`, sorted by name, a blank line between. Each Python version has its own.
 
     Raises:
         ValueError: the Python distribution has left the topics out.
@@ -107,19 +93,11 @@ def python_reference() -> str:
 
 
 def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongTensor:
-    """Turn a text into one sequence of token ids, without special tokens.
+    """Turn a text into one sequence of token ids, LongTensor [T] on the CPU, T >= 2, without special tokens.
 
-    With `max_tokens`, no more of the text is tokenized than these tokens need, and a margin: the cut can change the
-    tokens just before it.
-
-    Args:
-        tokenizer: a transformers tokenizer. Its warning about sequences beyond the model's length is not shown:
-            a text is read in chunks and may be of any length.
-        text: the text as the model shall see it (see `unwrap`).
-        max_tokens: the number of tokens to keep, from the start; all of them where None.
-
-    Returns:
-        LongTensor [T], on the CPU, T >= 2.
+    The tokenizer's warning about sequences beyond the model's length is not shown: a text is read in chunks. With
+    `max_tokens` only the first tokens are kept, and no more of the text is tokenized than they need, and a margin: the
+    cut can change the tokens just before it.
 
     Raises:
         ValueError: `max_tokens` is below 2, or the text makes fewer than two tokens. The first token is not scored,

@@ -28,11 +28,8 @@ _FOLDERS = {NAME: ("locas_peft", "backbone"), MLP_NAME: ("locas_peft", "backbone
 def path(name: str = NAME) -> Path:
     """Return the folder with a backbone's weights, config and tokenizer, as transformers loads them.
 
-    Args:
-        name: `NAME` or `MLP_NAME`.
-
     Raises:
-        ValueError: it is neither.
+        ValueError: the name is neither `NAME` nor `MLP_NAME`.
     """
     if name not in _FOLDERS:
         raise ValueError(f"name must be one of {', '.join(_FOLDERS)}, got {name!r}: choose one of them")
@@ -42,20 +39,12 @@ def path(name: str = NAME) -> Path:
 def load(
     dtype: torch.dtype | None = None, device: torch.device | str | None = None, name: str = NAME
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a backbone in evaluation mode, without the network.
+    """Load a backbone in evaluation mode, without the network: the model and its tokenizer.
 
-    Its texts must have one paragraph a line, as `locas_peft.text.unwrap` makes them: it has seen no others.
-
-    Args:
-        dtype: of the weights; float32 where None (they are stored in bfloat16).
-        device: where the weights go; the CPU where None.
-        name: `NAME` or `MLP_NAME`.
-
-    Returns:
-        The model (vocabulary 4,096, hidden size 256, 6 layers, at most 2,048 positions) and its tokenizer.
-
-    Raises:
-        ValueError: the name is neither.
+    The model has a vocabulary of 4,096 tokens, hidden size 256, 6 layers, and at most 2,048 positions. Its texts must
+    have one paragraph a line, as `locas_peft.text.unwrap` makes them: it has seen no others. The weights, which are
+    stored in bfloat16, are float32 on the CPU if nothing else is given; another name than `NAME` and `MLP_NAME` is a
+    `ValueError`.
 
     Example:
         >>> from locas_peft import backbone

@@ -15,43 +15,37 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
 
 from ..files import check_output_file, format_json, write_json
-
-__all__ = [
-    "check_json_file",
-    "deferring_signals",
-    "find_process",
-    "make_consoles",
-    "printable",
-    "show_progress",
-    "show_remarks",
-    "silence_libraries",
-    "write_result",
-]
 
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 
 
-def make_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
-    """Return the consoles of results and of remarks; both are stderr where stdout is for JSON.
+def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
+    """Return the consoles of results and of remarks; both are stderr where --json prints to stdout.
 
     Of several processes all but the first have quiet ones. Texts are printed as they are, never as markup.
+
+    Raises:
+        ValueError: the file of --json cannot be written.
     """
+    if json_file is not None and str(json_file) != "-":
+        check_output_file("--json", json_file)
+    stderr = _make_console(sys.stderr)
+    return (stderr if str(json_file) == "-" else _make_console(sys.stdout)), stderr
 
-    def make(stream: Any) -> Console:
-        return Console(
-            file=stream,
-            width=None if stream.isatty() else 120,  # 80, the default for a pipe or a file, would cut tables
-            highlight=False,
-            markup=False,
-            emoji=False,
-            soft_wrap=True,
-            quiet=find_process()[0] > 0,
-        )
 
-    stderr = make(sys.stderr)
-    return (stderr if str(json_file) == "-" else make(sys.stdout)), stderr
+def _make_console(stream: Any) -> Console:
+    return Console(
+        file=stream,
+        width=None if stream.isatty() else 120,  # 80, the default for a pipe or a file, would cut tables
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=True,
+        quiet=find_process()[0] > 0,
+    )
 
 
 @contextmanager
@@ -117,12 +111,6 @@ def deferring_signals(console: Console) -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
-def check_json_file(json_file: Path | None) -> None:
-    """Refuse a file for --json that cannot be written."""
-    if json_file is not None and str(json_file) != "-":
-        check_output_file("--json", json_file)
-
-
 def write_result(json_file: Path | None, value: Any) -> None:
     """Write what --json asks for: nothing where None, to stdout for "-"."""
     if str(json_file) == "-":
@@ -141,19 +129,17 @@ def find_process() -> tuple[int, int]:
 
 def silence_libraries() -> None:
     """Turn off the progress bars and remarks of transformers, and announcements of deprecations."""
-    from transformers.utils import logging
-
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
 
 
 class _Remarks(logging.Handler):
     """Prints each message on the console of remarks, on the stderr of that moment."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        make_consoles()[1].print(printable(record.getMessage()))
+        _make_console(sys.stderr).print(printable(record.getMessage()))
 
 
 def show_remarks() -> None:

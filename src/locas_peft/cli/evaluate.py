@@ -10,21 +10,33 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 from rich.console import Console
 
+from .. import report as reports
+from ..evaluation import forgetting as forgetting_study
+from ..evaluation import locomo as locomo_study
+from ..evaluation.blimp import load_blimp
+from ..evaluation.conversations import choose_conversations, keep_sessions, load_locomo
+from ..evaluation.documents import load_column, load_documents
+from ..evaluation.harness import find_tasks
+from ..evaluation.perplexity import run_perplexity
+from ..evaluation.prompts import PROMPTS, load_prompts
+from ..files import check_output_directory, check_output_file
 from ..settings import ReadingSettings, complete_all
-from .console import find_process, make_consoles, show_progress
-from .reading import (
+from ..text import load_text
+from ..ttt import count_positions
+from .console import find_process, open_consoles, show_progress
+from .options import (
     BASE,
-    MANY_METHODS,
-    MANY_SCORED,
     READING,
-    AtLeastOne,
+    AtLeastTwo,
     Base,
     BaseGroup,
     BaseOptions,
-    OutputPath,
+    Count,
+    ManyMethods,
+    ManyScored,
+    NamedPath,
     Overwrite,
     ReadingOptions,
     Text,
@@ -33,21 +45,20 @@ from .reading import (
     split_names,
 )
 
-Out = Annotated[OutputPath, Parameter(help="folder for figures, single results and memories.")]
+Out = Annotated[NamedPath, Parameter(help="folder for figures, single results and memories.")]
 Methods = Annotated[
     str,
     Parameter(
         help="separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both."
     ),
 ]
-Count = Annotated[int, AtLeastOne]
 DEFAULT_OUT = Path("locas-eval")
 
 
 def perplexity(
     *texts: Text,
     method: Methods = "none,lora,locas-glu",
-    long_window: Annotated[int | None, Parameter(validator=Number(gte=2))] = None,
+    long_window: AtLeastTwo | None = None,
     dataset: str | None = None,
     split: str = "test",
     column: str = "text",
@@ -55,7 +66,7 @@ def perplexity(
     unwrap: Unwrap = None,
     out: Out = DEFAULT_OUT,
     overwrite: Overwrite = False,
-    settings: Annotated[ReadingOptions, MANY_SCORED] = READING,
+    settings: ManyScored = READING,
     base: BaseGroup = BASE,
 ) -> None:
     """Online perplexity: each token scored before it is learned, a fresh memory for each document.
@@ -68,9 +79,6 @@ def perplexity(
         column: of the dataset: where the texts are.
         limit_documents: the first documents.
     """
-    from ..evaluation.documents import load_column, load_documents
-    from ..evaluation.perplexity import run_perplexity
-
     stdout, stderr = _open(out, base)
     if bool(texts) == (dataset is not None):
         raise ValueError("give either TEXT files or --dataset NAME, one of the two")
@@ -108,7 +116,7 @@ def locomo(
     batch_tokens: Count = 4096,
     out: Out = DEFAULT_OUT,
     overwrite: Overwrite = False,
-    settings: Annotated[ReadingOptions, MANY_METHODS] = READING,
+    settings: ManyMethods = READING,
     base: BaseGroup = BASE,
 ) -> None:
     """LoCoMo: questions about a dialogue, with its memory, without a memory, and with the memory of another dialogue.
@@ -126,13 +134,10 @@ def locomo(
         batch_size: questions at once.
         batch_tokens: tokens scored at once, padding included.
     """
-    from ..evaluation.conversations import keep_sessions
-    from ..evaluation.locomo import PROMPTS, Plan, choose_conversations, load_locomo, load_prompts, run_locomo
-
     stdout, stderr = _open(out, base)
-    plan = Plan(
+    plan = locomo_study.Plan(
         settings=split_names(setting, "--setting"),
-        prompts=dict(PROMPTS) if prompts is None else load_prompts(prompts),
+        prompts=PROMPTS if prompts is None else load_prompts(prompts),
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         batch_tokens=batch_tokens,
@@ -140,7 +145,8 @@ def locomo(
         wrong_memory=wrong_memory,
     )
     found, problems = load_locomo(data)
-    _print_lines(problems, stderr)
+    for problem in problems:
+        stderr.print(problem)
     names = None if conversations is None else split_names(conversations, "--conversations")
     chosen = choose_conversations(found, names)[:limit_conversations]
     if limit_sessions is not None:
@@ -152,7 +158,7 @@ def locomo(
     methods = _complete(settings, method, loaded)
     common = {**_describe(loaded), "data": data.name, "limit_questions": limit_questions, "left_out": problems}
     with show_progress(stderr) as progress:
-        figures = run_locomo(
+        figures = locomo_study.run_locomo(
             loaded.model, loaded.tokenizer, chosen, methods, out,
             plan=plan, common=common, overwrite=overwrite, progress=progress,
         )  # fmt: skip
@@ -164,7 +170,7 @@ def forgetting(
     /,
     *,
     unread: tuple[str, ...] | None = None,
-    unread_tokens: Annotated[int, Parameter(validator=Number(gte=2))] = 50_000,
+    unread_tokens: AtLeastTwo = 50_000,
     blimp: Path | None = None,
     limit_pairs: Count | None = None,
     tasks: str | None = None,
@@ -176,7 +182,7 @@ def forgetting(
     unwrap: Unwrap = None,
     out: Out = DEFAULT_OUT,
     overwrite: Overwrite = False,
-    settings: Annotated[ReadingOptions, MANY_METHODS] = READING,
+    settings: ManyMethods = READING,
     base: BaseGroup = BASE,
 ) -> None:
     """Forgetting: grammar, unread text and drift from the base, before and after a book, and with the memory off.
@@ -193,12 +199,6 @@ def forgetting(
         batch_size: documents of tasks at once.
         batch_tokens: tokens scored at once, padding included.
     """
-    from ..evaluation.blimp import load_blimp
-    from ..evaluation.documents import load_documents
-    from ..evaluation.forgetting import Plan, run_forgetting
-    from ..evaluation.harness import find_tasks
-    from ..text import load_text
-
     stdout, stderr = _open(out, base)
     if not (unread or blimp or tasks):
         raise ValueError("something must be measured: give --unread TEXT, --blimp PATH or --tasks LIST")
@@ -206,10 +206,11 @@ def forgetting(
     if names:
         find_tasks(names, include_path)
     pairs, problems = ([], []) if blimp is None else load_blimp(blimp, limit_pairs)
-    _print_lines(problems, stderr)
+    for problem in problems:
+        stderr.print(problem)
     content, others = load_text(book), load_documents(unread or ())
     loaded = load(base)
-    plan = Plan(
+    plan = forgetting_study.Plan(
         pairs=pairs,
         unread={name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()},
         tasks=names,
@@ -222,14 +223,14 @@ def forgetting(
     ids = loaded.encode(content, settings.max_tokens, unwrap)
     methods = _complete(settings, method, loaded)
     with show_progress(stderr) as progress:
-        figures = run_forgetting(
+        figures = forgetting_study.run_forgetting(
             loaded.model, loaded.tokenizer, ids, methods, out, plan,
             common=_describe(loaded), overwrite=overwrite, progress=progress,
         )  # fmt: skip
     _show(figures, stdout, out)
 
 
-def report(folder: Path, /, *folders: Path, out: OutputPath = Path("report.md")) -> None:
+def report(folder: Path, /, *folders: Path, out: NamedPath = Path("report.md")) -> None:
     """Write one Markdown file with tables and plots from the JSON of one or more runs.
 
     Args:
@@ -237,24 +238,19 @@ def report(folder: Path, /, *folders: Path, out: OutputPath = Path("report.md"))
         folders: more of them.
         out: the Markdown file; the plots lie beside it.
     """
-    from ..files import check_output_file
-    from ..report import write_report
-
-    stdout, stderr = make_consoles()
+    stdout, stderr = open_consoles()
     check_output_file("--out", out)
-    written = write_report([folder, *folders], out, remark=stderr.print)
+    written = reports.write_report([folder, *folders], out, remark=stderr.print)
     stdout.print(f"Written: {', '.join(map(str, written))}")
 
 
 def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
     """Check the options that all protocols share, and return the consoles of results and of remarks."""
-    from ..files import check_output_directory
-
     check_output_directory("--out", out)
     count = find_process()[1]
     if count > 1 and base.device not in ("auto", "cpu"):
         raise ValueError(f"--device must be auto or cpu for {count} processes, got {base.device!r}: leave it out")
-    return make_consoles()
+    return open_consoles()
 
 
 def _complete(settings: ReadingOptions, method: str, base: Base) -> dict[str, ReadingSettings]:
@@ -263,35 +259,21 @@ def _complete(settings: ReadingOptions, method: str, base: Base) -> dict[str, Re
 
 def _long_window(methods: dict[str, ReadingSettings], window: int, base: Base) -> ReadingSettings:
     """Return the settings of a frozen reading that differs from the first method's in its window alone."""
-    from ..ttt import count_positions
-
     limit = count_positions(base.model)
     if limit is not None and window > limit:
         raise ValueError(f"--long-window must be within the model's {limit} positions, got {window}: lower it")
     like = next(iter(methods.values()))
-    return ReadingSettings(
-        method="none",
-        window=window,
-        **{
-            name: getattr(like, name)
-            for name in ("stride", "context", "max_tokens", "seed", "model", "dtype", "preset")
-        },
-    ).complete(base.model)
+    same = ("stride", "context", "max_tokens", "seed", "model", "dtype", "preset")
+    same = {name: getattr(like, name) for name in same}
+    return ReadingSettings(method="none", window=window, **same).complete(base.model)
 
 
 def _describe(base: Base) -> dict[str, Any]:
     return {"model": base.name, "dtype": base.dtype}
 
 
-def _print_lines(lines: list[str], console: Console) -> None:
-    for line in lines:
-        console.print(line)
-
-
 def _show(figures: dict[str, Any], stdout: Console, out: Path) -> None:
-    from ..report import tabulate_study
-
-    for sheet in tabulate_study(figures):
+    for sheet in reports.tabulate_study(figures):
         stdout.print(sheet.to_rich())
     study = out / figures["study"]
     stdout.print(f"Figures: {study}.json; single results below {study}. Next: locas eval report {out}")

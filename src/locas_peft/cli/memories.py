@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,22 +10,46 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from cyclopts import Parameter
-from cyclopts.validators import Number
+from safetensors.torch import save_file
 
-from .console import check_json_file, make_consoles, printable, write_result
-from .reading import BASE, AtLeastOne, Base, BaseGroup, BaseOptions, JsonFile, OutputPath, Overwrite, Seed, load
+from ..adapters import memory_attached
+from ..evaluation import recall
+from ..files import check_output_directory, staged
+from ..loading import describe_memory, load_memory, load_memory_config
+from ..report import tabulate_memory
+from ..text import encode_prompt, encode_turns, find_pad_token, load_text
+from ..ttt import count_positions
+from ..tuner import list_layers, to_lora, widen_base
+from .console import open_consoles, printable, write_result
+from .options import (
+    BASE,
+    AtLeastZero,
+    Base,
+    BaseBesideDevice,
+    BaseGroup,
+    BaseOptions,
+    Count,
+    Device,
+    JsonFile,
+    NamedPath,
+    Overwrite,
+    Seed,
+    load,
+)
 
 Memory = Annotated[Path, Parameter(help="a memory's folder.")]
+Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
 
 def generate(
-    prompt: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    prompt: Prompt,
     /,
     *,
     memory: Memory,
-    max_new_tokens: Annotated[int, AtLeastOne] = 64,
-    temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
+    max_new_tokens: Count = 64,
+    temperature: AtLeastZero = 0.0,
     raw: bool = False,
     seed: Seed = 0,
     json_file: JsonFile = None,
@@ -39,13 +64,7 @@ def generate(
         raw: continue the prompt as it is, without the chat template.
         seed: of the tokens that are drawn.
     """
-    import torch
-
-    from ..text import encode_prompt
-    from ..ttt import count_positions
-
-    stdout, _ = make_consoles(json_file)
-    check_json_file(json_file)
+    stdout, _ = open_consoles(json_file)
     if not prompt.strip():
         raise ValueError("PROMPT must not be empty: give the beginning of a text")
     if any("\ud800" <= char <= "\udfff" for char in prompt):
@@ -53,19 +72,12 @@ def generate(
     loaded = _load_base_of(memory, base)
     chat = not raw and getattr(loaded.tokenizer, "chat_template", None) is not None
     ids = encode_prompt(loaded.tokenizer, prompt) if chat else loaded.tokenizer(prompt)["input_ids"]
-    ids = torch.tensor([ids], device=loaded.model.device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    limit = count_positions(loaded.model)
-    prompt_tokens = ids.shape[1]
-    if limit is not None and prompt_tokens + max_new_tokens > limit:
-        raise ValueError(
-            f"prompt and --max-new-tokens must fit the model's {limit} positions, got {prompt_tokens} + "
-            f"{max_new_tokens}: shorten one of them"
-        )
+    if not _fits(loaded, ids, max_new_tokens):
+        raise _too_long("prompt", loaded, ids, max_new_tokens)
     adapted = _load_memory(loaded, memory)
     with adapted.disable_adapter():
-        without = _continue(adapted, loaded.tokenizer, inputs, max_new_tokens, temperature, seed)
-    with_memory = _continue(adapted, loaded.tokenizer, inputs, max_new_tokens, temperature, seed)
+        without = _continue(adapted, loaded.tokenizer, ids, max_new_tokens, temperature, seed)
+    with_memory = _continue(adapted, loaded.tokenizer, ids, max_new_tokens, temperature, seed)
     for title, continuation in (("without the memory", without), ("with the memory", with_memory)):
         stdout.print(title, style="bold")
         stdout.print(("" if chat else prompt) + continuation.strip("\n" if chat else "") + "\n")
@@ -74,11 +86,11 @@ def generate(
 
 def ask(
     *question: Annotated[str, Parameter(allow_leading_hyphen=False)],
-    memory: Annotated[Path | None, Parameter(help="a memory's folder.")] = None,
+    memory: Memory | None = None,
     questions: Path | None = None,
     context: Path | None = None,
     without_memory: bool = False,
-    max_new_tokens: Annotated[int, AtLeastOne] = 32,
+    max_new_tokens: Count = 32,
     json_file: JsonFile = None,
     base: BaseGroup = BASE,
 ) -> None:
@@ -91,26 +103,20 @@ def ask(
         without_memory: ask the base model alone; --memory then only names it.
         max_new_tokens: the longest answer, in tokens.
     """
-    from ..evaluation.recall import Question, is_right, load_questions
-    from ..evaluation.recall import ask as answer_questions
-    from ..text import load_text
-
-    stdout, _ = make_consoles(json_file)
-    check_json_file(json_file)
-    asked = [Question(text) for text in question] + ([] if questions is None else load_questions(questions))
+    stdout, _ = open_consoles(json_file)
+    asked = [recall.Question(text) for text in question]
+    asked += [] if questions is None else recall.load_questions(questions)
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
-    _check_memory(memory, without_memory, base)
     text = None if context is None else load_text(context)
-    loaded = load(base) if memory is None else _load_base_of(memory, base)
-    model = loaded.model if without_memory else _load_memory(loaded, memory).eval()
-    answers = answer_questions(model, loaded.tokenizer, asked, context=text, max_new_tokens=max_new_tokens)
+    loaded, model = _load_to_ask(memory, without_memory, base)
+    answers = recall.ask(model, loaded.tokenizer, asked, context=text, max_new_tokens=max_new_tokens)
     records = [
         {
             "question": item.question,
             "answer": answer,
             "gold": item.answer,
-            "right": None if item.answer is None else is_right(answer, item.answer),
+            "right": None if item.answer is None else recall.is_right(answer, item.answer),
         }
         for item, answer in zip(asked, answers, strict=True)
     ]
@@ -125,10 +131,10 @@ def ask(
 
 def chat(
     *,
-    memory: Annotated[Path | None, Parameter(help="a memory's folder.")] = None,
+    memory: Memory | None = None,
     without_memory: bool = False,
-    max_new_tokens: Annotated[int, AtLeastOne] = 128,
-    temperature: Annotated[float, Parameter(validator=Number(gte=0))] = 0.0,
+    max_new_tokens: Count = 128,
+    temperature: AtLeastZero = 0.0,
     seed: Seed = 0,
     base: BaseGroup = BASE,
 ) -> None:
@@ -140,21 +146,10 @@ def chat(
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: of the tokens that are drawn.
     """
-    import sys
-
-    import torch
-
-    from ..text import encode_turns
-    from ..ttt import count_positions
-
-    stdout, stderr = make_consoles()
-    _check_memory(memory, without_memory, base)
-    loaded = load(base) if memory is None else _load_base_of(memory, base)
-    tokenizer = loaded.tokenizer
-    if getattr(tokenizer, "chat_template", None) is None:
+    stdout, stderr = open_consoles()
+    loaded, model = _load_to_ask(memory, without_memory, base)
+    if getattr(loaded.tokenizer, "chat_template", None) is None:
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
-    model = loaded.model if without_memory else _load_memory(loaded, memory).eval()
-    limit = count_positions(loaded.model)
     turns: list[dict[str, str]] = []
     while True:
         if sys.stdin.isatty():
@@ -165,19 +160,11 @@ def chat(
         if not line.strip():
             continue
         turns.append({"role": "user", "content": line.strip()})
-        while True:
-            ids = encode_turns(tokenizer, turns)
-            if limit is None or len(ids) + max_new_tokens <= limit:
-                break
+        while not _fits(loaded, ids := encode_turns(loaded.tokenizer, turns), max_new_tokens):
             if len(turns) == 1:
-                raise ValueError(
-                    f"message and --max-new-tokens must fit the model's {limit} positions, got {len(ids)} + "
-                    f"{max_new_tokens}: shorten one of them"
-                )
+                raise _too_long("message", loaded, ids, max_new_tokens)
             del turns[:2]  # the oldest message and its reply
-        ids = torch.tensor([ids], device=loaded.model.device)
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        reply = _continue(model, tokenizer, inputs, max_new_tokens, temperature, seed).strip()
+        reply = _continue(model, loaded.tokenizer, ids, max_new_tokens, temperature, seed).strip()
         turns.append({"role": "assistant", "content": reply})
         stdout.print(reply)
 
@@ -186,11 +173,11 @@ def merge(
     memory: Memory,
     /,
     *,
-    out: OutputPath,
+    out: NamedPath,
     overwrite: Overwrite = False,
-    pad_to_multiple_of: Annotated[int | None, AtLeastOne] = None,
-    device: Annotated[str, Parameter(group="Base model")] = "cpu",
-    base: Annotated[BaseOptions, Parameter(name="*", group="Base model", parse="^(?!device$)")] = BASE,
+    pad_to_multiple_of: Count | None = None,
+    device: Device = "cpu",
+    base: BaseBesideDevice = BASE,
 ) -> None:
     """Merge a memory into its base model: a checkpoint that stock transformers loads.
 
@@ -199,15 +186,10 @@ def merge(
         pad_to_multiple_of: pad the merged FFNs' width with zeros to a multiple of this.
         device: cpu, cuda, cuda:1, ... or auto.
     """
-    from ..files import check_output_directory, staged
-
-    stdout, _ = make_consoles()
+    stdout, _ = open_consoles()
     check_output_directory("--out", out)
-    if not overwrite and out.is_dir() and any(out.iterdir()):
-        raise ValueError(
-            f"--out must be a new or empty folder, got {str(out)!r} with files in it: choose another, or give "
-            "--overwrite"
-        )
+    if not overwrite:
+        _check_empty(out, "choose another, or give --overwrite")
     loaded = _load_base_of(memory, replace(base, device=device))
     fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
     merged = _load_memory(loaded, memory, **fields).merge_and_unload()
@@ -226,12 +208,12 @@ def export(
     memory: Memory,
     /,
     *,
-    out: OutputPath,
+    out: NamedPath,
     no_base: bool = False,
     base_only: bool = False,
-    neurons: Annotated[int | None, AtLeastOne] = None,
-    device: Annotated[str, Parameter(group="Base model")] = "cpu",
-    base: Annotated[BaseOptions, Parameter(name="*", group="Base model", parse="^(?!device$)")] = BASE,
+    neurons: Count | None = None,
+    device: Device = "cpu",
+    base: BaseBesideDevice = BASE,
 ) -> None:
     """Export a memory as a LoRA adapter and its base, widened by neurons of zeros, for engines that serve LoRA.
 
@@ -242,18 +224,11 @@ def export(
         neurons: how many neurons the base gets: the r of the widest memory that it shall serve; this one's by default.
         device: cpu, cuda, cuda:1, ... or auto.
     """
-    from safetensors.torch import save_file
-
-    from ..files import check_output_directory, staged
-    from ..reading import memory_attached
-    from ..tuner import list_layers, to_lora, widen_base
-
-    stdout, _ = make_consoles()
+    stdout, _ = open_consoles()
     if no_base and base_only:
         raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
     check_output_directory("--out", out)
-    if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: choose another")
+    _check_empty(out, "choose another")
     loaded = _load_base_of(memory, replace(base, device=device))
     with _warnings_as_lines(), memory_attached(loaded.model, memory) as model:
         widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
@@ -277,11 +252,7 @@ def export(
 
 def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     """Describe a memory: base model, layers, width, bytes, norms, slots. Loads no base model."""
-    from ..loading import describe_memory
-    from ..report import tabulate_memory
-
-    stdout, _ = make_consoles(json_file)
-    check_json_file(json_file)
+    stdout, _ = open_consoles(json_file)
     found = describe_memory(memory)
     for name in ("base", "peft_type", "r", "init", "scaling", "dtype"):
         if found[name] is not None:
@@ -296,16 +267,21 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     write_result(json_file, found)
 
 
-def _check_memory(memory: Path | None, without_memory: bool, base: BaseOptions) -> None:
-    """Refuse a call that names neither a memory nor, without one, a base model."""
+def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:
+    """Load a base and, unless it is asked alone, the memory; return the base and the model that is asked."""
     if memory is None and not (without_memory and base.model):
         raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
+    loaded = load(base) if memory is None else _load_base_of(memory, base)
+    return loaded, (loaded.model if without_memory else _load_memory(loaded, memory).eval())
+
+
+def _check_empty(out: Path, remedy: str) -> None:
+    if out.is_dir() and any(out.iterdir()):
+        raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: {remedy}")
 
 
 def _load_base_of(memory: Path, options: BaseOptions) -> Base:
     """Load the base model that the options name, or else the memory."""
-    from ..loading import load_memory_config
-
     name = options.model or load_memory_config(memory).get("base_model_name_or_path")
     if not name:
         raise ValueError(f"memory {str(memory)!r} does not name its base: give it with --model")
@@ -314,8 +290,6 @@ def _load_base_of(memory: Path, options: BaseOptions) -> Base:
 
 def _load_memory(base: Base, memory: Path, **fields: Any) -> Any:
     """Load a memory onto its base (see `loading.load_memory`)."""
-    from ..loading import load_memory
-
     with _warnings_as_lines():
         return load_memory(base.model, memory, **fields)
 
@@ -326,22 +300,35 @@ def _warnings_as_lines() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    _, stderr = make_consoles()
+    _, stderr = open_consoles()
     for warning in caught:
         stderr.print(f"warning: {printable(str(warning.message))}")
 
 
-def _continue(model: Any, tokenizer: Any, inputs: Any, max_new_tokens: int, temperature: float, seed: int) -> str:
-    import torch
+def _fits(base: Base, ids: list[int], max_new_tokens: int) -> bool:
+    limit = count_positions(base.model)
+    return limit is None or len(ids) + max_new_tokens <= limit
 
-    from ..text import find_pad_token
 
+def _too_long(name: str, base: Base, ids: list[int], max_new_tokens: int) -> ValueError:
+    return ValueError(
+        f"{name} and --max-new-tokens must fit the model's {count_positions(base.model)} positions, got {len(ids)} + "
+        f"{max_new_tokens}: shorten one of them"
+    )
+
+
+def _continue(model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> str:
+    """Return the text that a model writes after a prompt."""
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature}
     likeliest = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    pad = find_pad_token(tokenizer)
+    prompt = torch.tensor([ids], device=model.device)
     with torch.inference_mode():
         output = model.generate(
-            **inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, **(drawn if temperature else likeliest)
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=find_pad_token(tokenizer),
+            **(drawn if temperature else likeliest),
         )
-    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)

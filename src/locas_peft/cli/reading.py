@@ -1,181 +1,62 @@
-"""`locas demo`, `memorize` and `compare`: read a text with one method or several; and options that commands share."""
+"""`locas demo`, `memorize` and `compare`: read a text with one method or several."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 from cyclopts import Parameter
-from cyclopts.validators import Number
 from rich.console import Console
 
-from .. import backbone
+from .. import backbone, loading, reading, report
+from .. import demo as acts
+from .. import text as texts
+from ..evaluation import study
+from ..files import check_output_directory, check_output_file, write_json
+from ..memory_folder import CHECKPOINT_FOLDER, Reading, check_vacant, find_finished
+from ..selfstudy import load_exchanges
 from ..settings import ReadingSettings, complete_all, label_method
-from .console import (
-    check_json_file,
-    deferring_signals,
-    make_consoles,
-    printable,
-    show_progress,
-    show_remarks,
-    silence_libraries,
-    write_result,
+from ..ttt import count_positions
+from ..ttt.checkpoint import has_checkpoint
+from .console import deferring_signals, open_consoles, printable, show_progress, write_result
+from .options import (
+    BASE,
+    READING,
+    AtLeastTwo,
+    AtLeastZero,
+    Base,
+    BaseGroup,
+    BaseOptions,
+    Count,
+    JsonFile,
+    ManyScored,
+    NamedPath,
+    OneMethod,
+    Overwrite,
+    ReadingOptions,
+    Seed,
+    Text,
+    Unwrap,
+    load,
+    split_names,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from ..demo import Recall
-    from ..reading import Reading
 
 DEMO_JSON, COMPARE_JSON, PLOT = "demo.json", "readings.json", "perplexity.png"
 DEMO_METHODS = "none,lora,locas-glu"
 DEMO_PROMPT = "See also:"
-LARGEST = 2**48  # the size in bytes of a tensor with so many rows fits 64 bits
-
-
-# ---------------------------------------------------------------------- shared options
-
-
-def _parse_layers(type_: Any, tokens: Sequence) -> list[int] | str:
-    value = tokens[0].value
-    try:
-        return value if value == "upper" else [int(index) for index in value.split(",")]
-    except ValueError:
-        raise ValueError(f"must be upper, or indices separated by commas, got {value!r}: write 3,4,5, say") from None
-
-
-def _parse_path(type_: Any, tokens: Sequence) -> Path:
-    if not tokens[0].value:
-        raise ValueError("must name a path, got an empty text")
-    return Path(tokens[0].value)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReadingOptions(ReadingSettings):
-    """The settings of a reading, with the names and forms that they have on the command line."""
-
-    learning_rate: Annotated[float | None, Parameter(name="--lr")] = None
-    r: Annotated[int | None, Parameter(alias="--width")] = None
-    layers_to_transform: Annotated[str | None, Parameter(name="--layers", converter=_parse_layers)] = None
-    brake: Annotated[bool | None, Parameter(negative="--no-brake")] = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, value in vars(self).items():
-            if isinstance(value, int) and abs(value) > LARGEST:
-                raise ValueError(f"{name} must be at most {LARGEST:,}, got {value:,}: lower it")
-
-    def of(self, base: Base) -> ReadingSettings:
-        """Return plain settings, with the record of the base that was loaded and its tokenizer's start token."""
-        from ..text import find_start_token
-
-        settings = ReadingSettings(**{**vars(self), "model": base.name, "dtype": base.dtype})
-        if settings.start_token is not None:
-            return settings
-        return replace(settings, start_token=find_start_token(base.tokenizer))
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseOptions:
-    """The base model.
-
-    Args:
-        model: folder, hub name or GGUF file of a causal LM, or smollm2; where not given, the one that the memory
-            names, or an embedded one.
-        dtype: auto, float32, bfloat16 or float16.
-        device: cpu, cuda, cuda:1, ... or auto.
-    """
-
-    model: str | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-
-
-ONE_METHOD = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$)")
-MANY_METHODS = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$)")
-MANY_SCORED = Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$|study$|exchanges$|passes$)")
-"""Without the options of a self-study, which comes after a text is scored."""
-Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
-BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
-OutputPath = Annotated[Path, Parameter(converter=_parse_path)]
-JsonFile = Annotated[
-    Path | None,
-    Parameter(name="--json", converter=_parse_path, allow_leading_hyphen=True, help="write JSON; - for stdout."),
-]
-Overwrite = Annotated[bool, Parameter(help="replace the results of an earlier run in --out.")]
-Unwrap = Annotated[
-    bool | None,
-    Parameter(
-        negative="--no-unwrap",
-        help="join hard-wrapped lines to paragraphs first; by default for an embedded base model only.",
-    ),
-]
-AtLeastOne = Parameter(validator=Number(gte=1, lte=LARGEST))
-Seed = Annotated[int, Parameter(validator=Number(gte=-LARGEST, lte=LARGEST))]
-READING, BASE = ReadingOptions(), BaseOptions()
-
-
-@dataclass(frozen=True)
-class Base:
-    """A base model with its tokenizer, under its recorded name."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def dtype(self) -> str:
-        return str(self.model.dtype).removeprefix("torch.")
-
-    def encode(self, text: str, max_tokens: int | None, unwrap: bool | None) -> torch.LongTensor:
-        """Return a text's token ids, LongTensor [T] on the CPU; unwrap None: unwrapped for an embedded backbone."""
-        from .. import text as texts
-
-        if backbone.is_embedded(self.name) if unwrap is None else unwrap:
-            text = texts.unwrap(text)
-        return texts.tokenize(self.tokenizer, text, max_tokens)
-
-
-def load(options: BaseOptions) -> Base:
-    """Load the base model that the options name."""
-    from .. import loading
-
-    silence_libraries()
-    show_remarks()
-    name = options.model or backbone.NAME
-    model, tokenizer = loading.load_base(name, options.dtype, options.device)
-    return Base(backbone.name_of(name), model, tokenizer)
-
-
-def split_names(names: str, option: str) -> tuple[str, ...]:
-    """Split the value of an option into names.
-
-    Raises:
-        ValueError: there is none, or one is repeated.
-    """
-    chosen = tuple(name.strip() for name in names.split(",") if name.strip())
-    if not chosen:
-        raise ValueError(f"{option} must name something, got {names!r}: separate names by commas")
-    if len(set(chosen)) < len(chosen):
-        raise ValueError(f"{option} must name each once, got {names!r}: drop the second mention")
-    return chosen
-
-
-# ---------------------------------------------------------------------- commands
 
 
 def demo(
     *,
-    out: OutputPath = Path("locas-demo"),
+    out: NamedPath = Path("locas-demo"),
     model: str | None = None,
     preset: str = "tuned",
-    r: Annotated[int | None, Parameter(alias="--width"), AtLeastOne] = None,
-    max_tokens: Annotated[int | None, Parameter(validator=Number(gte=2))] = None,
+    r: Annotated[Count | None, Parameter(alias="--width")] = None,
+    max_tokens: AtLeastTwo | None = None,
     seed: Seed = 0,
     device: str = "auto",
     json_file: JsonFile = None,
@@ -191,19 +72,13 @@ def demo(
         seed: set before each method.
         device: cpu, cuda, cuda:1, ... or auto.
     """
-    from .. import demo as acts
-    from .. import loading, reading, text
-    from ..files import check_output_directory, write_json
-    from ..ttt import count_positions
-
-    stdout, stderr = make_consoles(json_file)
+    stdout, stderr = open_consoles(json_file)
     name = model or acts.choose_model()
     default_tokens, again = acts.choose_tokens(name)
     max_tokens = max_tokens or default_tokens
     options = ReadingOptions(preset=preset, r=r, seed=seed, max_tokens=max_tokens)
     methods = split_names(DEMO_METHODS, "--methods")
     check_output_directory("--out", out)
-    check_json_file(json_file)
     own = (out / DEMO_JSON).exists()  # an earlier demo's folder
     memories = [method for method in methods if method != "none"]
     _check_vacant(out, [*memories, *(f"{acts.RECALL}/{method}" for method in memories)], [PLOT], overwrite=own)
@@ -235,7 +110,7 @@ def demo(
         f"Act 2, perplexity. {trained}{base.name} now reads the Python language reference.\nEach chunk is scored "
         "before it is learned: the lower the perplexity, the better the prediction."
     )
-    input_ids = base.encode(text.python_reference(), max_tokens, unwrap=None)
+    input_ids = base.encode(texts.python_reference(), max_tokens, unwrap=None)
     readings = _read_each(base, input_ids, settings, stderr, out, overwrite=True)
     rows = acts.describe(readings, recalls)
     write_json(out / DEMO_JSON, rows)
@@ -259,10 +134,8 @@ def demo(
     )
 
 
-def _show_recall(recalls: Sequence[Recall], stdout: Console, folder: Path) -> None:
+def _show_recall(recalls: Sequence[acts.Recall], stdout: Console, folder: Path) -> None:
     """Print the counts of act 1, some answers without a memory and with the last method's, and the next command."""
-    from .. import demo as acts
-
     questions, before, after = acts.load_page_questions(), recalls[0], recalls[-1]
     stdout.print(acts.tabulate_recall(recalls).to_rich())
     for index in acts.SHOWN:
@@ -277,14 +150,14 @@ def memorize(
     text: Text,
     /,
     *,
-    out: OutputPath | None = None,
+    out: NamedPath | None = None,
     resume: bool = False,
     overwrite: Overwrite = False,
-    checkpoint_seconds: Annotated[float, Parameter(validator=Number(gte=0))] = 30.0,
-    exchanges_file: Annotated[Path | None, Parameter(converter=_parse_path)] = None,
+    checkpoint_seconds: AtLeastZero = 30.0,
+    exchanges_file: NamedPath | None = None,
     unwrap: Unwrap = None,
     json_file: JsonFile = None,
-    settings: Annotated[ReadingOptions, ONE_METHOD] = READING,
+    settings: OneMethod = READING,
     base: BaseGroup = BASE,
 ) -> None:
     """Read a text and save what was learned as a memory.
@@ -297,16 +170,9 @@ def memorize(
         exchanges_file: JSON Lines with question and answer, studied in place of exchanges that the model writes; for
             instance an edited exchanges.jsonl of a memory.
     """
-    from .. import reading
-    from ..files import check_output_directory
-    from ..selfstudy import load_exchanges
-    from ..text import load_text
-    from ..ttt.checkpoint import has_checkpoint
-
-    stdout, stderr = make_consoles(json_file)
+    stdout, stderr = open_consoles(json_file)
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue, or start afresh")
-    check_json_file(json_file)
     if exchanges_file is not None and not settings.study:
         raise ValueError(f"--exchanges-file needs --study, got {str(exchanges_file)!r} without it: add --study")
     exchanges = None if exchanges_file is None else load_exchanges(exchanges_file)
@@ -316,12 +182,12 @@ def memorize(
             raise ValueError(f"--out must name a folder for what {settings.method} learns, got none: add --out DIR")
         check_output_directory("--out", out)
         if not resume:
-            reading.check_vacant(out, overwrite=overwrite)
-    content = load_text(text)
+            check_vacant(out, overwrite=overwrite)
+    content = texts.load_text(text)
     loaded = load(base)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     complete = settings.of(loaded).complete(loaded.model)
-    result = reading.find_finished(out, complete, input_ids, exchanges) if resume and saves else None
+    result = find_finished(out, complete, input_ids, exchanges) if resume and saves else None
     if result is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
     else:
@@ -332,7 +198,7 @@ def memorize(
                 exchanges=exchanges,
             )  # fmt: skip
         except KeyboardInterrupt:
-            if saves and has_checkpoint(out / reading.CHECKPOINT_FOLDER):
+            if saves and has_checkpoint(out / CHECKPOINT_FOLDER):
                 stderr.print(f"{out} holds a checkpoint: the same command with --resume continues from there")
             raise
     _show([result], stdout, stderr, None, _name_text(text))
@@ -347,12 +213,12 @@ def compare(
     /,
     *,
     methods: str = DEMO_METHODS,
-    out: OutputPath | None = None,
+    out: NamedPath | None = None,
     overwrite: Overwrite = False,
-    plot: OutputPath | None = None,
+    plot: NamedPath | None = None,
     unwrap: Unwrap = None,
     json_file: JsonFile = None,
-    settings: Annotated[ReadingOptions, MANY_METHODS] = READING,
+    settings: ManyScored = READING,
     base: BaseGroup = BASE,
 ) -> None:
     """Read one text with several methods, one after the other, and put them side by side.
@@ -363,35 +229,29 @@ def compare(
         out: also write a plot, JSON and a folder for each memory there.
         plot: draw the perplexity so far (PNG).
     """
-    from ..files import check_output_directory, check_output_file, write_json
-    from ..text import load_text
-
-    stdout, stderr = make_consoles(json_file)
+    stdout, stderr = open_consoles(json_file)
     names = split_names(methods, "--methods")
-    check_json_file(json_file)
     if plot is not None:
         check_output_file("--plot", plot)
     if out is not None:
         check_output_directory("--out", out)
-        labels = [label_method(name) for name in names]
-        _check_vacant(out, labels, [COMPARE_JSON, PLOT], overwrite)
-    content = load_text(text)
+        _check_vacant(out, map(label_method, names), [COMPARE_JSON, PLOT], overwrite)
+    content = texts.load_text(text)
     loaded = load(base)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     readings = _read_each(
         loaded, input_ids, complete_all(settings.of(loaded), names, loaded.model), stderr, out, overwrite=overwrite
     )
+    rows = [each.to_json() for each in readings]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / COMPARE_JSON, [reading.to_json() for reading in readings])
+        write_json(out / COMPARE_JSON, rows)
     _show(readings, stdout, stderr, plot or (out and out / PLOT), _name_text(text))
-    write_result(json_file, [reading.to_json() for reading in readings])
+    write_result(json_file, rows)
 
 
-def _check_vacant(out: Path, folders: Sequence[str], files: Sequence[str], overwrite: bool) -> None:
+def _check_vacant(out: Path, folders: Iterable[str], files: Sequence[str], overwrite: bool) -> None:
     """Refuse a folder in which memories or files would replace something."""
-    from ..reading import check_vacant
-
     for folder in folders:
         check_vacant(out / folder, overwrite=overwrite)
     for name in files if not overwrite else ():
@@ -409,20 +269,13 @@ def _read_each(
     checkpoint_seconds: float | None = None,
     **options: Any,
 ) -> list[Reading]:
-    """Read the text with each method in turn, with a progress bar each.
+    """Read a text, LongTensor [T], with each method in turn, with a progress bar each.
 
     Args:
-        base: the base model.
-        input_ids: LongTensor [T].
         settings: by the name of the memory's folder in `out`; "" stands for `out` itself.
-        stderr: for the progress bars.
-        out: None where nothing is saved.
         checkpoint_seconds: None for no checkpoints.
         options: of `reading.memorize`.
     """
-    from ..evaluation.study import follow, follow_study
-    from ..reading import CHECKPOINT_FOLDER, memorize
-
     readings = []
     with show_progress(stderr) as progress, deferring_signals(stderr) as check:
 
@@ -433,10 +286,10 @@ def _read_each(
             memory = None if out is None else out / name
             if checkpoint_seconds is not None and memory is not None:
                 options |= {"checkpoint_dir": memory / CHECKPOINT_FOLDER, "checkpoint_seconds": checkpoint_seconds}
-            on_chunk = then_check(follow(progress(name or each.method, len(input_ids) * each.readings)))
+            on_chunk = then_check(study.follow(progress(name or each.method, len(input_ids) * each.readings)))
             if each.study:
-                options |= {"on_study": then_check(follow_study(progress)), "tokenizer": base.tokenizer}
-            readings.append(memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
+                options |= {"on_study": then_check(study.follow_study(progress)), "tokenizer": base.tokenizer}
+            readings.append(reading.memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
     return readings
 
 
@@ -456,17 +309,15 @@ def _show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console
 
 
 def _show(readings: Sequence[Reading], stdout: Console, stderr: Console, plot: Path | None, title: str) -> None:
-    from .. import report
-
     stdout.print(report.tabulate_readings(readings, title).to_rich())
-    skipped = sum(reading.skipped_chunks for reading in readings)
+    skipped = sum(each.skipped_chunks for each in readings)
     if skipped:
         stderr.print(f"{skipped} chunks were scored but not learned: their loss or gradient was not finite")
-    for reading in readings:
-        if reading.taken_back:
-            where = ", ".join(f"{tokens:,}" for tokens in reading.taken_back)
+    for each in readings:
+        if each.taken_back:
+            where = ", ".join(f"{tokens:,}" for tokens in each.taken_back)
             stderr.print(
-                f"{reading.method} made the text worse than no memory and was taken back to an earlier state, after "
+                f"{each.method} made the text worse than no memory and was taken back to an earlier state, after "
                 f"{where} tokens: a lower --lr may learn more"
             )
     if plot is not None:

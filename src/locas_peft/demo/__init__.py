@@ -15,10 +15,12 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
+from ..adapters import memory_attached
 from ..evaluation.recall import Question, ask, is_right, load_questions
 from ..evaluation.study import Progress, follow, follow_study
 from ..gguf_models import PACKAGES, is_installed
-from ..reading import Reading, memorize, memory_attached
+from ..memory_folder import Reading
+from ..reading import memorize
 from ..report import Sheet
 from ..selfstudy import Lesson, split_passages, write_lessons
 from ..selfstudy.writing import longest_passage
@@ -106,14 +108,11 @@ def teach_page(
     progress: Progress,
     overwrite: bool = False,
 ) -> Reading:
-    """Teach the page to a fresh adapter and save it. The only place that says how the page is taught.
+    """Teach the page to a fresh adapter and save it in `out`. The only place that says how the page is taught.
 
     Args:
         base: a causal LM without adapters; restored at the end.
-        tokenizer: its tokenizer.
-        settings: the method's, for the base.
         lessons: of `write_page_lessons`.
-        out: the memory's folder.
         progress: opens a line of progress.
         overwrite: replace a memory in `out`.
     """
@@ -127,10 +126,7 @@ def teach_page(
 def write_page_lessons(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ReadingSettings, *, progress: Progress
 ) -> list[Lesson]:
-    """Let the model write exchanges about the page, once for all methods: no adapter takes part in it.
-
-    Args: as for `teach_page`.
-    """
+    """Let the model write exchanges about the page, once for all methods: no adapter takes part in it."""
     passages = split_passages(tokenizer, load_page(), longest_passage(Host(base), settings.window))
     advance, lessons = progress("exchanges", len(passages)), []
     for written in write_lessons(base, tokenizer, passages, EXCHANGES, seed=settings.seed):
@@ -154,12 +150,7 @@ def recall(
         base: a causal LM without adapters; restored at the end.
         tokenizer: its tokenizer, with a chat template.
         settings: of each method, for the base.
-        out: each memory is saved in the folder of its method in this folder.
-        progress: opens a line of progress.
-        overwrite: replace memories in `out`.
-
-    Returns:
-        The answers: of the model alone, in context, and of each method that learns.
+        out: each memory is saved in the folder of its method in this folder, where `overwrite` replaces one.
     """
     questions = load_page_questions()
 

@@ -4,8 +4,9 @@ from .blimp import load_blimp
 from .conversations import choose_conversations, load_locomo
 from .documents import load_column, load_documents
 from .forgetting import run_forgetting
-from .locomo import load_prompts, run_locomo
+from .locomo import run_locomo
 from .perplexity import run_perplexity
+from .prompts import load_prompts
 from .study import Progress, Unit, follow, open_study, run_units, silent
 
 __all__ = ["Progress", "Unit", "choose_conversations", "follow", "load_blimp", "load_column", "load_documents"]

@@ -41,12 +41,11 @@ class PairScore(NamedTuple):
 
 
 def load_blimp(path: str | Path, limit_pairs: int | None = None) -> tuple[list[MinimalPair], list[str]]:
-    """Load BLiMP's JSON lines from the release's zip file or from a folder.
-
-    Each `.jsonl` in it, at any depth, is a paradigm, of which the first `limit_pairs` pairs are loaded.
+    """Load BLiMP's JSON lines from the release's zip file or from a folder, at any depth: each `.jsonl` is a paradigm.
 
     Returns:
-        The pairs, by paradigm in alphabetical order, and one line for each record that cannot be used.
+        The first `limit_pairs` pairs of each paradigm, in alphabetical order, and one line for each record that cannot
+        be used.
 
     Raises:
         ValueError: the file does not exist or holds no pair.
@@ -99,10 +98,7 @@ def score_pairs(
     batch_tokens: int = 4096,
     on_batch: Callable[[int], None] | None = None,
 ) -> list[PairScore]:
-    """Score both sentences of each pair, each one after the tokenizer's begin-of-text token alone.
-
-    `batch_tokens` and `on_batch` are those of `scoring.score_targets`, whose texts are the sentences.
-    """
+    """Score both sentences of each pair, each after the begin-of-text token alone (see `scoring.score_targets`)."""
     texts = [encode_pair(tokenizer, "", text) for pair in pairs for text in (pair.good, pair.bad)]
     scores = score_targets(model, texts, batch_tokens=batch_tokens, on_batch=on_batch)
     return [
@@ -117,6 +113,6 @@ def summarize_pairs(scores: Sequence[PairScore]) -> dict[str, Any]:
     for score in scores:
         paradigms.setdefault(score.paradigm, []).append(score.right)
     return {
-        "accuracy": mean_interval([float(score.right) for score in scores]).to_json(),
+        "accuracy": mean_interval([float(score.right) for score in scores]),
         "paradigms": {name: sum(right) / len(right) for name, right in sorted(paradigms.items())},
     }

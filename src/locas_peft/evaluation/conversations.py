@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..ttt.settings import check_choice
 from .f1 import ADVERSARIAL, CATEGORIES
 
 __all__ = ["Conversation", "Question", "Session", "Turn", "choose_conversations", "dialogue", "dialogue_lines"]
@@ -145,8 +146,7 @@ def choose_conversations(conversations: Sequence[Conversation], names: Sequence[
     """
     known = [conversation.sample_id for conversation in conversations]
     for name in names or ():
-        if name not in known:
-            raise ValueError(f"conversation must be one of {', '.join(known)}, got {name!r}: choose one of them")
+        check_choice("conversation", name, known)
     return [conversation for conversation in conversations if names is None or conversation.sample_id in names]
 
 

@@ -13,9 +13,7 @@ __all__ = ["load_column", "load_documents"]
 
 
 def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str, str]:
-    """Load the first `limit` of text files, and of the `.txt` files of folders, by name without the suffix, in order.
-
-    `sources` are paths; `-` stands for standard input.
+    """Load the first `limit` of text files (`-` is stdin), and of the `.txt` files of folders, by name without suffix.
 
     Raises:
         ValueError: a file cannot be read, a folder has no text, or two files have the same name.
@@ -37,12 +35,9 @@ def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str
 
 
 def load_column(dataset: str, split: str, column: str, limit: int | None = None) -> dict[str, str]:
-    """Load documents from a dataset, by the names "test-0", "test-1", ... for the split "test".
+    """Load the first `limit` documents of a dataset's column, named "test-0", "test-1", ... for the split "test".
 
-    Args:
-        dataset: a name on the hub, or a folder that `datasets` can load.
-        column: where the texts are.
-        limit: the number of documents to load, from the first; None for all of them. The rest is not downloaded.
+    `dataset` is a name on the hub, or a folder that `datasets` can load. What is beyond the limit is not downloaded.
 
     Raises:
         ValueError: the dataset, split or column does not exist, has no text, or `datasets` is not installed.

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..adapters import memory_attached
 from ..files import write_json
-from ..reading import memory_attached
 from ..settings import ReadingSettings
 from ..ttt.chunks import cut, perplexity
 from ..ttt.host import Host
 from ..ttt.objectives import divergences, token_losses
 from .blimp import MinimalPair, PairScore, score_pairs, summarize_pairs
 from .harness import evaluate_tasks, find_tasks
-from .intervals import Mean, mean_interval, rise_interval
+from .intervals import Interval, mean_interval, rise_interval
 from .study import (
     Progress,
     Unit,
@@ -203,11 +203,11 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         "book_perplexity": state["teaching"]["perplexity"],
         "book_gain": before["teaching"]["perplexity"][0] - state["teaching"]["perplexity"][0],
         "unread_perplexity": {name: drift["perplexity"] for name, drift in drifts.items()},
-        "unread_rise": {name: perplexity_rise(base[name], drift).to_json() for name, drift in drifts.items()},
+        "unread_rise": {name: perplexity_rise(base[name], drift) for name, drift in drifts.items()},
         "disabled_perplexity": {name: drift["reference_perplexity"] for name, drift in drifts.items()},
         "kl_per_token": {
             # The chunks are resampled: the tokens of one chunk share their context.
-            name: {**mean_interval(drift["chunk_kl_nats"]).to_json(), "mean_over_tokens": drift["kl_per_token"]}
+            name: {**mean_interval(drift["chunk_kl_nats"]), "mean_over_tokens": drift["kl_per_token"]}
             for name, drift in drifts.items()
         },
         "tasks": after["tasks"],
@@ -219,7 +219,7 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         first, later = _load_scores(before), _load_scores(after)
         drops = [float(one.right) - float(two.right) for one, two in zip(first, later, strict=True)]
         figures["blimp"] = summarize_pairs(later)
-        figures["blimp_drop"] = mean_interval(drops).to_json()
+        figures["blimp_drop"] = mean_interval(drops)
         figures["blimp_disabled"] = summarize_pairs(_load_scores(disabled))["accuracy"]
     return figures
 
@@ -300,7 +300,7 @@ def measure_drift(
     }
 
 
-def perplexity_rise(before: dict[str, Any], after: dict[str, Any]) -> Mean:
+def perplexity_rise(before: dict[str, Any], after: dict[str, Any]) -> Interval:
     """Return the rise of a text's perplexity from one record of `measure_drift` to another, with its 95% interval.
 
     Raises:

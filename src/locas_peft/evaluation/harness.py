@@ -22,9 +22,7 @@ __all__ = ["evaluate_tasks", "find_tasks"]
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> TaskManager:
     """Find tasks by their names, before any work is done for them, and return the harness's index of tasks.
 
-    Args:
-        tasks: names of tasks or groups of the harness ("mmlu", ...), or of `include_path`.
-        include_path: a folder with the user's task files (YAML).
+    They are tasks or groups of the harness ("mmlu", ...), or of the user's task files (YAML) in `include_path`.
 
     Raises:
         ValueError: a task or the folder does not exist, or the harness is not installed.
@@ -61,12 +59,9 @@ def evaluate_tasks(
     batch_size: int = 8,
     seed: int = 0,
 ) -> dict[str, dict[str, Any]]:
-    """Run tasks of lm-evaluation-harness.
+    """Run tasks of lm-evaluation-harness (see `find_tasks`) on a model in evaluation mode, with or without a memory.
 
-    Args: as for `find_tasks`, and
-        model: a causal language model in evaluation mode, with or without a memory; not changed.
-        limit: the number of documents of each task, from the first; None for all of them.
-        seed: of the choice of examples.
+    `limit` is the number of documents of each task, from the first; `seed` is that of the choice of examples.
 
     Returns:
         Each task's measures by the harness's names, such as {"mmlu": {"acc": 0.6, "acc_stderr": 0.004}}.

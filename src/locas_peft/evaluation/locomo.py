@@ -10,10 +10,6 @@ and `f1_by_category` (a mean).
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -25,51 +21,26 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..adapters import memory_attached
 from ..files import load_json, write_json
-from ..reading import memory_attached
 from ..settings import ReadingSettings
-from ..text import encode_prompt, tokenize
-from ..ttt.host import count_positions
+from ..text import tokenize
+from ..ttt.settings import check_choice
 from .answering import answer
 from .cloze import find_spans, firsts, gains, score_spans
-from .conversations import (
-    Conversation,
-    Question,
-    choose_conversations,
-    dialogue,
-    dialogue_lines,
-    keep_evidence,
-    load_locomo,
-)
+from .conversations import Conversation, dialogue
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
-from .intervals import mean_interval
+from .intervals import Interval, mean_interval
+from .prompts import ANSWERED, PROMPTS, encode_gold, make_prompts
 from .scoring import score_targets
 from .study import Progress, Unit, digest, open_study, reading_unit, run_units, silent, summarize_reading
 
-__all__ = ["PROMPTS", "SETTINGS", "Plan", "choose_conversations", "f1_by_category", "load_locomo", "load_prompts"]
-__all__ += ["make_prompt", "make_prompts", "run_locomo"]
+__all__ = ["SETTINGS", "Plan", "f1_by_category", "run_locomo"]
 
 STUDY = "locomo"
 BASE = "none"
 CLOZE = "cloze"
-ANSWERED = ("no-context", "evidence", "full-context")
 SETTINGS = (*ANSWERED, CLOZE)
-PROMPTS: dict[str, str] = {
-    "no-context": (
-        "{speaker_a} and {speaker_b} have been writing to each other.{hint} Answer the question with a short "
-        "phrase.\n\nQuestion: {question}\nAnswer:"
-    ),
-    "full-context": (
-        "Here are the messages between {speaker_a} and {speaker_b}. A line with a date opens each session.\n\n"
-        "{dialogue}\n\nAnswer the question with a short phrase, in the words of the messages where they have them; "
-        'where the messages do not say, answer "Not mentioned".{hint}\n\nQuestion: {question}\nAnswer:'
-    ),
-    "hint-2": " Work out dates from the dates of the sessions.",
-}
-"""The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`.
-
-The setting "evidence" has the prompt of "full-context" and, as its dialogue, the turns that the question names.
-"""
 
 
 @dataclass(frozen=True)
@@ -90,8 +61,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in self.settings:
-            if name not in SETTINGS:
-                raise ValueError(f"setting must be one of {', '.join(SETTINGS)}, got {name!r}: choose one of them")
+            check_choice("setting", name, SETTINGS)
 
 
 class _Row(NamedTuple):
@@ -219,7 +189,8 @@ def _answer_questions(
 ) -> list[dict[str, Any]]:
     """Answer a conversation's questions; each batch is kept in a file, so that it is not asked again."""
     questions = row.conversation.questions
-    prompts, dropped = make_prompts(model, tokenizer, row.conversation, row.setting, plan)
+    wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens}
+    prompts, dropped = make_prompts(model, tokenizer, row.conversation, row.setting, **wording)
     unfinished = Unit(row.path, list).unfinished
     records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
     advance(len(records))
@@ -259,13 +230,13 @@ def _summarize_answers(rows: Sequence[_Row]) -> dict[str, Any]:
         if records:
             figures.setdefault(method, {}).setdefault(setting, {})[group] = {
                 **f1_by_category(records),
-                "gold_nats": _mean([one["gold_nats"] for one in records if one["category"] != ADVERSARIAL]),
+                "gold_nats": mean_interval([one["gold_nats"] for one in records if one["category"] != ADVERSARIAL]),
                 "dropped_lines": {record["sample_id"]: record["dropped_lines"] for record in records},
             }
     return figures
 
 
-def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float | int]]:
+def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, Interval]:
     """Return the mean F1 of each category that has questions, by its name ("multi-hop", ...), with intervals.
 
     "adversarial" is the negative F1 with the trap, "answerable" the mean over categories 1 to 4, "abstention" the
@@ -277,7 +248,7 @@ def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, flo
     }
     values["answerable"] = [record["f1"] for record in records if record["category"] != ADVERSARIAL]
     values["abstention"] = [float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL]
-    return {name: mean_interval(numbers).to_json() for name, numbers in values.items() if numbers}
+    return {name: mean_interval(numbers) for name, numbers in values.items() if numbers}
 
 
 def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
@@ -285,126 +256,26 @@ def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
     for row in rows:
         spans.setdefault(row.method, {}).setdefault(row.group, []).extend(load_json(row.path))
     base = spans.pop(BASE)["none"]
-    figures: dict[str, Any] = {"spans": len(base), "base": {"first": _mean(firsts(base))}, "methods": {}}
+    figures: dict[str, Any] = {"spans": len(base), "base": {"first": mean_interval(firsts(base))}, "methods": {}}
     contrasts: dict[str, list[float]] = {}  # each method's gains of the right memory over the wrong one
     for method, groups in spans.items():
         right, wrong = groups["right"], groups.get("wrong", [])
-        found = {"gain_right": _mean(gains(right, base)), "first_right": _mean(firsts(right))}
+        found = {"gain_right": mean_interval(gains(right, base)), "first_right": mean_interval(firsts(right))}
         if len(wrong) == len(right):
             contrasts[method] = gains(right, wrong)
             by_category: dict[str, list[float]] = {name: [] for name in CATEGORIES.values()}
             for record, gain in zip(right, contrasts[method], strict=True):
                 by_category[CATEGORIES[record["category"]]].append(gain)
             found |= {
-                "gain_wrong": _mean(gains(wrong, base)),
-                "first_wrong": _mean(firsts(wrong)),
-                "right_minus_wrong": _mean(contrasts[method]),
-                "by_category": {name: _mean(values) for name, values in by_category.items() if values},
+                "gain_wrong": mean_interval(gains(wrong, base)),
+                "first_wrong": mean_interval(firsts(wrong)),
+                "right_minus_wrong": mean_interval(contrasts[method]),
+                "by_category": {name: mean_interval(values) for name, values in by_category.items() if values},
             }
         figures["methods"][method] = found
     figures["differences"] = []
     for number, one in enumerate(contrasts):
         for other in list(contrasts)[:number]:
-            difference = _mean([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)])
+            difference = mean_interval([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)])
             figures["differences"].append({"method": one, "against": other, "right_minus_wrong": difference})
     return figures
-
-
-def _mean(values: Sequence[float]) -> dict[str, float | int]:
-    return mean_interval(values).to_json()
-
-
-# ---------------------------------------------------------------------- prompts
-
-
-def make_prompts(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, conversation: Conversation, setting: str, plan: Plan
-) -> tuple[list[list[int]], int]:
-    """Make the prompts of a conversation's questions, as token ids; `setting` is one of `ANSWERED`.
-
-    If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as leave room for the
-    longest question and its answer.
-
-    Returns:
-        The prompts, and the number of the dialogue's lines that were left out.
-    """
-    lines = dialogue_lines(conversation)
-
-    def encode(question: Question, kept: int = len(lines)) -> list[int]:
-        text = "\n".join(lines[len(lines) - kept :])
-        if setting == "evidence":
-            text = dialogue(keep_evidence(conversation, question))
-        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, text=text, prompts=plan.prompts))
-
-    prompts = [encode(question) for question in conversation.questions]
-    positions = count_positions(model)
-    room = math.inf if positions is None else positions - plan.max_new_tokens
-    if setting != "full-context" or max(map(len, prompts), default=0) <= room:
-        return prompts, 0
-    longest = conversation.questions[max(range(len(prompts)), key=lambda number: len(prompts[number]))]
-    fitting = bisect_right(range(len(lines) + 1), room, key=lambda kept: len(encode(longest, kept)))
-    kept = max(0, fitting - 1)  # 0 even if that does not fit: `answer` refuses the question then
-    return [encode(question, kept) for question in conversation.questions], len(lines) - kept
-
-
-def encode_gold(tokenizer, question: Question) -> list[int]:
-    """Turn a gold answer into token ids, as they follow the prompt: after a blank where there is no chat template."""
-    blank = "" if getattr(tokenizer, "chat_template", None) else " "
-    return list(tokenizer(blank + question.answer, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def make_prompt(
-    conversation: Conversation,
-    question: Question,
-    setting: str,
-    *,
-    text: str | None = None,
-    prompts: dict[str, str] = PROMPTS,
-) -> str:
-    """Make a question's prompt; `text` is the dialogue in context, the whole one if None.
-
-    Raises:
-        ValueError: the setting is not in `ANSWERED`.
-    """
-    if setting not in ANSWERED:
-        raise ValueError(f"setting must be one of {', '.join(ANSWERED)}, got {setting!r}")
-    return prompts["full-context" if setting == "evidence" else setting].format(
-        speaker_a=conversation.speakers[0],
-        speaker_b=conversation.speakers[1],
-        question=question.question,
-        hint=prompts.get(f"hint-{question.category}", ""),
-        dialogue=dialogue(conversation) if text is None else text,
-    )
-
-
-def load_prompts(path: str | Path) -> dict[str, str]:
-    """Load prompts from a JSON file; a prompt that it leaves out is as in `PROMPTS`.
-
-    Raises:
-        ValueError: the file is no JSON object of texts, or a prompt's name or placeholder does not exist.
-    """
-    try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"prompts must be a JSON file, got {str(path)!r} ({error}): check it") from None
-    settings = [setting for setting in ANSWERED if setting in PROMPTS]
-    names = [*settings, *(f"hint-{category}" for category in CATEGORIES)]
-    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        raise ValueError(f"prompts must be an object of texts, got {str(path)!r}: name {', '.join(names)}")
-    for name, value in given.items():
-        if name not in names:
-            raise ValueError(f"prompts must be named {', '.join(names)}, got {name!r} in {str(path)!r}: rename it")
-        context = {"dialogue"} if name == "full-context" else set()
-        allowed = {"speaker_a", "speaker_b", "question", "hint"} | context
-        needed = {"question"} | context if name in settings else set()
-        found = set(re.findall(r"{(\w*)}", value))
-        if found - allowed or needed - found:
-            raise ValueError(
-                f"prompt {name!r} must have {_braced(needed)} and may have {_braced(allowed)}, got {_braced(found)}: "
-                "correct the placeholders"
-            )
-    return {**PROMPTS, **given}
-
-
-def _braced(names: set[str]) -> str:
-    return ", ".join(f"{{{name}}}" for name in sorted(names)) or "no placeholders"

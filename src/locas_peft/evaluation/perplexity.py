@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..files import write_json
-from ..reading import Reading
+from ..memory_folder import Reading
 from ..settings import ReadingSettings
 from ..ttt.chunks import perplexity
 from .intervals import mean_interval
@@ -79,5 +79,5 @@ def _average(readings: Sequence[Reading]) -> dict[str, Any]:
         "perplexity": perplexity(sum(reading.nll_nats for reading in readings), tokens),
         "scored_tokens": tokens,
         "documents": len(readings),
-        "nll_per_token": mean_interval([reading.nll_nats / reading.scored_tokens for reading in readings]).to_json(),
+        "nll_per_token": mean_interval([reading.nll_nats / reading.scored_tokens for reading in readings]),
     }

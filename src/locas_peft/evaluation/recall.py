@@ -57,17 +57,11 @@ def ask(
     *,
     context: str | None = None,
     max_new_tokens: int = 32,
-    batch_size: int = 16,
 ) -> list[str]:
-    """Ask a model questions; answers are greedy and short.
+    """Ask a model questions, at least one; answers are greedy, and of at most `max_new_tokens` tokens.
 
-    Args:
-        model: a causal LM, with or without a memory; only read.
-        tokenizer: its tokenizer. Its chat template is used where it has one.
-        questions: at least one.
-        context: a text that stands before each question; None for none.
-        max_new_tokens: the longest answer, in tokens.
-        batch_size: questions at once.
+    `context` is a text that stands before each question. The tokenizer's chat template is used where it has one. The
+    model, with or without a memory, is only read.
 
     Raises:
         ValueError: context, question and answer are longer than the model's positions.
@@ -78,7 +72,7 @@ def ask(
         for question in questions
     ]
     answers = {}
-    for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size):
+    for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):
         answers.update(zip(batch, texts, strict=True))
     return [answers[number] for number in range(len(prompts))]
 

@@ -61,7 +61,7 @@ def score_targets(
     Args:
         model: a causal language model in evaluation mode.
         pairs: (prompt ids, target ids). After an empty prompt the target's first token is not scored.
-        batch_tokens: at most this many tokens, padding included, are in a batch; a longer pair is a batch of its own.
+        batch_tokens: the most tokens of a batch, padding included; a longer pair is a batch of its own.
         on_batch: called with the number of pairs that were scored.
 
     Raises:

@@ -23,12 +23,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import load_json, write_json
 from ..loading import MEMORY_CONFIG
-from ..reading import READING, Reading, find_finished, memorize
+from ..memory_folder import READING, Reading, find_finished
+from ..reading import memorize
 from ..selfstudy import StudyStep
 from ..settings import ReadingSettings
 from ..text import digest_ids
 from ..ttt import checkpoint
 from ..ttt.chunks import Chunk, perplexity
+from ..ttt.run_state import describe_difference
 
 __all__ = ["Progress", "Unit", "describe_text", "digest", "follow", "follow_study", "open_study", "reading_unit"]
 __all__ += ["run_units", "silent", "summarize_reading"]
@@ -178,15 +180,13 @@ def open_study(
     overwrite: bool,
     units: Sequence[Unit],
 ) -> dict[str, Any]:
-    """Record in a folder which run its results are of, or refuse a run that differs from the recorded one.
+    """Record in `out/NAME/run.json` which run its results are of, or refuse a run that differs from the recorded one.
 
-    Later runs may add methods; the fields in `common` must stay the same. A record without results, of a run that
-    failed at once, is replaced.
+    Later runs may add methods; the fields in `common`, JSON values, must stay the same. A record without results, of a
+    run that failed at once, is replaced.
 
     Args:
-        out: the folder; made if it does not exist. The record is `NAME/run.json` in it.
-        name: the study's name; a folder may hold several studies.
-        common: fields that all methods share, as JSON values.
+        out: the folder; made if it does not exist. It may hold several studies.
         overwrite: remove the results of an earlier run, and no other file. If another process is at work in the
             folder, its results stay, so that processes that are all started with `overwrite` share one run.
         units: the study's table, with paths in `out / name`.
@@ -223,23 +223,15 @@ def _join(folder: Path, before: dict[str, Any], run: dict[str, Any], overwrite: 
             _remove(unit, folder)
     elif any(unit.path.exists() or checkpoint.has_checkpoint(unit.checkpoint) for unit in units):
         methods = before.get("methods", {})
-        _check_same(before.get("common", {}), run["common"], folder.parent)
-        for method in (name for name in run["methods"] if name in methods):
-            _check_same(methods[method], run["methods"][method], folder.parent, f"{method}: ")
+        pairs = [(run["common"], before.get("common", {}), "")]
+        pairs += [(run["methods"][name], methods[name], f"{name}: ") for name in run["methods"] if name in methods]
+        where, remedy = f"the results in {str(folder.parent)!r}", "choose another folder, or give --overwrite"
+        for ours, theirs, prefix in pairs:
+            difference = describe_difference(ours, theirs, where, remedy, prefix)
+            if difference is not None:
+                raise ValueError(difference)
         return {**run, "methods": {**methods, **run["methods"]}, "files": files}
     return run
-
-
-def _check_same(before: dict[str, Any], now: dict[str, Any], out: Path, prefix: str = "") -> None:
-    for field in sorted(before.keys() | now.keys()):
-        old, new = before.get(field), now.get(field)
-        if isinstance(old, dict) and isinstance(new, dict):
-            _check_same(old, new, out, f"{prefix}{field}: ")
-        elif old != new:
-            raise ValueError(
-                f"{prefix}{field} must be {old!r:.80} as in the results in {str(out)!r}, got {new!r:.80}: "
-                "choose another folder, or give --overwrite"
-            )
 
 
 def _is_locked(unit: Unit) -> bool:
@@ -292,7 +284,6 @@ def reading_unit(
         base: a causal LM without adapters; mutated while the unit is made, and restored.
         input_ids: LongTensor [T].
         settings: complete.
-        path: the file of the result.
         tokenizer: of the base, for a self-study.
         keep_memory: save the memory too, in the unit's `memory`.
     """

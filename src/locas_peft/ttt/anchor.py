@@ -67,11 +67,7 @@ class Anchor:
     def losses(self, host: Host, text: Tensor, adapters: Sequence[str] | None = None, rows: int = 1) -> Tensor:
         """Return the loss of a pull for each row of a batch, [B]: the weighted divergence from the base, in nats.
 
-        Args:
-            host: the model with its adapters.
-            text: LongTensor [1, L], of `text_of`.
-            adapters: see `Host.logits`.
-            rows: B.
+        `text` is a LongTensor [1, L] of `text_of`, `rows` is B; for `adapters` see `Host.logits`.
         """
         ids, count = text.to(host.device)[:, :-1], text.shape[1] - 1
         with torch.no_grad(), adapters_disabled(host.model):
@@ -91,11 +87,7 @@ class Anchor:
         return self.texts.written if isinstance(self.texts, OwnText) else self.texts
 
     def with_texts(self, texts: Tensor) -> Anchor:
-        """Return an anchor that has the known texts of another one.
-
-        Raises:
-            TypeError: their shape is not that of this anchor's texts.
-        """
+        """Return an anchor with the known texts of another one; raise a `TypeError` where their shape is another."""
         count, length = self.texts.shape
         lazy = isinstance(self.texts, OwnText)
         if texts.ndim != 2 or texts.shape[1] != length or not (len(texts) == count or (lazy and len(texts) < count)):
@@ -116,9 +108,7 @@ class Anchor:
 
 
 class OwnText:
-    """Texts that the base writes, each at its first use, a few at once.
-
-    A reading can so begin at once, and a short one has no texts written that it does not use.
+    """Texts that the base writes, each at its first use, a few at once: a short reading has none that it does not use.
 
     Args:
         model: see `write_own_text`; it is kept.
@@ -186,9 +176,8 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
 
     Args:
         model: a causal language model with `generate`, plain or with adapters.
-        texts: n; all are sampled in one batch.
+        texts: n; all are sampled in one batch, by `seed`.
         tokens: L, the first token included; within the model's positions.
-        seed: of the sampling.
 
     Returns:
         LongTensor [n, L], on the model's device.

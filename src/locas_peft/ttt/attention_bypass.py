@@ -32,9 +32,8 @@ def bypassing(attention: list[nn.Module]) -> Iterator[None]:
     The forward pass is the same; the backward pass of attention, and the memory for it, are saved. Parameters inside
     attention, such as LoRA's, still receive the gradient that reaches them directly.
 
-    Args:
-        attention: see `list_attention`. The first argument of each, the hidden states, is detached; other arguments,
-            such as BLOOM's residual stream, are not.
+    `attention` is from `list_attention`. The first argument of each module, the hidden states, is detached; other
+    arguments, such as BLOOM's residual stream, are not.
     """
     handles = [module.register_forward_pre_hook(_detach_tokens, with_kwargs=True) for module in attention]
     try:

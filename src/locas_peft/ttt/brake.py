@@ -11,13 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from .chunks import Chunk
-from .learner import Learner
 
-__all__ = ["RATE_FACTOR", "TOLERANCE", "Brake", "is_due", "is_worse"]
+__all__ = ["RATE_FACTOR", "TOLERANCE", "is_due", "is_worse"]
 
 TOLERANCE = 0.05
 """Nats a token by which an adapter may be worse than the base on one chunk."""
@@ -29,15 +25,11 @@ RECENT = 4
 FIRST, LONGEST = 2, 32
 """The number of the first chunk that is checked, and the most chunks from one check to the next."""
 RATE_FACTOR = 0.25
+"""Of the learning rate, each time the adapter goes back."""
 
 
 def is_due(chunks: Sequence[Chunk], nats_per_token: float) -> bool:
-    """Return whether a chunk is to be checked.
-
-    Args:
-        chunks: the records before it, of the same document.
-        nats_per_token: its own mean loss.
-    """
+    """Return whether a chunk with this mean loss is to be checked; `chunks` are the records before it."""
     if not chunks:
         return False
     if not math.isfinite(nats_per_token):
@@ -53,12 +45,9 @@ def is_due(chunks: Sequence[Chunk], nats_per_token: float) -> bool:
 
 
 def is_worse(chunks: Sequence[Chunk], nats_per_token: float, base_nats_per_token: float) -> bool:
-    """Return whether the adapter makes the text worse than the base.
+    """Return whether the adapter makes the text worse than the base, whose mean loss on the same chunk is given.
 
     It does by more than `TOLERANCE`, or twice in a row by more than `NOISE`.
-
-    Args: as for `is_due`, and
-        base_nats_per_token: the mean loss of the base on the same chunk.
     """
     excess = nats_per_token - base_nats_per_token
     if not excess <= TOLERANCE:  # nan too
@@ -67,38 +56,3 @@ def is_worse(chunks: Sequence[Chunk], nats_per_token: float, base_nats_per_token
     if last is None or last.taken_back:
         return False
     return min(excess, (last.nll_nats - last.base_nll_nats) / last.tokens) > NOISE
-
-
-class Brake:
-    """The last good state of the parameters that a learner trains: a copy of them.
-
-    Attributes:
-        good: the copies, in the learner's order; None before the first chunk.
-    """
-
-    def __init__(self, learner: Learner):
-        self._learner = learner
-        self.good: list[Tensor] | None = None
-
-    @torch.no_grad()
-    def keep(self) -> None:
-        """Take the parameters as they are for the good state."""
-        self.good = [parameter.detach().clone() for parameter in self._learner.parameters()]
-
-    @torch.no_grad()
-    def take_back(self) -> None:
-        """Bring the parameters back to the good state; the optimizer starts afresh, with a smaller rate."""
-        for parameter, value in zip(self._learner.parameters(), self.good, strict=True):
-            parameter.copy_(value)
-        self._learner.restart(RATE_FACTOR)
-
-    def load(self, good: list[Tensor] | None) -> None:
-        """Take over the good state of another brake, of a learner of the same parameters.
-
-        Raises:
-            ValueError: the tensors are of other shapes.
-        """
-        parameters = self._learner.parameters()
-        if good is not None and [value.shape for value in good] != [value.shape for value in parameters]:
-            raise ValueError("the good state has other shapes than the parameters")
-        self.good = good and [value.to(own) for value, own in zip(good, parameters, strict=True)]

@@ -24,13 +24,8 @@ __all__ = ["SlidingCache"]
 class SlidingCache:
     """The keys and values of the first `sinks` and the last `keep` tokens that were fed, detached.
 
-    All rows of a batch are at the same position.
-
-    Args:
-        host: the model.
-        keep: how many of the last tokens are kept. With 0 there is no context at all, and no sinks.
-        sinks: how many of the first tokens are kept.
-        restart: the position at which the context is fed again, from position 0; at most the model's positions.
+    All rows of a batch are at the same position. With `keep` 0 there is no context at all, and no sinks. At the
+    position `restart`, or the model's last one, the context is fed again, from position 0.
     """
 
     def __init__(self, host: Host, keep: int, sinks: int = 0, restart: int | None = None):
@@ -44,13 +39,10 @@ class SlidingCache:
         self._fed: tuple[list[tuple[Tensor, Tensor]], int] | None = None
 
     def forward(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None) -> Tensor:
-        """Feed the last `count` tokens after the kept context, and return their logits [B, count, V].
+        """Feed the last `count` tokens of `ids` [B, n] after the kept context, and return their logits [B, count, V].
 
-        The same tokens may be fed again; `advance` adds those that were fed last to the context.
-
-        Args:
-            ids: LongTensor [B, n], the context, which is fed where it is not kept, and the tokens to be fed.
-            adapters: see `Host.logits`.
+        The tokens before them are the context, which is fed where it is not kept. The same tokens may be fed again;
+        `advance` adds those that were fed last to the context. For `adapters` see `Host.logits`.
         """
         if self._position is None or (self._limit is not None and self._position + count > self._limit):
             context = ids[:, :-count]

@@ -33,8 +33,7 @@ def save(directory: str | Path, state: dict[str, Any]) -> Path:
 
     Raises:
         ValueError: `state` holds something else.
-        OSError: the disk is full or the folder cannot be written; the former checkpoint stands and nothing
-            half-written is left.
+        OSError: the folder cannot be written; the former checkpoint stands and nothing half-written is left.
     """
     _check_plain(state)
     path, unfinished = Path(directory) / CHECKPOINT, Path(directory) / UNFINISHED

@@ -116,15 +116,10 @@ def choose_marks(tokens: int) -> list[int]:
 
 
 def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
-    """Return the cumulative perplexity at marks (numbers of tokens read, each at least 1, in any order).
+    """Return the cumulative perplexity at marks, numbers of tokens read: {"50000": perplexity, ...}, ascending.
 
-    Nothing is interpolated: a mark inside a chunk takes the value at that chunk's end.
-
-    Returns:
-        {"50000": perplexity, ...}, ascending, without the marks beyond the end of the document.
-
-    Raises:
-        ValueError: a mark is below 1.
+    Nothing is interpolated: a mark inside a chunk takes the value at that chunk's end. Marks beyond the end of the
+    document are left out; one below 1 is a `ValueError`.
     """
     points = cumulative(chunks)
     reached = {mark: [value for stop, value in points if stop >= mark] for mark in _ascending(marks)}
@@ -132,17 +127,11 @@ def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
 
 
 def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
-    """Return the perplexity of each segment between the marks.
+    """Return the perplexity of each segment between the marks: {"0-50000": perplexity, "50000-100000": ...}.
 
     A chunk that contains a mark belongs to the segment that the mark ends, as in `at_marks`: the segments share no
-    token and leave none out.
-
-    Returns:
-        {"0-50000": perplexity, "50000-100000": ...}. The tokens after the last mark are one more segment, named after
-        the document's end. A segment without a scored token is left out.
-
-    Raises:
-        ValueError: a mark is below 1.
+    token and leave none out. The tokens after the last mark are one more segment, named after the document's end. A
+    segment without a scored token is left out. A mark below 1 is a `ValueError`.
     """
     segments, segment, begin, ends = {}, [], 0, _ascending(marks)
     for chunk in chunks:

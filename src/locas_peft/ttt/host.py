@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
+
+from ..tuner.passes import ADAPTER_LAYERS
 
 __all__ = ["Host", "check_window", "count_positions"]
 
@@ -136,8 +137,8 @@ class Host:
             )
 
     def has_adapter(self) -> bool:
-        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-        return isinstance(self.model, PeftModel) or any(isinstance(module, kinds) for module in self.model.modules())
+        has_layers = any(isinstance(module, ADAPTER_LAYERS) for module in self.model.modules())
+        return has_layers or isinstance(self.model, PeftModel)
 
     def is_merged(self) -> bool:
         return any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer))

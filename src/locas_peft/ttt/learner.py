@@ -23,9 +23,9 @@ class Learner:
         make_optimizer: makes another optimizer, with its own rates; None for AdamW without weight decay.
 
     Attributes:
-        parameters: `list_parameters`.
         trains: whether there are steps: False where neither a rate nor an optimizer was given.
         steps: how many steps were taken.
+        good: copies of the parameters in their last good state (`brake.py`), or None.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class Learner:
         self._rate_factor = 1.0
         self.steps = 0
         self._snapshot: Any = None
+        self.good: list[Tensor] | None = None
 
     def _make_adamw(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         # One fused kernel: unfused, a step over many small matrices takes a tenth of a chunk's time on a CPU.
@@ -117,13 +118,28 @@ class Learner:
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
 
-    def restart(self, rate_factor: float) -> None:
-        """Forget the optimizer and its steps; multiply the rates of the next one."""
+    @torch.no_grad()
+    def keep_good(self) -> None:
+        """Take the parameters as they are for the good state, to which `take_back` returns."""
+        self.good = [parameter.detach().clone() for parameter in self.parameters()]
+
+    @torch.no_grad()
+    def take_back(self, rate_factor: float) -> None:
+        """Bring the parameters back to the good state; the next optimizer starts afresh, with its rates multiplied."""
+        for parameter, value in zip(self.parameters(), self.good, strict=True):
+            parameter.copy_(value)
         self.optimizer, self.steps, self._rate_factor = None, 0, self._rate_factor * rate_factor
 
+    def load_good(self, good: list[Tensor] | None) -> None:
+        """Take over the good state of another learner; raise a `ValueError` where its tensors are of other shapes."""
+        parameters = self.parameters()
+        if good is not None and [value.shape for value in good] != [value.shape for value in parameters]:
+            raise ValueError("the good state has other shapes than the parameters")
+        self.good = good and [value.to(own) for value, own in zip(good, parameters, strict=True)]
+
     def release(self) -> None:
-        """Drop the optimizer and the snapshot, which are as large as several copies of the parameters."""
-        self.optimizer = self._snapshot = None
+        """Drop the optimizer, the snapshot and the good state: several copies of the parameters."""
+        self.optimizer = self._snapshot = self.good = None
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()

@@ -20,7 +20,7 @@ from ..tuner import SlotWriter, calibrate, empty_memories
 from ..tuner.passes import adapters_disabled, evaluating
 from .anchor import Anchor
 from .attention_bypass import bypassing, is_tokenwise, list_attention
-from .brake import Brake, is_due, is_worse
+from .brake import RATE_FACTOR, is_due, is_worse
 from .cache import SlidingCache
 from .chunks import Chunk, Span, cut, perplexity_of
 from .host import Host, check_window
@@ -45,9 +45,6 @@ class Row:
     skipped_chunks: int = 0
     final: tuple[float, float] | None = None
     final_seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.brake = Brake(self.learner)
 
     @property
     def perplexity(self) -> float:
@@ -134,7 +131,7 @@ class Loop:
                 if batch.adapters is None:
                     calibrate_empty(self.host.model, batch.tokens(span.start, span.stop))
                 for row in batch.rows if self.settings.brake else ():
-                    row.brake.keep()
+                    row.learner.keep_good()
             if learning and self.settings.epochs > 1:
                 paused = time.perf_counter()
                 for row in batch.rows:
@@ -149,7 +146,7 @@ class Loop:
             if not finished:
                 batches.append(self.make_batch([row]))
             if outcome.taken_back:
-                row.brake.take_back()
+                row.learner.take_back(RATE_FACTOR)
             elif learning and not finished:
                 row.skipped_chunks += 1
                 if self.settings.epochs > 1:
@@ -181,7 +178,7 @@ class Loop:
         if math.isfinite(base_nll):
             row.final = nll / chunk.tokens, base_nll / chunk.tokens
             if not nll <= base_nll:  # nan too
-                row.brake.take_back()
+                row.learner.take_back(RATE_FACTOR)
         row.final_seconds = time.perf_counter() - began
 
     def _score_and_learn(self, batch: Batch, span: Span, learning: bool) -> tuple[list[Outcome], Batch]:
@@ -234,7 +231,7 @@ class Loop:
             one.base_nll_nats = base_nll
             one.taken_back = is_worse(row.chunks, one.nll_nats / span.scored, base_nll / span.scored)
             if one.nll_nats < base_nll:
-                row.brake.keep()
+                row.learner.keep_good()
 
     @torch.no_grad()
     def _reread(self, batch: Batch, span: Span, with_adapters: bool) -> list[float]:

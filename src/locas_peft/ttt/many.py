@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
 from ..tuner import STRATEGIES, LocasConfig, LocasLayer, list_layers
+from ..tuner.passes import ADAPTER_LAYERS
 from .anchor import Anchor
 from .chunks import Chunk, cut
 from .host import Host
@@ -46,9 +45,7 @@ def read_many(
             `model.delete_adapter(name)` removes one.
         documents: from names, which no adapter of the model has, to LongTensors [T] or [1, T], T >= 2; lengths may
             differ. All are in one batch.
-        settings: a `TrainingSettings`; None to make one of `fields`.
-        anchor: limits how each memory changes the base's output on other text.
-        fields: fields of `TrainingSettings`, in place of those of `settings`.
+        settings, anchor, fields: as for `TestTimeTrainer`.
 
     Returns:
         An iterator that yields, for each chunk, the records of the documents that have it, by name. The work is done
@@ -139,7 +136,6 @@ class ManyReading:
         finally:
             for name, row in self._rows.items():
                 row.learner.release()
-                row.brake.good = None
                 for weight in self._list_weights(name):
                     weight.requires_grad_(False)  # as PEFT leaves adapters that are not active
                     weight.grad = None
@@ -198,8 +194,7 @@ def _check_model(model: nn.Module) -> None:
             f"model must have one active adapter, got {', '.join(model.active_adapters)}: call set_adapter with the "
             "one that the memories shall be configured as"
         )
-    layers = [module for module in model.modules() if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
-    for layer in layers:
+    for layer in (module for module in model.modules() if isinstance(module, ADAPTER_LAYERS)):
         if not isinstance(layer, LocasLayer):
             kind = f"{type(layer).__module__}.{type(layer).__name__}"
             raise ValueError(

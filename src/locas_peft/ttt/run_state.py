@@ -13,23 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
-__all__ = ["describe_run", "differing_field", "find_difference", "fingerprint", "model_state", "restore_model_state"]
+from ..tuner.passes import ADAPTER_LAYERS, base_parameters
+
+__all__ = ["describe_difference", "describe_run", "find_difference", "fingerprint", "model_state"]
+__all__ += ["restore_model_state"]
 
 _FILLED_BY_CALIBRATION = ("slots",)
 # "host" describes the base, which is compared by its fingerprint.
 _NO_ARITHMETIC = {"auto_mapping", "base_model_name_or_path", "host", "inference_mode", "peft_version", "revision"}
 _NO_ARITHMETIC |= {"task_type", *_FILLED_BY_CALIBRATION}
-_WRAPPED = ("base_layer.", "original_module.")
-"""What the base's own modules are called inside an adapter's."""
 
 
 def _adapter_modules(model: nn.Module) -> dict[str, nn.Module]:
-    kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, ADAPTER_LAYERS)}
 
 
 def _active_configs(model: nn.Module) -> dict[str, Any]:
@@ -50,7 +48,7 @@ def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, 
             f"{prefix}.{name}": buffer
             for prefix, module in _adapter_modules(model).items()
             for name, buffer in module.named_buffers()
-            if not name.startswith(_WRAPPED) and name.rpartition(".")[2] not in inactive
+            if not name.startswith(("base_layer.", "original_module.")) and name.rpartition(".")[2] not in inactive
         },
         "filled": {
             name: {field: getattr(config, field) for field in _FILLED_BY_CALIBRATION if hasattr(config, field)}
@@ -61,11 +59,7 @@ def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, 
 
 @torch.no_grad()
 def restore_model_state(model: nn.Module, trained: Iterable[nn.Parameter], state: dict[str, Any]) -> None:
-    """Copy what `model_state` returned into a model.
-
-    Raises:
-        ValueError: other tensors than those that are trained here, or of another shape or dtype.
-    """
+    """Copy what `model_state` returned into a model; raise a `ValueError` where other tensors are trained here."""
     here = model_state(model, trained)
     for kind in ("parameters", "buffers"):
         if here[kind].keys() != state[kind].keys():
@@ -99,12 +93,9 @@ def find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: Pat
     for name, config in ours["adapters"].items():
         compared.append((f"adapter {name!r}: ", config, theirs["adapters"].get(name, config)))
     for prefix, here, there in compared:
-        field = differing_field(here, there)
-        if field is not None:
-            return (
-                f"{prefix}{field} must be {there.get(field)!r} as in {where}, got {here.get(field)!r}: give the "
-                "former value, or choose another folder"
-            )
+        difference = describe_difference(here, there, where, "give the former value, or choose another folder", prefix)
+        if difference is not None:
+            return difference
     if ours["adapters"].keys() != theirs["adapters"].keys():
         return (
             f"active adapters must be {sorted(theirs['adapters'])} as in {where}, got {sorted(ours['adapters'])}: "
@@ -118,10 +109,21 @@ def find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: Pat
     return None
 
 
-def differing_field(ours: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    """Return the first field in which two settings differ; `method` and `preset`, which others follow from, first."""
+def describe_difference(
+    ours: dict[str, Any], theirs: dict[str, Any], where: str, remedy: str, prefix: str = ""
+) -> str | None:
+    """Return the message for the first field in which two settings differ, also inside dictionaries; None for none.
+
+    `method` and `preset`, which other fields follow from, are compared first.
+    """
     fields = ("method", "preset", *ours, *theirs)
-    return next((field for field in fields if ours.get(field) != theirs.get(field)), None)
+    field = next((field for field in fields if ours.get(field) != theirs.get(field)), None)
+    if field is None:
+        return None
+    here, there = ours.get(field), theirs.get(field)
+    if isinstance(here, dict) and isinstance(there, dict):
+        return describe_difference(here, there, where, remedy, f"{prefix}{field}: ")
+    return f"{prefix}{field} must be {there!r:.80} as in {where}, got {here!r:.80}: {remedy}"
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -130,13 +132,9 @@ def fingerprint(model: nn.Module) -> str:
     It is the same with and without adapters.
     """
     digest = hashlib.sha256()
-    adapters = [f"{name}." for name in _adapter_modules(model)]
-    for name, parameter in model.named_parameters():
-        if any(name.startswith(prefix) and not name[len(prefix) :].startswith(_WRAPPED) for prefix in adapters):
-            continue  # an adapter's own
-        plain = name.removeprefix("base_model.model.").replace("base_layer.", "").replace("original_module.", "")
-        digest.update(f"{plain} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        trained = parameter.requires_grad and bool(adapters)
-        if not trained and parameter.device.type != "meta":
+    adapted = bool(_adapter_modules(model))
+    for name, parameter in base_parameters(model):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if not (adapted and parameter.requires_grad) and parameter.device.type != "meta":
             digest.update(repr(parameter.detach().reshape(-1)[:16].double().tolist()).encode())
     return digest.hexdigest()

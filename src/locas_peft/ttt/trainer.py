@@ -8,15 +8,16 @@ Axes: T tokens of the document.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
+from ..text import digest_ids
 from ..tuner import SlotWriter, unwritten_memories
 from . import checkpoint
 from .anchor import Anchor
@@ -173,7 +174,7 @@ class TestTimeTrainer:
                 "model must not have its adapter merged into the base, got a merged one, which cannot learn: "
                 "call unmerge_adapter() first"
             )
-        text = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
+        text = digest_ids(ids)
         if self._text not in (None, text):
             begun, remedy = "here", "call rewind() first, or make a new TestTimeTrainer"
             if self._resumed_from is not None:
@@ -222,13 +223,8 @@ class TestTimeTrainer:
     def save(self, directory: str | Path | checkpoint.Lock) -> Path:
         """Write all that a bit-identical continuation needs into a folder, in place of a former checkpoint.
 
-        Between two records of `read` the folder then stays locked for other writers until the reading ends.
-
-        Args:
-            directory: the folder, made where it is missing; or the caller's lock on it.
-
-        Returns:
-            The checkpoint's path.
+        Between two records of `read` the folder then stays locked for other writers until the reading ends. The
+        argument may also be the caller's lock on it. The checkpoint's path is returned.
 
         Raises:
             ValueError: another process or trainer writes there, or the optimizer's state is not tensors and numbers.
@@ -242,18 +238,12 @@ class TestTimeTrainer:
                 self._release_locks()
 
     def resume(self, directory: str | Path | checkpoint.Lock) -> bool:
-        """Load the checkpoint of a folder: `read` of the same document then goes on where it was saved.
+        """Load the checkpoint of a folder: `read` of the same document goes on where it was saved. False without one.
 
         Model, adapter configuration and settings must be those of the checkpoint. It replaces the adapter's weights,
         torch's random state and the trainer's own state, its anchor's texts included: the base may write others on
-        another machine. Where it is refused, all of these are as before.
-
-        Args:
-            directory: the folder, which stays locked for other writers until the reading ends; or the caller's lock
-                on it.
-
-        Returns:
-            False where there is no checkpoint: nothing is changed then.
+        another machine. Where it is refused, all of these are as before. The folder, or the caller's lock on it, stays
+        locked for other writers until the reading ends.
 
         Raises:
             ValueError: a checkpoint of another model, adapter or setting, a damaged one, or one in use.
@@ -315,7 +305,7 @@ class TestTimeTrainer:
             "run": {**describe_run(self.model, settings), "text": self._text},
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
-            "good": self._row.brake.good,
+            "good": self._learner.good,
             "model": model_state(self.model, self._list_trained()),
             "learner": self._learner.state_dict(),
             "cache": self._batch.cache.state_dict(),
@@ -324,7 +314,7 @@ class TestTimeTrainer:
         }
         if self._host.device.type == "cuda":
             state["random"]["cuda"] = torch.cuda.get_rng_state(self._host.device)
-        return _to_cpu(state)
+        return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, of a trainer with the same model and settings."""
@@ -332,7 +322,7 @@ class TestTimeTrainer:
         _check_records(chunks, self.settings)
         restore_model_state(self.model, self._list_trained(), state["model"])
         self._learner.load_state_dict(state["learner"])
-        self._row.brake.load(state["good"])
+        self._learner.load_good(state["good"])
         self._batch = self._loop.make_batch([self._row])
         self._batch.cache.load_state_dict(state["cache"])
         self._row.chunks, self._row.skipped_chunks, self._row.final = chunks, int(state["skipped_chunks"]), None
@@ -355,14 +345,3 @@ def _check_records(chunks: list[Chunk], settings: TrainingSettings) -> None:
         if not first or not 0 < chunk.stop - chunk.start <= settings.stride:
             raise ValueError(f"the record of tokens {chunk.start} to {chunk.stop} does not continue the one before")
         position = chunk.stop
-
-
-def _to_cpu(value: Any) -> Any:
-    """Return a nested state with its tensors copied to the CPU."""
-    if isinstance(value, Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, dict):
-        return {key: _to_cpu(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_to_cpu(item) for item in value)
-    return value

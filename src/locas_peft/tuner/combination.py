@@ -24,12 +24,7 @@ from .layer import LocasLayer
 def combined_config(
     layers: Sequence[LocasLayer], configs: dict[str, LocasConfig], weights: Sequence[float]
 ) -> LocasConfig:
-    """Return the config of the memory that combines others.
-
-    Args:
-        layers: all layers of the model.
-        configs: of the memories that are combined, by name, at least one.
-        weights: one finite number for each.
+    """Return the config of the memory that combines others, given by name with one finite weight each.
 
     Raises:
         ValueError: the weights do not fit, or a memory is empty, merged or of another structure than the first.
@@ -61,13 +56,7 @@ def combined_config(
 
 @torch.no_grad()
 def fill_combined(layer: LocasLayer, adapter_name: str, parts: dict[str, float]) -> None:
-    """Fill a layer's new memory with the slots of others.
-
-    Args:
-        layer: it has all these memories.
-        adapter_name: the new memory.
-        parts: the weight of each of the others, by name.
-    """
+    """Fill a layer's new memory with the slots of others; `parts` has the weight of each of these, by name."""
     k = max(layer.locas_input_scale[name] for name in parts)
     scales = {name: weight * layer.saved_scale(name) for name, weight in parts.items()}
     tau = max(scale.abs() for scale in scales.values())

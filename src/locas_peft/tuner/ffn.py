@@ -15,7 +15,6 @@ Axes: B batch, T tokens, D hidden size, F host FFN width, R memory width.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
@@ -68,8 +66,6 @@ KNOWN_PARTS: dict[str, FFNParts] = {
     "t5": FFNParts(up="wi", down="wo"),
 }
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "activation_func", "gelu_impl")
-# Fields of a transformers config that hold the FFN's width.
-WIDTH_FIELDS = tuple("intermediate_size ffn_dim n_inner d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim".split())
 WIDENABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
@@ -78,10 +74,7 @@ OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 class HostFFN:
     """One FFN of the host: its weights, and the two operations that change its width.
 
-    Args:
-        owner: the module that has the parts as attributes.
-        parts: their names. A `ValueError` is raised where they do not make an FFN.
-        name: the module's name in the model, for messages.
+    `owner` has the parts as attributes; a `ValueError` is raised where they make no FFN. `name` is for messages.
     """
 
     def __init__(self, owner: nn.Module, parts: FFNParts, name: str = "") -> None:
@@ -144,11 +137,7 @@ class HostFFN:
     # -------------------------------------------------------- weights, activations
 
     def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Copy the gate rows (`None` for a two-layer FFN) and up rows of some slots, `[R, D]` float32.
-
-        Args:
-            slots: `LongTensor [R]`, indices below F.
-        """
+        """Copy the gate rows (`None` for a two-layer FFN) and up rows of slots, `LongTensor [R]`: `[R, D]` float32."""
         rows = [_rows_of(module)[slots + first].float() for module, first in self._row_blocks()]
         return rows[0] if self.gated else None, rows[-1]
 
@@ -404,64 +393,3 @@ def _splice(module: nn.Module, dim: int, start: int, stop: int, new: torch.Tenso
         module.nx, module.nf = module.weight.shape
     else:
         module.out_features, module.in_features = module.weight.shape
-
-
-# ----------------------------------------------------------------- model config
-
-
-@dataclass
-class WidthGroup:
-    """FFNs of one original width, set by one field of the model's config, and their width after merging."""
-
-    width: int
-    new_width: int
-    ffns: dict[str, HostFFN]
-
-
-def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> PretrainedConfig:
-    """Return a copy of a model's config with the FFNs' new widths. A model built from it has exactly these shapes.
-
-    Raises:
-        ValueError: no field of the config makes a model whose FFNs have those widths.
-    """
-    config = copy.deepcopy(model.config)
-    for part in _language_configs(config):
-        for group in groups:
-            _set_width(part, group.width, group.new_width)
-    try:
-        with torch.device("meta"):
-            rebuilt = find_ffns(type(model)(copy.deepcopy(config)))
-    except Exception as error:  # a config of an unknown family may fail in any way with an odd width
-        raise ValueError(f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}") from None
-    for group in groups:
-        for name in group.ffns:
-            if name not in rebuilt or rebuilt[name].width != group.new_width:
-                raise ValueError(
-                    f"no field of {type(config).__name__} makes {name} {group.new_width} wide: in this family a "
-                    "memory can be used, merged and unmerged, but not unloaded into a plain checkpoint."
-                )
-    return config
-
-
-def copy_widths(source: PretrainedConfig, target: PretrainedConfig) -> None:
-    """Write a widened config's fields into the model's own config object, which its modules share."""
-    for new, old in zip(_language_configs(source), _language_configs(target), strict=True):
-        for field in (*WIDTH_FIELDS, "block_auto_adjust_ff_dim"):
-            if hasattr(new, field) and getattr(new, field) != getattr(old, field):
-                setattr(old, field, getattr(new, field))
-
-
-def _language_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
-    text = config.get_text_config()
-    return [config] if text is config else [config, text]
-
-
-def _set_width(config: PretrainedConfig, width: int, new_width: int) -> None:
-    if getattr(config, "block_auto_adjust_ff_dim", False):  # LFM2 derives the width from intermediate_size
-        config.block_auto_adjust_ff_dim = False
-        config.intermediate_size = new_width
-        return
-    for field in WIDTH_FIELDS:
-        default = 4 * getattr(config, "hidden_size", 0)  # the width of GPT-2 with n_inner=None
-        if getattr(config, field, 0) in (width, None if width == default else width):
-            setattr(config, field, new_width)

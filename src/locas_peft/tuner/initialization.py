@@ -30,9 +30,7 @@ class Statistics:
 class Calibration:
     """Collects the statistics of one FFN over a text: sums, and a sample of the tokens. Padding does not count.
 
-    Args:
-        samples: the largest number of sampled tokens.
-        seed: the seed for the choice of those tokens.
+    At most `samples` tokens are sampled, drawn by `seed`.
     """
 
     def __init__(self, samples: int, seed: int = 0) -> None:
@@ -52,13 +50,9 @@ class Calibration:
         output: torch.Tensor,
         token_mask: torch.Tensor | None = None,
     ) -> None:
-        """Add the tokens of one forward pass.
+        """Add the tokens of a forward pass: A `[..., D]`, M `[..., F]` and FFN(A) `[..., D]`.
 
-        Args:
-            ffn_input: A, `[..., D]`.
-            activation: M, `[..., F]`.
-            output: FFN(A), `[..., D]`.
-            token_mask: `[B, T]`, nonzero where a token is no padding; ignored if its size is not that of the batch.
+        `token_mask`, `[B, T]`, is nonzero where a token is no padding; ignored if its size is not that of the batch.
         """
         tensors = [tensor.flatten(0, -2) for tensor in (ffn_input, activation, output)]
         if token_mask is not None and token_mask.dim() == 2 and token_mask.numel() == len(tensors[0]):

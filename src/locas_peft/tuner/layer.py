@@ -161,10 +161,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def initialize(self, adapter_name: str, rows: Rows | None, statistics: Statistics | None = None) -> None:
         """Fill an empty memory: load its rows, times `row_norm`, zero its values, and measure its scale.
 
-        Args:
-            adapter_name: the memory.
-            rows: the rows; `None` leaves rows and values as they are.
-            statistics: what the scale is measured on; `None` leaves it as it is.
+        Without rows, rows and values stay as they are. The scale is measured on the statistics; without, it stays.
         """
         config, up = self.locas_config[adapter_name], self.locas_up[adapter_name].weight
         if rows is not None:

@@ -18,8 +18,9 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .ffn import WidthGroup, copy_widths, find_ffns, widened_config
+from .ffn import find_ffns
 from .layer import LocasLayer, list_active_memories, list_layers
+from .widths import WidthGroup, widen_to, widened_config
 
 
 @torch.no_grad()
@@ -42,11 +43,8 @@ def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | 
         if obstacle:
             raise ValueError(f"cannot widen {name}: {obstacle}.")
         groups.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[name] = ffn
-    config = widened_config(base, list(groups.values()))
-    for group in groups.values():
-        for ffn in group.ffns.values():
-            ffn.pad(group.new_width)
-    copy_widths(config, base.config)
+    groups = list(groups.values())
+    widen_to(groups, base, widened_config(base, groups))
 
 
 @torch.no_grad()
@@ -55,10 +53,8 @@ def to_lora(
 ) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Return a memory as a LoRA of its base widened by `widen_base`: the config, and the tensors as PEFT saves them.
 
-    Args:
-        model: a model with the memory, not merged; it is not changed.
-        adapter_name: the memory; None for the active one.
-        neurons: W, by how many the base is widened; None for the memory's own largest R.
+    The model is not changed. Without a name, the active memory is taken; `neurons` is W, by how many the base is
+    widened, by default the memory's own largest R.
 
     Raises:
         ValueError: the memory is merged or of a structure that its host does not have, or W is too small.

@@ -81,9 +81,7 @@ def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[
 def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[str]:
     """Name the memories that wait for their calibration, for rows or for the measured scale.
 
-    Args:
-        model: any module.
-        adapter_name: check this memory only; `None` for the active ones.
+    Without a name, the active memories are checked.
     """
     return [
         name
@@ -106,12 +104,8 @@ def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None
     """Multiply the output of a memory by a number within the context: 0 silences it, 1 changes nothing.
 
     The multiplier is not saved with the memory, and a memory cannot be merged inside the context. Contexts may be
-    nested: their multipliers are multiplied. PEFT's `rescale_adapter_scale` does this for LoRA.
-
-    Args:
-        model: a model with LOCAS memories; mutated, and restored afterwards.
-        multiplier: the number.
-        adapter_name: the memory; `None` for the active ones.
+    nested: their multipliers are multiplied. Without a name, the active memories are rescaled. PEFT's
+    `rescale_adapter_scale` does this for LoRA.
 
     Raises:
         ValueError: the model has no such memory, or it is merged.

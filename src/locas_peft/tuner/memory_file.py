@@ -34,13 +34,7 @@ The outputs of a layer within it stay far below the largest float32. Trained mem
 
 @dataclass(frozen=True)
 class MemoryFile:
-    """The contents of a file that passed the checks.
-
-    Args:
-        path: the file.
-        tensors: for each tensor its shape and dtype, on the meta device.
-        widths: the FFNs that have a memory, each with its width R.
-    """
+    """The contents of a file that passed the checks: its tensors on the meta device, and each FFN's memory width R."""
 
     path: str
     tensors: dict[str, torch.Tensor]
@@ -140,11 +134,7 @@ def check_memory_file(folder: str, config: LocasConfig) -> MemoryFile | None:
 
 
 def seal_memory_file(folder: str, config: LocasConfig) -> tuple[dict[str, int], list[str] | None]:
-    """Write the digest of its tensors into the metadata of a memory's safetensors file.
-
-    Args:
-        folder: the memory's folder. A folder without a LOCAS memory stays as it is.
-        config: its config.
+    """Write the digest of its tensors into the metadata of a memory's safetensors file, if the folder has one.
 
     Returns:
         The FFNs with a memory and their widths R, none where there is no file yet; and the names of the base's tensors
@@ -168,9 +158,7 @@ def seal_memory_file(folder: str, config: LocasConfig) -> tuple[dict[str, int], 
 def find_divergence(tensors: dict[str, torch.Tensor], config: LocasConfig) -> str | None:
     """Return why a memory with these numbers could not be loaded again; None where it could.
 
-    Args:
-        tensors: the memory's tensors by their names in a file. Those on the meta device or empty are skipped.
-        config: its config.
+    `tensors` have the names of a file. Those on the meta device or empty are skipped.
     """
     tensors = {key: tensor.detach() for key, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
     layers, _ = _split(tensors)

@@ -86,11 +86,6 @@ def nl_svd(
     return ReducedMemory(_pad(probes * sign, rank, -1), _pad(new_value, rank, -2), _pad(kept, rank, -1))
 
 
-def recall(key: Tensor, value: Tensor, inputs: Tensor, activation: Callable[[Tensor], Tensor] = torch.relu) -> Tensor:
-    """Return f(A), the memory's output `[..., N, D]` on N inputs as rows, `[..., N, D]`."""
-    return activation(inputs @ key) @ value
-
-
 def _leading_directions(weighted: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the first left singular vectors `[..., D, n]` of K~, and which of them are significant `[..., n]`.
 

@@ -35,12 +35,10 @@ def clip_after_optimizer_steps(layer: LocasLayer) -> None:
 
 @torch.no_grad()
 def clip_norms_(weights: Sequence[torch.Tensor], dims: Sequence[int], max_norm: float) -> None:
-    """Project vectors of several tensors into the ball of one radius, in place; vectors inside keep their bits.
+    """Project vectors of several tensors into the ball of radius `max_norm`, in place; vectors inside keep their bits.
 
-    Args:
-        weights: rows `[..., R, D]` or columns `[..., D, R]`.
-        dims: for each tensor the dimension along which its vectors lie: -1 for rows, -2 for columns.
-        max_norm: the radius.
+    The tensors are rows `[..., R, D]` or columns `[..., D, R]`; `dims` is the dimension of each one's vectors: -1 for
+    rows, -2 for columns.
     """
     # A norm for each tensor: reductions of stacked tensors may add in another order. The rest is grouped.
     norms = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -9,6 +10,21 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+
+ADAPTER_LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+"""What PEFT puts around a module of the base: an adapter's layer, a fully trained copy, or trained tokens."""
+_BASE = ("base_layer.", "original_module.", "token_adapter.base_layer.")
+"""What the base's own modules are called inside these."""
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the base's own parameters, by names that are the same with and without adapters."""
+    wrapped = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, ADAPTER_LAYERS))
+    for name, parameter in model.named_parameters():
+        outer = [prefix for prefix in wrapped if name.startswith(prefix)] if name.startswith(wrapped) else []
+        if all(name.removeprefix(prefix).startswith(_BASE) for prefix in outer):
+            plain = re.sub(r"(token_adapter\.)?base_layer\.|original_module\.", "", name)
+            yield plain.removeprefix("base_model.model."), parameter
 
 
 @contextmanager
@@ -31,8 +47,7 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
     Unlike PEFT's `disable_adapter`, it works on any module and leaves `requires_grad` alone.
     """
     kept = {id(module) for module in except_for}
-    kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
-    adapters = [module for module in model.modules() if isinstance(module, kinds) and id(module) not in kept]
+    adapters = [module for module in model.modules() if isinstance(module, ADAPTER_LAYERS) and id(module) not in kept]
     switched = [module for module in adapters if not module._disable_adapters]
     for module in switched:
         module._disable_adapters = True
@@ -44,11 +59,7 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
 
 
 def to_inputs(model: nn.Module, batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a batch as the model's keyword arguments, on the device of its embeddings.
-
-    Args:
-        batch: `LongTensor [B, T]`, or a mapping with `input_ids` and optionally `attention_mask`, both `[B, T]`.
-    """
+    """Return a batch, `LongTensor [B, T]` or a mapping, as the model's arguments, on the device of its embeddings."""
     inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
     device = model.get_input_embeddings().weight.device
     if device.type == "meta":  # offloaded: accelerate moves the inputs

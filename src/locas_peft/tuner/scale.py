@@ -22,22 +22,15 @@ SAMPLED_TOKENS = 256
 
 
 def measure_input_scale(inputs: torch.Tensor) -> torch.Tensor:
-    """Return k, a scalar; 1 where the inputs are zero.
-
-    Args:
-        inputs: A `[tokens, D]`.
-    """
+    """Return k, a scalar, from the inputs A `[tokens, D]`; 1 where they are zero."""
     norm = inputs.norm(dim=-1).median()
     return torch.where(norm > 0, KAPPA * inputs.shape[-1] ** 0.5 / norm, 1.0)
 
 
 def measure_output_scale(activations: torch.Tensor, output_norms: torch.Tensor, otherwise: torch.Tensor):
-    """Return tau, a scalar.
+    """Return tau, a scalar, from M `[tokens, R]`, with k applied, and |FFN(A)| `[tokens]`.
 
-    Args:
-        activations: M `[tokens, R]`, with k applied.
-        output_norms: |FFN(A)| `[tokens]`.
-        otherwise: the value where no slot is active.
+    `otherwise` is the value where no slot is active.
     """
     activity = activations.float().abs().mean()
     return torch.where(activity > 0, ALPHA / activations.shape[-1] * output_norms.median() / activity, otherwise)

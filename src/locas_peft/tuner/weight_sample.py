@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+
+from .passes import base_parameters
 
 MATRICES = 32
 NUMBERS = 4
 _UNKNOWN = "----"
-_WRAPPED = ("base_layer.", "original_module.", "token_adapter.base_layer.")
 # One unit in the last place of bfloat16, relative; and the spacing of the smallest float16 numbers, absolute.
 _RELATIVE, _ABSOLUTE = 2**-7, 2**-24
 
@@ -23,13 +22,7 @@ def sample_weights(model: nn.Module) -> str:
     of the vocabulary, and nearly the same in each floating dtype (see `may_be_same_weights`). Weights that are
     quantised or on the meta device are "----".
     """
-    wrappers = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-    wrapped = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, wrappers))
-    matrices = []
-    for name, parameter in model.named_parameters():
-        outer = [prefix for prefix in wrapped if name.startswith(prefix)] if name.startswith(wrapped) else []
-        if parameter.dim() >= 2 and all(name.removeprefix(prefix).startswith(_WRAPPED) for prefix in outer):
-            matrices.append(parameter)
+    matrices = [parameter for _, parameter in base_parameters(model) if parameter.dim() >= 2]
     if len(matrices) > MATRICES:
         matrices = [matrices[index * len(matrices) // MATRICES] for index in range(MATRICES)]
     return "".join(map(_to_digits, matrices))
@@ -38,9 +31,7 @@ def sample_weights(model: nn.Module) -> str:
 def may_be_same_weights(expected: object, found: str) -> bool:
     """Return whether two samples can be of one base, in one dtype or in two.
 
-    Args:
-        expected: from a memory's file; anything but a sample of this length can be of any base.
-        found: from `sample_weights`.
+    `expected` is from a memory's file: anything but a sample of the length of `found` can be of any base.
     """
     if not isinstance(expected, str) or len(expected) != len(found):
         return True

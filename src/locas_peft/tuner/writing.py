@@ -286,13 +286,9 @@ def make_slots(
 ) -> tuple[Tensor, Tensor]:
     """Return unit keys, and values of length epsilon over all layers of a token together, both `[L, N, D]`.
 
-    Zeros where an input or a token's whole gradient is zero.
-
-    Args:
-        inputs: A `[L, N, D]`.
-        gradients: G `[L, N, D]`, of the log-likelihood with respect to the FFNs' outputs.
-        epsilon: the length; with the normalization "chunk", the root mean square of the tokens' lengths.
-        normalization: "token" or "chunk".
+    `inputs` are A `[L, N, D]`, `gradients` G `[L, N, D]` of the log-likelihood with respect to the FFNs' outputs.
+    With the normalization "chunk", epsilon is the root mean square of the tokens' lengths. Zeros where an input or a
+    token's whole gradient is zero.
     """
     length = gradients.norm(dim=-1, keepdim=True).norm(dim=0, keepdim=True)
     if normalization == "chunk":

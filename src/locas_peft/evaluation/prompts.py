@@ -1,0 +1,136 @@
+"""The prompts of the LoCoMo study: a question with no context, with its evidence, or with the whole dialogue."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from bisect import bisect_right
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..text import encode_prompt
+from ..ttt.host import count_positions
+from ..ttt.settings import check_choice
+from .conversations import Conversation, Question, dialogue, dialogue_lines, keep_evidence
+from .f1 import CATEGORIES
+
+__all__ = ["ANSWERED", "PROMPTS", "encode_gold", "load_prompts", "make_prompt", "make_prompts"]
+
+ANSWERED = ("no-context", "evidence", "full-context")
+PROMPTS: dict[str, str] = {
+    "no-context": (
+        "{speaker_a} and {speaker_b} have been writing to each other.{hint} Answer the question with a short "
+        "phrase.\n\nQuestion: {question}\nAnswer:"
+    ),
+    "full-context": (
+        "Here are the messages between {speaker_a} and {speaker_b}. A line with a date opens each session.\n\n"
+        "{dialogue}\n\nAnswer the question with a short phrase, in the words of the messages where they have them; "
+        'where the messages do not say, answer "Not mentioned".{hint}\n\nQuestion: {question}\nAnswer:'
+    ),
+    "hint-2": " Work out dates from the dates of the sessions.",
+}
+"""The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`.
+
+The setting "evidence" has the prompt of "full-context" and, as its dialogue, the turns that the question names.
+"""
+
+
+def make_prompts(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    conversation: Conversation,
+    setting: str,
+    *,
+    prompts: dict[str, str] = PROMPTS,
+    max_new_tokens: int = 32,
+) -> tuple[list[list[int]], int]:
+    """Make the prompts of a conversation's questions, as token ids; `setting` is one of `ANSWERED`.
+
+    If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as leave room for the
+    longest question and its answer.
+
+    Returns:
+        The prompts, and the number of the dialogue's lines that were left out.
+    """
+    lines = dialogue_lines(conversation)
+
+    def encode(question: Question, kept: int = len(lines)) -> list[int]:
+        text = "\n".join(lines[len(lines) - kept :])
+        if setting == "evidence":
+            text = dialogue(keep_evidence(conversation, question))
+        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, text=text, prompts=prompts))
+
+    encoded = [encode(question) for question in conversation.questions]
+    positions = count_positions(model)
+    room = math.inf if positions is None else positions - max_new_tokens
+    if setting != "full-context" or max(map(len, encoded), default=0) <= room:
+        return encoded, 0
+    longest = conversation.questions[max(range(len(encoded)), key=lambda number: len(encoded[number]))]
+    fitting = bisect_right(range(len(lines) + 1), room, key=lambda kept: len(encode(longest, kept)))
+    kept = max(0, fitting - 1)  # 0 even if that does not fit: `answer` refuses the question then
+    return [encode(question, kept) for question in conversation.questions], len(lines) - kept
+
+
+def encode_gold(tokenizer, question: Question) -> list[int]:
+    """Turn a gold answer into token ids, as they follow the prompt: after a blank where there is no chat template."""
+    blank = "" if getattr(tokenizer, "chat_template", None) else " "
+    return list(tokenizer(blank + question.answer, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def make_prompt(
+    conversation: Conversation,
+    question: Question,
+    setting: str,
+    *,
+    text: str | None = None,
+    prompts: dict[str, str] = PROMPTS,
+) -> str:
+    """Make a question's prompt; `text` is the dialogue in context, the whole one if None.
+
+    Raises:
+        ValueError: the setting is not in `ANSWERED`.
+    """
+    check_choice("setting", setting, ANSWERED)
+    return prompts["full-context" if setting == "evidence" else setting].format(
+        speaker_a=conversation.speakers[0],
+        speaker_b=conversation.speakers[1],
+        question=question.question,
+        hint=prompts.get(f"hint-{question.category}", ""),
+        dialogue=dialogue(conversation) if text is None else text,
+    )
+
+
+def load_prompts(path: str | Path) -> dict[str, str]:
+    """Load prompts from a JSON file; a prompt that it leaves out is as in `PROMPTS`.
+
+    Raises:
+        ValueError: the file is no JSON object of texts, or a prompt's name or placeholder does not exist.
+    """
+    try:
+        given = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"prompts must be a JSON file, got {str(path)!r} ({error}): check it") from None
+    settings = [setting for setting in ANSWERED if setting in PROMPTS]
+    names = [*settings, *(f"hint-{category}" for category in CATEGORIES)]
+    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
+        raise ValueError(f"prompts must be an object of texts, got {str(path)!r}: name {', '.join(names)}")
+    for name, value in given.items():
+        if name not in names:
+            raise ValueError(f"prompts must be named {', '.join(names)}, got {name!r} in {str(path)!r}: rename it")
+        context = {"dialogue"} if name == "full-context" else set()
+        allowed = {"speaker_a", "speaker_b", "question", "hint"} | context
+        needed = {"question"} | context if name in settings else set()
+        found = set(re.findall(r"{(\w*)}", value))
+        if found - allowed or needed - found:
+            raise ValueError(
+                f"prompt {name!r} must have {_braced(needed)} and may have {_braced(allowed)}, got {_braced(found)}: "
+                "correct the placeholders"
+            )
+    return {**PROMPTS, **given}
+
+
+def _braced(names: set[str]) -> str:
+    return ", ".join(f"{{{name}}}" for name in sorted(names)) or "no placeholders"

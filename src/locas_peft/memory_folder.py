@@ -1,0 +1,234 @@
+"""The folder of a memory: the record of the reading that made it, what may be replaced in it, and how it is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel
+
+from . import backbone
+from .files import finish_replacement, load_json, staged, write_json
+from .gguf_models import is_gguf
+from .loading import MEMORY_CONFIG
+from .selfstudy import Exchange, save_exchanges
+from .selfstudy.exchanges import EXCHANGES, digest_exchanges
+from .settings import ReadingSettings
+from .text import digest_ids
+from .ttt.checkpoint import has_checkpoint
+from .ttt.run_state import describe_difference
+
+__all__ = ["CHECKPOINT_FOLDER", "READING", "Reading", "check_vacant", "find_finished", "save_memory"]
+
+READING = "reading.json"
+"""The file in a memory's folder that holds the reading that made it."""
+CHECKPOINT_FOLDER = "checkpoint"
+"""The folder in a memory's folder that holds an unfinished reading."""
+_CARD = "README.md"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one method made of one text. `to_json` returns the object that `--json` writes.
+
+    Attributes:
+        text_sha256: of the token ids.
+        scored_tokens: of the first reading of the text.
+        nll_nats: their summed nll, each token scored before it was learned.
+        perplexity_at: from the number of tokens read to the perplexity so far.
+        perplexity_between: from "0-50000" and so on to the perplexity of that segment.
+        perplexities: of each reading of the text; the first one is `perplexity`.
+        curve: (tokens read, perplexity so far) after each chunk of the first reading.
+        extra_parameters: trained parameters.
+        seconds: for scoring and learning all chunks, the anchor's texts included.
+        peak_bytes: see `PeakMemory`; the base is included.
+        skipped_chunks: chunks that were not learned because a loss or a gradient was not finite.
+        memory_dir: None where nothing was saved.
+        taken_back: the numbers of tokens read at which the brake took the adapter back to an earlier state.
+        final_nats: the loss of the adapter in the brake's last comparison, at the end, in nats a token; None without.
+        final_base_nats: the loss of the base there.
+        studied: of a self-study (see `SelfStudy.figures`), or None.
+    """
+
+    settings: ReadingSettings
+    text_sha256: str
+    scored_tokens: int
+    nll_nats: float
+    perplexity: float
+    perplexity_at: dict[str, float]
+    curve: list[tuple[int, float]]
+    extra_parameters: int
+    seconds: float
+    peak_bytes: int | None
+    skipped_chunks: int = 0
+    memory_dir: str | None = None
+    perplexities: list[float] = field(default_factory=list)
+    perplexity_between: dict[str, float] = field(default_factory=dict)
+    taken_back: list[int] = field(default_factory=list)
+    final_nats: float | None = None
+    final_base_nats: float | None = None
+    studied: dict[str, Any] | None = None
+
+    @property
+    def method(self) -> str:
+        return self.settings.method
+
+    @property
+    def tokens_per_second(self) -> float:
+        tokens = self.scored_tokens * self.settings.readings
+        return tokens / self.seconds if self.seconds > 0 else float("nan")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings and the figures in one flat dictionary of JSON values."""
+        figures = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        settings = dataclasses.asdict(figures.pop("settings"))
+        return {**settings, **figures, "tokens_per_second": self.tokens_per_second}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Reading:
+        """Undo `to_json`; a figure that JSON cannot hold (null) comes back as NaN.
+
+        Raises:
+            ValueError: a key is missing or unknown.
+        """
+        value = {name: item for name, item in value.items() if name != "tokens_per_second"}
+        names = {item.name for item in dataclasses.fields(ReadingSettings)}
+        settings = {name: value.pop(name) for name in list(value) if name in names}
+        optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied"}
+        for name in value.keys() - optional:
+            value[name] = _null_to_nan(value[name])
+        try:
+            reading = cls(settings=ReadingSettings(**settings), **value)
+        except TypeError as error:
+            raise ValueError(f"{READING} must be one that this version wrote ({error}): read the text again") from None
+        return dataclasses.replace(reading, curve=[tuple(point) for point in reading.curve])
+
+
+def _null_to_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _null_to_nan(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_null_to_nan(item) for item in value]
+    return float("nan") if value is None else value
+
+
+def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Raise a `ValueError` for a folder in which a reading would replace something. It need not exist.
+
+    Args:
+        resume: an unfinished reading in it will go on.
+        overwrite: a memory in it may be replaced. Other files that only have the same names may not.
+    """
+    folder = Path(directory)
+    finish_replacement(folder)
+    is_memory = (folder / MEMORY_CONFIG).exists() and (folder / READING).exists()
+    unfinished = has_checkpoint(folder / CHECKPOINT_FOLDER)
+    if not is_memory:
+        for name in (MEMORY_CONFIG, READING, _CARD, EXCHANGES, "adapter_model.safetensors"):
+            if os.path.lexists(folder / name):
+                raise ValueError(
+                    f"--out {str(folder)!r} holds a file {name} that no reading wrote: choose another folder, or move "
+                    "that file"
+                )
+    if unfinished and not resume and not overwrite:
+        raise ValueError(
+            f"--out {str(folder)!r} holds an unfinished reading: go on with --resume, or give --overwrite"
+        )
+    if is_memory and not unfinished and not overwrite:
+        raise ValueError(f"--out {str(folder)!r} holds a memory: choose another folder, or give --overwrite")
+
+
+def find_finished(
+    directory: str | Path,
+    settings: ReadingSettings,
+    input_ids: torch.LongTensor,
+    exchanges: Sequence[Exchange] | None = None,
+) -> Reading | None:
+    """Return the finished reading of a folder; None where there is no memory, or an unfinished reading.
+
+    Args:
+        settings: of the reading that would be done, complete.
+        input_ids: LongTensor [T], the text.
+        exchanges: those that would be studied; None where the model writes them.
+
+    Raises:
+        ValueError: the folder holds the memory of another reading.
+    """
+    folder = Path(directory)
+    finish_replacement(folder)
+    if has_checkpoint(folder / CHECKPOINT_FOLDER) or not (folder / MEMORY_CONFIG).exists():
+        return None
+    remedy = "choose another folder, or give --overwrite"
+    if not (folder / READING).exists():
+        raise ValueError(f"--out {str(folder)!r} holds a memory that no reading here made: {remedy}")
+    reading = Reading.from_json(load_json(folder / READING))
+    here, there = dataclasses.asdict(settings), dataclasses.asdict(reading.settings)
+    difference = describe_difference(here, there, f"the memory in {str(folder)!r}", remedy)
+    if difference is not None:
+        raise ValueError(difference)
+    if reading.text_sha256 != digest_ids(input_ids[: settings.max_tokens]):
+        raise ValueError(f"--out {str(folder)!r} holds the memory of another text: {remedy}")
+    if exchanges is not None and (reading.studied or {}).get("exchanges_sha256") != digest_exchanges(exchanges):
+        raise ValueError(f"--out {str(folder)!r} holds the memory of other exchanges: {remedy}")
+    return reading
+
+
+def save_memory(
+    model: PeftModel, directory: str | Path, reading: Reading, exchanges: Sequence[Exchange] | None = None
+) -> None:
+    """Write PEFT's files, a model card, the reading and the exchanges into a folder, whole or not at all."""
+    config = model.peft_config[model.active_adapter]
+    name = config.base_model_name_or_path
+    try:
+        # The name on other machines too.
+        config.base_model_name_or_path = reading.settings.model
+        with staged(directory) as folder:
+            # Embeddings are not trained here, and PEFT would ask the hub about them.
+            model.save_pretrained(str(folder), save_embedding_layers=False)
+            (folder / _CARD).write_text(_make_card(config, reading), encoding="utf-8")
+            write_json(folder / READING, reading.to_json())
+            if exchanges is not None:
+                save_exchanges(folder / EXCHANGES, exchanges)
+        if exchanges is None:
+            (Path(directory) / EXCHANGES).unlink(missing_ok=True)  # of the memory that this one replaces
+    finally:
+        config.base_model_name_or_path = name
+
+
+def _make_card(config: PeftConfig, reading: Reading) -> str:
+    settings = reading.settings
+    if backbone.is_embedded(settings.model):
+        name = backbone.name_of(settings.model)
+        argument = "" if name == backbone.NAME else f'name="{name}"'
+        load = f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({argument})"
+    elif is_gguf(settings.model):
+        load = f"from locas_peft.loading import load_base\n\nbase, tokenizer = load_base({settings.model!r})"
+    else:
+        load = (
+            "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"
+            f"base = AutoModelForCausalLM.from_pretrained({settings.model!r})"
+        )
+    return f"""---
+base_model: {settings.model}
+library_name: peft
+tags:
+- locas
+---
+
+# A memory of one text
+
+A {config.peft_type.value} adapter (method {settings.method}, r={settings.r}, {reading.extra_parameters:,} parameters)
+for {settings.model}, trained while reading {reading.curve[-1][0]:,} tokens. Perplexity of the text, each token scored
+before it was learned: {reading.perplexity:.2f}. All settings and figures are in `{READING}`.
+
+```python
+from peft import PeftModel
+{load}
+model = PeftModel.from_pretrained(base, "this folder")
+```
+"""

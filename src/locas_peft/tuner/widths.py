@@ -1,0 +1,82 @@
+"""The width of the host's FFNs in the model's config, which must follow where merged memories widen them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from .ffn import HostFFN, find_ffns
+
+# Fields of a transformers config that hold the FFN's width.
+WIDTH_FIELDS = tuple("intermediate_size ffn_dim n_inner d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim".split())
+
+
+@dataclass
+class WidthGroup:
+    """FFNs of one original width, set by one field of the model's config, and their width after merging."""
+
+    width: int
+    new_width: int
+    ffns: dict[str, HostFFN]
+
+
+def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> PretrainedConfig:
+    """Return a copy of a model's config with the FFNs' new widths. A model built from it has exactly these shapes.
+
+    Raises:
+        ValueError: no field of the config makes a model whose FFNs have those widths.
+    """
+    config = copy.deepcopy(model.config)
+    for part in _language_configs(config):
+        for group in groups:
+            _set_width(part, group.width, group.new_width)
+    try:
+        with torch.device("meta"):
+            rebuilt = find_ffns(type(model)(copy.deepcopy(config)))
+    except Exception as error:  # a config of an unknown family may fail in any way with an odd width
+        raise ValueError(f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}") from None
+    for group in groups:
+        for name in group.ffns:
+            if name not in rebuilt or rebuilt[name].width != group.new_width:
+                raise ValueError(
+                    f"no field of {type(config).__name__} makes {name} {group.new_width} wide: in this family a "
+                    "memory can be used, merged and unmerged, but not unloaded into a plain checkpoint."
+                )
+    return config
+
+
+def widen_to(groups: list[WidthGroup], model: nn.Module, config: PretrainedConfig | None) -> None:
+    """Pad the FFNs to their new widths, and write these into the model's own config object, which its modules share.
+
+    Args:
+        config: of `widened_config`; None for a model that has none.
+    """
+    for group in groups:
+        for ffn in group.ffns.values():
+            ffn.pad(group.new_width)
+    if config is None:
+        return
+    for new, old in zip(_language_configs(config), _language_configs(model.config), strict=True):
+        for field in (*WIDTH_FIELDS, "block_auto_adjust_ff_dim"):
+            if hasattr(new, field) and getattr(new, field) != getattr(old, field):
+                setattr(old, field, getattr(new, field))
+
+
+def _language_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+    text = config.get_text_config()
+    return [config] if text is config else [config, text]
+
+
+def _set_width(config: PretrainedConfig, width: int, new_width: int) -> None:
+    if getattr(config, "block_auto_adjust_ff_dim", False):  # LFM2 derives the width from intermediate_size
+        config.block_auto_adjust_ff_dim = False
+        config.intermediate_size = new_width
+        return
+    for field in WIDTH_FIELDS:
+        default = 4 * getattr(config, "hidden_size", 0)  # the width of GPT-2 with n_inner=None
+        if getattr(config, field, 0) in (width, None if width == default else width):
+            setattr(config, field, new_width)
