@@ -125,7 +125,7 @@ def damage(path) -> None:
             "checkpoint must be whole, got the damaged file '{}' (*): delete it to start afresh",
         ),
         (
-            lambda path: torch.save({"kind": "locas-checkpoint", "version": 4, "state": Malicious()}, path),
+            lambda path: torch.save({"kind": "locas-checkpoint", "version": 5, "state": Malicious()}, path),
             "checkpoint must be whole, got the damaged file '{}' (*): delete it to start afresh",
         ),
         (
@@ -134,7 +134,7 @@ def damage(path) -> None:
         ),
         (
             lambda path: torch.save({"kind": "locas-checkpoint", "version": 2, "state": {}}, path),
-            "checkpoint must be of version 4, got 2 in '{}': load it with the locas_peft that wrote it, or delete it "
+            "checkpoint must be of version 5, got 2 in '{}': load it with the locas_peft that wrote it, or delete it "
             "to start afresh",
         ),
         (

@@ -21,7 +21,7 @@ __all__ = ["CHECKPOINT", "InUse", "Lock", "damaged", "has_checkpoint", "load", "
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
-_KIND, _VERSION = "locas-checkpoint", 4
+_KIND, _VERSION = "locas-checkpoint", 5
 
 
 def has_checkpoint(directory: str | Path) -> bool:
@@ -91,7 +91,7 @@ def damaged(directory: str | Path, error: Exception) -> ValueError:
 
 def remove(directory: str | Path) -> None:
     """Delete a folder's checkpoint, and the temporary file of a writer that was killed."""
-    for name in (CHECKPOINT, UNFINISHED):
+    for name in (UNFINISHED, CHECKPOINT):  # a folder without a checkpoint then has no other file of one
         (Path(directory) / name).unlink(missing_ok=True)
 
 

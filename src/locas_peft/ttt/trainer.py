@@ -315,6 +315,7 @@ class TestTimeTrainer:
             "run": {**describe_run(self.model, settings), "text": self._text},
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
+            "final": self.final,
             "good": self._row.brake.good,
             "model": model_state(self.model, self._list_trained()),
             "learner": self._learner.state_dict(),
@@ -335,7 +336,9 @@ class TestTimeTrainer:
         self._row.brake.load(state["good"])
         self._batch = self._loop.make_batch([self._row])
         self._batch.cache.load_state_dict(state["cache"])
-        self._row.chunks, self._row.skipped_chunks, self._row.final = chunks, int(state["skipped_chunks"]), None
+        self._row.chunks, self._row.skipped_chunks = chunks, int(state["skipped_chunks"])
+        # Compared again, an adapter that has studied since could be taken back to its state before.
+        self._row.final = None if state["final"] is None else tuple(map(float, state["final"]))
         self._text = state["run"]["text"]
         if self.anchor is not None:
             self._loop.anchor = self.anchor.with_texts(state["anchor"])
