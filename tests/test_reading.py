@@ -393,6 +393,9 @@ def test_a_finished_reading_is_found(base, input_ids, tmp_path):
             find_finished(folder, changed, input_ids[:130])
     with pytest.raises(ValueError, match="^--out .* holds the memory of another text: choose another folder, or give"):
         find_finished(folder, settings, input_ids)
+    (folder / CHECKPOINT_FOLDER).mkdir()
+    (folder / CHECKPOINT_FOLDER / checkpoint.LOCK).touch()  # of a process that was killed after it had finished
+    assert find_finished(folder, settings, input_ids[:130]) == record and not (folder / CHECKPOINT_FOLDER).exists()
     (folder / READING).unlink()
     with pytest.raises(ValueError, match="^--out .* holds a memory that no reading here made: choose another folder"):
         find_finished(folder, settings, input_ids)

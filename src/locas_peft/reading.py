@@ -537,6 +537,8 @@ def find_finished(
 ) -> Reading | None:
     """Return the finished reading of a folder; None where there is no memory, or an unfinished reading.
 
+    The lock of a reading that was killed right after it had finished is removed.
+
     Args:
         directory: it need not exist.
         settings: of the reading that would be done, complete.
@@ -550,6 +552,9 @@ def find_finished(
     finish_replacement(folder)
     if has_checkpoint(folder / CHECKPOINT_FOLDER) or not (folder / MEMORY_CONFIG).exists():
         return None
+    if (folder / CHECKPOINT_FOLDER).is_dir():
+        with suppress(checkpoint.InUse, OSError), _locked(folder / CHECKPOINT_FOLDER):
+            pass  # afterwards the lock is gone, and the folder where it is empty
     remedy = "choose another folder, or give --overwrite"
     if not (folder / READING).exists():
         raise ValueError(f"--out {str(folder)!r} holds a memory that no reading here made: {remedy}")
