@@ -1136,7 +1136,7 @@ def unharmed(model, before):
     return after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "llama with biases", "gemma2", "phi3", "gpt2", "gpt_neox", "opt"])
 def test_the_base_is_unharmed(family, dtype, tmp_path):
     host = make_host(family, dtype)
@@ -1156,12 +1156,15 @@ def test_the_base_is_unharmed(family, dtype, tmp_path):
     model.save_pretrained(tmp_path / "memory")
     model.add_adapter("second", LocasConfig(r=3, init_strategy="gaussian"))
     teach(model, "second", seed=1)
-    for _ in range(5):
+    for _ in range(10):
         model.merge_adapter(["default", "second"])
         assert not unharmed(model, before)
         model.base_model.unmerge_adapter(["default"])
         model.unmerge_adapter()
         assert unharmed(model, before)
+    model.load_adapter(tmp_path / "memory", "again")
+    assert unharmed(model, before)
+    model.delete_adapter("again")
     with pytest.warns(UserWarning, match="Setting active adapter"):
         model.delete_adapter("default")
     rewrite(tmp_path / "memory", lambda tensors: tensors[sorted(tensors)[0]].fill_(torch.nan))
