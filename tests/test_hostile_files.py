@@ -1,7 +1,7 @@
 """Memory files of unknown origin: random changes of bytes, headers, tensors and configs are refused or load soundly.
 
     pytest tests/test_hostile_files.py                                     # 240 cases
-    LOCAS_FUZZ_CASES=100000 pytest tests/test_hostile_files.py -m slow     # 18 minutes; 2,000 where it is not set
+    LOCAS_FUZZ_CASES=100000 pytest tests/test_hostile_files.py -m slow     # 13 minutes of one core; 2,000 if not set
 
 A case is a seed: `run_case(memories, base, 17)` repeats the case 17 alone.
 """
