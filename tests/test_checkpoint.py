@@ -154,6 +154,17 @@ def test_damaged_and_foreign_files_are_named_and_run_no_code(tmp_path, capsys, t
     assert "\n" not in str(caught.value) and capsys.readouterr().out == ""
 
 
+def test_links_are_not_followed(tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for name in (checkpoint.UNFINISHED, checkpoint.CHECKPOINT):
+        (tmp_path / name).write_text("mine")
+        (folder / name).symlink_to(tmp_path / name)
+    checkpoint.save(folder, STATE)
+    assert_holds(folder, STATE)
+    assert {(tmp_path / name).read_text() for name in (checkpoint.UNFINISHED, checkpoint.CHECKPOINT)} == {"mine"}
+
+
 def test_what_a_killed_writer_left_is_removed_with_the_checkpoint(tmp_path):
     checkpoint.save(tmp_path, STATE)
     (tmp_path / checkpoint.UNFINISHED).write_bytes(b"half")

@@ -42,7 +42,8 @@ def save(directory: str | Path, state: dict[str, Any]) -> Path:
     torch.save({"kind": _KIND, "version": _VERSION, "state": state}, content)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(unfinished, "wb") as file:
+        unfinished.unlink(missing_ok=True)  # a link: its target would be overwritten
+        with open(unfinished, "xb") as file:
             file.write(content.getbuffer())
             file.flush()
             os.fsync(file.fileno())
