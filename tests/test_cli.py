@@ -609,7 +609,14 @@ def test_a_lock_that_is_a_link_is_not_followed(run, tmp_path):
         (["generate", "a\udcff", "--memory", "memory"], "error: PROMPT must be valid UTF-8, got 'a\\udcff': "),
         (["demo", "--seed", "9" * 22], 'error: Invalid value "9999999999999999999999" for --seed. Must be <= '),
         (["memorize", "text.txt", "--out", "link"], "error: --out must be a folder, got "),
-        (["merge", "memory", "--out", "m", "--pad-to-multiple-of", 10**11], "error: the machine is out of memory: "),
+        (
+            ["merge", "memory", "--out", "m", "--pad-to-multiple-of", 10**11],
+            "error: pad_to_multiple_of must be from 1 to 65536, got 100000000000.",
+        ),
+        (
+            ["memorize", "text.txt", "--out", "m", "--r", "9" * 22],
+            "error: r must be at most 281,474,976,710,656, got ",
+        ),
     ],
 )
 def test_more_bad_input_is_one_line(run, tmp_path, memory, arguments, message):
