@@ -961,6 +961,21 @@ def test_embeddings_saved_with_a_memory_are_named_in_its_config(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["saved_embeddings"] is None
 
 
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(64, 8), r"embed_tokens\.weight has shape \[64, 8\], expected \[64, 16\]"),
+        (torch.ones(64, 16, dtype=torch.int8), r"embed_tokens\.weight is of torch.int8, a floating dtype of 16 bits"),
+        (torch.full((64, 16), torch.inf), r"embed_tokens\.weight holds values that are not finite"),
+    ],
+    ids=["shape", "int8", "not finite"],
+)
+def test_tampered_embeddings(memory, tensor, message):
+    rewrite(memory, lambda t: t.update({"base_model.model.model.embed_tokens.weight": tensor}))
+    change_config(memory, saved_embeddings=["model.embed_tokens.weight"])
+    assert_refused(memory, message, make_host("llama"))
+
+
 def test_only_embeddings_can_be_named_as_saved(memory):
     rewrite(memory, lambda t: t.update({"base_model.model.model.norm.weight": torch.ones(16)}))
     change_config(memory, saved_embeddings=["model.norm.weight"])
