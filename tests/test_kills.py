@@ -20,6 +20,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -32,6 +33,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locas_peft import backbone, text
@@ -120,6 +122,7 @@ def serve(connection: Connection) -> None:
     """Fork a reading for each request; answer with its exit status and how many changes of files it made."""
     torch.set_num_threads(1)  # a process with more of them cannot be forked
     warnings.simplefilter("ignore")
+    tqdm.set_lock(threading.RLock())  # its own lock is shared by all forks, and stays locked if its holder is killed
     with tempfile.TemporaryDirectory() as folder:
         read("earlier", Path(folder) / FOLDER)  # what is imported at first use is imported here
     while (request := connection.recv()) is not None:
@@ -162,6 +165,7 @@ class Campaign:
     def run(self, variant: str, folder: Path, die_at: int | None = None, die_after: float | None = None) -> int | None:
         """Read in a new process; return the number of changes of files, or None where the process was killed."""
         self.connection.send((variant, folder, die_at, die_after))
+        assert self.connection.poll(60), "the reading hangs"
         status, operations = self.connection.recv()
         if status == -signal.SIGKILL:
             return None
@@ -198,7 +202,8 @@ def campaign(tmp_path_factory):
     random.Random(0).shuffle(campaign.operations)
     yield campaign
     here.send(None)
-    server.join()
+    server.join(60)
+    server.kill()  # where a reading hangs
 
 
 def contents(folder: Path) -> dict[str, object]:
