@@ -1,5 +1,6 @@
 import copy
 import json
+import sys
 import time
 import warnings
 
@@ -121,6 +122,38 @@ def test_several_memories_switch_add_up_and_go(tmp_path):
     model.load_adapter(tmp_path / "second", "again")
     model.set_adapter("again")
     assert torch.equal(logits(model), second)
+
+
+def count_calls(act) -> int:
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_a_step_does_no_more_work_where_more_memories_are_attached():
+    model = make_model().train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    def step():
+        model(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    alone = count_calls(step)
+    for number in range(20):
+        model.add_adapter(f"memory{number}", LocasConfig(r=4, init_strategy="random"))
+    step()
+    assert count_calls(step) == alone
 
 
 def test_rows_of_a_batch_may_use_different_memories():

@@ -459,7 +459,17 @@ def _scale(tensor: torch.Tensor, scales: list[torch.Tensor]) -> torch.Tensor:
 
 def list_layers(model: nn.Module, adapter_name: str | None = None) -> list[LocasLayer]:
     """Return the model's LocasLayers, lowest first; only those with the memory of that name if one is given."""
-    layers = [module for module in model.modules() if isinstance(module, LocasLayer)]
+    layers, seen, left = [], set(), [model]
+    while left:
+        module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        if isinstance(module, LocasLayer):
+            layers.append(module)
+            left.append(module.base_layer)  # not the memories: a layer may have hundreds
+        else:
+            left.extend(reversed(list(module.children())))
     return layers if adapter_name is None else [layer for layer in layers if adapter_name in layer.locas_up]
 
 
