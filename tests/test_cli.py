@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -1137,6 +1138,19 @@ def test_the_module_runs_as_a_command(memory):
     process = locas("inspect", memory, "--json", "-")
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["r"] == 16
+
+
+@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "terminated\n")])
+def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
+    package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    raise ImportError\n"
+    )
+    path = [str(tmp_path), str(Path(reading.__file__).parents[1])]
+    script = f"import sys; sys.path[:0] = {path}; import locas_command; locas_command.main()"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)
 
 
 def locas(*arguments, stdout=subprocess.PIPE) -> subprocess.CompletedProcess:
