@@ -507,6 +507,15 @@ def test_memory_that_cannot_be_had_is_one_line(run, monkeypatch):
     assert err.startswith("error: the machine is out of memory: lower the width or the window")
 
 
+def test_a_file_without_permission_is_one_line(run, monkeypatch):
+    def fail(path):
+        raise PermissionError(errno.EACCES, "Permission denied", "secret.txt")
+
+    monkeypatch.setattr(text, "load_text", fail)
+    line = "error: 'secret.txt' cannot be read or written (Permission denied): check the path and its permissions\n"
+    assert run("memorize", "text.txt", "--out", "memory") == (2, "", line)
+
+
 def test_defects_keep_their_traceback(run, monkeypatch):
     def defect(*args):
         raise TypeError("unsupported operand")

@@ -347,7 +347,12 @@ def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["README.md", "adapter_config.json", WEIGHTS, READING])
 def test_foreign_files_are_never_replaced(base, input_ids, tmp_path, name, overwrite):
-    (tmp_path / name).symlink_to(tmp_path / "missing") if name == READING else (tmp_path / name).write_text("mine")
+    if name == READING:
+        (tmp_path / name).symlink_to(tmp_path / "missing")
+    elif name == WEIGHTS:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("mine")
     message = f"^--out .* holds a file {name} that no reading wrote: choose another folder, or move that file$"
     for use in (
         lambda: check_vacant(tmp_path, overwrite=overwrite),
