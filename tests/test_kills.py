@@ -1,7 +1,7 @@
 """A reading that is killed, at any file operation or moment, and resumed gives the memory of one that was not.
 
     pytest tests/test_kills.py                              # 10 kills
-    LOCAS_KILLS=1000 pytest tests/test_kills.py -m slow     # 300 where the variable is not set
+    LOCAS_KILLS=1000 pytest tests/test_kills.py -m slow     # ten minutes; 300 where the variable is not set
 
 Each reading is a process of its own. All are forked from one that has imported everything, so that a kill takes a
 fraction of a second. A case is a seed: `run_case(campaign, 17, folder)` repeats the case 17 alone.
