@@ -265,9 +265,9 @@ def run_case(campaign: Campaign, seed: int, parent: Path) -> int:
 
 
 def list_differences(found: dict[str, object], whole: dict[str, object]) -> list[str]:
-    names = [name for name in {**whole, **found} if found.get(name, pytest) != whole.get(name, pytest)]
-    readings = [value["memory/reading.json"] for value in (found, whole)]
-    return names + [f"{key} {value!r}" for key, value in readings[0].items() if value != readings[1][key]]
+    names = [name for name in {**whole, **found} if found.get(name, "absent") != whole.get(name, "absent")]
+    here, there = (value.get(f"{FOLDER}/reading.json", {}) for value in (found, whole))
+    return names + [f"{key} {value!r}" for key, value in here.items() if value != there.get(key)]
 
 
 def run_kills(campaign: Campaign, kills: int, seed: int, folder: Path) -> Counter:

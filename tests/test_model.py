@@ -23,8 +23,8 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from locas_peft import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
-from locas_peft.tuner import adapters_disabled
+from locas_peft import LocasConfig, LocasLayer, LocasModel, TestTimeTrainer, calibrate, empty_memories, rescale
+from locas_peft.tuner import adapters_disabled, used_modules
 from locas_peft.tuner.ffn import find_ffns
 from locas_peft.tuner.weight_sample import may_be_same_weights, sample_weights
 
@@ -139,8 +139,21 @@ def count_calls(act) -> int:
     return calls
 
 
+def test_modules_in_use_are_all_modules_but_those_of_inactive_memories():
+    model = make_model(modules_to_save=["lm_head"])
+    model.add_adapter("inactive", LocasConfig(r=4))
+    modules, used = list(model.modules()), list(used_modules(model))
+    assert [module for module in modules if module in set(used)] == used
+    left_out = [name for name, module in model.named_modules() if module not in set(used)]
+    containers = {"locas_gate", "locas_up", "locas_down"}
+    assert {name.rpartition(".")[2] for name in left_out} == {"inactive"} | containers
+    assert not any(name.endswith("modules_to_save") for name in left_out)
+
+
 def test_a_step_does_no_more_work_where_more_memories_are_attached():
     model = make_model().train()
+    ids = make_tokens(1, 128)
+    chunks = TestTimeTrainer(model, window=16, stride=8, learning_rate=1e-3, brake=False).read(ids)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
     def step():
@@ -148,12 +161,19 @@ def test_a_step_does_no_more_work_where_more_memories_are_attached():
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
+    def read():
+        next(chunks)
+
+    for act in (read, read, step):
+        act()
     alone = count_calls(step)
+    reading = count_calls(read)
     for number in range(20):
         model.add_adapter(f"memory{number}", LocasConfig(r=4, init_strategy="random"))
     step()
     assert count_calls(step) == alone
+    read()
+    assert count_calls(read) == reading
 
 
 def test_rows_of_a_batch_may_use_different_memories():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tuner import SlotWriter, unwritten_memories
+from ..tuner import SlotWriter, unwritten_memories, used_modules
 from . import checkpoint
 from .anchor import Anchor
 from .chunks import Chunk, cut
@@ -215,7 +215,10 @@ class TestTimeTrainer:
         """Return what is trained; nothing for a plain model, whose own weights all require gradients."""
         if not self._host.has_adapter():
             return []
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        parameters = (
+            parameter for module in used_modules(self.model) for parameter in module.parameters(recurse=False)
+        )
+        return list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -9,7 +9,7 @@ from .lora_export import to_lora, widen_base
 from .memories import calibrate, empty_memories, rescale, unwritten_memories
 from .model import LocasModel
 from .nlsvd import nl_svd
-from .passes import adapters_disabled, evaluating
+from .passes import adapters_disabled, evaluating, used_modules
 from .writing import SlotWriter, write_tokens
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "rescale",
     "to_lora",
     "unwritten_memories",
+    "used_modules",
     "widen_base",
     "write_tokens",
 ]

@@ -11,10 +11,39 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 
+def used_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model, each before its children, without those of adapters that are not active.
+
+    A model may have hundreds of such adapters; a step must not take longer for them.
+    """
+    seen, left = set(), [model]
+    while left:
+        module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield module
+        children = []
+        for name, child in module.named_children():
+            if (
+                isinstance(child, nn.ModuleDict)
+                and isinstance(module, BaseTunerLayer)
+                and _is_by_adapter(module, name)
+            ):
+                children += [child[key] for key in module.active_adapters if key in child]
+            else:
+                children.append(child)
+        left.extend(reversed(children))
+
+
+def _is_by_adapter(layer: BaseTunerLayer, name: str) -> bool:
+    return name in layer.adapter_layer_names or name in layer.other_param_names
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode within the context. Each module's own mode is restored afterwards."""
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in used_modules(model) if module.training]
     for module in training:
         module.training = False
     try:
@@ -32,7 +61,7 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
     """
     kept = {id(module) for module in except_for}
     kinds = BaseTunerLayer | AuxiliaryTrainingWrapper
-    adapters = [module for module in model.modules() if isinstance(module, kinds) and id(module) not in kept]
+    adapters = [module for module in used_modules(model) if isinstance(module, kinds) and id(module) not in kept]
     switched = [module for module in adapters if not module._disable_adapters]
     for module in switched:
         module._disable_adapters = True
