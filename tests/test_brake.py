@@ -157,6 +157,21 @@ def test_resuming_is_bit_identical_after_an_adapter_was_taken_back(kind, english
         make_ruinous(kind, context="cache").resume(tmp_path)
 
 
+def test_a_finished_reading_is_not_compared_again_after_it_is_resumed(tmp_path):
+    """A self-study follows on a reading: compared again, what it learned could be taken back."""
+    ids, trainer = make_ids(8).repeat(12), make_trainer("locas", brake=True)
+    read(trainer, ids)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=100.0)  # which makes this text worse
+    trainer.save(tmp_path)
+    resumed = make_trainer("locas", brake=True)
+    assert resumed.resume(tmp_path) and read(resumed, ids) == []
+    assert resumed.final == trainer.final
+    assert_same(weights_of(resumed.model), weights_of(trainer.model))
+
+
 def test_one_document_of_many_is_taken_back_and_the_others_go_on():
     model = get_peft_model(make_host("llama"), LocasConfig(r=4, scaling=16.0, output_scale="paper"))
     documents = {"good": make_ids(4).repeat(30), "bad": torch.cat([make_ids(4).repeat(6), make_ids(96, seed=3)])}

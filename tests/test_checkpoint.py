@@ -125,7 +125,7 @@ def damage(path) -> None:
             "checkpoint must be whole, got the damaged file '{}' (*): delete it to start afresh",
         ),
         (
-            lambda path: torch.save({"kind": "locas-checkpoint", "version": 4, "state": Malicious()}, path),
+            lambda path: torch.save({"kind": "locas-checkpoint", "version": 5, "state": Malicious()}, path),
             "checkpoint must be whole, got the damaged file '{}' (*): delete it to start afresh",
         ),
         (
@@ -134,7 +134,7 @@ def damage(path) -> None:
         ),
         (
             lambda path: torch.save({"kind": "locas-checkpoint", "version": 2, "state": {}}, path),
-            "checkpoint must be of version 4, got 2 in '{}': load it with the locas_peft that wrote it, or delete it "
+            "checkpoint must be of version 5, got 2 in '{}': load it with the locas_peft that wrote it, or delete it "
             "to start afresh",
         ),
         (
@@ -152,6 +152,17 @@ def test_damaged_and_foreign_files_are_named_and_run_no_code(tmp_path, capsys, t
     begin, _, end = message.format(path).partition("*")
     assert str(caught.value).startswith(begin) and str(caught.value).endswith(end)
     assert "\n" not in str(caught.value) and capsys.readouterr().out == ""
+
+
+def test_links_are_not_followed(tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    for name in (checkpoint.UNFINISHED, checkpoint.CHECKPOINT):
+        (tmp_path / name).write_text("mine")
+        (folder / name).symlink_to(tmp_path / name)
+    checkpoint.save(folder, STATE)
+    assert_holds(folder, STATE)
+    assert {(tmp_path / name).read_text() for name in (checkpoint.UNFINISHED, checkpoint.CHECKPOINT)} == {"mine"}
 
 
 def test_what_a_killed_writer_left_is_removed_with_the_checkpoint(tmp_path):

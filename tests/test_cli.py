@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -506,6 +507,15 @@ def test_memory_that_cannot_be_had_is_one_line(run, monkeypatch):
     assert err.startswith("error: the machine is out of memory: lower the width or the window")
 
 
+def test_a_file_without_permission_is_one_line(run, monkeypatch):
+    def fail(path):
+        raise PermissionError(errno.EACCES, "Permission denied", "secret.txt")
+
+    monkeypatch.setattr(text, "load_text", fail)
+    line = "error: 'secret.txt' cannot be read or written (Permission denied): check the path and its permissions\n"
+    assert run("memorize", "text.txt", "--out", "memory") == (2, "", line)
+
+
 def test_defects_keep_their_traceback(run, monkeypatch):
     def defect(*args):
         raise TypeError("unsupported operand")
@@ -609,7 +619,14 @@ def test_a_lock_that_is_a_link_is_not_followed(run, tmp_path):
         (["generate", "a\udcff", "--memory", "memory"], "error: PROMPT must be valid UTF-8, got 'a\\udcff': "),
         (["demo", "--seed", "9" * 22], 'error: Invalid value "9999999999999999999999" for --seed. Must be <= '),
         (["memorize", "text.txt", "--out", "link"], "error: --out must be a folder, got "),
-        (["merge", "memory", "--out", "m", "--pad-to-multiple-of", 10**11], "error: the machine is out of memory: "),
+        (
+            ["merge", "memory", "--out", "m", "--pad-to-multiple-of", 10**11],
+            "error: pad_to_multiple_of must be from 1 to 65536, got 100000000000.",
+        ),
+        (
+            ["memorize", "text.txt", "--out", "m", "--r", "9" * 22],
+            "error: r must be at most 281,474,976,710,656, got ",
+        ),
     ],
 )
 def test_more_bad_input_is_one_line(run, tmp_path, memory, arguments, message):
@@ -1128,6 +1145,19 @@ def test_the_module_runs_as_a_command(memory):
     process = locas("inspect", memory, "--json", "-")
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["r"] == 16
+
+
+@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "terminated\n")])
+def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
+    package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    raise ImportError\n"
+    )
+    path = [str(tmp_path), str(Path(cli.__file__).parents[2])]
+    script = f"import sys; sys.path[:0] = {path}; import locas_command; locas_command.main()"
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)
 
 
 def locas(*arguments, stdout=subprocess.PIPE) -> subprocess.CompletedProcess:

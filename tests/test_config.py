@@ -47,7 +47,16 @@ def test_lists_become_sets():
             ValueError,
             "rank_pattern must have regular expressions as keys, got {'(': 4}.",
         ),
-        ({"target_modules": "("}, ValueError, "target_modules must be a regular expression, got '('."),
+        (
+            {"target_modules": "("},
+            ValueError,
+            "target_modules must be a regular expression, or at least one name, got '('.",
+        ),
+        (
+            {"target_modules": []},
+            ValueError,
+            "target_modules must be a regular expression, or at least one name, got [].",
+        ),
         ({"output_scale": "mine"}, ValueError, "output_scale must be one of 'measured', 'paper', got 'mine'."),
         ({"target_modules": 5}, TypeError, "target_modules must be names, or one name or regular expression, got 5."),
         (

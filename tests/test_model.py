@@ -1,5 +1,6 @@
 import copy
 import json
+import sys
 import time
 import warnings
 
@@ -22,8 +23,8 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from locas_peft import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
-from locas_peft.tuner import adapters_disabled
+from locas_peft import LocasConfig, LocasLayer, LocasModel, TestTimeTrainer, calibrate, empty_memories, rescale
+from locas_peft.tuner import adapters_disabled, used_modules
 from locas_peft.tuner.ffn import find_ffns
 from locas_peft.tuner.weight_sample import may_be_same_weights, sample_weights
 
@@ -121,6 +122,58 @@ def test_several_memories_switch_add_up_and_go(tmp_path):
     model.load_adapter(tmp_path / "second", "again")
     model.set_adapter("again")
     assert torch.equal(logits(model), second)
+
+
+def count_calls(act) -> int:
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_modules_in_use_are_all_modules_but_those_of_inactive_memories():
+    model = make_model(modules_to_save=["lm_head"])
+    model.add_adapter("inactive", LocasConfig(r=4))
+    modules, used = list(model.modules()), list(used_modules(model))
+    assert [module for module in modules if module in set(used)] == used
+    left_out = [name for name, module in model.named_modules() if module not in set(used)]
+    containers = {"locas_gate", "locas_up", "locas_down"}
+    assert {name.rpartition(".")[2] for name in left_out} == {"inactive"} | containers
+    assert not any(name.endswith("modules_to_save") for name in left_out)
+
+
+def test_a_step_does_no_more_work_where_more_memories_are_attached():
+    model = make_model().train()
+    ids = make_tokens(1, 128)
+    chunks = TestTimeTrainer(model, window=16, stride=8, learning_rate=1e-3, brake=False).read(ids)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+    def step():
+        model(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def read():
+        next(chunks)
+
+    for act in (read, read, step):
+        act()
+    alone = count_calls(step)
+    reading = count_calls(read)
+    for number in range(20):
+        model.add_adapter(f"memory{number}", LocasConfig(r=4, init_strategy="random"))
+    step()
+    assert count_calls(step) == alone
+    read()
+    assert count_calls(read) == reading
 
 
 def test_rows_of_a_batch_may_use_different_memories():
@@ -961,6 +1014,21 @@ def test_embeddings_saved_with_a_memory_are_named_in_its_config(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["saved_embeddings"] is None
 
 
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(64, 8), r"embed_tokens\.weight has shape \[64, 8\], expected \[64, 16\]"),
+        (torch.ones(64, 16, dtype=torch.int8), r"embed_tokens\.weight is of torch.int8, a floating dtype of 16 bits"),
+        (torch.full((64, 16), torch.inf), r"embed_tokens\.weight holds values that are not finite"),
+    ],
+    ids=["shape", "int8", "not finite"],
+)
+def test_tampered_embeddings(memory, tensor, message):
+    rewrite(memory, lambda t: t.update({"base_model.model.model.embed_tokens.weight": tensor}))
+    change_config(memory, saved_embeddings=["model.embed_tokens.weight"])
+    assert_refused(memory, message, make_host("llama"))
+
+
 def test_only_embeddings_can_be_named_as_saved(memory):
     rewrite(memory, lambda t: t.update({"base_model.model.model.norm.weight": torch.ones(16)}))
     change_config(memory, saved_embeddings=["model.norm.weight"])
@@ -1136,7 +1204,7 @@ def unharmed(model, before):
     return after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "llama with biases", "gemma2", "phi3", "gpt2", "gpt_neox", "opt"])
 def test_the_base_is_unharmed(family, dtype, tmp_path):
     host = make_host(family, dtype)
@@ -1156,12 +1224,15 @@ def test_the_base_is_unharmed(family, dtype, tmp_path):
     model.save_pretrained(tmp_path / "memory")
     model.add_adapter("second", LocasConfig(r=3, init_strategy="gaussian"))
     teach(model, "second", seed=1)
-    for _ in range(5):
+    for _ in range(10):
         model.merge_adapter(["default", "second"])
         assert not unharmed(model, before)
         model.base_model.unmerge_adapter(["default"])
         model.unmerge_adapter()
         assert unharmed(model, before)
+    model.load_adapter(tmp_path / "memory", "again")
+    assert unharmed(model, before)
+    model.delete_adapter("again")
     with pytest.warns(UserWarning, match="Setting active adapter"):
         model.delete_adapter("default")
     rewrite(tmp_path / "memory", lambda tensors: tensors[sorted(tensors)[0]].fill_(torch.nan))

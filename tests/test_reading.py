@@ -339,7 +339,12 @@ def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("name", ["README.md", "adapter_config.json", WEIGHTS, READING])
 def test_foreign_files_are_never_replaced(base, input_ids, tmp_path, name, overwrite):
-    (tmp_path / name).symlink_to(tmp_path / "missing") if name == READING else (tmp_path / name).write_text("mine")
+    if name == READING:
+        (tmp_path / name).symlink_to(tmp_path / "missing")
+    elif name == WEIGHTS:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_text("mine")
     message = f"^--out .* holds a file {name} that no reading wrote: choose another folder, or move that file$"
     for use in (
         lambda: check_vacant(tmp_path, overwrite=overwrite),
@@ -385,6 +390,9 @@ def test_a_finished_reading_is_found(base, input_ids, tmp_path):
             find_finished(folder, changed, input_ids[:130])
     with pytest.raises(ValueError, match="^--out .* holds the memory of another text: choose another folder, or give"):
         find_finished(folder, settings, input_ids)
+    (folder / CHECKPOINT_FOLDER).mkdir()
+    (folder / CHECKPOINT_FOLDER / checkpoint.LOCK).touch()  # of a process that was killed after it had finished
+    assert find_finished(folder, settings, input_ids[:130]) == record and not (folder / CHECKPOINT_FOLDER).exists()
     (folder / READING).unlink()
     with pytest.raises(ValueError, match="^--out .* holds a memory that no reading here made: choose another folder"):
         find_finished(folder, settings, input_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from pathlib import Path
@@ -92,6 +93,7 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
     for name, value in fields.items():
         if not hasattr(config, name):
             raise ValueError(f"{name} has no meaning for a memory of type {peft_type}, got {value!r}: leave it out")
+        dataclasses.replace(config, **{name: value})  # for its checks
         setattr(config, name, value)
     restore = remember_modules(base)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from .selfstudy import Exchange, save_exchanges
 from .selfstudy.exchanges import EXCHANGES, digest_exchanges
 from .settings import ReadingSettings
 from .text import digest_ids
-from .ttt.checkpoint import has_checkpoint
+from .ttt.checkpoint import InUse, has_checkpoint, locked
 from .ttt.run_state import describe_difference
 
 __all__ = ["CHECKPOINT_FOLDER", "READING", "Reading", "check_vacant", "find_finished", "save_memory"]
@@ -151,6 +152,8 @@ def find_finished(
 ) -> Reading | None:
     """Return the finished reading of a folder; None where there is no memory, or an unfinished reading.
 
+    The lock of a reading that was killed right after it had finished is removed.
+
     Args:
         settings: of the reading that would be done, complete.
         input_ids: LongTensor [T], the text.
@@ -163,6 +166,9 @@ def find_finished(
     finish_replacement(folder)
     if has_checkpoint(folder / CHECKPOINT_FOLDER) or not (folder / MEMORY_CONFIG).exists():
         return None
+    if (folder / CHECKPOINT_FOLDER).is_dir():
+        with suppress(InUse, OSError), locked(folder / CHECKPOINT_FOLDER):
+            pass  # afterwards the lock is gone, and the folder where it is empty
     remedy = "choose another folder, or give --overwrite"
     if not (folder / READING).exists():
         raise ValueError(f"--out {str(folder)!r} holds a memory that no reading here made: {remedy}")

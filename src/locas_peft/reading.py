@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,7 @@ def memorize(
     if settings.method == "none":
         out = checkpoint_dir = None
     with ExitStack() as stack:
-        lock = None if checkpoint_dir is None else stack.enter_context(_locked(Path(checkpoint_dir)))
+        lock = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
         if out is not None:
             check_vacant(out, resume=resume, overwrite=overwrite)
         resuming = lock is not None and resume and checkpoint.has_checkpoint(lock.directory)
@@ -159,19 +159,6 @@ class _Checkpoints:
                 _logger.warning("no checkpoint can be saved (%s); the reading goes on", failure.strerror or failure)
             self._failed = True
         self._saved = time.monotonic()
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[checkpoint.Lock]:
-    """Lock a checkpoint's folder; afterwards remove it where it is empty, and the parents that were made for it."""
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    try:
-        with closing(checkpoint.Lock(directory)) as lock:
-            yield lock
-    finally:
-        for folder in dict.fromkeys((directory, *made)):
-            with suppress(OSError):
-                folder.rmdir()
 
 
 def _make_study(

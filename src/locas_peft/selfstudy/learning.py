@@ -24,7 +24,7 @@ from ..ttt.host import Host
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..ttt.objectives import token_losses
-from ..tuner.passes import evaluating
+from ..tuner.passes import evaluating, trained_parameters
 from .decoding import begin_rows, encode_question
 from .exchanges import Exchange, digest_exchanges, split_passages
 from .others import OtherAnswers
@@ -82,7 +82,7 @@ class SelfStudy:
         input_ids: LongTensor [N], the text.
         per_passage: questions asked about each passage, before poor ones are dropped.
         passes: how often each exchange is learned.
-        learning_rate: of AdamW.
+        learning_rate: of AdamW; it falls linearly to 0.
         window: the longest prompt with a passage, in tokens.
         seed: of the questions and of the order of learning.
         anchor: weight of the KL from the base on its answers to other questions (see `OtherAnswers`); 0 for none.
@@ -112,7 +112,7 @@ class SelfStudy:
         self._pieces = [piece for piece in self._ids.split(min(window, READ_TOKENS)) if len(piece) > 1]
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others = OtherAnswers(model, tokenizer, FORMS, seed)
-        self._learner = Learner(self._list_trained, learning_rate, WARMUP_STEPS)
+        self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS)
         self.lessons = [Lesson.of(each, tokenizer) for each in given or ()]
         self._given = None if given is None else digest_exchanges(self.exchanges)
         self._passages: list[str] = []
@@ -196,7 +196,8 @@ class SelfStudy:
                 self._host.logits(piece[None, :-1], len(piece) - 1, use_cache=False)[0], piece[1:]
             ).mean().backward()
         self._pull()
-        if not self._learner.finish(step=bool(loss.isfinite())):
+        left = 1 - self._step / (batches * self._passes)  # the rate falls to 0: the last batches count no more
+        if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=left):
             self.skipped_steps += 1
         return loss.item()
 
@@ -234,9 +235,6 @@ class SelfStudy:
         pull, remainder = divmod(self._step, PULL_EVERY)
         if self._anchor and remainder == 0:
             (self._anchor * PULL_EVERY * self._others.loss(pull)).backward()
-
-    def _list_trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 import io
 import os
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
-__all__ = ["CHECKPOINT", "InUse", "Lock", "damaged", "has_checkpoint", "load", "remove", "save"]
+__all__ = ["CHECKPOINT", "InUse", "Lock", "damaged", "has_checkpoint", "load", "locked", "remove", "save"]
 
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
-_KIND, _VERSION = "locas-checkpoint", 4
+_KIND, _VERSION = "locas-checkpoint", 5
 
 
 def has_checkpoint(directory: str | Path) -> bool:
@@ -41,7 +42,8 @@ def save(directory: str | Path, state: dict[str, Any]) -> Path:
     torch.save({"kind": _KIND, "version": _VERSION, "state": state}, content)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(unfinished, "wb") as file:
+        unfinished.unlink(missing_ok=True)  # a link: its target would be overwritten
+        with open(unfinished, "xb") as file:
             file.write(content.getbuffer())
             file.flush()
             os.fsync(file.fileno())
@@ -90,7 +92,7 @@ def damaged(directory: str | Path, error: Exception) -> ValueError:
 
 def remove(directory: str | Path) -> None:
     """Delete a folder's checkpoint, and the temporary file of a writer that was killed."""
-    for name in (CHECKPOINT, UNFINISHED):
+    for name in (UNFINISHED, CHECKPOINT):  # a folder without a checkpoint then has no other file of one
         (Path(directory) / name).unlink(missing_ok=True)
 
 
@@ -156,3 +158,17 @@ def _check_plain(value: Any) -> None:
             f"checkpoint must hold tensors and plain values, got a {type(value).__name__} in the optimizer's state: "
             "use an optimizer without such objects"
         )
+
+
+@contextmanager
+def locked(directory: str | Path) -> Iterator[Lock]:
+    """Lock a checkpoint's folder; afterwards remove it where it is empty, and the parents that were made for it."""
+    directory = Path(directory)
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        with closing(Lock(directory)) as lock:
+            yield lock
+    finally:
+        for folder in dict.fromkeys((directory, *made)):
+            with suppress(OSError):
+                folder.rmdir()

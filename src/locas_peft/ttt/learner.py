@@ -72,14 +72,20 @@ class Learner:
             )
         self.optimizer.zero_grad(set_to_none=True)
 
-    def finish(self, step: bool = True) -> bool:
-        """Take the step, unless `step` is False or a gradient is not finite; return whether it was taken."""
-        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+    def finish(self, step: bool = True, rate_factor: float = 1.0) -> bool:
+        """Take the step, unless `step` is False or a gradient is not finite; return whether it was taken.
+
+        Args:
+            rate_factor: multiplies the learning rate of this step.
+        """
+        # The optimizer's parameters: to list them again takes as long as the model has modules.
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
         finite = step and bool(torch.isfinite(nn.utils.get_total_norm(gradients)))
         if finite:
             warmup = min(1.0, (self.steps + 1) / (self._warmup_steps + 1))
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * warmup
+                group["lr"] = rate * warmup * rate_factor
             self.optimizer.step()
             self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -155,6 +161,9 @@ class Learner:
         if not isinstance(self.optimizer, torch.optim.AdamW):
             return  # the state of other optimizers may have any shape
         for parameter, entries in self.optimizer.state.items():
+            missing = {"step", "exp_avg", "exp_avg_sq"} - entries.keys()
+            if missing:
+                raise ValueError(f"the optimizer's state has no {min(missing)}")
             for entry in entries.values():
                 if entry.ndim and entry.shape != parameter.shape:
                     expected = list(parameter.shape)

@@ -18,7 +18,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ..text import digest_ids
-from ..tuner import SlotWriter, unwritten_memories
+from ..tuner import SlotWriter, trained_parameters, unwritten_memories
 from . import checkpoint
 from .anchor import Anchor
 from .chunks import Chunk, cut
@@ -214,9 +214,7 @@ class TestTimeTrainer:
 
     def _list_trained(self) -> list[nn.Parameter]:
         """Return what is trained; nothing for a plain model, whose own weights all require gradients."""
-        if not self._host.has_adapter():
-            return []
-        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return trained_parameters(self.model) if self._host.has_adapter() else []
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -305,6 +303,7 @@ class TestTimeTrainer:
             "run": {**describe_run(self.model, settings), "text": self._text},
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
+            "final": self.final,
             "good": self._learner.good,
             "model": model_state(self.model, self._list_trained()),
             "learner": self._learner.state_dict(),
@@ -325,7 +324,9 @@ class TestTimeTrainer:
         self._learner.load_good(state["good"])
         self._batch = self._loop.make_batch([self._row])
         self._batch.cache.load_state_dict(state["cache"])
-        self._row.chunks, self._row.skipped_chunks, self._row.final = chunks, int(state["skipped_chunks"]), None
+        self._row.chunks, self._row.skipped_chunks = chunks, int(state["skipped_chunks"])
+        # Compared again, an adapter that has studied since could be taken back to its state before.
+        self._row.final = None if state["final"] is None else tuple(map(float, state["final"]))
         self._text = state["run"]["text"]
         if self.anchor is not None:
             self._loop.anchor = self.anchor.with_texts(state["anchor"])

@@ -9,7 +9,7 @@ from .lora_export import to_lora, widen_base
 from .memories import calibrate, empty_memories, rescale, unwritten_memories
 from .model import LocasModel
 from .nlsvd import nl_svd
-from .passes import adapters_disabled, evaluating
+from .passes import adapters_disabled, evaluating, trained_parameters
 from .writing import SlotWriter, write_tokens
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "nl_svd",
     "rescale",
     "to_lora",
+    "trained_parameters",
     "unwritten_memories",
     "widen_base",
     "write_tokens",

@@ -240,6 +240,10 @@ def _is_pattern(value: object) -> bool:
         return False
 
 
+def _is_target(value: object) -> bool:
+    return not isinstance(value, str) or _is_pattern(value)
+
+
 def _is_token_indices(value: object) -> bool:
     lists = value.values() if isinstance(value, dict) else [value]
     return all(_holds(indices, int) and min(indices, default=0) >= 0 for indices in lists)
@@ -274,8 +278,11 @@ _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     # PEFT matches them as regular expressions and as ends of names.
     "modules_to_save": ("be names", lambda value: all(re.fullmatch(r"[\w.-]+", name) for name in value)),
     "seed": ("have at most 63 bits", lambda value: abs(value) < 2**63),
-    "target_modules": ("be a regular expression", lambda value: not isinstance(value, str) or _is_pattern(value)),
-    "exclude_modules": ("be a regular expression", lambda value: not isinstance(value, str) or _is_pattern(value)),
+    "target_modules": (
+        "be a regular expression, or at least one name",
+        lambda value: bool(value) and _is_target(value),
+    ),
+    "exclude_modules": ("be a regular expression", _is_target),
     "rank_pattern": ("have regular expressions as keys", lambda value: all(map(_is_pattern, value))),
     "init_strategy": ("be one of {strategies}", lambda value: isinstance(value, str) and value in STRATEGIES),
     "variant": ("be one of 'auto', 'mlp'", lambda value: value in ("auto", "mlp")),

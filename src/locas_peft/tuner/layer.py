@@ -26,6 +26,7 @@ from .config import LocasConfig
 from .ffn import HostFFN
 from .initialization import STRATEGIES, Calibration, Rows, Statistics, make_generator
 from .norm_clip import clip_after_optimizer_steps
+from .passes import used_modules
 from .scale import SAMPLED_TOKENS, measure_input_scale, measure_output_scale
 
 
@@ -456,7 +457,7 @@ def _scale(tensor: torch.Tensor, scales: list[torch.Tensor]) -> torch.Tensor:
 
 def list_layers(model: nn.Module, adapter_name: str | None = None) -> list[LocasLayer]:
     """Return the model's LocasLayers, lowest first; only those with the memory of that name if one is given."""
-    layers = [module for module in model.modules() if isinstance(module, LocasLayer)]
+    layers = [module for module in used_modules(model) if isinstance(module, LocasLayer)]
     return layers if adapter_name is None else [layer for layer in layers if adapter_name in layer.locas_up]
 
 

@@ -27,10 +27,45 @@ def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield plain.removeprefix("base_model.model."), parameter
 
 
+def used_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model, each before its children, without those of adapters that are not active.
+
+    A model may have hundreds of such adapters; a step must not take longer for them.
+    """
+    seen, left = set(), [model]
+    while left:
+        module = left.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield module
+        children = []
+        for name, child in module.named_children():
+            if (
+                isinstance(child, nn.ModuleDict)
+                and isinstance(module, BaseTunerLayer)
+                and _is_by_adapter(module, name)
+            ):
+                children += [child[key] for key in module.active_adapters if key in child]
+            else:
+                children.append(child)
+        left.extend(reversed(children))
+
+
+def _is_by_adapter(layer: BaseTunerLayer, name: str) -> bool:
+    return name in layer.adapter_layer_names or name in layer.other_param_names
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require gradients, each once, without those of adapters that are not active."""
+    parameters = (parameter for module in used_modules(model) for parameter in module.parameters(recurse=False))
+    return list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode within the context. Each module's own mode is restored afterwards."""
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in used_modules(model) if module.training]
     for module in training:
         module.training = False
     try:
@@ -47,7 +82,8 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
     Unlike PEFT's `disable_adapter`, it works on any module and leaves `requires_grad` alone.
     """
     kept = {id(module) for module in except_for}
-    adapters = [module for module in model.modules() if isinstance(module, ADAPTER_LAYERS) and id(module) not in kept]
+    adapters = (module for module in used_modules(model) if isinstance(module, ADAPTER_LAYERS))
+    adapters = [module for module in adapters if id(module) not in kept]
     switched = [module for module in adapters if not module._disable_adapters]
     for module in switched:
         module._disable_adapters = True

@@ -1,0 +1,303 @@
+"""A reading that is killed, at any file operation or moment, and resumed gives the memory of one that was not.
+
+    pytest tests/test_kills.py                              # 10 kills
+    LOCAS_KILLS=1000 pytest tests/test_kills.py -m slow     # ten minutes; 300 where the variable is not set
+
+Each reading is a process of its own. All are forked from one that has imported everything, so that a kill takes a
+fraction of a second. A case is a seed: `run_case(campaign, 17, folder)` repeats the case 17 alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from locas_peft import backbone, text
+from locas_peft.loading import describe_memory
+from locas_peft.reading import CHECKPOINT_FOLDER, find_finished, memorize
+from locas_peft.selfstudy import Exchange
+from locas_peft.settings import ReadingSettings
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright")
+
+KILLS = 10
+FOLDER = "memory"
+TEXT = "The old man built a house of stone on the hill, and the river took it. " * 3
+GIVEN = [Exchange("Who built the house?", "The old man."), Exchange("What took it?", "The river.")]
+READING = {"window": 16, "stride": 8, "max_tokens": 40, "r": 4}
+STUDY = {**READING, "study": True, "passes": 2, "window": 64, "stride": 16}
+# "overwrite" replaces the memory of "earlier", which has a file more.
+VARIANTS = {
+    **{"earlier": {**STUDY, "r": 2}, "new": READING, "overwrite": READING},
+    **{"study": STUDY, "without checkpoints": READING},
+}
+TIMES = {"seconds", "tokens_per_second", "peak_bytes", "memory_dir", "writing_seconds", "learning_seconds"}
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+# ------------------------------------------------------------------------------------------- in a process to be killed
+
+
+@functools.cache
+def load_tokenizer():
+    return AutoTokenizer.from_pretrained(backbone.path())
+
+
+@functools.cache
+def load_base():
+    config = copy.deepcopy(FAMILIES["llama"])
+    config.vocab_size = load_tokenizer().vocab_size
+    config.max_position_embeddings = 256
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).requires_grad_(False).eval()
+
+
+def read(variant: str, folder: Path) -> None:
+    """Do what the command does with --resume, and with --overwrite where the folder holds another memory."""
+    base, tokenizer, settings = load_base(), load_tokenizer(), ReadingSettings(**VARIANTS[variant])
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    settings, input_ids = settings.complete(base), text.tokenize(tokenizer, TEXT)
+    options = {"tokenizer": tokenizer, "exchanges": GIVEN} if settings.study else {}
+    try:
+        finished, way = find_finished(folder, settings, input_ids, options.get("exchanges")), "resume"
+    except ValueError as error:
+        assert str(error).endswith("give --overwrite"), error
+        finished, way = None, "overwrite"
+    if finished is None:
+        if variant != "without checkpoints":
+            options |= {"checkpoint_dir": folder / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
+        memorize(base, input_ids, settings, out=folder, **{way: True}, **options)
+    assert base.state_dict().keys() == before.keys()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in base.state_dict().items())
+
+
+def count_operations(root: Path, die_at: int | None) -> Iterator[int]:
+    """Return a counter of the changes of files below a folder. It kills the process before the one of a number."""
+    operations = itertools.count(1)
+
+    def count(event: str, arguments: tuple) -> None:
+        if event == "open":
+            changes = arguments[2] & WRITES
+        else:
+            changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "fsync")
+        # `shutil.rmtree` names files relative to an open folder.
+        if changes and (str(arguments[0]).startswith(str(root)) or arguments[-1] not in (-1, arguments[0])):
+            if next(operations) == die_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def flush(file: int) -> None:
+        count("fsync", (root, file))  # no audit event tells of it
+        fsync(file)
+
+    fsync, os.fsync = os.fsync, flush
+    sys.addaudithook(count)
+    return operations
+
+
+def serve(connection: Connection) -> None:
+    """Fork a reading for each request; answer with its exit status and how many changes of files it made."""
+    torch.set_num_threads(1)  # a process with more of them cannot be forked
+    warnings.simplefilter("ignore")
+    tqdm.set_lock(threading.RLock())  # its own lock is shared by all forks, and stays locked if its holder is killed
+    with tempfile.TemporaryDirectory() as folder:
+        read("earlier", Path(folder) / FOLDER)  # what is imported at first use is imported here
+    while (request := connection.recv()) is not None:
+        variant, folder, die_at, die_after = request
+        result, answer = os.pipe()
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                operations = count_operations(folder.parent, die_at)
+                read(variant, folder)
+                os.write(answer, str(next(operations) - 1).encode())
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        os.close(answer)
+        if die_after is not None:
+            time.sleep(die_after)
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with open(result) as file:
+            connection.send((status, int(file.read() or 0)))
+
+
+# ------------------------------------------------------------------------------------------------- the campaign
+
+
+@dataclass
+class Campaign:
+    """The process that all readings are forked from, and what readings leave that are not killed."""
+
+    connection: Connection
+    earlier: Path
+    whole: dict[str, dict[str, object]] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    operations: list[tuple[str, int]] = field(default_factory=list)
+
+    def run(self, variant: str, folder: Path, die_at: int | None = None, die_after: float | None = None) -> int | None:
+        """Read in a new process; return the number of changes of files, or None where the process was killed."""
+        self.connection.send((variant, folder, die_at, die_after))
+        assert self.connection.poll(60), "the reading hangs"
+        status, operations = self.connection.recv()
+        if status == -signal.SIGKILL:
+            return None
+        assert status == 0, f"the reading ended with the status {status}"
+        return operations
+
+    def prepare(self, variant: str, parent: Path) -> Path:
+        """Return the path of the memory's folder, which holds an earlier memory and another file for "overwrite"."""
+        parent.mkdir()
+        if variant == "overwrite":
+            shutil.copytree(self.earlier, parent / FOLDER)
+            (parent / FOLDER / "notes.txt").write_text("mine")
+        return parent / FOLDER
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory):
+    folder, context = tmp_path_factory.mktemp("whole"), multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        server = context.Process(target=serve, args=(there,))
+        server.start()
+    there.close()
+    campaign = Campaign(here, folder / "earlier" / FOLDER)
+    for variant in VARIANTS:
+        memory = campaign.prepare(variant, folder / variant)
+        began = time.monotonic()
+        operations = campaign.run(variant, memory)
+        campaign.seconds[variant] = time.monotonic() - began
+        campaign.whole[variant] = contents(memory.parent)
+        if variant != "earlier":
+            campaign.operations += [(variant, number) for number in range(1, operations + 1)]
+    random.Random(0).shuffle(campaign.operations)
+    yield campaign
+    here.send(None)
+    server.join(60)
+    server.kill()  # where a reading hangs
+
+
+def contents(folder: Path) -> dict[str, object]:
+    """Return all files and folders below a folder, hidden ones too, without the times that a reading took."""
+    found: dict[str, object] = {}
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        found[name] = path.read_bytes() if path.is_file() else None
+        if path.name == "reading.json":
+            found[name] = without_times(json.loads(found[name]))
+    return found
+
+
+def without_times(value: object) -> object:
+    if isinstance(value, dict):
+        return {name: without_times(item) for name, item in value.items() if name not in TIMES}
+    return value
+
+
+def check_between(campaign: Campaign, variant: str, memory: Path) -> None:
+    """Check that a folder after a kill holds no memory, the earlier one or the new one."""
+    try:
+        describe_memory(memory)
+    except ValueError as error:
+        assert str(error).startswith("memory must be a folder that holds a memory"), error
+        assert variant != "overwrite", "the earlier memory is lost"
+        return
+    found, earlier, new = contents(memory), contents(campaign.earlier), campaign.whole[variant]
+    new = {name.removeprefix(f"{FOLDER}/"): value for name, value in new.items()}
+    files = ("adapter_config.json", "adapter_model.safetensors", "README.md", "reading.json")
+    wholes = [[whole[name] for name in files] for whole in ((new, earlier) if variant == "overwrite" else (new,))]
+    assert [found.get(name) for name in files] in wholes, f"{variant}: the memory is mixed"
+
+
+def run_case(campaign: Campaign, seed: int, parent: Path) -> int:
+    """Kill a reading one to three times, resume it to its end, and return the number of kills."""
+    rng = random.Random(f"kill {seed}")
+    number = seed // 2
+    at_operation, (variant, operation) = seed % 2 == 0, campaign.operations[number % len(campaign.operations)]
+    memory, kills = campaign.prepare(variant, parent), 0
+    for attempt in range(rng.choice([1, 1, 2, 3])):
+        if at_operation:
+            moment = {"die_at": operation if attempt == 0 else rng.randint(1, operation)}
+        else:
+            moment = {"die_after": rng.random() * campaign.seconds[variant]}
+        if campaign.run(variant, memory, **moment) is not None:
+            break
+        kills += 1
+        copied = parent / "copy" if rng.random() < 0.5 else memory  # loading the folder may mend it
+        if copied != memory and memory.exists():
+            shutil.copytree(memory, copied)
+        check_between(campaign, variant, copied)
+        shutil.rmtree(parent / "copy", ignore_errors=True)
+    assert kills or not at_operation
+    assert campaign.run(variant, memory) is not None
+    found, whole = contents(parent), campaign.whole[variant]
+    assert found == whole, f"{variant}: other than without a kill: {list_differences(found, whole)}"
+    return kills
+
+
+def list_differences(found: dict[str, object], whole: dict[str, object]) -> list[str]:
+    names = [name for name in {**whole, **found} if found.get(name, "absent") != whole.get(name, "absent")]
+    here, there = (value.get(f"{FOLDER}/reading.json", {}) for value in (found, whole))
+    return names + [f"{key} {value!r}" for key, value in here.items() if value != there.get(key)]
+
+
+def run_kills(campaign: Campaign, kills: int, seed: int, folder: Path) -> Counter:
+    done, failures = Counter(), []
+    while done["kills"] < kills:
+        try:
+            done["kills"] += run_case(campaign, seed, folder / str(seed))
+        except AssertionError as error:
+            failures.append(f"case {seed}: {str(error)[:600]}")
+            done["kills"] += 1
+        shutil.rmtree(folder / str(seed), ignore_errors=True)
+        seed += 1
+        done["cases"] += 1
+    print(dict(done), f"{len(campaign.operations)} operations, {len(failures)} failures")
+    assert not failures, "\n".join(failures[:40])
+    return done
+
+
+def test_a_killed_reading_is_resumed_to_the_same_bytes(campaign, tmp_path):
+    run_kills(campaign, KILLS, 0, tmp_path)
+
+
+@pytest.mark.slow
+def test_more_killed_readings_are_resumed_to_the_same_bytes(campaign, tmp_path):
+    run_kills(campaign, int(os.environ.get("LOCAS_KILLS", 300)), KILLS, tmp_path)
+
+
+def test_the_kills_reach_every_kind_of_file(campaign):
+    """A campaign without file operations would find nothing."""
+    assert {variant for variant, _ in campaign.operations} == {*VARIANTS} - {"earlier"}
+    assert len(campaign.operations) > 80
+    assert f"{FOLDER}/exchanges.jsonl" in campaign.whole["study"]
+    assert f"{FOLDER}/exchanges.jsonl" not in campaign.whole["overwrite"]
