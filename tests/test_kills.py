@@ -38,7 +38,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locas_peft import backbone, text
 from locas_peft.loading import describe_memory
-from locas_peft.reading import CHECKPOINT_FOLDER, find_finished, memorize
+from locas_peft.memory_folder import CHECKPOINT_FOLDER, find_finished
+from locas_peft.reading import memorize
 from locas_peft.selfstudy import Exchange
 from locas_peft.settings import ReadingSettings
 
