@@ -204,3 +204,13 @@ def test_values_and_methods_that_do_not_fit_are_refused(given, methods, message)
     with pytest.raises(ValueError) as caught:
         complete_all(ReadingSettings(**given), methods)
     assert str(caught.value) == message
+
+
+def test_the_settings_of_the_base_have_the_same_windows_and_no_adapter():
+    settings = ReadingSettings(
+        method="locas-glu", window=64, stride=16, context="cache", sinks=2, start_token=7, readings=2, study=True
+    ).complete()
+    base = settings.for_base(window=128)
+    assert (base.method, base.window, base.stride, base.sinks, base.start_token) == ("none", 128, 16, 2, 7)
+    assert (base.learning_rate, base.r, base.readings, base.study) == (None, None, 1, False)
+    assert base.complete() == base

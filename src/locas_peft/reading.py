@@ -238,15 +238,13 @@ def _make_reading(
 def score(model: nn.Module, input_ids: torch.LongTensor, settings: ReadingSettings) -> float:
     """Return the perplexity of a text, LongTensor [T], T >= 2, under a frozen model, with or without an adapter.
 
-    Window, stride and context of the settings, which are complete, are used. A parameter that requires gradients is a
-    `ValueError`; the model is not changed.
+    The windows of the settings, which are complete, are used. A parameter that requires gradients is a `ValueError`;
+    the model is not changed.
     """
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if learning:
         raise ValueError(f"model must be frozen, got {len(learning)} trainable parameters: freeze them first")
-    trainer = TestTimeTrainer(
-        model, window=settings.window, stride=settings.stride, learning_rate=None, context=settings.context
-    )
+    trainer = TestTimeTrainer(model, settings.for_base())
     for _ in trainer.read(input_ids):
         pass
     return trainer.perplexity

@@ -54,6 +54,7 @@ UPDATES = ("bp", "nlsvd")
 STUDY = {"exchanges": 24, "passes": 6}
 """The fields of a self-study, with their values where not given."""
 _STUDY_LEAST = tuple((name, 1) for name in STUDY)
+_SEEN = ("window", "stride", "context", "sinks", "start_token", "max_tokens", "seed", "model", "dtype", "preset")
 METHOD_FIELDS = tuple(dict.fromkeys(field for values in PRESETS["paper"].values() for field in values))
 """The fields that not every method has."""
 
@@ -186,6 +187,15 @@ class ReadingSettings(TrainingSettings):
             stride=self.stride or max(1, window // 2),
             context=self.context or ("cache" if base is None or Host(base).can_cache() else "recompute"),
         )
+
+    def for_base(self, **changes: Any) -> ReadingSettings:
+        """Return the settings of a reading without an adapter that sees the same tokens in the same windows.
+
+        Args:
+            changes: fields of these settings with other values.
+        """
+        same = {name: getattr(self, name) for name in _SEEN}
+        return ReadingSettings(method="none", **{**same, **changes})
 
     def _complete_study(self, learning_rate: float | None) -> dict[str, int]:
         """Return the fields of a self-study; refuse one that cannot be."""

@@ -262,10 +262,7 @@ def _long_window(methods: dict[str, ReadingSettings], window: int, base: Base) -
     limit = count_positions(base.model)
     if limit is not None and window > limit:
         raise ValueError(f"--long-window must be within the model's {limit} positions, got {window}: lower it")
-    like = next(iter(methods.values()))
-    same = ("stride", "context", "max_tokens", "seed", "model", "dtype", "preset")
-    same = {name: getattr(like, name) for name in same}
-    return ReadingSettings(method="none", window=window, **same).complete(base.model)
+    return next(iter(methods.values())).for_base(window=window).complete(base.model)
 
 
 def _describe(base: Base) -> dict[str, Any]:

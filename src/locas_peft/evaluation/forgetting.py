@@ -110,8 +110,7 @@ def run_forgetting(
     shared = {**(common or {}), "book": describe_text(book), "window": first.window, "stride": first.stride}
     shared["plan"] = plan.to_json()
     # The base reads the book too: the memories' gain is measured against it.
-    same = ("model", "window", "stride", "context", "max_tokens", "seed", "dtype")
-    readers = {BASE: ReadingSettings(method="none", **{field: getattr(first, field) for field in same})}
+    readers = {BASE: first.for_base()}
     readers |= {name: settings for name, settings in methods.items() if settings.method != "none"}
     folder = out / STUDY
     readings, states = {}, {}
