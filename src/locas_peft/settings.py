@@ -78,7 +78,7 @@ class ReadingSettings(TrainingSettings):
         slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
         layers_to_transform: the layers that get an adapter: upper, or indices such as 3,4,5; all where not given.
         gradient: full, or tokenwise: not through attention, in three quarters of the time.
-        anchor: weight of the KL to the base on text that the base generated; 0 for none.
+        anchor: weight of the KL to the base on text, and in a study on answers, that the base wrote; 0 for none.
         anchor_every: every n-th optimizer step pulls to the base.
         brake: compare with the base now and then, and go back where the text became worse.
         window: tokens that the model sees at once, context and chunk.
