@@ -1,4 +1,4 @@
-"""Two memories on one model: read two texts, switch between them, mix them in one batch, forget one.
+"""Two memories on one model: read two texts, switch between them, mix them in one batch, add them up, forget one.
 
 python examples/two_memories.py                       # the embedded backbone, a minute on a CPU
 python examples/two_memories.py --model Qwen/Qwen3-0.6B-Base
@@ -34,10 +34,11 @@ for name, tokens in texts.items():
     for _ in trainer.read(tokens):
         pass
     print(f"read the {name}: perplexity {trainer.perplexity:.2f}")
+model.add_weighted_adapter(["beginning", "end"], [1.0, 1.0], "both", combination_type="cat")  # 64 slots
 model.eval()
 
-# One batch, a row each: the same passage, read with either memory and with none.
-names = ["beginning", "end", "__base__"]
+# One batch, a row each: the same passage, read with each memory, with their sum, and with none.
+names = ["beginning", "end", "both", "__base__"]
 for passage_name, tokens in texts.items():
     batch = tokens[-500:].expand(len(names), -1)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`locas ask`, `chat`, `generate`, `merge`, `export` and `inspect`: use a memory that was saved."""
+"""`locas ask`, `chat`, `generate`, `merge`, `export`, `combine`, `resize`, `inspect`: use memories that were saved."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from ..loading import describe_memory, load_memory, load_memory_config
 from ..report import tabulate_memory
 from ..text import encode_prompt, encode_turns, find_pad_token, load_text
 from ..ttt import count_positions
-from ..tuner import list_layers, to_lora, widen_base
+from ..tuner import compress, grow, list_layers, to_lora, widen_base
 from .console import open_consoles, printable, write_result
 from .options import (
     BASE,
+    AtLeastTwo,
     AtLeastZero,
     Base,
     BaseBesideDevice,
@@ -36,6 +37,7 @@ from .options import (
     NamedPath,
     Overwrite,
     Seed,
+    Text,
     load,
 )
 
@@ -250,6 +252,85 @@ def export(
         stdout.print(f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base")
 
 
+def combine(
+    *memory: Path,
+    out: NamedPath,
+    weights: str | None = None,
+    device: Device = "cpu",
+    base: BaseBesideDevice = BASE,
+) -> None:
+    """Combine memories of one base into one memory that adds exactly what their weighted sum adds.
+
+    Args:
+        memory: two or more folders of memories.
+        out: a new or empty folder.
+        weights: a number for each memory, separated by commas; 1 each by default.
+        device: cpu, cuda, cuda:1, ... or auto.
+    """
+    stdout, _ = open_consoles()
+    if len(memory) < 2:
+        raise ValueError(f"MEMORY must be given for two or more, got {len(memory)}: name the folders to combine")
+    try:
+        numbers = [1.0] * len(memory) if weights is None else [float(number) for number in weights.split(",")]
+    except ValueError:
+        raise ValueError(f"--weights must be numbers separated by commas, got {weights!r}: write 1,0.5, say") from None
+    check_output_directory("--out", out)
+    _check_empty(out, "choose another")
+    for each in memory:
+        describe_memory(each)  # it refuses a damaged file in one line
+    loaded = _load_base_of(memory[0], replace(base, device=device))
+    model, names = _load_memory(loaded, memory[0]), ["default"]
+    for number, each in enumerate(memory[1:], 2):
+        names.append(f"memory {number}")
+        with _warnings_as_lines():
+            model.load_adapter(str(each), names[-1])
+    model.add_weighted_adapter(names, numbers, "combined")
+    model.set_adapter("combined")
+    for name in names:
+        model.delete_adapter(name)
+    _save_memory(model, "combined", loaded, out)
+    stdout.print(f"The combined memory of {model.peft_config['combined'].r} slots is in {out}")
+
+
+def resize(
+    memory: Memory,
+    /,
+    *,
+    r: Count,
+    out: NamedPath,
+    text: Text | None = None,
+    max_tokens: AtLeastTwo = 8192,
+    device: Device = "cpu",
+    base: BaseBesideDevice = BASE,
+) -> None:
+    """Change how many slots a memory has: fewer say nearly the same, more can learn more and say the same for now.
+
+    Args:
+        r: slots in every layer.
+        out: a new or empty folder.
+        text: a UTF-8 text file, or - for stdin: best what the memory has read. Fewer slots are refitted on it, and new
+            ones are cloned from what is active on it. A two-layer memory can get fewer slots without (NL-SVD).
+        max_tokens: the first tokens of the text.
+        device: cpu, cuda, cuda:1, ... or auto.
+    """
+    stdout, _ = open_consoles()
+    check_output_directory("--out", out)
+    _check_empty(out, "choose another")
+    content = None if text is None else load_text(text)
+    loaded = _load_base_of(memory, replace(base, device=device))
+    model = _load_memory(loaded, memory)
+    widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
+    if not widths:
+        raise ValueError(f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu")
+    batches = None
+    if content is not None:
+        window = min(512, count_positions(loaded.model) or 512)
+        batches = [part[None] for part in loaded.encode(content, max_tokens, None).split(window)]
+    (grow if r > max(widths) else compress)(model, r, batches=batches)
+    _save_memory(model, "default", loaded, out)
+    stdout.print(f"The memory of {r} slots a layer, {max(widths)} before, is in {out}")
+
+
 def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     """Describe a memory: base model, layers, width, bytes, norms, slots. Loads no base model."""
     stdout, _ = open_consoles(json_file)
@@ -273,6 +354,17 @@ def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -
         raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
     loaded = load(base) if memory is None else _load_base_of(memory, base)
     return loaded, (loaded.model if without_memory else _load_memory(loaded, memory).eval())
+
+
+def _save_memory(model: Any, adapter_name: str, base: Base, out: Path) -> None:
+    """Write a memory's files into a folder, whole or not at all."""
+    model.peft_config[adapter_name].base_model_name_or_path = base.name
+    with staged(out) as folder:
+        model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
+        if adapter_name != "default":  # PEFT saves it in a folder of its name
+            for file in (folder / adapter_name).iterdir():
+                file.rename(folder / file.name)
+            (folder / adapter_name).rmdir()
 
 
 def _check_empty(out: Path, remedy: str) -> None:

@@ -1,6 +1,5 @@
 """The PEFT tuner: config, layer, model and their parts. Nothing here imports from outside this folder."""
 
-from .compression import compress
 from .config import LocasConfig
 from .ffn import KNOWN_PARTS, FFNParts, find_ffns
 from .initialization import STRATEGIES, Rows, Strategy
@@ -10,6 +9,7 @@ from .memories import calibrate, empty_memories, rescale, unwritten_memories
 from .model import LocasModel
 from .nlsvd import nl_svd
 from .passes import adapters_disabled, evaluating, trained_parameters
+from .resizing import compress, grow
 from .writing import SlotWriter, write_tokens
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "adapters_disabled",
     "calibrate",
     "compress",
+    "grow",
     "empty_memories",
     "evaluating",
     "find_ffns",

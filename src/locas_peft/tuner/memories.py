@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .initialization import Statistics
 from .layer import LocasLayer, list_active_memories, list_layers
 from .passes import adapters_disabled, evaluating, to_inputs
 
@@ -56,6 +57,19 @@ def calibrate(
 
 
 def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer]) -> None:
+    # All layers' rows are computed before the first is changed: a failure leaves every layer unchanged.
+    statistics = observe_host(model, batches, name, layers)
+    rows = [layer.make_rows(name, seen) for layer, seen in zip(layers, statistics, strict=True)]
+    for layer, layer_rows, seen in zip(layers, rows, statistics, strict=True):
+        layer.initialize(name, layer_rows, seen)
+
+
+def observe_host(model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer]) -> list[Statistics]:
+    """Return what the host's FFNs do on a text, for each of the layers of a memory. No memory takes part.
+
+    Raises:
+        ValueError: the text has no tokens, or gives values that are not finite.
+    """
     backbone = _find_backbone(model)
     # Adapters of other kinds are part of the host that the memory runs in: they stay as they are.
     kept = [module for module in model.modules() if not isinstance(module, LocasLayer) or module in layers]
@@ -68,14 +82,10 @@ def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[
                 for layer in layers:
                     layer.token_mask = inputs.get("attention_mask")
                 backbone(**inputs, use_cache=False)
-        # All layers' rows are computed before the first is changed: a failure leaves every layer unchanged.
-        statistics = [layer.calibration.finish() for layer in layers]
-        rows = [layer.make_rows(name, seen) for layer, seen in zip(layers, statistics, strict=True)]
+        return [layer.calibration.finish() for layer in layers]
     finally:
         for layer in layers:
             layer.calibration = layer.token_mask = None
-    for layer, layer_rows, seen in zip(layers, rows, statistics, strict=True):
-        layer.initialize(name, layer_rows, seen)
 
 
 def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[str]:

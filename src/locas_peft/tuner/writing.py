@@ -33,10 +33,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .compression import refit_slots
 from .layer import LocasLayer, list_active_memories, list_layers
 from .nlsvd import nl_svd
 from .passes import evaluating
+from .resizing import refit_slots
 
 Tokens = Literal["highest-loss", "all"]
 Fold = Literal["nlsvd", "refit"]

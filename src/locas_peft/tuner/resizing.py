@@ -1,4 +1,6 @@
-"""Compress a memory to fewer slots: NL-SVD for two-layer memories, chosen and refitted slots for any memory.
+"""Change how many slots a memory has: compress it to fewer, or grow it by slots that are still empty.
+
+To fewer slots lead NL-SVD, for two-layer memories, and the choice and refit of slots, for any memory.
 
 Two-layer memories can be reduced without a text (`nl_svd`). The paper has nothing for gated memories, whose slots have
 two input directions each. The other method suits every structure, since the output is linear in the values: keep n of
@@ -15,7 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from .initialization import STRATEGIES, Statistics, make_generator
 from .layer import LocasLayer, list_active_memories, list_layers
+from .memories import observe_host
 from .nlsvd import check_rank, nl_svd
 from .passes import evaluating, to_inputs
 from .scale import KAPPA
@@ -47,7 +51,7 @@ def compress(
         compress(model, 32, batches=[tokenizer(text, return_tensors="pt").input_ids])
         ```
     """
-    name, layers = _find_layers(model, adapter_name)
+    name, layers = _find_layers(model, adapter_name, "compress")
     if batches is None and any(name in layer.locas_gate for layer in layers):
         raise ValueError(
             "NL-SVD needs a memory of two layers, got one with gates: give batches of a text to refit on."
@@ -62,6 +66,82 @@ def compress(
         _replace_weights(layer, name, weights)
     config = layers[0].locas_config[name]
     config.r, config.rank_pattern, config.slots = rank, {}, None
+
+
+@torch.no_grad()
+def grow(
+    model: nn.Module,
+    rank: int,
+    adapter_name: str | None = None,
+    batches: Iterable[Tensor | Mapping[str, Tensor]] | None = None,
+) -> None:
+    """Widen a memory to `rank` slots in every layer, in place, so that it can learn more. No output changes.
+
+    The new slots have rows by the memory's own strategy, without those that it has cloned already, and values of zero.
+    The config's `r` follows. The weights are new parameters: create optimizers afterwards. The scales do not change.
+
+    Args:
+        model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
+        rank: the new width, above the memory's widest layer's.
+        adapter_name: the memory; `None` for the active one.
+        batches: the text that the rows are made from, as for `calibrate`; the strategies "gaussian" and "random" need
+            none.
+
+    Raises:
+        TypeError, ValueError: a rank out of range, or a memory that cannot grow; the memory is unchanged.
+
+    Example:
+        ```py
+        grow(model, 128, batches=[tokenizer(text, return_tensors="pt").input_ids])
+        ```
+    """
+    name, layers = _find_layers(model, adapter_name, "grow")
+    config = layers[0].locas_config[name]
+    strategy = STRATEGIES[config.init_strategy]
+    widest = max(layer.locas_up[name].out_features for layer in layers)
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"rank must be an int, got {rank!r}: give a whole number of slots.")
+    if rank <= widest:
+        raise ValueError(f"rank must be above the memory's width {widest}, got {rank}: raise it, or use compress().")
+    narrowest = min(layer.base_width for layer in layers)
+    if strategy.clones and rank > narrowest:
+        raise ValueError(f"rank must be at most the host's width {narrowest} where slots are cloned, got {rank}.")
+    _check_whole(name, layers, "grows")
+    if strategy.written:
+        raise ValueError(f"the memory '{name}' is written while reading: SlotWriter fills its slots, it cannot grow.")
+    if any(layer.needs_calibration(name) for layer in layers):
+        raise ValueError(f"the memory '{name}' is empty: set r in its config, or calibrate it before it grows.")
+    if batches is None and strategy.needs_calibration:
+        raise ValueError(f"batches must be given for init_strategy={config.init_strategy!r}: give a text.")
+    statistics = [None] * len(layers) if batches is None else observe_host(model, batches, name, layers)
+    grown = [_grow_layer(layer, name, rank, seen) for layer, seen in zip(layers, statistics, strict=True)]
+    for layer, (weights, slots) in zip(layers, grown, strict=True):
+        _replace_weights(layer, name, weights)
+        if slots is not None:
+            config.slots[layer.name] = slots
+    config.r, config.rank_pattern = rank, {}
+
+
+def _grow_layer(
+    layer: LocasLayer, name: str, rank: int, statistics: Statistics | None
+) -> tuple[list[Tensor], list[int] | None]:
+    """Return a layer's wider weights, and the host's slots that all its rows were cloned from, where that is known."""
+    config = layer.locas_config[name]
+    *own, down = (module.weight.detach() for module in layer.projections(name))
+    new = rank - down.shape[1]
+    generator = make_generator(config.seed, f"{layer.name} grows to {rank}")
+    rows = STRATEGIES[config.init_strategy].make(layer.ffn, statistics, rank, generator)
+    known = (config.slots or {}).get(layer.name)
+    chosen = torch.arange(rank - new, rank)
+    if rows.slots is not None and known is not None:
+        chosen = (~torch.isin(rows.slots.cpu(), torch.tensor(known))).nonzero()[:new, 0]
+    made = [rows.up] if rows.gate is None or len(own) == 1 else [rows.gate, rows.up]
+    weights = [
+        torch.cat([weight, (part[chosen.to(part.device)] * config.row_norm).to(weight)])
+        for weight, part in zip(own, made, strict=True)
+    ]
+    slots = None if rows.slots is None or known is None else [*known, *rows.slots.cpu()[chosen].tolist()]
+    return [*weights, torch.cat([down, down.new_zeros(len(down), new)], dim=1)], slots
 
 
 @torch.no_grad()
@@ -106,20 +186,24 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
     return slots, torch.linalg.solve(chosen_gram, chosen_target).to(value.dtype)
 
 
-def _find_layers(model: nn.Module, adapter_name: str | None) -> tuple[str, list[LocasLayer]]:
+def _find_layers(model: nn.Module, adapter_name: str | None, verb: str) -> tuple[str, list[LocasLayer]]:
     names = list_active_memories(model) if adapter_name is None else [adapter_name]
     layers = list_layers(model, names[0]) if len(names) == 1 else []
     if not layers:
-        raise ValueError(f"the model has no single LOCAS memory {adapter_name or 'that is active'!r} to compress.")
+        raise ValueError(f"the model has no single LOCAS memory {adapter_name or 'that is active'!r} to {verb}.")
     return names[0], layers
 
 
 def _check_memory(name: str, layers: list[LocasLayer], rank: int) -> None:
     check_rank(rank, min(layer.locas_up[name].out_features for layer in layers))
-    if any(name in layer.merged_adapters for layer in layers):
-        raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it is compressed.")
+    _check_whole(name, layers, "is compressed")
     if any(not layer.has_learned(name) for layer in layers):
         raise ValueError(f"the memory '{name}' is empty: train or write it before it is compressed.")
+
+
+def _check_whole(name: str, layers: list[LocasLayer], change: str) -> None:
+    if any(name in layer.merged_adapters for layer in layers):
+        raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it {change}.")
     if not all(module.weight.isfinite().all() for layer in layers for module in layer.projections(name)):
         raise ValueError(f"the memory '{name}' holds values that are not finite: load it again.")
 

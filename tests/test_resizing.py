@@ -1,13 +1,13 @@
-"""Memories reduced to fewer slots: what they still say, and what a user may do with them afterwards."""
+"""Memories reduced to fewer slots or widened: what they still say, and what a user may do with them afterwards."""
 
 import pytest
 import torch
-from families import make_host, make_tokens
+from families import make_host, make_tokens, weights_in
 from peft import PeftModel, get_peft_model
 
-from locas_peft import LocasConfig, LocasLayer, TestTimeTrainer, calibrate, compress
-from locas_peft.tuner.compression import refit_slots
+from locas_peft import LocasConfig, LocasLayer, TestTimeTrainer, calibrate, compress, grow
 from locas_peft.tuner.nlsvd import nl_svd
+from locas_peft.tuner.resizing import refit_slots
 from locas_peft.tuner.scale import KAPPA
 
 
@@ -160,3 +160,71 @@ def test_memories_that_cannot_be_compressed_are_refused():
         compress(merged, 2)
     with pytest.raises(ValueError, match="no single LOCAS memory 'that is active' to compress"):
         compress(make_host("gpt2"), 2)
+
+
+# Growing
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "opt", "gpt2"])
+@pytest.mark.parametrize("strategy", ["topk", "bottomk", "random", "gaussian", "activation"])
+def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp_path):
+    model = get_peft_model(make_host(family), LocasConfig(r=4, init_strategy=strategy, row_norm=0.5))
+    ids = make_tokens()
+    calibrate(model, [ids])
+    teach(model, ids)
+    expected, former = logits_of(model, ids), [weights_in(layer) for layer in layers_of(model)]
+    grow(model, 7, batches=[make_tokens(seed=5)])
+    torch.testing.assert_close(logits_of(model, ids), expected)
+    for layer, weights in zip(layers_of(model), former, strict=True):
+        *rows, down = weights_in(layer)
+        assert all(torch.equal(new[:4], old) for new, old in zip(rows, weights, strict=False))
+        assert torch.equal(down[:, :4], weights[-1]) and not down[:, 4:].any()
+        for new in rows:
+            torch.testing.assert_close(new[4:].norm(dim=1), torch.full((3,), 0.5))
+            assert (torch.cdist(new[4:], new[:4]) > 1e-3).all() and (torch.cdist(new[4:], new[4:]) > 1e-3).sum() == 6
+    teach(model, ids)
+    assert all(weights_in(layer)[-1][:, 4:].any() for layer in layers_of(model))
+    model.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(make_host(family), tmp_path).eval()
+    torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids))
+    assert loaded.peft_config["default"].r == 7
+    if strategy in ("topk", "bottomk", "random"):
+        assert all(len(set(slots)) == 7 for slots in loaded.peft_config["default"].slots.values())
+
+
+def teach(model, ids):
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("config", "rank", "batches", "error", "message"),
+    [
+        ({}, 4, [], ValueError, "^rank must be above the memory's width 4, got 4: raise it, or use compress"),
+        ({}, 25, [], ValueError, "^rank must be at most the host's width 24 where slots are cloned, got 25"),
+        ({}, "8", [], TypeError, "^rank must be an int, got '8'"),
+        ({}, 8, None, ValueError, "^batches must be given for init_strategy='topk': give a text"),
+        ({}, 8, [], ValueError, "^calibration saw no tokens"),
+        ({"init_strategy": "write"}, 8, None, ValueError, "is written while reading: SlotWriter fills its slots"),
+    ],
+)
+def test_what_cannot_grow_is_refused_and_unchanged(config, rank, batches, error, message):
+    model = get_peft_model(make_host("gpt_neox" if config else "llama"), LocasConfig(r=4, **config))
+    if not config:
+        calibrate(model, [make_tokens()])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(error, match=message):
+        grow(model, rank, batches=batches)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.peft_config["default"].r == 4
+
+
+def test_an_empty_or_a_merged_memory_does_not_grow():
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4))
+    with pytest.raises(ValueError, match="^the memory 'default' is empty: set r in its config, or calibrate it"):
+        grow(model, 8, batches=[make_tokens()])
+    calibrate(model, [make_tokens()])
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"^the memory 'default' is merged: call unmerge_adapter\(\) before it grows"):
+        grow(model, 8, batches=[make_tokens()])
