@@ -36,7 +36,7 @@ from locas_peft.ttt.host import Host
 from locas_peft.ttt.objectives import divergences
 
 PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee")}
-METHODS = ("locas-glu", "lora@11", "lora")
+METHODS = "locas-glu,lora@11,lora"
 READING_ONLY = "locas-glu, reading only"
 READINGS = 32
 DEFAULTS = ReadingSettings(study=True).complete()
@@ -141,7 +141,9 @@ class Curve:
             self.measure()
 
 
-def study_page(base, tokenizer, page: Page, other: Page, drift: Drift, anchor: float | None) -> dict[str, Any]:
+def study_page(
+    base, tokenizer, page: Page, other: Page, drift: Drift, methods: list[str], anchor: float | None
+) -> dict:
     """Measure all methods on one page; return its results."""
     page.measure_base(base)
     other.measure_base(base)
@@ -158,7 +160,7 @@ def study_page(base, tokenizer, page: Page, other: Page, drift: Drift, anchor: f
         "right_in_context": count_right(base, tokenizer, page, page.text),
         "methods": {},
     }
-    for label in (*METHODS, READING_ONLY):
+    for label in (*methods, READING_ONLY):
         studies = label != READING_ONLY
         name, own = parse_method(label.split(",")[0])
         curve = Curve(base, page, other, writing if studies else 0.0)
@@ -221,6 +223,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--anchor", type=float, help="weight of the KL to the base; the method's own where not given")
+    parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--pages", default="lighthouse,composer,bee")
     parser.add_argument("--out", type=Path, default=Path("selfstudy.json"))
     parser.add_argument("--plot", type=Path)
@@ -230,11 +233,11 @@ def main() -> None:
     pages = load_pages(tokenizer)
     results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
     drift, done = Drift(base, tokenizer), results.setdefault("pages", {})
-    names = list(pages)
+    names, methods = list(pages), arguments.methods.split(",")
     for name in arguments.pages.split(","):
         other = pages[names[(names.index(name) + 1) % len(names)]]
         if name not in done:
-            done[name] = study_page(base, tokenizer, pages[name], other, drift, arguments.anchor)
+            done[name] = study_page(base, tokenizer, pages[name], other, drift, methods, arguments.anchor)
             write_json(arguments.out, results)
     print(tabulate(done))
     if arguments.plot is not None:

@@ -27,7 +27,7 @@ from ..ttt.objectives import token_losses
 from ..tuner.passes import evaluating, trained_parameters
 from .decoding import begin_rows, encode_question
 from .exchanges import Exchange, digest_exchanges, split_passages
-from .others import OtherAnswers
+from .others import write_other_lessons
 from .writing import BLOCK, Lesson, longest_passage, write_lessons
 
 __all__ = ["SelfStudy", "StudyStep"]
@@ -36,7 +36,7 @@ BATCH = 8
 READ_EVERY = 8
 """Every n-th step also reads a piece of the text."""
 READ_TOKENS = 512
-PULL_EVERY = 2
+PULL_EVERY = 4
 """Every n-th step also limits the change of other answers, with n times the weight."""
 WARMUP_STEPS = 5
 SAMPLES = 3
@@ -85,7 +85,7 @@ class SelfStudy:
         learning_rate: of AdamW; it falls linearly to 0.
         window: the longest prompt with a passage, in tokens.
         seed: of the questions and of the order of learning.
-        anchor: weight of the KL from the base on its answers to other questions (see `OtherAnswers`); 0 for none.
+        anchor: weight of the KL from the base on its answers to other questions; 0 for none.
         given: what is learned in place of written exchanges: lessons of `write_lessons`, or exchanges, whose own
             answers are learned token by token.
 
@@ -111,7 +111,7 @@ class SelfStudy:
         self._ids = input_ids.to(self._host.device)
         self._pieces = [piece for piece in self._ids.split(min(window, READ_TOKENS)) if len(piece) > 1]
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
-        self._others = OtherAnswers(model, tokenizer, FORMS, seed)
+        self._others: list[Lesson] = []  # written at the first pull
         self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS)
         self.lessons = [Lesson.of(each, tokenizer) for each in given or ()]
         self._given = None if given is None else digest_exchanges(self.exchanges)
@@ -231,10 +231,14 @@ class SelfStudy:
         return torch.cat(losses).mean()
 
     def _pull(self) -> None:
-        """Add the anchor's gradient where this step has one."""
+        """Add the gradient of the KL from the base on its answers to other questions, where this step has one."""
         pull, remainder = divmod(self._step, PULL_EVERY)
-        if self._anchor and remainder == 0:
-            (self._anchor * PULL_EVERY * self._others.loss(pull)).backward()
+        if not self._anchor or remainder:
+            return
+        self._others = self._others or write_other_lessons(self._model, self._tokenizer, self._seed)
+        chosen = [self._others[(pull * BATCH + row) % len(self._others)] for row in range(BATCH)]
+        loss = self._distill([(lesson, lesson.exchange.question, QUESTION_PROMPT) for lesson in chosen])
+        (self._anchor * PULL_EVERY * loss).backward()
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -250,8 +254,8 @@ class SelfStudy:
             "losses": list(self._losses),
             "seconds": dict(self._seconds),
             "learner": self._learner.state_dict(),
-            "others": list(self._others.rows),
-            "lessons": [{**vars(each), "exchange": asdict(each.exchange)} for each in self.lessons],
+            "others": _to_state(self._others),
+            "lessons": _to_state(self.lessons),
         }
         return {"study": state}
 
@@ -276,9 +280,16 @@ class SelfStudy:
                 "exchanges must be those that the checkpoint was begun with, got others: give the former file, or "
                 "start afresh with --overwrite"
             )
-        self.lessons = [Lesson(**{**each, "exchange": Exchange(**each["exchange"])}) for each in state["lessons"]]
+        self.lessons, self._others = _from_state(state["lessons"]), _from_state(state["others"])
         self._blocks, self._step, self.asked = state["blocks"], state["step"], state["asked"]
         self.samples, self._losses = list(state["samples"]), list(state["losses"])
         self.skipped_steps, self._seconds = state["skipped_steps"], dict(state["seconds"])
-        self._others.rows = [(list(prompt), list(answer)) for prompt, answer in state["others"]]
         self._learner.load_state_dict(state["learner"])
+
+
+def _to_state(lessons: Sequence[Lesson]) -> list[dict[str, Any]]:
+    return [{**vars(lesson), "exchange": asdict(lesson.exchange)} for lesson in lessons]
+
+
+def _from_state(state: Sequence[dict[str, Any]]) -> list[Lesson]:
+    return [Lesson(**{**each, "exchange": Exchange(**each["exchange"])}) for each in state]
