@@ -68,7 +68,7 @@ class SlotWriter:
         slots_per_chunk: the number of tokens written for a chunk; unused with "all".
         normalization: how |G| is computed: for each "token" as in the paper, or as the root mean square over the
             tokens written together ("chunk").
-        fold: how a full memory is reduced to half: "nlsvd", or "refit" on the current chunk (`compression.py`), which
+        fold: how a full memory is reduced to half: "nlsvd", or "refit" on the current chunk (`resizing.py`), which
             suits a memory that is also trained.
         adapter_name: the memory; `None` for the active one. It has no gates and one width in all layers.
 
