@@ -379,6 +379,16 @@ def test_a_model_that_writes_nothing_usable_still_reads(loaded, input_ids, monke
     assert reading.perplexity == read.perplexity
 
 
+def test_the_rate_falls_to_zero(loaded, input_ids):
+    base, tokenizer = loaded
+    with attached(base, settings_of()) as model:
+        options = {"per_passage": 2, "passes": 5, "learning_rate": 1e-3, "given": GIVEN}
+        study = learning.SelfStudy(model, tokenizer, input_ids, **options)
+        rates = [study._learner.optimizer.param_groups[0]["lr"] for _ in study.run()]
+    warmup = [step / (learning.WARMUP_STEPS + 1) for step in range(1, 6)]
+    assert rates == pytest.approx([1e-3 * up * (1 - step / 5) for step, up in enumerate(warmup)])
+
+
 def test_the_anchor_keeps_other_answers(loaded, input_ids):
     base, tokenizer = loaded
     divergence = {}
