@@ -236,13 +236,14 @@ def export(
         widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
         neurons = neurons or max(widths, default=1)
         config, tensors = to_lora(model, neurons=neurons)
+        parts = model.peft_config["default"].ffn_parts
     with staged(out) as folder:
         if not base_only:
             config.base_model_name_or_path = str(out / "base")
             config.save_pretrained(str(folder / "adapter"))
             save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
         if not no_base:
-            widen_base(loaded.model, neurons)
+            widen_base(loaded.model, neurons, parts)
             loaded.model.save_pretrained(folder / "base")
             loaded.tokenizer.save_pretrained(folder / "base")
     if not no_base:
