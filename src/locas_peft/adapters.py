@@ -36,10 +36,9 @@ def attached(base: PreTrainedModel, settings: ReadingSettings) -> Iterator[nn.Mo
     restore = remember_modules(base)
     torch.manual_seed(settings.seed)
     make_config = ADAPTERS[settings.method]
-    config = None if make_config is None else make_config(base, settings)
-    model = base.requires_grad_(False) if config is None else get_peft_model(base, config)
     try:
-        yield model
+        config = None if make_config is None else make_config(base, settings)
+        yield base.requires_grad_(False) if config is None else get_peft_model(base, config)
     finally:
         restore()
         base.zero_grad(set_to_none=True)
