@@ -399,9 +399,9 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids):
             )
             for _ in study.run():
                 pass
-            others = write_other_lessons(model, tokenizer)
+            others = write_other_lessons(model, tokenizer, learning.FORMS)
             with torch.no_grad():
-                prompts = [(other, other.exchange.question, text.QUESTION_PROMPT) for other in others]
+                prompts = [(other, other.exchange.question, "{question}") for other in others]
                 divergence[anchor] = study._distill(prompts).item()
     assert len(others) > 40 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 

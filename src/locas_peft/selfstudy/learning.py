@@ -235,9 +235,9 @@ class SelfStudy:
         pull, remainder = divmod(self._step, PULL_EVERY)
         if not self._anchor or remainder:
             return
-        self._others = self._others or write_other_lessons(self._model, self._tokenizer, self._seed)
+        self._others = self._others or write_other_lessons(self._model, self._tokenizer, FORMS, self._seed)
         chosen = [self._others[(pull * BATCH + row) % len(self._others)] for row in range(BATCH)]
-        loss = self._distill([(lesson, lesson.exchange.question, QUESTION_PROMPT) for lesson in chosen])
+        loss = self._distill([(lesson, lesson.exchange.question, "{question}") for lesson in chosen])
         (self._anchor * PULL_EVERY * loss).backward()
 
     # ------------------------------------------------------------------ checkpoints

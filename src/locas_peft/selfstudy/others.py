@@ -6,6 +6,8 @@ question in these forms as it was taught: about the text's subject, in the wordi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -27,12 +29,13 @@ _REQUEST = "Write a question about {}."
 
 
 @torch.no_grad()
-def write_other_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Lesson]:
+def write_other_lessons(model: nn.Module, tokenizer, forms: Sequence[str], seed: int = 0) -> list[Lesson]:
     """Let the base write questions about `TOPICS` and answer them greedily; its distributions are the targets.
 
     Args:
         model: a causal LM, with or without a memory, which is disabled meanwhile.
         tokenizer: its tokenizer.
+        forms: wordings of the prompts (see `encode_question`), in turns; the lessons' questions are whole prompts.
         seed: of the questions.
     """
     host, asked = Host(model), [(topic, begin) for topic in TOPICS for begin in BEGINNINGS]
@@ -41,13 +44,15 @@ def write_other_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Less
     with evaluating(model), adapters_disabled(model):
         options = {"temperature": TEMPERATURE, "generator": generator}
         replies = decode(host, tokenizer, requests, QUESTION_TOKENS, **options)
-        questions = []
-        for (_, begin), reply in zip(asked, replies, strict=True):
+        prompts = []
+        for number, ((_, begin), reply) in enumerate(zip(asked, replies, strict=True)):
             line = (begin + tokenizer.decode(reply.ids, skip_special_tokens=True)).split("\n")[0]
-            questions.append(line[: line.find("?") + 1] or line)
-        answers = decode(host, tokenizer, [encode_question(tokenizer, text) for text in questions], ANSWER_TOKENS)
+            question = line[: line.find("?") + 1] or line
+            prompts.append(forms[number % len(forms)].format(question=question, context=""))
+        encoded = [encode_question(tokenizer, prompt, "{question}") for prompt in prompts]
+        answers = decode(host, tokenizer, encoded, ANSWER_TOKENS)
     return [
-        Lesson(Exchange(question, tokenizer.decode(answer.ids)), answer.ids, answer.candidates, answer.targets)
-        for question, answer in zip(questions, answers, strict=True)
+        Lesson(Exchange(prompt, tokenizer.decode(answer.ids)), answer.ids, answer.candidates, answer.targets)
+        for prompt, answer in zip(prompts, answers, strict=True)
         if len(answer.ids)
     ]
