@@ -42,8 +42,8 @@ _logger = logging.getLogger(__name__)
 
 ANCHOR_TOKENS = 128
 """The most tokens of a text that the base writes for the anchor."""
-STUDY_RATE = 0.75
-"""The learning rate of a self-study, relative to the reading's."""
+STUDY_RATE = 1.5
+"""The learning rate at the start of a self-study, relative to the reading's; it falls to 0."""
 
 
 def memorize(
