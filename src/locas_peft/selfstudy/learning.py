@@ -196,7 +196,8 @@ class SelfStudy:
                 self._host.logits(piece[None, :-1], len(piece) - 1, use_cache=False)[0], piece[1:]
             ).mean().backward()
         self._pull()
-        left = 1 - self._step / (batches * self._passes)  # the rate falls to 0: the last batches count no more
+        # The rate falls to 0: at a constant one the batches of the last steps would count more than the others.
+        left = 1 - self._step / (batches * self._passes)
         if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=left):
             self.skipped_steps += 1
         return loss.item()
