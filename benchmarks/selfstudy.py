@@ -23,14 +23,14 @@ from measuring import describe_machine, make_table
 from locas_peft import demo
 from locas_peft.adapters import memory_attached
 from locas_peft.evaluation.answering import answer
-from locas_peft.evaluation.recall import Question, ask, is_right, load_questions
+from locas_peft.evaluation.recall import Question, ask, count_right, encode_questions, load_questions
 from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
 from locas_peft.loading import load_base
 from locas_peft.reading import memorize
 from locas_peft.selfstudy import StudyStep, split_passages, write_lessons
 from locas_peft.settings import ReadingSettings, parse_method
-from locas_peft.text import QUESTION_PROMPT, encode_prompt, load_text, tokenize
+from locas_peft.text import encode_prompt, load_text, tokenize
 from locas_peft.ttt import Chunk
 from locas_peft.ttt.host import Host
 from locas_peft.ttt.objectives import divergences
@@ -68,14 +68,9 @@ class Page:
         self.text, self.questions = text, questions
         self.ids = tokenize(tokenizer, text)
         self._pairs = {}
-        for name, context in (("without", ""), ("in context", f"Read this text.\n\n{text.strip()}\n\n")):
-            self._pairs[name] = [
-                (
-                    encode_prompt(tokenizer, QUESTION_PROMPT.format(context=context, question=each.question)),
-                    tokenizer(each.answer, add_special_tokens=False)["input_ids"],
-                )
-                for each in questions
-            ]
+        golds = [tokenizer(each.answer, add_special_tokens=False)["input_ids"] for each in questions]
+        for name, context in (("without", None), ("in context", text)):
+            self._pairs[name] = list(zip(encode_questions(tokenizer, questions, context), golds, strict=True))
 
     def measure_base(self, base) -> None:
         self._nats = {name: self._score(base, name) for name in self._pairs}
@@ -156,8 +151,8 @@ def study_page(
         "asked": len(page.questions),
         "kept": len(lessons),
         "writing_cpu_seconds": writing,
-        "right": count_right(base, tokenizer, page),
-        "right_in_context": count_right(base, tokenizer, page, page.text),
+        "right": ask_page(base, tokenizer, page),
+        "right_in_context": ask_page(base, tokenizer, page, page.text),
         "methods": {},
     }
     for label in (*methods, READING_ONLY):
@@ -174,17 +169,16 @@ def study_page(
             memory = Path(folder) / "memory"
             reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer, **options)
             with memory_attached(base, memory) as model:
-                figures = {"right": count_right(model, tokenizer, page), "kl_nats": drift.measure(model)}
+                figures = {"right": ask_page(model, tokenizer, page), "kl_nats": drift.measure(model)}
         figures |= {"parameters": reading.extra_parameters, **curve.points[-1]}
         print(label, figures, flush=True)
         results["methods"][label] = {**figures, "curve": curve.points}
     return results
 
 
-def count_right(model, tokenizer, page: Page, context: str | None = None) -> int:
+def ask_page(model, tokenizer, page: Page, context: str | None = None) -> int:
     """Return how many of a page's questions a model answers right."""
-    answers = ask(model, tokenizer, page.questions, context=context)
-    return sum(is_right(given, asked.answer) for given, asked in zip(answers, page.questions, strict=True))
+    return count_right(ask(model, tokenizer, page.questions, context=context), page.questions)
 
 
 def tabulate(pages: dict[str, dict[str, Any]]) -> str:

@@ -105,7 +105,7 @@ def memorize(
         trainer = make_trainer(model, settings)
         if resuming:
             trainer.resume(lock)
-        study = _make_study(trainer, tokenizer, input_ids, settings, exchanges)
+        study = _make_study(model, tokenizer, input_ids, settings, exchanges)
         if resuming and study is not None:
             study.resume(lock)
         for chunk in trainer.chunks if on_chunk is not None else ():
@@ -162,7 +162,7 @@ class _Checkpoints:
 
 
 def _make_study(
-    trainer: TestTimeTrainer,
+    model: nn.Module,
     tokenizer: Any,
     input_ids: torch.LongTensor,
     settings: ReadingSettings,
@@ -176,7 +176,7 @@ def _make_study(
     if tokenizer is None:
         raise ValueError("tokenizer must be given for a self-study, got None: give the base's tokenizer")
     return SelfStudy(
-        trainer.model,
+        model,
         tokenizer,
         input_ids,
         per_passage=settings.exchanges,

@@ -189,8 +189,9 @@ def merge(
         device: cpu, cuda, cuda:1, ... or auto.
     """
     stdout, _ = open_consoles()
-    check_output_directory("--out", out)
-    if not overwrite:
+    if overwrite:
+        check_output_directory("--out", out)
+    else:
         _check_empty(out, "choose another, or give --overwrite")
     loaded = _load_base_of(memory, replace(base, device=device))
     fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
@@ -229,7 +230,6 @@ def export(
     stdout, _ = open_consoles()
     if no_base and base_only:
         raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
-    check_output_directory("--out", out)
     _check_empty(out, "choose another")
     loaded = _load_base_of(memory, replace(base, device=device))
     with _warnings_as_lines(), memory_attached(loaded.model, memory) as model:
@@ -275,7 +275,6 @@ def combine(
         numbers = [1.0] * len(memory) if weights is None else [float(number) for number in weights.split(",")]
     except ValueError:
         raise ValueError(f"--weights must be numbers separated by commas, got {weights!r}: write 1,0.5, say") from None
-    check_output_directory("--out", out)
     _check_empty(out, "choose another")
     for each in memory:
         describe_memory(each)  # it refuses a damaged file in one line
@@ -315,7 +314,6 @@ def resize(
         device: cpu, cuda, cuda:1, ... or auto.
     """
     stdout, _ = open_consoles()
-    check_output_directory("--out", out)
     _check_empty(out, "choose another")
     content = None if text is None else load_text(text)
     loaded = _load_base_of(memory, replace(base, device=device))
@@ -369,6 +367,8 @@ def _save_memory(model: Any, adapter_name: str, base: Base, out: Path) -> None:
 
 
 def _check_empty(out: Path, remedy: str) -> None:
+    """Raise a `ValueError` where a folder cannot be written or holds something."""
+    check_output_directory("--out", out)
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: {remedy}")
 

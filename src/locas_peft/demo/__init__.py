@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
 from ..adapters import memory_attached
-from ..evaluation.recall import Question, ask, is_right, load_questions
+from ..evaluation.recall import Question, ask, count_right, load_questions
 from ..evaluation.study import Progress, follow, follow_study
 from ..gguf_models import PACKAGES, is_installed
 from ..memory_folder import Reading
@@ -157,7 +157,7 @@ def recall(
     def answer(method: str, model: nn.Module, reading: Reading | None = None, context: str | None = None) -> Recall:
         advance = progress(f"{method}, asked", len(questions))
         answers = ask(model, tokenizer, questions, context=context)
-        right = sum(is_right(given, asked.answer) for given, asked in zip(answers, questions, strict=True))
+        right = count_right(answers, questions)
         advance(len(questions), f"{right} of {len(questions)} right")
         return Recall(method, answers, right, reading)
 

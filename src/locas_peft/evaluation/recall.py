@@ -13,7 +13,7 @@ from torch import nn
 from ..text import QUESTION_PROMPT, encode_prompt
 from .answering import answer
 
-__all__ = ["Question", "ask", "is_right", "load_questions"]
+__all__ = ["Question", "ask", "count_right", "encode_questions", "is_right", "load_questions"]
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,23 @@ def ask(
     Raises:
         ValueError: context, question and answer are longer than the model's positions.
     """
-    before = "" if context is None else f"Read this text.\n\n{context.strip()}\n\n"
-    prompts = [
-        encode_prompt(tokenizer, QUESTION_PROMPT.format(context=before, question=question.question))
-        for question in questions
-    ]
+    prompts = encode_questions(tokenizer, questions, context)
     answers = {}
     for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):
         answers.update(zip(batch, texts, strict=True))
     return [answers[number] for number in range(len(prompts))]
+
+
+def encode_questions(tokenizer, questions: Sequence[Question], context: str | None = None) -> list[list[int]]:
+    """Return the token ids of each question's prompt, by the chat template where there is one; see `ask`."""
+    before = "" if context is None else f"Read this text.\n\n{context.strip()}\n\n"
+    prompts = (QUESTION_PROMPT.format(context=before, question=question.question) for question in questions)
+    return [encode_prompt(tokenizer, prompt) for prompt in prompts]
+
+
+def count_right(answers: Sequence[str], questions: Sequence[Question]) -> int:
+    """Return how many answers are right; each question has a gold answer."""
+    return sum(is_right(given, asked.answer) for given, asked in zip(answers, questions, strict=True))
 
 
 def is_right(given: str, gold: str) -> bool:
