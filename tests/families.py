@@ -24,6 +24,7 @@ _COMMON = {
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 1, "intermediate_size": 24}
 _WHOLE = {**_COMMON, "intermediate_size": 24}
+_EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
 
 FAMILIES: dict[str, tf.PretrainedConfig] = {
     # gated: gate, up, down
@@ -57,7 +58,29 @@ FAMILIES: dict[str, tf.PretrainedConfig] = {
         **_COMMON, ffn_dim=24, word_embed_proj_dim=HIDDEN, do_layer_norm_before=False
     ),
 }
-GATED = {"phi3", "glm4", "lfm2"} | set(list(FAMILIES)[: list(FAMILIES).index("phi3")])
+MIXTURES: dict[str, tf.PretrainedConfig] = {
+    # routing weights that add up to 1
+    "mixtral": tf.MixtralConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": tf.Qwen3MoeConfig(**_GROUPED, head_dim=8, **_EXPERTS, num_experts=4, norm_topk_prob=True),
+    "granitemoe": tf.GraniteMoeConfig(**_GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    # and a gated shared expert
+    "qwen2_moe": tf.Qwen2MoeConfig(
+        **_GROUPED, **_EXPERTS, num_experts=4, norm_topk_prob=True, shared_expert_intermediate_size=20
+    ),
+    # routing weights that add up to 1.5
+    "lfm2_moe": tf.Lfm2MoeConfig(
+        **_GROUPED, **_EXPERTS, num_experts=4, num_dense_layers=0, layer_types=["conv", "full_attention"],
+        routed_scaling_factor=1.5,
+    ),
+    # a shared expert that is always on, as wide as two experts, and a dense first layer
+    "deepseek_v3": tf.DeepseekV3Config(
+        **_WHOLE, **_EXPERTS, num_key_value_heads=2, n_routed_experts=4, n_shared_experts=2, first_k_dense_replace=1,
+        n_group=1, topk_group=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8,
+        routed_scaling_factor=2.5,
+    ),
+}  # fmt: skip
+FAMILIES |= MIXTURES
+GATED = set(MIXTURES) | {"phi3", "glm4", "lfm2"} | set(list(FAMILIES)[: list(FAMILIES).index("phi3")])
 
 
 def make_host(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -68,7 +91,7 @@ def make_host(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.mul_(5)
     return model.to(dtype).eval()
 

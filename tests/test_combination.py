@@ -10,7 +10,7 @@ from test_families import SCALING, learn, logits
 
 from locas_peft import LocasConfig, LocasLayer, calibrate, rescale
 
-FAMILIES = ["llama", "phi3", "gpt2", "opt"]
+FAMILIES = ["llama", "phi3", "gpt2", "opt", "qwen2_moe"]
 
 
 def make_two(family: str = "llama", second: dict | None = None) -> PeftModel:

@@ -1,12 +1,12 @@
 import pytest
 import torch
-import transformers as tf
-from families import HIDDEN, VOCABULARY, make_host, make_tokens
+from families import HIDDEN, make_host, make_tokens
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
 from locas_peft import LocasConfig, calibrate
-from locas_peft.tuner.ffn import KNOWN_PARTS, FFNParts, HostFFN, find_ffns, to_parts
+from locas_peft.tuner.ffn import KNOWN_PARTS, FFNParts, HostFFN
+from locas_peft.tuner.finding import find_ffns, to_parts
 
 
 class OddFFN(nn.Module):
@@ -81,41 +81,10 @@ def test_target_that_is_no_ffn_is_refused_before_anything_is_replaced():
     with pytest.raises(ValueError) as error:
         get_peft_model(host, LocasConfig(r=4, target_modules=["gate_proj"]))
     assert str(error.value) == (
-        "target_modules matches model.layers.0.mlp.gate_proj (Linear), which is no dense FFN of a known structure: "
+        "target_modules matches model.layers.0.mlp.gate_proj (Linear), which is no FFN of a known structure: "
         "name FFNs (found: mlp), or the parts of this one in ffn_parts."
     )
     assert [name for name, _ in host.named_modules()] == names
-
-
-def make_mixture():
-    config = tf.Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        intermediate_size=24,
-        moe_intermediate_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_experts=4,
-        mlp_only_layers=[0],
-        pad_token_id=0,
-    )
-    return tf.AutoModelForCausalLM.from_config(config).eval()
-
-
-def test_mixture_of_experts_is_named():
-    with pytest.raises(ValueError) as error:
-        get_peft_model(make_mixture(), LocasConfig(r=4))
-    assert str(error.value) == (
-        "Qwen3MoeForCausalLM is a mixture of experts (model.layers.1.mlp.experts and 0 more): set target_modules to "
-        "the dense FFNs that get a memory (found: 'model.layers.0.mlp')."
-    )
-
-
-def test_dense_ffns_of_a_mixture_can_be_named():
-    model = get_peft_model(make_mixture(), LocasConfig(r=4, target_modules=["model.layers.0.mlp"]))
-    assert model.base_model.targeted_module_names == ["model.layers.0.mlp"]
 
 
 def test_towers_of_other_modalities_get_no_memory():

@@ -41,7 +41,7 @@ OTHER_BASE = (
     "does not fit Qwen3ForCausalLM",
     "cannot do: load the base",
     "must be below the",
-    "no dense FFN of a known structure",
+    "no FFN of a known structure",
     "which is no FFN",
     "has no projection named",
     "computes something other than",

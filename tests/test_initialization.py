@@ -179,8 +179,13 @@ def test_importance_is_the_mean_absolute_activation():
     calibration = Calibration(samples=4)
     a, b = torch.randn(2, 3, 5), torch.randn(1, 4, 5)
     inputs = torch.randn(10, 2)
-    calibration.update(inputs[:6].reshape(2, 3, 2), a, 2 * inputs[:6].reshape(2, 3, 2))
-    calibration.update(inputs[None, 6:], b, 2 * inputs[None, 6:], torch.tensor([[1, 0, 1, 1]]))
+
+    def sums(activation):
+        tokens = activation.flatten(0, 1).abs()
+        return lambda kept: (tokens if kept is None else tokens[kept]).sum(dim=0)
+
+    calibration.update(inputs[:6].reshape(2, 3, 2), sums(a), 2 * inputs[:6].reshape(2, 3, 2))
+    calibration.update(inputs[None, 6:], sums(b), 2 * inputs[None, 6:], torch.tensor([[1, 0, 1, 1]]))
     statistics = calibration.finish()
     expected = torch.cat([a.flatten(0, 1), b[0, [0, 2, 3]]]).abs().mean(dim=0)
     torch.testing.assert_close(statistics.importance.float(), expected)

@@ -24,8 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from locas_peft import LocasConfig, LocasLayer, LocasModel, TestTimeTrainer, calibrate, empty_memories, rescale
-from locas_peft.tuner import adapters_disabled
-from locas_peft.tuner.ffn import find_ffns
+from locas_peft.tuner import adapters_disabled, find_ffns
 from locas_peft.tuner.passes import used_modules
 from locas_peft.tuner.weight_sample import may_be_same_weights, sample_weights
 
@@ -688,10 +687,11 @@ def test_a_family_whose_config_has_no_width_cannot_be_unloaded_into_a_checkpoint
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
 
 
-def test_an_offloaded_base_gets_the_same_memory_but_is_not_merged():
-    reference = get_peft_model(make_host("llama"), LocasConfig(r=4))
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_an_offloaded_base_gets_the_same_memory_but_is_not_merged(family):
+    reference = get_peft_model(make_host(family), LocasConfig(r=4))
     calibrate(reference, [make_tokens()])
-    host = cpu_offload(make_host("llama"), execution_device=torch.device("cpu"))
+    host = cpu_offload(make_host(family), execution_device=torch.device("cpu"))
     model = get_peft_model(host, LocasConfig(r=4))
     calibrate(model, [make_tokens()])
     for layer, expected in zip(layers_of(model), layers_of(reference), strict=True):

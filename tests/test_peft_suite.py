@@ -148,7 +148,7 @@ def make_model(folder: str) -> None:
         model = HEADS[Path(folder).parent.name].from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(5 if parameter.dim() == 2 else 1)  # so that its FFNs matter
+                parameter.mul_(5 if parameter.dim() >= 2 else 1)  # so that its FFNs matter
         model.save_pretrained(folder)
 
 

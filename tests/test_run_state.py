@@ -16,6 +16,7 @@ from locas_peft.ttt.run_state import fingerprint
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # PEFT's LoRA for experts
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fingerprint_of_a_base_is_the_same_with_and_without_adapters(family):
     expected = fingerprint(make_host(family))

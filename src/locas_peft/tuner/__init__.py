@@ -1,7 +1,8 @@
 """The PEFT tuner: config, layer, model and their parts. Nothing here imports from outside this folder."""
 
 from .config import LocasConfig
-from .ffn import KNOWN_PARTS, FFNParts, find_ffns
+from .ffn import KNOWN_PARTS, FFNParts
+from .finding import find_ffns
 from .initialization import STRATEGIES, Rows, Strategy
 from .layer import LocasLayer, list_layers
 from .lora_export import to_lora, widen_base

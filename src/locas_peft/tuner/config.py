@@ -27,7 +27,7 @@ class LocasConfig(PeftConfig):
     Args:
         r: the width R of the memory, in slots. A slot is one gate row, one up row and one down column.
         target_modules: the FFNs that get a memory: names, suffixes of names, or a regular expression. `None` (and
-            "all-linear") finds every dense FFN of the language model by its structure.
+            "all-linear") finds every FFN of the language model by its structure, a mixture of experts as one.
         exclude_modules: the FFNs that get none: names, suffixes, or a regular expression.
         init_strategy: how gate and up rows are initialised, a row of `STRATEGIES`: "topk", "bottomk" and "random"
             clone slots of the host, "gaussian" draws unit vectors, "activation" takes normalised FFN inputs (the

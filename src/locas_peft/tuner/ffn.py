@@ -1,4 +1,4 @@
-"""The host's FFN in any model family: find its parts, read its weights, widen it and narrow it again.
+"""A dense FFN of the host in any model family: its parts, its weights, and how it is widened and narrowed again.
 
 Families differ in attribute names and in the layout of the weights, not in the function. With A the FFN's input and
 `*` the elementwise product,
@@ -16,10 +16,9 @@ Axes: B batch, T tokens, D hidden size, F host FFN width, R memory width.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import align_module_device
@@ -67,8 +66,8 @@ KNOWN_PARTS: dict[str, FFNParts] = {
 }
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "activation_func", "gelu_impl")
 WIDENABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
-OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
+SumActivity = Callable[[torch.Tensor | None], torch.Tensor]
+"""The sum of |M| over the tokens of a forward, `[F]` float32; a mask `BoolTensor [tokens]` leaves tokens out."""
 
 
 class HostFFN:
@@ -85,7 +84,7 @@ class HostFFN:
         if missing:
             raise ValueError(
                 f"{self.name} ({type(owner).__name__}) has no projection named {', '.join(missing)}: "
-                f"it has {_describe_children(owner)}. Name its parts in ffn_parts."
+                f"it has {describe_children(owner)}. Name its parts in ffn_parts."
             )
         self.is_flat = _owns_more_than(owner, parts)
         self.hidden_size, rows = _in_out_features(self.projection(parts.inlet))
@@ -103,6 +102,19 @@ class HostFFN:
     def width(self) -> int:
         """Return the current F, merged memories included."""
         return _in_out_features(self.down)[0]
+
+    @property
+    def slots(self) -> int:
+        """Return how many neurons there are to clone."""
+        return self.width
+
+    def merged_width(self, r: int) -> int:
+        """Return by how many neurons merging a memory of R slots widens the FFN."""
+        return r
+
+    def slots_at(self, width: int) -> int:
+        """Return how many neurons there are when `width` has become this."""
+        return width
 
     @property
     def gated(self) -> bool:
@@ -138,7 +150,8 @@ class HostFFN:
 
     def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Copy the gate rows (`None` for a two-layer FFN) and up rows of slots, `LongTensor [R]`: `[R, D]` float32."""
-        rows = [_rows_of(module)[slots + first].float() for module, first in self._row_blocks()]
+        weights = [(_rows_of(module), first) for module, first in self._row_blocks()]
+        rows = [weight[(slots + first).to(weight.device)].float() for weight, first in weights]
         return rows[0] if self.gated else None, rows[-1]
 
     def mean_down_norm(self) -> float:
@@ -147,9 +160,18 @@ class HostFFN:
         return float("nan") if rows.is_meta else rows.float().norm(dim=0).mean().item()
 
     @contextmanager
-    def observing(self, callback: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[None]:
-        """Call the callback with the activation M `[..., F]` and FFN(A) `[..., D]` of each forward in the context."""
-        handle = self.down.register_forward_hook(lambda module, args, output: callback(args[0], output))
+    def observing(self, callback: Callable[[SumActivity, torch.Tensor], None]) -> Iterator[None]:
+        """Call the callback with the activity and the output FFN(A) `[..., D]` of each forward in the context."""
+
+        def observe(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+            activation = args[0].flatten(0, -2)
+
+            def sum_activity(kept: torch.Tensor | None) -> torch.Tensor:
+                return (activation if kept is None else activation[kept]).abs().sum(dim=0, dtype=torch.float32)
+
+            callback(sum_activity, output)
+
+        handle = self.down.register_forward_hook(observe)
         try:
             yield
         finally:
@@ -245,68 +267,22 @@ class HostFFN:
         return down(self.act(up))
 
 
-# ---------------------------------------------------------------------- finding
+def find_dense(owner: nn.Module, name: str, parts: FFNParts | None = None) -> HostFFN | None:
+    """Return the FFN whose parts are attributes of a module, or `None` where it has none of the known parts.
 
-
-def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str, HostFFN]:
-    """Find the dense FFNs of a language model by their structure. Experts and vision or audio towers are left out.
-
-    Args:
-        model: any module, with adapters of any kind or without.
-        parts: the names of the parts, if they are not in `KNOWN_PARTS` (`LocasConfig.ffn_parts`).
-
-    Returns:
-        From the name of the module that a memory wraps (the FFN, or the down projection of a flat FFN) to the FFN, in
-        the model's order.
+    Raises:
+        ValueError: the module has the given parts, but they make no FFN.
     """
-    if parts is not None:
-        candidates = [to_parts(parts)]
-    else:  # an FFN with a gate also has the up and down of a two-layer FFN: most projections first
-        candidates = sorted(KNOWN_PARTS.values(), key=lambda known: -len(known.projections))
-    found: dict[str, HostFFN] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) or "experts" in name.split(".") or OTHER_MODALITIES.search(name):
-            continue
-        for candidate in candidates:
-            if all(_is_projection(getattr(module, part, None)) for part in candidate.projections):
-                host = re.sub(r"(\.base_layer)+$", "", name)  # the FFN's name before an adapter wrapped it
-                try:
-                    ffn = HostFFN(module, candidate, host)
-                except ValueError:
-                    if parts is not None:
-                        raise
-                    continue
-                found[f"{host}.{candidate.down}" if ffn.is_flat else host] = ffn
-                break
-    found.pop("", None)
-    first_of_class: dict[tuple, HostFFN] = {}
-    for ffn in found.values():
-        first_of_class.setdefault((type(ffn.owner), ffn.parts), ffn)
-    for ffn in first_of_class.values():
-        ffn.verify()
-    return found
-
-
-def to_parts(names: dict[str, str]) -> FFNParts:
-    """Return a user's names of an FFN's parts; raise a `ValueError` if they do not make an FFN."""
-    unknown = set(names) - {field.name for field in fields(FFNParts)}
-    if unknown or "down" not in names or ("up" in names) == ("gate_up" in names):
-        raise ValueError(
-            f"ffn_parts must name down and either up (with gate, if gated) or gate_up, and may name activation; "
-            f"got {dict(names)}."
-        )
-    return FFNParts(**names)
-
-
-def find_experts(model: nn.Module) -> list[str]:
-    """Name the modules that hold the experts of a mixture."""
-    return [name for name, module in model.named_modules() if name.rpartition(".")[2] == "experts"]
-
-
-def describe_without_ffn(model: nn.Module) -> str:
-    """List the parts of a decoder layer in which no FFN was found, for an error's message."""
-    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)), None)
-    return _describe_children(model if layers is None else layers[0])
+    # An FFN with a gate also has the up and down of a two-layer FFN: most projections first.
+    candidates = [parts] if parts else sorted(KNOWN_PARTS.values(), key=lambda known: -len(known.projections))
+    for candidate in candidates:
+        if all(_is_projection(getattr(owner, part, None)) for part in candidate.projections):
+            try:
+                return HostFFN(owner, candidate, name)
+            except ValueError:
+                if parts is not None:
+                    raise
+    return None
 
 
 def _is_projection(module: nn.Module | None) -> bool:
@@ -352,7 +328,7 @@ def _find_activation(owner: nn.Module, parts: FFNParts) -> Callable[[torch.Tenso
     )
 
 
-def _describe_children(module: nn.Module) -> str:
+def describe_children(module: nn.Module) -> str:
     children = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
     return children or f"no children ({type(module).__name__})"
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import distributed as dist
 
-from .ffn import HostFFN
+from .ffn import SumActivity
+from .finding import Host
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,22 @@ class Calibration:
     def update(
         self,
         ffn_input: torch.Tensor,
-        activation: torch.Tensor,
+        sum_activity: SumActivity,
         output: torch.Tensor,
         token_mask: torch.Tensor | None = None,
     ) -> None:
-        """Add the tokens of a forward pass: A `[..., D]`, M `[..., F]` and FFN(A) `[..., D]`.
+        """Add the tokens of a forward pass: A `[..., D]`, the sum of their |M|, and FFN(A) `[..., D]`.
 
         `token_mask`, `[B, T]`, is nonzero where a token is no padding; ignored if its size is not that of the batch.
         """
-        tensors = [tensor.flatten(0, -2) for tensor in (ffn_input, activation, output)]
-        if token_mask is not None and token_mask.dim() == 2 and token_mask.numel() == len(tensors[0]):
-            kept = token_mask.flatten().to(activation.device).bool()
-            tensors = [tensor[kept] for tensor in tensors]
-        ffn_input, activation, output = tensors
-        activity = activation.abs().sum(dim=0, dtype=torch.float32).double()
+        ffn_input, output = (tensor.flatten(0, -2) for tensor in (ffn_input, output))
+        kept = None
+        if token_mask is not None and token_mask.dim() == 2 and token_mask.numel() == len(ffn_input):
+            kept = token_mask.flatten().to(output.device).bool()
+            ffn_input, output = ffn_input[kept], output[kept]
+        activity = sum_activity(kept).double()
         self._activity = activity if self._activity is None else self._activity + activity
-        self._tokens += len(activation)
+        self._tokens += len(ffn_input)
         # Each token gets a random key and the largest keys stay. This draws uniformly from a stream of unknown
         # length, the same tokens in every layer.
         keys = torch.rand(len(ffn_input), generator=self._generator, dtype=torch.float64)
@@ -114,7 +115,7 @@ class Rows:
 class Strategy:
     """One way to make a memory's rows, from the host FFN, the statistics (or `None`), R and a generator."""
 
-    make: Callable[[HostFFN, Statistics | None, int, torch.Generator], Rows]
+    make: Callable[[Host, Statistics | None, int, torch.Generator], Rows]
     needs_calibration: bool = True  # whether `make` uses the statistics
     clones: bool = True  # whether the rows are slots of the host, so that R cannot exceed F
     # Whether the memory starts without rows and is written slot by slot (`writing.py`): what `make` returns then only
@@ -122,34 +123,34 @@ class Strategy:
     written: bool = False
 
 
-def clone_slots(ffn: HostFFN, slots: torch.Tensor) -> Rows:
+def clone_slots(ffn: Host, slots: torch.Tensor) -> Rows:
     """Clone slots of the host, `LongTensor [R]`, each row scaled to unit norm; rows of zeros stay zero."""
     gate, up = ffn.gate_and_up_rows(slots)
     return Rows(gate=None if gate is None else _to_unit(gate), up=_to_unit(up), slots=slots)
 
 
-def clone_most_active(ffn: HostFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
+def clone_most_active(ffn: Host, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
     """Clone the R slots with the largest alpha, largest first: the paper's strategy."""
     return clone_slots(ffn, statistics.importance.topk(r).indices)
 
 
-def clone_least_active(ffn: HostFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
+def clone_least_active(ffn: Host, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
     """Clone the R slots with the smallest alpha, smallest first."""
     return clone_slots(ffn, statistics.importance.topk(r, largest=False).indices)
 
 
-def clone_random(ffn: HostFFN, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
+def clone_random(ffn: Host, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
     """Clone R different slots, drawn uniformly."""
-    return clone_slots(ffn, torch.randperm(ffn.width, generator=generator)[:r].to(ffn.down.weight.device))
+    return clone_slots(ffn, torch.randperm(ffn.slots, generator=generator)[:r])
 
 
-def draw_gaussian(ffn: HostFFN, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
+def draw_gaussian(ffn: Host, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
     """Draw unit rows in random directions, independent of the host."""
     gate, up = (_to_unit(torch.randn(r, ffn.hidden_size, generator=generator)) for _ in range(2))
     return Rows(gate=gate if ffn.gated else None, up=up)
 
 
-def take_activations(ffn: HostFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
+def take_activations(ffn: Host, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
     """Take the normalised FFN inputs of R tokens, like the keys of Locas-MLP; gate and up start equal.
 
     A text with fewer than R tokens gives each of them several times.

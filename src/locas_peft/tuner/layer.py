@@ -23,8 +23,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from .config import LocasConfig
-from .ffn import HostFFN
+from .ffn import SumActivity
+from .finding import Host
 from .initialization import STRATEGIES, Calibration, Rows, Statistics, make_generator
+from .mixture import HostMixture
 from .norm_clip import clip_after_optimizer_steps
 from .passes import used_modules
 from .scale import SAMPLED_TOKENS, measure_input_scale, measure_output_scale
@@ -52,7 +54,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     other_param_names: tuple[str, ...] = ("locas_input_scale", "locas_tau", "locas_config", "locas_multiplier")
 
     def __init__(
-        self, base_layer: nn.Module, ffn: HostFFN, name: str, adapter_name: str, config: LocasConfig, r: int
+        self, base_layer: nn.Module, ffn: Host, name: str, adapter_name: str, config: LocasConfig, r: int
     ) -> None:
         super().__init__()
         self.base_layer = base_layer
@@ -282,9 +284,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     ) -> torch.Tensor:
         """Run the host's FFN and add what it does to the statistics."""
 
-        def update(activation: torch.Tensor, output: torch.Tensor) -> None:
+        def update(sum_activity: SumActivity, output: torch.Tensor) -> None:
             for calibration in calibrations:
-                calibration.update(ffn_input, activation, output, self.token_mask)
+                calibration.update(ffn_input, sum_activity, output, self.token_mask)
 
         with self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
@@ -362,7 +364,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     @property
     def base_width(self) -> int:
         """Return F without the merged memories."""
-        return self.ffn.width - sum(self.locas_up[name].out_features for name in self.merged_adapters)
+        return self.ffn.width - self._merged_width(self.merged_adapters)
+
+    def _merged_width(self, adapter_names: Iterable[str]) -> int:
+        return sum(self.ffn.merged_width(self.locas_up[name].out_features) for name in adapter_names)
 
     @torch.no_grad()
     def neurons(self, adapter_name: str) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
@@ -406,8 +411,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Remove merged memories from the host FFN; `None` for all. Those merged later than a removed one stay."""
         for name in [name for name in self.merged_adapters if adapter_names is None or name in adapter_names]:
             later = self.merged_adapters[self.merged_adapters.index(name) :]
-            start = self.ffn.width - sum(self.locas_up[other].out_features for other in later)
-            self.ffn.narrow(start, start + self.locas_up[name].out_features)
+            start = self.ffn.width - self._merged_width(later)
+            self.ffn.narrow(start, start + self._merged_width([name]))
             self.merged_adapters.remove(name)
 
     def release(self) -> nn.Module:
@@ -420,10 +425,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     # ----------------------------------------------------------- PEFT's interface
 
     def _get_base_layer_device_and_dtype(self, base_layer: nn.Module):
-        # An FFN has no weight of its own: take its down projection's, quantised or not. Offloaded weights are on the
-        # meta device between forwards; the memory stays on the device that computes.
-        device, dtype = super()._get_base_layer_device_and_dtype(self.ffn.down)
-        hook = getattr(self.ffn.down, "_hf_hook", None)
+        # An FFN has no weight of its own: take its down projection's, quantised or not, or its experts'. Offloaded
+        # weights are on the meta device between forwards; the memory stays on the device that computes.
+        if isinstance(self.ffn, HostMixture):
+            module, weight = self.ffn.experts, self.ffn.experts.down_proj
+            device, dtype = weight.device, weight.dtype
+        else:
+            module = self.ffn.down
+            device, dtype = super()._get_base_layer_device_and_dtype(module)
+        hook = getattr(module, "_hf_hook", None)
         if getattr(hook, "offload", False):
             device = torch.device(hook.execution_device)
         return device, dtype

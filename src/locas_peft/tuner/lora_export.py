@@ -18,8 +18,9 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .ffn import find_ffns
+from .finding import Host, find_ffns
 from .layer import LocasLayer, list_active_memories, list_layers
+from .mixture import HostMixture
 from .widths import WidthGroup, widen_to, widened_config
 
 
@@ -39,6 +40,7 @@ def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | 
         raise ValueError(f"neurons must be at least 1, got {neurons}: give the largest r of the memories.")
     groups: dict[int, WidthGroup] = {}
     for name, ffn in find_ffns(base, ffn_parts).items():
+        _check_dense(name, ffn)
         obstacle = ffn.find_obstacle()
         if obstacle:
             raise ValueError(f"cannot widen {name}: {obstacle}.")
@@ -72,6 +74,7 @@ def to_lora(
     for layer in layers:
         if layer.merged:
             raise ValueError(f"the memory must not be merged, got {layer.name} merged: call unmerge_adapter() first.")
+        _check_dense(layer.name, layer.ffn)
         layer.check_mergeable(adapter_name)
         for name, (down, up) in _factors(layer, adapter_name, neurons).items():
             tensors[f"base_model.model.{name}.lora_A.weight"] = down
@@ -93,6 +96,13 @@ def to_lora(
     return config, {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
+
+
+def _check_dense(name: str, ffn: Host) -> None:
+    if isinstance(ffn, HostMixture):
+        raise ValueError(
+            f"a memory beside a mixture of experts cannot be exported as LoRA, got {name}: merge it into the base."
+        )
 
 
 def _factors(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, tuple[Tensor, Tensor]]:

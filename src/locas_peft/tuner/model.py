@@ -20,14 +20,14 @@ from transformers import PreTrainedModel
 
 from .combination import combined_config, fill_combined
 from .config import LocasConfig
-from .ffn import HostFFN, describe_without_ffn, find_experts, find_ffns
+from .finding import Host, describe_without_ffn, find_ffns, find_unknown_experts
 from .initialization import STRATEGIES
 from .layer import LocasLayer, list_layers
 from .load_checks import check_task, check_tokens, find_load_problem, rename_beside
 from .memory_file import find_divergence, one_line
 from .passes import remember_modules
 from .weight_sample import may_be_same_weights, sample_weights
-from .widths import WidthGroup, widen_to, widened_config
+from .widths import WidthGroup, widen_to, widened_config, width_step
 
 
 class LocasModel(BaseTuner):
@@ -44,14 +44,14 @@ class LocasModel(BaseTuner):
 
     # ---------------------------------------------------------------- injection
 
-    _ffns: dict[str, HostFFN] = {}  # the model's FFNs, found at the start of an injection
+    _ffns: dict[str, Host] = {}  # the model's FFNs, found at the start of an injection
     _mask_hook = None
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
         self._ffns = find_ffns(self.model, peft_config.ffn_parts)
         targets = peft_config.target_modules
         if targets is None or (isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND):
-            self._check_all_are_dense()
+            self._check_all_are_found()
             peft_config.target_modules = _to_suffixes(self._ffns, self.model)
         host = _describe_host(self.model, self._ffns)
         expected = peft_config._expected_host
@@ -71,12 +71,12 @@ class LocasModel(BaseTuner):
         peft_config.host = host
         return peft_config
 
-    def _check_all_are_dense(self) -> None:
-        experts, kind = find_experts(self.model), type(self.model).__name__
+    def _check_all_are_found(self) -> None:
+        experts, kind = find_unknown_experts(self.model, self._ffns), type(self.model).__name__
         if experts:
             raise ValueError(
-                f"{kind} is a mixture of experts ({experts[0]} and {len(experts) - 1} more): set target_modules to "
-                f"the dense FFNs that get a memory (found: {self._list_found(quoted=True)})."
+                f"{kind} has mixtures of experts of an unknown structure ({experts[0]} and {len(experts) - 1} more): "
+                f"set target_modules to the FFNs that get a memory (found: {self._list_found(quoted=True)})."
             )
         if not self._ffns:
             raise ValueError(
@@ -102,10 +102,10 @@ class LocasModel(BaseTuner):
             experiment |= ffn.gated and peft_config.variant == "mlp"
             _check_variant(peft_config, name, ffn)
             r = peft_config.width_of(name)
-            if STRATEGIES[peft_config.init_strategy].clones and r > ffn.width:
+            if STRATEGIES[peft_config.init_strategy].clones and r > ffn.slots:
                 raise ValueError(
                     f"r must be at most the host's width where slots are cloned, got r={r} for {name} with "
-                    f"{ffn.width} slots: lower r, or set init_strategy='gaussian'."
+                    f"{ffn.slots} slots: lower r, or set init_strategy='gaussian'."
                 )
         if experiment:
             warnings.warn(
@@ -114,11 +114,11 @@ class LocasModel(BaseTuner):
                 stacklevel=2,
             )
 
-    def _find_ffn(self, name: str, module: nn.Module, peft_config: LocasConfig) -> HostFFN:
+    def _find_ffn(self, name: str, module: nn.Module, peft_config: LocasConfig) -> Host:
         if name in self._ffns:
             return self._ffns[name]
         raise ValueError(
-            f"target_modules matches {name} ({type(module).__name__}), which is no dense FFN of a known structure: "
+            f"target_modules matches {name} ({type(module).__name__}), which is no FFN of a known structure: "
             f"name FFNs (found: {self._list_found()}), or the parts of this one in ffn_parts."
         )
 
@@ -240,20 +240,21 @@ class LocasModel(BaseTuner):
         merged = {name for layer in layers.values() for name in layer.merged_adapters}
         configs = [self.peft_config[name] for name in sorted(merged)]
         multiple = math.lcm(*(config.pad_to_multiple_of or 1 for config in configs))
-        groups: dict[int, WidthGroup] = {}
+        groups: dict[tuple, WidthGroup] = {}
         parts = next((config.ffn_parts for config in configs if config.ffn_parts), None)
         for name, ffn in find_ffns(self.model, parts).items() if merged else ():
             width = layers[name].base_width if name in layers else ffn.width
-            group = groups.setdefault(width, WidthGroup(width, 0, {}))
+            group = groups.setdefault((type(ffn), width), WidthGroup(width, 0, {}))
             group.ffns[name] = ffn
-            group.new_width = max(group.new_width, math.ceil(ffn.width / multiple) * multiple)
-        groups = {width: g for width, g in groups.items() if any(f.width != width for f in g.ffns.values())}
-        for group in groups.values():
+            step = math.lcm(multiple, width_step(self.model, ffn))
+            group.new_width = max(group.new_width, math.ceil(ffn.width / step) * step)
+        widened = [group for group in groups.values() if any(f.width != group.width for f in group.ffns.values())]
+        for group in widened:
             for name, ffn in group.ffns.items():
                 obstacle = ffn.width < group.new_width and ffn.find_obstacle()
                 if obstacle:
                     raise ValueError(f"cannot bring {name} to the width {group.new_width} of the others: {obstacle}.")
-        return list(groups.values())
+        return widened
 
     @contextmanager
     def _all_or_none(self, adapter_names: list[str] | None) -> Iterator[None]:
@@ -372,7 +373,7 @@ def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
             layer.merge(adapter_names=kept)
 
 
-def _check_variant(config: LocasConfig, name: str, ffn: HostFFN) -> None:
+def _check_variant(config: LocasConfig, name: str, ffn: Host) -> None:
     """Raise a `ValueError` if the memory's structure does not suit the FFN."""
     if ffn.gated and config.variant == "mlp" and not config.gated_host_experiment:
         raise ValueError(
@@ -386,14 +387,14 @@ def _check_variant(config: LocasConfig, name: str, ffn: HostFFN) -> None:
         )
 
 
-def _to_suffixes(ffns: dict[str, HostFFN], model: nn.Module) -> set[str]:
+def _to_suffixes(ffns: dict[str, Host], model: nn.Module) -> set[str]:
     """Return names that match these FFNs and no other module: suffixes such as {"mlp"}, or else full names."""
     suffixes = {name.rpartition(".")[2] for name in ffns}
     taken = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in ffns}
     return suffixes if suffixes.isdisjoint(taken) else set(ffns)
 
 
-def _describe_host(model: nn.Module, ffns: dict[str, HostFFN]) -> dict[str, Any]:
+def _describe_host(model: nn.Module, ffns: dict[str, Host]) -> dict[str, Any]:
     """Return the properties of the base that a memory depends on. The width is none of them: merging changes it.
 
     `weights` is a sample of its numbers, to recognise the base by (see `sample_weights`).

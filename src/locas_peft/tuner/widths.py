@@ -9,10 +9,15 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .ffn import HostFFN, find_ffns
+from .finding import Host, find_ffns
+from .mixture import HostMixture
 
 # Fields of a transformers config that hold the FFN's width.
 WIDTH_FIELDS = tuple("intermediate_size ffn_dim n_inner d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim".split())
+# Of a mixture: the width of an expert, that of the shared expert, and its width in experts.
+EXPERT_FIELDS = ("moe_intermediate_size", "intermediate_size", "ffn_dim")
+SHARED_FIELDS = ("shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED_COUNT_FIELDS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 
 
 @dataclass
@@ -21,7 +26,7 @@ class WidthGroup:
 
     width: int
     new_width: int
-    ffns: dict[str, HostFFN]
+    ffns: dict[str, Host]
 
 
 def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> PretrainedConfig:
@@ -33,15 +38,15 @@ def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> Pretrain
     config = copy.deepcopy(model.config)
     for part in _language_configs(config):
         for group in groups:
-            _set_width(part, group.width, group.new_width)
+            _set_width(part, group)
     try:
         with torch.device("meta"):
             rebuilt = find_ffns(type(model)(copy.deepcopy(config)))
     except Exception as error:  # a config of an unknown family may fail in any way with an odd width
         raise ValueError(f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}") from None
     for group in groups:
-        for name in group.ffns:
-            if name not in rebuilt or rebuilt[name].width != group.new_width:
+        for name, ffn in group.ffns.items():
+            if name not in rebuilt or rebuilt[name].slots != ffn.slots_at(group.new_width):
                 raise ValueError(
                     f"no field of {type(config).__name__} makes {name} {group.new_width} wide: in this family a "
                     "memory can be used, merged and unmerged, but not unloaded into a plain checkpoint."
@@ -61,7 +66,8 @@ def widen_to(groups: list[WidthGroup], model: nn.Module, config: PretrainedConfi
     if config is None:
         return
     for new, old in zip(_language_configs(config), _language_configs(model.config), strict=True):
-        for field in (*WIDTH_FIELDS, "block_auto_adjust_ff_dim"):
+        fields = WIDTH_FIELDS + EXPERT_FIELDS + SHARED_FIELDS + SHARED_COUNT_FIELDS
+        for field in (*fields, "block_auto_adjust_ff_dim"):
             if hasattr(new, field) and getattr(new, field) != getattr(old, field):
                 setattr(old, field, getattr(new, field))
 
@@ -71,7 +77,27 @@ def _language_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     return [config] if text is config else [config, text]
 
 
-def _set_width(config: PretrainedConfig, width: int, new_width: int) -> None:
+def width_step(model: nn.Module, ffn: Host) -> int:
+    """Return the number that an FFN's width in the model's config is a multiple of."""
+    if not isinstance(ffn, HostMixture) or not ffn.widens_shared or not hasattr(model, "config"):
+        return 1
+    has_field = any(hasattr(model.config.get_text_config(), field) for field in SHARED_FIELDS)
+    return 1 if has_field else ffn.expert_width
+
+
+def _set_width(config: PretrainedConfig, group: WidthGroup) -> None:
+    width, new_width = group.width, group.new_width
+    mixture = next((ffn for ffn in group.ffns.values() if isinstance(ffn, HostMixture)), None)
+    if mixture is not None:
+        step = mixture.expert_width
+        sizes = [(field, width, new_width) for field in (SHARED_FIELDS if mixture.widens_shared else EXPERT_FIELDS)]
+        if mixture.widens_shared:
+            sizes += [(field, width / step, new_width // step) for field in SHARED_COUNT_FIELDS]
+        for field, old, new in sizes:
+            if getattr(config, field, None) == old:
+                setattr(config, field, new)
+                return
+        return
     if getattr(config, "block_auto_adjust_ff_dim", False):  # LFM2 derives the width from intermediate_size
         config.block_auto_adjust_ff_dim = False
         config.intermediate_size = new_width

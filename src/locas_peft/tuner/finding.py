@@ -1,0 +1,88 @@
+"""Find the FFNs of a language model: dense ones and mixtures of experts, by their structure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from .ffn import FFNParts, HostFFN, describe_children, find_dense
+from .mixture import HostMixture
+
+# Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
+OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
+
+Host = HostFFN | HostMixture
+"""What a memory can stand beside: one FFN, or one mixture's block."""
+
+
+def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str, Host]:
+    """Find the FFNs of a language model by their structure. Vision and audio towers are left out.
+
+    The experts of a mixture are one FFN together, with the shared expert beside them. A mixture of an unknown
+    structure is left out.
+
+    Args:
+        model: any module, with adapters of any kind or without.
+        parts: the names of a dense FFN's parts, if they are not in `KNOWN_PARTS` (`LocasConfig.ffn_parts`).
+
+    Returns:
+        From the name of the module that a memory wraps (the FFN, the mixture's block, or the down projection of a flat
+        FFN) to the FFN, in the model's order.
+    """
+    chosen = None if parts is None else to_parts(parts)
+    found: dict[str, Host] = {}
+    blocks: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        inside = name.startswith(blocks) or "experts" in name.split(".")
+        if isinstance(module, BaseTunerLayer) or inside or OTHER_MODALITIES.search(name):
+            continue
+        host = _plain_name(name)
+        if hasattr(module, "experts"):
+            try:
+                found[host] = HostMixture(module, host)
+            except ValueError:
+                continue
+            blocks += (f"{name}.",)
+        elif ffn := find_dense(module, host, chosen):
+            found[f"{host}.{ffn.parts.down}" if ffn.is_flat else host] = ffn
+    found.pop("", None)
+    first_of_class: dict[tuple, Host] = {}
+    for ffn in found.values():
+        first_of_class.setdefault((type(ffn.owner), ffn.parts), ffn)
+    for ffn in first_of_class.values():
+        if isinstance(ffn, HostFFN):
+            ffn.verify()
+        elif not ffn.is_sum_of_experts():
+            found = {name: other for name, other in found.items() if type(other.owner) is not type(ffn.owner)}
+    return found
+
+
+def to_parts(names: dict[str, str]) -> FFNParts:
+    """Return a user's names of an FFN's parts; raise a `ValueError` if they do not make an FFN."""
+    unknown = set(names) - {field.name for field in fields(FFNParts)}
+    if unknown or "down" not in names or ("up" in names) == ("gate_up" in names):
+        raise ValueError(
+            f"ffn_parts must name down and either up (with gate, if gated) or gate_up, and may name activation; "
+            f"got {dict(names)}."
+        )
+    return FFNParts(**names)
+
+
+def find_unknown_experts(model: nn.Module, found: dict[str, Host]) -> list[str]:
+    """Name the modules that hold the experts of mixtures which are not among the FFNs that were found."""
+    experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
+    return [name for name in experts if _plain_name(name.rpartition(".")[0]) not in found]
+
+
+def _plain_name(name: str) -> str:
+    """Return a module's name before an adapter wrapped it."""
+    return re.sub(r"(\.base_layer)+$", "", name)
+
+
+def describe_without_ffn(model: nn.Module) -> str:
+    """List the parts of a decoder layer in which no FFN was found, for an error's message."""
+    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)), None)
+    return describe_children(model if layers is None else layers[0])

@@ -1,0 +1,330 @@
+"""A mixture-of-experts block of the host, seen as one FFN: its neurons, and how R more of them are merged into it.
+
+With A the block's input, E experts of F neurons each, and w_e(A) the routing weight of expert e, zero where the router
+does not choose it,
+
+    block(A) = sum over e of w_e(A) FFN_e(A)  +  s(A) FFN_shared(A)
+
+where the shared expert may be missing and s is 1 or a sigmoid. A memory stands beside the whole block. The slots that
+it can clone are the neurons of all experts: e F + j is neuron j of expert e, and the shared expert's follow. Their
+activations are weighted by w_e and s, as their outputs are.
+
+Merging a memory whose output is Wdown M is exact in two cases:
+
+- The shared expert is always on with s = 1: it becomes R neurons wider.
+- The routing weights of each token add up to one constant c: every expert becomes wider by the same R neurons, with
+  Wdown / c.
+
+The experts' weights are the fused three-dimensional parameters of transformers 5: gate_up_proj `[E, 2 F, D]` and
+down_proj `[E, D, F]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate.utils import align_module_device
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from .ffn import WIDENABLE_DTYPES, HostFFN, SumActivity, find_dense
+from .passes import evaluating
+
+SHARED_EXPERTS = ("shared_expert", "shared_experts", "shared_mlp")
+SHARED_GATE = "shared_expert_gate"
+ALIGNMENT = 8
+"""The grouped products of transformers need rows of 16 bytes: widths of experts stay multiples of this."""
+
+
+class HostMixture:
+    """One mixture's block of the host, with the interface of `HostFFN`.
+
+    `owner` has the experts, and the shared expert if there is one, as attributes; a `ValueError` is raised where they
+    are of an unknown structure. `name` is for messages.
+    """
+
+    gated = True
+    is_flat = False
+    parts = None  # the names of a dense FFN's parts
+
+    def __init__(self, owner: nn.Module, name: str = "") -> None:
+        self.owner = owner
+        self.name = name or type(owner).__name__
+        experts = owner.experts
+        self._wrapped = isinstance(experts, BaseTunerLayer)
+        self.experts = experts.get_base_layer() if self._wrapped else experts
+        gate_up, down = (getattr(self.experts, part, None) for part in ("gate_up_proj", "down_proj"))
+        self.act = getattr(self.experts, "act_fn", None)
+        fused = all(isinstance(part, torch.Tensor) and part.dim() == 3 for part in (gate_up, down))
+        if not fused or not callable(self.act) or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
+            raise ValueError(f"{self.name} ({type(owner).__name__}) has experts of an unknown structure.")
+        self.hidden_size = down.shape[1]
+        children = ((part, getattr(owner, part, None)) for part in SHARED_EXPERTS)
+        shared = (find_dense(child, f"{self.name}.{part}") for part, child in children if child is not None)
+        self.shared: HostFFN | None = next(shared, None)
+        self._shared_gate: nn.Module | None = getattr(owner, SHARED_GATE, None)
+
+    # -------------------------------------------------------------------- shapes
+
+    @property
+    def expert_width(self) -> int:
+        """Return the current F of an expert, merged memories included."""
+        return self.experts.down_proj.shape[2]
+
+    @property
+    def widens_shared(self) -> bool:
+        """Return whether memories are merged into the shared expert, which is always on with weight 1."""
+        return self.shared is not None and self._shared_gate is None
+
+    @property
+    def width(self) -> int:
+        """Return the current width of what merging widens: the shared expert, or each of the experts."""
+        return self.shared.width if self.widens_shared else self.expert_width
+
+    @property
+    def slots(self) -> int:
+        """Return how many neurons there are to clone: those of all experts."""
+        routed = len(self.experts.down_proj) * self.expert_width
+        return routed if self.shared is None else routed + self.shared.width
+
+    def merged_width(self, r: int) -> int:
+        """Return by how many neurons merging a memory of R slots widens the block, those of zeros included."""
+        return r if self.widens_shared else math.ceil(r / ALIGNMENT) * ALIGNMENT
+
+    def slots_at(self, width: int) -> int:
+        """Return how many neurons there are when `width` has become this."""
+        return self.slots + (width - self.width) * (1 if self.widens_shared else len(self.experts.down_proj))
+
+    @property
+    def activation_name(self) -> str:
+        return getattr(self.act, "__name__", None) or type(self.act).__name__
+
+    # -------------------------------------------------------- weights, activations
+
+    @torch.no_grad()
+    def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy the gate rows and the up rows of slots, `LongTensor [R]`: `[R, D]` float32 each."""
+        width = self.expert_width
+        routed = len(self.experts.down_proj) * width
+        with align_module_device(self.experts):
+            weight = self.experts.gate_up_proj
+            slots = slots.to(weight.device)
+            expert, neuron = slots.clamp(max=routed - 1) // width, slots.clamp(max=routed - 1) % width
+            gate, up = weight[expert, neuron].float(), weight[expert, width + neuron].float()
+        of_shared = slots >= routed
+        if of_shared.any():
+            gate[of_shared], up[of_shared] = self.shared.gate_and_up_rows(slots[of_shared] - routed)
+        return gate, up
+
+    def mean_down_norm(self) -> float:
+        """Return the mean norm of all experts' down columns; NaN for weights on the meta device."""
+        with torch.no_grad(), align_module_device(self.experts):
+            weight = self.experts.down_proj
+            if weight.is_meta:
+                return float("nan")
+            mean = sum(expert.float().norm(dim=0).mean().item() for expert in weight) / len(weight)
+        if self.shared is None:
+            return mean
+        part = self.shared.width / self.slots
+        return (1 - part) * mean + part * self.shared.mean_down_norm()
+
+    @contextmanager
+    def observing(self, callback: Callable[[SumActivity, torch.Tensor], None]) -> Iterator[None]:
+        """Call the callback with the activity and the output of each forward in the context (see `HostFFN`)."""
+        with self._recording() as record:
+
+            def finish(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+                callback(_sum_activity(self, dict(record)), output)
+
+            handle = self.owner.register_forward_hook(finish)
+            try:
+                yield
+            finally:
+                handle.remove()
+
+    @contextmanager
+    def _recording(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Fill a dict in each forward of N tokens, k experts for each.
+
+        The experts' "inputs" `[N, D]`, "chosen" `LongTensor [N, k]`, "weights" `[N, k]`, and their output "routed"
+        `[N, D]`. The shared expert's M, "activation" `[N, F]`, and its output "shared" `[N, D]`.
+        """
+        record: dict[str, torch.Tensor] = {}
+
+        def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            given = dict(zip(("inputs", "chosen", "weights"), (*args, *kwargs.values()), strict=False))
+            record.update(given)
+
+        handles = [
+            self.experts.register_forward_pre_hook(before, with_kwargs=True),
+            self.experts.register_forward_hook(lambda module, args, output: record.update(routed=output)),
+        ]
+        if self.shared is not None:
+
+            def after(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+                record.update(activation=args[0].flatten(0, -2), shared=output.flatten(0, -2))
+
+            handles.append(self.shared.down.register_forward_hook(after))
+        try:
+            yield record
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def shared_weight(self, inputs: torch.Tensor) -> torch.Tensor | float:
+        """Return s, `[N, 1]` or 1, from the block's input `[N, D]`."""
+        return 1.0 if self._shared_gate is None else torch.sigmoid(self._shared_gate(inputs))
+
+    # ----------------------------------------------------------------- changing
+
+    def find_obstacle(self) -> str | None:
+        """Return the reason why no memory can be merged into the block, or `None`."""
+        if self.widens_shared:
+            return self.shared.find_obstacle()
+        if self._wrapped:
+            return "the experts carry another adapter: merge or unload that one first"
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(self.experts, name)
+            if weight.is_meta or getattr(getattr(self.experts, "_hf_hook", None), "offload", False):
+                return f"{name} is offloaded or on the meta device: load the base onto one device first"
+            if hasattr(weight, "full_tensor"):
+                return f"{name} is sharded across processes: gather the base first"
+            if type(weight) is not nn.Parameter or weight.dtype not in WIDENABLE_DTYPES:
+                return f"{name} is quantised or custom: load the base in a floating dtype first"
+        if self.routing_sum() is None:
+            shared = "its shared expert is gated" if self.shared is not None else "it has no shared expert"
+            return (
+                f"the routing weights of its experts do not add up to a constant, and {shared}: keep the memory as "
+                "an adapter"
+            )
+        return None
+
+    def routing_sum(self) -> float | None:
+        """Return the constant c that the routing weights of each token add up to, or `None` where they vary.
+
+        Tokens of very different lengths are routed: weights that are not normalised grow with the router's logits.
+        """
+        _, record = self._run_random_tokens(256)
+        sums = record["weights"].double().sum(dim=-1)
+        mean = sums.mean().item()
+        tolerance = max(1e-4, 2 * torch.finfo(record["weights"].dtype).eps)
+        if not (sums / mean - 1).abs().max() <= tolerance:  # also where they are not finite
+            return None
+        return 1.0 if abs(mean - 1) <= tolerance else mean
+
+    @torch.no_grad()
+    def widen(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        """Append R neurons that add what they would add beside the block. `narrow` restores it bit for bit.
+
+        Args:
+            gate: `[R, D]`.
+            up: `[R, D]`.
+            down: `[D, R]`, with any output scale applied.
+        """
+        if self.widens_shared:
+            self.shared.widen(gate, up, down)
+        else:
+            self._append(gate, up, (down.float() / self.routing_sum()).to(down.dtype))
+
+    def _append(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        gate_up, columns = self.experts.gate_up_proj, self.experts.down_proj
+        count, first_up = len(columns), self.expert_width
+        zeros = self.merged_width(len(up)) - len(up)
+        gate, up = (nn.functional.pad(part, (0, 0, 0, zeros)) for part in (gate, up))
+        down = nn.functional.pad(down, (0, zeros))
+        gate, up, down = (part.to(columns.device, columns.dtype).expand(count, -1, -1) for part in (gate, up, down))
+        gate_up.data = torch.cat([gate_up[:, :first_up], gate, gate_up[:, first_up:], up], dim=1)
+        columns.data = torch.cat([columns, down], dim=2)
+        self._refresh_experts()
+
+    @torch.no_grad()
+    def narrow(self, start: int, stop: int) -> None:
+        """Remove the neurons [start, stop). The others keep their bits."""
+        if self.widens_shared:
+            self.shared.narrow(start, stop)
+            return
+        gate_up, columns = self.experts.gate_up_proj, self.experts.down_proj
+        kept = torch.ones(self.expert_width, dtype=torch.bool, device=columns.device)
+        kept[start:stop] = False
+        gate_up.data, columns.data = gate_up[:, torch.cat([kept, kept])], columns[:, :, kept]
+        self._refresh_experts()
+
+    @torch.no_grad()
+    def pad(self, width: int) -> None:
+        """Append neurons of zeros, which add nothing to the output, up to a width."""
+        missing = width - self.width
+        if self.widens_shared:
+            self.shared.pad(width)
+        elif missing > 0:
+            rows = self.experts.down_proj.new_zeros(missing, self.hidden_size)
+            self._append(rows, rows, rows.T)
+
+    def _refresh_experts(self) -> None:
+        for name in ("intermediate_dim", "intermediate_size"):
+            if isinstance(getattr(self.experts, name, None), int):
+                setattr(self.experts, name, self.expert_width)
+
+    # ------------------------------------------------------------------- routing
+
+    def is_sum_of_experts(self) -> bool:
+        """Return whether the block computes the weighted sum of its experts, on random tokens.
+
+        Taken for granted where the weights are on the meta device.
+        """
+        if any(parameter.is_meta for parameter in self.owner.parameters()):
+            return True
+        output, record = self._run_random_tokens(16)
+        if not isinstance(output, torch.Tensor) or not {"inputs", "chosen", "weights"} <= record.keys():
+            return False
+        inputs, expected = record["inputs"], torch.zeros_like(record["routed"], dtype=torch.float32)
+        with torch.no_grad():
+            for expert, token, weight in _list_choices(record):
+                activation = self.activate(expert, inputs[token])
+                out = nn.functional.linear(activation, self.experts.down_proj[expert])
+                expected.index_add_(0, token, (out * weight[:, None]).float())
+            if self.shared is not None:
+                expected += (self.shared_weight(inputs) * record["shared"]).float()
+        return bool((output.flatten(0, -2).float() - expected).norm() <= 0.02 * expected.norm())
+
+    def activate(self, expert: int, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the activations `[N, F]` of an expert's neurons for its inputs `[N, D]`."""
+        gate, up = nn.functional.linear(inputs, self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
+        return self.act(gate) * up
+
+    def _run_random_tokens(self, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the block's output for random tokens, so many of each of three lengths, and what was recorded."""
+        weight = self.experts.down_proj
+        tokens = torch.randn(3, count, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        tokens = (tokens * torch.tensor([0.1, 0.3, 1.0]).reshape(3, 1, 1)).to(weight.device, weight.dtype)
+        with torch.no_grad(), evaluating(self.owner), self._recording() as record:
+            output = self.owner(tokens)
+        return output, record
+
+
+def _list_choices(record: dict[str, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield each chosen expert with the tokens that chose it, `LongTensor [n]`, and its weights there, `[n]`."""
+    for expert in record["chosen"].unique().tolist():
+        token, choice = torch.where(record["chosen"] == expert)
+        yield expert, token, record["weights"][token, choice]
+
+
+def _sum_activity(mixture: HostMixture, record: dict[str, torch.Tensor]) -> SumActivity:
+    """Return the function that sums the weighted |M| of a recorded forward over tokens."""
+
+    def sum_activity(kept: torch.Tensor | None) -> torch.Tensor:
+        inputs, width = record["inputs"], mixture.expert_width
+        kept = torch.ones(len(inputs), device=inputs.device) if kept is None else kept.float()
+        activity = torch.zeros(mixture.slots, device=inputs.device)
+        with align_module_device(mixture.experts):
+            for expert, token, weight in _list_choices(record):
+                activation = mixture.activate(expert, inputs[token]).abs().float()
+                activity[expert * width :][:width] = (weight.float() * kept[token]) @ activation
+        if mixture.shared is not None:
+            weight = mixture.shared_weight(inputs) * kept[:, None]
+            activity[-mixture.shared.width :] = (weight.float() * record["activation"].abs()).sum(dim=0)
+        return activity
+
+    return sum_activity
