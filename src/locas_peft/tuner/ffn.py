@@ -157,12 +157,21 @@ class HostFFN:
 
     # ----------------------------------------------------------------- changing
 
+    def find_other_adapter(self) -> str | None:
+        """Return a message if a projection has an adapter that is no memory, or `None`."""
+        for part in self.parts.projections:
+            module = getattr(self.owner, part)
+            if module is not self.projection(part) and not _wraps_only_memory(module):
+                return f"{part} carries another adapter: merge or unload that one first"
+        return None
+
     def find_obstacle(self) -> str | None:
         """Return the reason why the FFN cannot be widened, or `None`."""
+        adapter = self.find_other_adapter()
+        if adapter:
+            return adapter
         for part in self.parts.projections:
             module = self.projection(part)
-            if getattr(self.owner, part) is not module and not _wraps_only_memory(getattr(self.owner, part)):
-                return f"{part} carries another adapter: merge or unload that one first"
             weight = module.weight
             if weight.is_meta or getattr(getattr(module, "_hf_hook", None), "offload", False):
                 return f"{part} is offloaded or on the meta device: load the base onto one device first"
@@ -172,7 +181,7 @@ class HostFFN:
             plain = isinstance(module, nn.Linear | Conv1D) and type(weight) is nn.Parameter
             if not plain or type(weight.data) is not torch.Tensor or weight.dtype not in WIDENABLE_DTYPES:
                 kind = f"{type(module).__name__} of {weight.dtype}"
-                return f"{part} is a {kind}, quantised or custom: load the base in a floating dtype first"
+                return f"{part} is a {kind}, quantised or custom: load the base in full precision first"
         return None
 
     @torch.no_grad()
@@ -368,10 +377,32 @@ def _count_required_inputs(module: nn.Module) -> int:
 # ---------------------------------------------------------------------- weights
 
 
+def forbid_packing(model: nn.Module) -> None:
+    """Keep the layout of bitsandbytes' 4-bit weights on a CPU.
+
+    In a forward without gradients, bitsandbytes packs them for the CPU's bfloat16 instructions. Packed weights cannot
+    be dequantised, and give no gradient to the memories below.
+
+    Raises:
+        ValueError: the weights are packed already.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                raise ValueError(
+                    f"{name} was packed by bitsandbytes in a forward on the CPU, which cannot be undone exactly: load "
+                    "the base again, and add the memory before its first forward."
+                )
+            module.support_avx512bf16_for_cpu = False
+
+
 def _rows_of(module: nn.Module) -> torch.Tensor:
     """Return the weight `[out, in]` of a projection, dequantised, and onloaded if it is offloaded."""
     with torch.no_grad(), align_module_device(module):
+        parameter = module.weight
         weight = dequantize_module_weight(module)
+        if module.weight is not parameter:  # PEFT puts an 8-bit parameter without its scales in its place
+            module.weight = parameter
         return weight.detach().T if isinstance(module, Conv1D) else weight.detach()
 
 

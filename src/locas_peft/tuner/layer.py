@@ -387,7 +387,16 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.merged_adapters.append(name)
 
     def check_mergeable(self, adapter_name: str) -> None:
-        """Raise a `ValueError` if a memory is rescaled, or its host cannot be widened."""
+        """Raise a `ValueError` if a memory cannot be neurons of its host, or the host cannot be widened."""
+        self.check_structure(adapter_name)
+        obstacle = self.ffn.find_obstacle()
+        if obstacle:
+            raise ValueError(
+                f"cannot merge into {self.name}: {obstacle}; or export the memory as a LoRA (to_lora, `locas export`)."
+            )
+
+    def check_structure(self, adapter_name: str) -> None:
+        """Raise a `ValueError` if a memory is rescaled, or cannot be neurons of its host."""
         if adapter_name in self.locas_multiplier:
             raise ValueError(
                 f"the memory '{adapter_name}' cannot be merged inside rescale(), got the multiplier "
@@ -398,9 +407,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 f"cannot merge '{adapter_name}' into {self.name}: a two-layer memory (variant 'mlp') cannot be part "
                 "of a gated FFN; keep it as an adapter, or use variant='auto'."
             )
-        obstacle = self.ffn.find_obstacle()
-        if obstacle:
-            raise ValueError(f"cannot merge into {self.name}: {obstacle}.")
+        adapter = self.ffn.find_other_adapter()
+        if adapter:
+            raise ValueError(f"cannot merge into {self.name}: {adapter}.")
 
     def unmerge(self, adapter_names: list[str] | None = None) -> None:
         """Remove merged memories from the host FFN; `None` for all. Those merged later than a removed one stay."""

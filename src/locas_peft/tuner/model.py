@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from .combination import combined_config, fill_combined
 from .config import LocasConfig
-from .ffn import HostFFN, describe_without_ffn, find_experts, find_ffns
+from .ffn import HostFFN, describe_without_ffn, find_experts, find_ffns, forbid_packing
 from .initialization import STRATEGIES
 from .layer import LocasLayer, list_layers
 from .load_checks import check_task, check_tokens, find_load_problem, rename_beside
@@ -48,6 +48,7 @@ class LocasModel(BaseTuner):
     _mask_hook = None
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
+        forbid_packing(self.model)
         self._ffns = find_ffns(self.model, peft_config.ffn_parts)
         targets = peft_config.target_modules
         if targets is None or (isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND):
