@@ -212,7 +212,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             return self.base_layer(hidden_states, *args, **kwargs)
 
         memories = self._memories(self.active_adapters if adapter_names is None else adapter_names[:1])
-        calibrating = self.training or self.recorder is not None
+        # Trainers also generate, and score with a reference, in training mode: those forwards are no step.
+        calibrating = torch.is_grad_enabled() and (self.training or self.recorder is not None)
         waiting = [name for name in memories if calibrating and self.needs_calibration(name)]
         if waiting:
             # The first such forward: the values are zero, so it is also the calibration pass.
