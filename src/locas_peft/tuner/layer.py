@@ -78,6 +78,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # While set, called with A and the layer's output in each forward with gradients (`writing.py`).
         self.recorder: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._ready: set[str] = set()  # memories known to need no calibration
+        self._calibrated: set[str] = set()  # memories that calibrated themselves in a forward
         self._ffn_input: torch.Tensor | None = None
         self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input) if ffn.is_flat else None
         self.update_layer(adapter_name, config, r)
@@ -111,6 +112,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         config = self.locas_config[adapter_name]
         weights = [module.weight for module in self.projections(adapter_name)]
         self._ready.discard(adapter_name)
+        self._calibrated.discard(adapter_name)
         if weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
             return
         for weight in weights:
@@ -182,6 +184,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._ready.discard(adapter_name)
+        self._calibrated.discard(adapter_name)
         super().delete_adapter(adapter_name)
 
     # ------------------------------------------------------------------ forward
@@ -216,6 +219,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         calibrating = torch.is_grad_enabled() and (self.training or self.recorder is not None)
         waiting = [name for name in memories if calibrating and self.needs_calibration(name)]
         if waiting:
+            self._check_rows_were_kept(waiting)
             # The first such forward: the values are zero, so it is also the calibration pass.
             calibrations = {name: self.start_calibration(name) for name in waiting}
             result = self._forward_observed(calibrations.values(), ffn_input, hidden_states, *args, **kwargs)
@@ -223,6 +227,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 statistics = calibration.finish()
                 rows = self.make_rows(name, statistics) if self.is_empty(name) else None
                 self.initialize(name, rows, statistics)
+                self._calibrated.add(name)
         else:
             result = self.base_layer(hidden_states, *args, **kwargs)
         for name in memories:
@@ -349,6 +354,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             raise ValueError(
                 f"{self.name} cannot run under DataParallel, since its FFN has no module of its own: train with "
                 "DistributedDataParallel (torchrun), or on one device."
+            )
+
+    def _check_rows_were_kept(self, waiting: Iterable[str]) -> None:
+        # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written there is lost.
+        lost = [name for name in waiting if name in self._calibrated]
+        if lost:
+            raise ValueError(
+                f"the memory '{lost[0]}' has lost the rows of its calibration, since the model is sharded: "
+                "calibrate(model, batches) before it is (before Trainer, accelerator.prepare or fully_shard)."
             )
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:

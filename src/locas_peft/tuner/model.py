@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _ExcludedModule
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .combination import combined_config, fill_combined
@@ -321,6 +322,11 @@ class LocasModel(BaseTuner):
         selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
         # Leave out other tuners' weights under the same adapter name.
         selected = {key: tensor for key, tensor in selected.items() if f".{cls.prefix}" in key}
+        if any(isinstance(tensor, DTensor) for tensor in selected.values()):
+            raise ValueError(
+                f"the memory '{adapter_name}' is sharded across processes: save_pretrained(folder, state_dict=state), "
+                "with the whole state of get_model_state_dict or accelerator.get_state_dict."
+            )
         named = {cls._remove_adapter_name_from_key(key, adapter_name): tensor for key, tensor in selected.items()}
         problem = find_divergence(named, config)
         if problem:
