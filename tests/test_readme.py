@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import locas_peft
+from locas_peft.demo import INSTALL
+from locas_peft.gguf_models import is_installed
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -73,5 +75,8 @@ def test_the_example_prints_what_it_says(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_examples_run(example, tmp_path):
-    short = {"sft_trainer.py": ("--steps", "3")}.get(example.name, ("--tokens", "4000"))
+    steps = {"sft_trainer.py": "3", "grpo.py": "2", "dpo.py": "4"}
+    short = ("--steps", steps[example.name]) if example.name in steps else ("--tokens", "4000")
+    if example.name in ("grpo.py", "dpo.py") and not is_installed("smollm2"):
+        pytest.skip(f"SmolLM2 is not installed: {INSTALL}")
     assert run(str(example), *short, folder=tmp_path)

