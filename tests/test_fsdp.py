@@ -69,6 +69,8 @@ def train_sharded(rank: int, folder: str) -> None:
 def train_uncalibrated(rank: int, folder: str) -> None:
     model = make_model(calibrated=False)
     shard(model)
+    with pytest.raises(ValueError, match="is sharded across processes: calibrate it before the model is"):
+        calibrate(model, [make_tokens()])
     with pytest.raises(ValueError, match=re.escape("is sharded: calibrate(model, batches) before it is")):
         train(model, make_optimizer(model), make_tokens())
 
