@@ -50,6 +50,11 @@ def clip_norms_(weights: Sequence[torch.Tensor], dims: Sequence[int], max_norm: 
 
 
 def _norm(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    if weight.dim() < 2:
+        raise ValueError(
+            f"the norm clip needs the whole rows of a memory, got a flattened part of shape {list(weight.shape)}: "
+            "use FSDP2 (fully_shard, or fsdp_version=2 in Accelerate), or max_slot_norm=None."
+        )
     dtype = torch.promote_types(weight.dtype, torch.float32)
     norm = torch.linalg.vector_norm(weight, dim=dim, keepdim=True, dtype=dtype)
     if isinstance(norm, DTensor):  # FSDP2 spreads a column over the processes: add up what each of them has
