@@ -1,6 +1,7 @@
 """A memory beside a quantised base: rows of the dequantised weights, training, files, LoRA export; merging is refused.
 
-Each library is tested where it is installed.
+Each library is tested where it is installed: `pip install --no-deps torchao==0.18.0 bitsandbytes==0.50.2`. They are no
+part of the `dev` extra, since PEFT then imports them in every process.
 """
 
 from __future__ import annotations
