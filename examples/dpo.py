@@ -60,8 +60,3 @@ with tempfile.TemporaryDirectory() as folder:
 
 for name, found in (("before", before), ("after", after)):
     print(f"reward margin on unseen pairs {name}: {found['eval_rewards/margins']:.3f}")
-question = tokenizer.apply_chat_template(
-    pairs[0]["prompt"], add_generation_prompt=True, return_tensors="pt", return_dict=True
-).to(trainer.model.device)
-answer = trainer.model.generate(**question, max_new_tokens=20, do_sample=False)[0, question["input_ids"].shape[1] :]
-print(pairs[0]["prompt"][0]["content"], tokenizer.decode(answer, skip_special_tokens=True))
