@@ -79,4 +79,10 @@ def test_examples_run(example, tmp_path):
     short = ("--steps", steps[example.name]) if example.name in steps else ("--tokens", "4000")
     if example.name in ("grpo.py", "dpo.py") and not is_installed("smollm2"):
         pytest.skip(f"SmolLM2 is not installed: {INSTALL}")
-    assert run(str(example), *short, folder=tmp_path)
+    output = run(str(example), *short, folder=tmp_path)
+    assert output
+    if example.name == "dpo.py":
+        before, after = (float(number) for number in re.findall(r"^reward margin .*: (.+)$", output, re.MULTILINE))
+        assert before == 0.0 < after  # a fresh memory changes nothing: its model is the reference
+    if example.name == "grpo.py":
+        assert re.search(r"^first 1 steps: .* KL divergence from the reference 0.0000$", output, re.MULTILINE)
