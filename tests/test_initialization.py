@@ -130,6 +130,9 @@ def test_first_training_forward_calibrates_as_calibrate_does(family):
     implicit(**batch)
     assert empty_memories(implicit) == ["default"]  # not in evaluation mode
     implicit.train()
+    with torch.no_grad():
+        implicit(**batch)
+    assert empty_memories(implicit) == ["default"]  # nor without gradients, as GRPO generates
     loss = implicit(**batch, labels=batch["input_ids"]).loss
     assert empty_memories(implicit) == []
     assert torch.equal(weights_of(explicit), weights_of(implicit))

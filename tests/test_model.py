@@ -653,7 +653,7 @@ def test_bases_that_cannot_be_widened_are_refused():
         quantised.merge_adapter()
     assert str(error.value) == (
         "cannot merge into model.layers.1.mlp: down_proj is a Linear of torch.float32, quantised or custom: load the "
-        "base in a floating dtype first."
+        "base in full precision first; or export it as a LoRA (to_lora, `locas export`)."
     )
     assert not layers_of(quantised)[0].merged
 

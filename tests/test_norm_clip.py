@@ -59,6 +59,11 @@ def test_projection_is_the_paper_s():
         assert torch.equal(small, weight[:2])
 
 
+def test_flattened_rows_are_refused():
+    with pytest.raises(ValueError, match=r"whole rows of a memory, got a flattened part of shape \[12\]: use FSDP2"):
+        clip_norms_([torch.ones(12)], [-1], max_norm=1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_grouped_clip_is_bit_identical_to_one_weight_at_a_time(dtype):
     generator = torch.Generator().manual_seed(0)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import locas_peft
+from locas_peft.demo import INSTALL
+from locas_peft.gguf_models import is_installed
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -73,5 +75,14 @@ def test_the_example_prints_what_it_says(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
 def test_examples_run(example, tmp_path):
-    short = {"sft_trainer.py": ("--steps", "3")}.get(example.name, ("--tokens", "4000"))
-    assert run(str(example), *short, folder=tmp_path)
+    steps = {"sft_trainer.py": "3", "grpo.py": "2", "dpo.py": "4"}
+    short = ("--steps", steps[example.name]) if example.name in steps else ("--tokens", "4000")
+    if example.name in ("grpo.py", "dpo.py") and not is_installed("smollm2"):
+        pytest.skip(f"SmolLM2 is not installed: {INSTALL}")
+    output = run(str(example), *short, folder=tmp_path)
+    assert output
+    if example.name == "dpo.py":
+        before, after = (float(number) for number in re.findall(r"^reward margin .*: (.+)$", output, re.MULTILINE))
+        assert before == 0.0 < after  # a fresh memory changes nothing: its model is the reference
+    if example.name == "grpo.py":
+        assert re.search(r"^first 1 steps: .* KL divergence from the reference 0.0000$", output, re.MULTILINE)

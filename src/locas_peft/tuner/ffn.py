@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from .passes import evaluating
+from .quantised import dequantize
 
 
 @dataclass(frozen=True)
@@ -179,12 +179,21 @@ class HostFFN:
 
     # ----------------------------------------------------------------- changing
 
+    def find_other_adapter(self) -> str | None:
+        """Return a message if a projection has an adapter that is no memory, or `None`."""
+        for part in self.parts.projections:
+            module = getattr(self.owner, part)
+            if module is not self.projection(part) and not _wraps_only_memory(module):
+                return f"{part} carries another adapter: merge or unload that one first"
+        return None
+
     def find_obstacle(self) -> str | None:
         """Return the reason why the FFN cannot be widened, or `None`."""
+        adapter = self.find_other_adapter()
+        if adapter:
+            return adapter
         for part in self.parts.projections:
             module = self.projection(part)
-            if getattr(self.owner, part) is not module and not _wraps_only_memory(getattr(self.owner, part)):
-                return f"{part} carries another adapter: merge or unload that one first"
             weight = module.weight
             if weight.is_meta or getattr(getattr(module, "_hf_hook", None), "offload", False):
                 return f"{part} is offloaded or on the meta device: load the base onto one device first"
@@ -194,7 +203,7 @@ class HostFFN:
             plain = isinstance(module, nn.Linear | Conv1D) and type(weight) is nn.Parameter
             if not plain or type(weight.data) is not torch.Tensor or weight.dtype not in WIDENABLE_DTYPES:
                 kind = f"{type(module).__name__} of {weight.dtype}"
-                return f"{part} is a {kind}, quantised or custom: load the base in a floating dtype first"
+                return f"{part} is a {kind}, quantised or custom: load the base in full precision first"
         return None
 
     @torch.no_grad()
@@ -347,7 +356,7 @@ def _count_required_inputs(module: nn.Module) -> int:
 def _rows_of(module: nn.Module) -> torch.Tensor:
     """Return the weight `[out, in]` of a projection, dequantised, and onloaded if it is offloaded."""
     with torch.no_grad(), align_module_device(module):
-        weight = dequantize_module_weight(module)
+        weight = dequantize(module)
         return weight.detach().T if isinstance(module, Conv1D) else weight.detach()
 
 

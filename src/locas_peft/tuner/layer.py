@@ -80,6 +80,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # While set, called with A and the layer's output in each forward with gradients (`writing.py`).
         self.recorder: Callable[[torch.Tensor, torch.Tensor], None] | None = None
         self._ready: set[str] = set()  # memories known to need no calibration
+        self._calibrated: set[str] = set()  # memories that calibrated themselves in a forward
         self._ffn_input: torch.Tensor | None = None
         self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input) if ffn.is_flat else None
         self.update_layer(adapter_name, config, r)
@@ -113,6 +114,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         config = self.locas_config[adapter_name]
         weights = [module.weight for module in self.projections(adapter_name)]
         self._ready.discard(adapter_name)
+        self._calibrated.discard(adapter_name)
         if weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
             return
         for weight in weights:
@@ -184,6 +186,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def delete_adapter(self, adapter_name: str) -> None:
         self._ready.discard(adapter_name)
+        self._calibrated.discard(adapter_name)
         super().delete_adapter(adapter_name)
 
     # ------------------------------------------------------------------ forward
@@ -214,9 +217,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             return self.base_layer(hidden_states, *args, **kwargs)
 
         memories = self._memories(self.active_adapters if adapter_names is None else adapter_names[:1])
-        calibrating = self.training or self.recorder is not None
+        # Trainers also generate, and score with a reference, in training mode: those forwards are no step.
+        calibrating = torch.is_grad_enabled() and (self.training or self.recorder is not None)
         waiting = [name for name in memories if calibrating and self.needs_calibration(name)]
         if waiting:
+            self._check_rows_were_kept(waiting)
             # The first such forward: the values are zero, so it is also the calibration pass.
             calibrations = {name: self.start_calibration(name) for name in waiting}
             result = self._forward_observed(calibrations.values(), ffn_input, hidden_states, *args, **kwargs)
@@ -224,6 +229,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 statistics = calibration.finish()
                 rows = self.make_rows(name, statistics) if self.is_empty(name) else None
                 self.initialize(name, rows, statistics)
+                self._calibrated.add(name)
         else:
             result = self.base_layer(hidden_states, *args, **kwargs)
         for name in memories:
@@ -352,6 +358,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 "DistributedDataParallel (torchrun), or on one device."
             )
 
+    def _check_rows_were_kept(self, waiting: Iterable[str]) -> None:
+        # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written there is lost.
+        lost = [name for name in waiting if name in self._calibrated]
+        if lost:
+            raise ValueError(
+                f"the memory '{lost[0]}' has lost the rows of its calibration, since the model is sharded: "
+                "calibrate(model, batches) before it is (before Trainer, accelerator.prepare or fully_shard)."
+            )
+
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
         self._ffn_input = args[0]
 
@@ -392,7 +407,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.merged_adapters.append(name)
 
     def check_mergeable(self, adapter_name: str) -> None:
-        """Raise a `ValueError` if a memory is rescaled, or its host cannot be widened."""
+        """Raise a `ValueError` if a memory cannot be neurons of its host, or the host cannot be widened."""
+        self.check_structure(adapter_name)
+        obstacle = self.ffn.find_obstacle()
+        if obstacle:
+            way_out = "" if isinstance(self.ffn, HostMixture) else "; or export it as a LoRA (to_lora, `locas export`)"
+            raise ValueError(f"cannot merge into {self.name}: {obstacle}{way_out}.")
+
+    def check_structure(self, adapter_name: str) -> None:
+        """Raise a `ValueError` if a memory is rescaled, or cannot be neurons of its host."""
         if adapter_name in self.locas_multiplier:
             raise ValueError(
                 f"the memory '{adapter_name}' cannot be merged inside rescale(), got the multiplier "
@@ -403,9 +426,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 f"cannot merge '{adapter_name}' into {self.name}: a two-layer memory (variant 'mlp') cannot be part "
                 "of a gated FFN; keep it as an adapter, or use variant='auto'."
             )
-        obstacle = self.ffn.find_obstacle()
-        if obstacle:
-            raise ValueError(f"cannot merge into {self.name}: {obstacle}.")
+        adapter = self.ffn.find_other_adapter()
+        if adapter:
+            raise ValueError(f"cannot merge into {self.name}: {adapter}.")
 
     def unmerge(self, adapter_names: list[str] | None = None) -> None:
         """Remove merged memories from the host FFN; `None` for all. Those merged later than a removed one stay."""

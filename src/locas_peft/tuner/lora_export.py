@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from .finding import Host, find_ffns
 from .layer import LocasLayer, list_active_memories, list_layers
@@ -55,8 +56,8 @@ def to_lora(
 ) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Return a memory as a LoRA of its base widened by `widen_base`: the config, and the tensors as PEFT saves them.
 
-    The model is not changed. Without a name, the active memory is taken; `neurons` is W, by how many the base is
-    widened, by default the memory's own largest R.
+    The model is not changed, and its base's weights are not used: it may be quantised. Without a name, the active
+    memory is taken; `neurons` is W, by how many the base is widened, by default the memory's own largest R.
 
     Raises:
         ValueError: the memory is merged or of a structure that its host does not have, or W is too small.
@@ -75,7 +76,7 @@ def to_lora(
         if layer.merged:
             raise ValueError(f"the memory must not be merged, got {layer.name} merged: call unmerge_adapter() first.")
         _check_dense(layer.name, layer.ffn)
-        layer.check_mergeable(adapter_name)
+        layer.check_structure(adapter_name)
         for name, (down, up) in _factors(layer, adapter_name, neurons).items():
             tensors[f"base_model.model.{name}.lora_A.weight"] = down
             tensors[f"base_model.model.{name}.lora_B.weight"] = up
@@ -89,7 +90,7 @@ def to_lora(
         rank_pattern=others,
         alpha_pattern=dict(others),
         target_modules=_shorten(ranks, model.get_base_model()),
-        fan_in_fan_out=any(not isinstance(layer.ffn.down, nn.Linear) for layer in layers),
+        fan_in_fan_out=any(isinstance(layer.ffn.down, Conv1D) for layer in layers),
         task_type="CAUSAL_LM",
         inference_mode=True,
     )

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .initialization import Statistics
@@ -32,8 +33,8 @@ def calibrate(
         adapter_name: the memory; `None` for the active ones.
 
     Raises:
-        ValueError: there is no such memory, it has learned already or is merged, or the text has no tokens or gives
-            values that are not finite; the memory is unchanged.
+        ValueError: there is no such memory, it has learned already, is merged or sharded, or the text has no tokens or
+            gives values that are not finite; the memory is unchanged.
 
     Example:
         ```py
@@ -45,6 +46,8 @@ def calibrate(
     if not any(memories.values()):
         raise ValueError(f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to calibrate.")
     for name, layers in memories.items():
+        if any(isinstance(layer.locas_up[name].weight, DTensor) for layer in layers):
+            raise ValueError(f"the memory '{name}' is sharded across processes: calibrate it before the model is.")
         if any(layer.is_written(name) and not layer.needs_calibration(name) for layer in layers):
             raise ValueError(f"the memory '{name}' is written while reading, not calibrated: use SlotWriter.")
         if any(layer.has_learned(name) for layer in layers):

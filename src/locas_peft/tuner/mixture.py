@@ -180,12 +180,19 @@ class HostMixture:
 
     # ----------------------------------------------------------------- changing
 
+    def find_other_adapter(self) -> str | None:
+        """Return a message if what merging widens has an adapter, or `None`."""
+        if self.widens_shared:
+            return self.shared.find_other_adapter()
+        return "the experts carry another adapter: merge or unload that one first" if self._wrapped else None
+
     def find_obstacle(self) -> str | None:
         """Return the reason why no memory can be merged into the block, or `None`."""
         if self.widens_shared:
             return self.shared.find_obstacle()
-        if self._wrapped:
-            return "the experts carry another adapter: merge or unload that one first"
+        adapter = self.find_other_adapter()
+        if adapter:
+            return adapter
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(self.experts, name)
             if weight.is_meta or getattr(getattr(self.experts, "_hf_hook", None), "offload", False):
@@ -193,7 +200,7 @@ class HostMixture:
             if hasattr(weight, "full_tensor"):
                 return f"{name} is sharded across processes: gather the base first"
             if type(weight) is not nn.Parameter or weight.dtype not in WIDENABLE_DTYPES:
-                return f"{name} is quantised or custom: load the base in a floating dtype first"
+                return f"{name} is quantised or custom: load the base in full precision first"
         if self.routing_sum() is None:
             shared = "its shared expert is gated" if self.shared is not None else "it has no shared expert"
             return (

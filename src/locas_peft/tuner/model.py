@@ -16,6 +16,7 @@ from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _ExcludedModule
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from .combination import combined_config, fill_combined
@@ -26,6 +27,7 @@ from .layer import LocasLayer, list_layers
 from .load_checks import check_task, check_tokens, find_load_problem, rename_beside
 from .memory_file import find_divergence, one_line
 from .passes import remember_modules
+from .quantised import forbid_packing
 from .weight_sample import may_be_same_weights, sample_weights
 from .widths import WidthGroup, widen_to, widened_config, width_step
 
@@ -48,6 +50,7 @@ class LocasModel(BaseTuner):
     _mask_hook = None
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
+        forbid_packing(self.model)
         self._ffns = find_ffns(self.model, peft_config.ffn_parts)
         targets = peft_config.target_modules
         if targets is None or (isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND):
@@ -321,6 +324,11 @@ class LocasModel(BaseTuner):
         selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
         # Leave out other tuners' weights under the same adapter name.
         selected = {key: tensor for key, tensor in selected.items() if f".{cls.prefix}" in key}
+        if any(isinstance(tensor, DTensor) for tensor in selected.values()):
+            raise ValueError(
+                f"the memory '{adapter_name}' is sharded across processes: save_pretrained(folder, state_dict=state), "
+                "with the whole state of get_model_state_dict or accelerator.get_state_dict."
+            )
         named = {cls._remove_adapter_name_from_key(key, adapter_name): tensor for key, tensor in selected.items()}
         problem = find_divergence(named, config)
         if problem:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -41,14 +42,24 @@ def clip_norms_(weights: Sequence[torch.Tensor], dims: Sequence[int], max_norm: 
     rows, -2 for columns.
     """
     # A norm for each tensor: reductions of stacked tensors may add in another order. The rest is grouped.
-    norms = [
-        torch.linalg.vector_norm(weight, dim=dim, keepdim=True, dtype=torch.promote_types(weight.dtype, torch.float32))
-        for weight, dim in zip(weights, dims, strict=True)
-    ]
+    norms = [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
     torch._foreach_div_(norms, max_norm)
     torch._foreach_clamp_min_(norms, 1.0)
     torch._foreach_reciprocal_(norms)
     torch._foreach_mul_(weights, [norm.to(weight.dtype) for norm, weight in zip(norms, weights, strict=True)])
+
+
+def _norm(weight: torch.Tensor, dim: int) -> torch.Tensor:
+    if weight.dim() < 2:
+        raise ValueError(
+            f"the norm clip needs the whole rows of a memory, got a flattened part of shape {list(weight.shape)}: "
+            "use FSDP2 (fully_shard, or fsdp_version=2 in Accelerate), or max_slot_norm=None."
+        )
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(weight, dim=dim, keepdim=True, dtype=dtype)
+    if isinstance(norm, DTensor):  # FSDP2 spreads a column over the processes: add up what each of them has
+        norm = norm.redistribute(placements=[Replicate() if p.is_partial() else p for p in norm.placements])
+    return norm
 
 
 class _Index:

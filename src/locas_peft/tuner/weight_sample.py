@@ -44,7 +44,8 @@ def may_be_same_weights(expected: object, found: str) -> bool:
 
 
 def _to_digits(parameter: torch.Tensor) -> str:
-    known = parameter.is_floating_point() and not parameter.is_meta and not hasattr(parameter, "full_tensor")
+    plain = type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor  # not quantised, not sharded
+    known = plain and parameter.is_floating_point() and not parameter.is_meta
     if not known or parameter.numel() < NUMBERS or parameter.element_size() < 2:
         return _UNKNOWN * NUMBERS
     first = parameter.detach()[(0,) * (parameter.dim() - 1)][:NUMBERS]
