@@ -1,0 +1,68 @@
+"""vLLM's speed on one batch of 16 requests: the bare base, the widened base, and 0, 1 or 16 memories in the batch.
+
+It runs in vLLM's environment, and takes a model's checkpoint and what `locas export` made of that model and a memory:
+
+    python benchmarks/serving.py bare served/base served/adapter --json benchmarks/results/serving.json
+
+Each request has 64 random prompt tokens and gets 32 more. A row is the median of the rounds after one that is not
+counted, in wall time, which other programs disturb. The 16 memories are one adapter under 16 names: vLLM keeps and
+applies them as different ones. The last line says which operations took the time of a batch, by torch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}  # one process, for the profiler
+REQUESTS, PROMPT_TOKENS, NEW_TOKENS, VOCABULARY = 16, 64, 32, 10_000
+
+
+def measure(model: str, adapter: str | None, memories: list[int], rank: int, rounds: int) -> dict[int, dict]:
+    """Return for each number of memories in the batch the tokens/s of the rounds, and the costliest operations."""
+    import random
+
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    lora = {"enable_lora": True, "max_lora_rank": rank, "max_loras": max(memories)} if adapter else {}
+    engine = LLM(model, dtype="float32", max_model_len=1024, max_num_seqs=REQUESTS, enable_prefix_caching=False, **lora)
+    draw = random.Random(0)
+    prompts = [{"prompt_token_ids": draw.choices(range(VOCABULARY), k=PROMPT_TOKENS)} for _ in range(REQUESTS)]
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    found = {}
+    for count in memories:
+        names = [number % count + 1 for number in range(REQUESTS)] if count else []
+        requests = [LoRARequest(f"memory{name}", name, adapter) for name in names] or None
+
+        def generate(requests=requests) -> float:
+            began = time.perf_counter()
+            engine.generate(prompts, sampling, lora_request=requests, use_tqdm=False)
+            return REQUESTS * NEW_TOKENS / (time.perf_counter() - began)
+
+        generate()
+        speeds = [generate() for _ in range(rounds)]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            generate()
+        events = sorted(profile.key_averages(), key=lambda event: -event.self_cpu_time_total)
+        total = sum(event.self_cpu_time_total for event in events)
+        shares = {event.key: round(event.self_cpu_time_total / total, 3) for event in events[:6]}
+        found[count] = {"tokens_per_second": statistics.median(speeds), "rounds": speeds, "profile": shares}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("bare", help="the model's own checkpoint")
+    parser.add_argument("base", help="the base that locas export widened")
+    parser.add_argument("adapter", help="the adapter that locas export made of a memory")
+    parser.add_argument("--max-lora-rank", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help="write the rows to this file too")
+    parser.add_argument("--row", choices=["bare", "widened", "memories"], help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
