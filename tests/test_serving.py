@@ -1,6 +1,6 @@
 """Engines that do not know LOCAS answer as transformers does: vLLM with a memory for each request, and llama.cpp.
 
-LOCAS_VLLM names the python of vLLM's environment. llama.cpp is the package xllamacpp, and its converter is on the PATH.
+LOCAS_VLLM names the python of vLLM's environment. The package xllamacpp has llama.cpp; its converter is on the PATH.
 """
 
 from __future__ import annotations
