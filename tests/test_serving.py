@@ -17,7 +17,7 @@ import pytest
 from locas_peft.gguf_models import CONVERTERS, is_installed
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"lighthouse": (ROOT / "src" / "locas_peft" / "demo", 64), "bee": (ROOT / "benchmarks" / "pages", 16)}
+PAGES = {"lighthouse": (ROOT / "src" / "locas_peft" / "demo", 8), "bee": (ROOT / "benchmarks" / "pages", 16)}
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not is_installed("smollm2"), reason="SmolLM2 is not installed"),

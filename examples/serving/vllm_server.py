@@ -55,7 +55,8 @@ def serve(python: str, base: Path, adapters: dict[str, Path], rank: int) -> Iter
         port = found.getsockname()[1]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", str(base), "--served-model-name", "base", "--dtype", "float32", "--max-model-len", "1024"]
-    command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2"]
+    # One slot more than memories: without a free slot, vLLM's CPU build answers for the base with the last slot's memory.
+    command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "3"]
     command += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
     # The key-value cache gets 1 GiB. Adapters are loaded by whoever can reach the server: keep it on this machine.
     environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
