@@ -30,7 +30,7 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, text: str = "", **style) -> None:
-    """Draw a box with rounded corners; x and y are its lower left corner. `style` is the patch's, `size` the text's."""
+    """Draw a box with rounded corners, from its lower left corner; `style` is the patch's, `size` the text's."""
     size, colour = style.pop("size", 11), style.pop("color", INK)
     style = {"facecolor": PALE_HOST, "edgecolor": HOST, "linewidth": 1.2} | style
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06", **style))

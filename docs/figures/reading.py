@@ -21,8 +21,8 @@ for row, (chunk, top) in enumerate(((2, 3.45), (3, 2.25), (4, 1.05))):
     axes.plot([begin, begin, end, end], [top - 0.06, top - 0.12, top - 0.12, top - 0.06], color=HOST, linewidth=1.2)
     if row == 0:
         axes.text((begin + end) / 2, top - 0.3, "window", ha="center", va="center", fontsize=10, color=HOST)
-        axes.text(begin + CHUNK / 2 - 0.06, top + 0.5, "context", ha="center", fontsize=10, color=HOST)
-        axes.text(begin + 1.5 * CHUNK + 0.04, top + 0.5, "chunk", ha="center", fontsize=10, color=MEMORY, weight="bold")
+        axes.text(begin + 0.2, top + 0.5, "context", ha="center", fontsize=10, color=HOST)
+        axes.text(begin + 0.82, top + 0.5, "chunk", ha="center", fontsize=10, color=MEMORY, weight="bold")
     memory, middle = 4.2, top + 0.18
     box(axes, memory, top - 0.02, 1.0, 0.4, f"memory {chunk}", facecolor=PALE_MEMORY, edgecolor=MEMORY, size=10)
     right = LEFT + CHUNKS * CHUNK

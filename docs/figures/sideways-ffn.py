@@ -1,6 +1,6 @@
 """Draw the memory beside an FFN.
 
-python docs/figures/sideways_ffn.py
+python docs/figures/sideways-ffn.py
 """
 
 from drawing import HOST, INK, MEMORY, PALE_MEMORY, arrow, box, canvas, save
