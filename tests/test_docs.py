@@ -68,7 +68,8 @@ def test_every_public_name_is_documented():
 
 
 def test_a_notebook_has_a_cell_for_each_block_that_runs():
-    page = 'Text, [more](ideas/study.md).\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n\n```bash title="not run"\nserve\n```\n'
+    page = "Text, [more](ideas/study.md).\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n\n"
+    page += '```bash title="not run"\nserve\n```\n'
     cells = notebook.to_notebook(page)["cells"]
     assert [(cell["cell_type"], cell["source"]) for cell in cells] == [
         ("markdown", "Text, more."),
