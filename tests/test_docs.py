@@ -1,0 +1,128 @@
+"""The documentation: its commands exist, its code runs, its figures are those of their scripts.
+
+`.ci/run` builds the site, which checks every link and anchor.
+"""
+
+import importlib.util
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cyclopts.exceptions import MissingArgumentError
+
+import locas_peft
+from locas_peft import backbone
+from locas_peft.cli import app
+from locas_peft.demo import INSTALL
+from locas_peft.gguf_models import is_installed
+from locas_peft.text import python_reference, tokenize, unwrap
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+OWN_PAGES = [DOCS / "index.md", *sorted((DOCS / "ideas").glob("*.md")), *sorted((DOCS / "howto").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def load_script(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+notebook = load_script(DOCS / "notebook.py")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(DOCS))
+
+
+def list_commands(page: Path) -> list[str]:
+    """Return the `locas` commands of a page: those in its blocks, and those in its text that have an option."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^locas .+", text, flags=re.MULTILINE) + re.findall(r"`(locas [^`\n]+)`", text)
+
+
+@pytest.mark.parametrize("page", [*OWN_PAGES, notebook.TUTORIAL], ids=name_of)
+def test_commands_are_those_of_the_program(page):
+    for command in list_commands(page):
+        words = [word for word in shlex.split(command)[1:] if word != "&"]
+        assert words[0] in app, command
+        try:
+            app.parse_args(words, exit_on_error=False, print_error=False)
+        except MissingArgumentError:  # a command that is only named
+            assert not any(word.startswith("-") for word in words), command
+
+
+@pytest.mark.parametrize("page", OWN_PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page):
+    for path in re.findall(r"`((?:src|examples|docs|benchmarks)/[\w./]+)`", page.read_text(encoding="utf-8")):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_public_name_is_documented():
+    documented = re.findall(r"^::: locas_peft\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    assert sorted(documented) == sorted(locas_peft.__all__)
+
+
+def test_a_notebook_has_a_cell_for_each_block_that_runs():
+    page = "Text, [more](ideas/study.md).\n\n```python\nx = 1\n```\n\n```bash\nls\n```\n\n"
+    page += '```bash title="not run"\nserve\n```\n'
+    cells = notebook.to_notebook(page)["cells"]
+    assert [(cell["cell_type"], cell["source"]) for cell in cells] == [
+        ("markdown", "Text, more."),
+        ("code", "x = 1"),
+        ("code", "%%bash\nls"),
+        ("markdown", '```bash title="not run"\nserve\n```'),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("smollm2"), reason=f"SmolLM2 is not installed: {INSTALL}")
+def test_the_tutorial_runs_as_a_notebook(tmp_path):
+    """Every block of the tutorial runs, in order; the model answers from its memory as often as the page says."""
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    document = nbformat.from_dict(notebook.to_notebook(notebook.TUTORIAL.read_text(encoding="utf-8")))
+    nbformat.validate(document)
+    nbclient.NotebookClient(document, timeout=900, resources={"metadata": {"path": tmp_path}}).execute()
+    cells = [cell for cell in document.cells if cell.cell_type == "code"]
+    printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
+    _, read, studied, asked, saved, merged, exported, served = printed
+    perplexities = [float(number) for number in re.findall(r"perplexity ([\d.]+)", read)]
+    assert len(perplexities) == 4 and perplexities == sorted(perplexities, reverse=True)
+    assert float(re.search(r"to ([\d.]+) nats", studied)[1]) < 0.1
+    answers = re.findall(r"without: (.*)\n  with: +(.*)", asked)
+    for fact, (without, answer) in zip(("Elias Thorne", "Marigold", "nine"), answers[:3], strict=True):
+        assert fact in answer and fact not in without
+    assert "13.3 MB" in saved and "Elias Thorne" in saved
+    assert "FFN width 1536, merged 1600" in merged and "Marigold" in merged
+    assert "rank 64" in exported and "nine" in served
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in OWN_PAGES if BLOCK.search(page.read_text("utf-8"))], ids=name_of)
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    base, tokenizer = backbone.load()
+    ids = tokenize(tokenizer, unwrap(python_reference()), max_tokens=600)
+    names = {"base": base, "tokenizer": tokenizer, "ids": ids}
+    for block in BLOCK.findall(page.read_text(encoding="utf-8")):
+        exec(compile(block, name_of(page), "exec"), names)
+
+
+@pytest.mark.slow
+def test_figures_are_those_of_their_scripts(tmp_path):
+    shutil.copytree(DOCS / "figures", tmp_path / "figures")
+    (tmp_path / "images").mkdir()
+    scripts = [path for path in (tmp_path / "figures").glob("*.py") if path.name != "drawing.py"]
+    for script in scripts:
+        subprocess.run([sys.executable, script], check=True)
+    drawn = {path.name: path.read_bytes() for path in (tmp_path / "images").iterdir()}
+    kept = {path.name: path.read_bytes() for path in (DOCS / "images").iterdir()}
+    assert drawn.keys() == kept.keys() and len(kept) == len(scripts)
+    # The plot of activations depends on the machine's rounding.
+    assert [name for name in kept if kept[name] != drawn[name] and name != "calibration.svg"] == []
