@@ -1,8 +1,8 @@
 """Visitors of the page, and the one model that they share.
 
-One thread owns the model. It does one reading at a time; between two steps of a reading it answers the questions that
-wait. Each piece of work has its own modules around the same weights (`share_weights`), so that a memory, read, asked
-or merged, touches no other, and a question never meets an adapter that is being trained.
+One thread owns the model. It does one reading at a time; before each forward pass of a reading it answers the
+questions that wait. Each piece of work has its own modules around the same weights (`share_weights`), so that a
+memory, read, asked or merged, touches no other, and a question never meets an adapter that is being trained.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class Job:
     memory: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     _began: float = 0.0
+    _last: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -96,8 +97,8 @@ class Job:
     def advance(self, phase: str, done: int, total: int) -> None:
         """Record a step; raise `StopReading` if the job shall stop."""
         if phase != self.phase:
-            self._began = time.monotonic()
-        self.phase, self.done, self.total = phase, done, total
+            self._began = self._last
+        self.phase, self.done, self.total, self._last = phase, done, total, time.monotonic()
         if self.stop.is_set():
             raise StopReading
 
@@ -221,8 +222,10 @@ class SharedModel:
             future.set_exception(error)
         return kind
 
-    def _answer_waiting(self) -> None:
-        """Do what is more urgent than a reading, between two of its steps."""
+    def _pause(self, job: Job) -> None:
+        """Do what is more urgent than a reading, before one of its forward passes; steps of writing are long."""
+        if job.phase == "writing" and job.stop.is_set():
+            raise StopReading
         while self._work.queue and self._work.queue[0][0] == _ANSWER:  # nobody else takes work out
             with torch.random.fork_rng():  # the reading draws what it would have drawn
                 self._do_next()
@@ -230,6 +233,7 @@ class SharedModel:
     def _read(self, job: Job, shelf: Shelf) -> None:
         try:
             base = share_weights(self._base)
+            base.get_input_embeddings().register_forward_pre_hook(lambda *_: self._pause(job))
             text = unwrap(job.text) if backbone.is_embedded(self.name) else job.text
             ids = tokenize(self._tokenizer, text)
             settings = self._choose_settings(base, len(ids), job.questions)
@@ -240,17 +244,21 @@ class SharedModel:
                 def on_chunk(chunk: Chunk) -> None:
                     chunks.append(chunk)
                     points[:] = cumulative(chunks)
-                    self._end_step(job, phase, chunk.stop, len(ids))
+                    job.advance(phase, chunk.stop, len(ids))
+                    if phase == "reading" and job.questions and chunk.stop == len(ids):
+                        job.advance("writing", 0, 1)  # the first exchanges take long
 
                 return on_chunk
 
             def on_study(step: StudyStep) -> None:
                 job.exchanges += step.written
-                self._end_step(job, "writing" if step.phase == "write" else "learning", step.done, step.total)
+                job.advance("writing" if step.phase == "write" else "learning", step.done, step.total)
 
+            job.advance("scoring", 0, len(ids))
             on_chunk = follow("scoring", job.without)
             for chunk in TestTimeTrainer(base, settings.for_base()).read(ids):
                 on_chunk(chunk)
+            job.advance("reading", 0, len(ids))
             on_chunk = follow("reading", job.with_memory)
             with shelf.new(job.name) as folder:
                 reading = memorize(
@@ -264,10 +272,6 @@ class SharedModel:
             if not isinstance(error, (ValueError, OSError)):
                 _logger.exception("a reading failed")
             job.message, job.phase = str(error), "failed"
-
-    def _end_step(self, job: Job, phase: str, done: int, total: int) -> None:
-        self._answer_waiting()
-        job.advance(phase, done, total)
 
     def _choose_settings(self, base: PreTrainedModel, tokens: int, questions: int) -> ReadingSettings:
         gated = all(ffn.gated for ffn in find_ffns(base).values())

@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
@@ -71,9 +70,9 @@ class Shelf:
             raise ValueError(f"there is no memory {name or ''!r} on this shelf: choose one of the list")
         return self._folder / name
 
-    def describe(self, name: str) -> dict[str, Any]:
-        """Return what the files of a memory say (see `describe_memory`)."""
-        return describe_memory(self.find(name))
+    def bytes_of(self, name: str) -> int:
+        """Return how many bytes the files of a memory have."""
+        return sum(file.stat().st_size for file in map(self.find(name).joinpath, FILES) if file.is_file())
 
     @contextmanager
     def new(self, name: str) -> Iterator[Path]:

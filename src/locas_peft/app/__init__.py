@@ -1,0 +1,64 @@
+"""The page of `locas app`: read a text, ask with and without the memory, keep memories on a shelf.
+
+`shelf.py` is the folder of memories, `sessions.py` the visitors and the model that they share, `page.py` the layout.
+
+Who sees what: each browser has a shelf of its own, in a temporary folder that is removed when the server ends. A key
+in the browser's storage leads to it, so that a reloaded page and a second tab show it again. With `shelf=DIR` all
+visitors share the memories in that folder, which stay: they can ask, rename and delete each other's. Texts, questions
+and running readings are never shared. The page has no password: whoever can reach the address can use it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .sessions import SharedModel, Visitors
+
+__all__ = ["serve"]
+
+
+def serve(
+    name: str,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    shelf: Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    open_browser: bool = False,
+) -> None:
+    """Serve the page until an exception, such as that of Ctrl-C; running readings are then stopped and kept.
+
+    Args:
+        name: of the base, for the records of readings.
+        base: a causal LM without adapters, frozen.
+        tokenizer: its tokenizer.
+        shelf: the folder that all visitors share; None for a temporary one each.
+        host: the address to listen on.
+        port: of it; 0 for any free one.
+        open_browser: also open the page in this machine's browser.
+
+    Raises:
+        ValueError: gradio is not installed.
+        OSError: the address cannot be used.
+    """
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
+    try:
+        from .page import build, launch
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "gradio":
+            raise
+        raise ValueError('the page needs gradio: install it with pip install "locas_peft[app]"') from None
+    model, visitors = SharedModel(name, base, tokenizer), Visitors(shelf)
+    page = build(model, visitors)
+    try:
+        launch(page, host, port, open_browser)
+        threading.Event().wait()
+    finally:
+        page.close()
+        model.close()
+        visitors.close()

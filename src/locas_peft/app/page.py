@@ -1,0 +1,463 @@
+"""The layout of the page, in gradio. It shows what `sessions.py` and `shelf.py` do; all work is done there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pandas as pd
+
+from .. import demo
+from ..loading import describe_memory
+from ..text import load_text, python_reference
+from .sessions import Answer, Job, SharedModel, Visitor, Visitors
+from .shelf import MOST_BYTES, Shelf
+
+__all__ = ["build", "launch"]
+
+TICK_SECONDS = 0.5
+REFERENCE_CHARACTERS = 24_000
+"""Of the Python reference: about the 6,000 tokens of the demo's second act."""
+QUESTIONS = 16
+ACCENT = "#1f6fb4"
+LINES = {"without a memory": "#8b8f98", "with the memory": ACCENT}
+PHASES = {
+    "scoring": ("Without a memory", "tokens"),
+    "reading": ("Reading", "tokens"),
+    "writing": ("Asking itself", "passages"),
+    "learning": ("Learning the answers", "steps"),
+}
+CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+_HIDDEN = {"api_visibility": "private", "show_progress": "hidden"}
+
+
+def launch(page: gr.Blocks, host: str, port: int, open_browser: bool) -> None:
+    """Start serving a page in the background: without analytics, share links, fonts of others or recorded runs."""
+    page.queue(default_concurrency_limit=32).launch(
+        server_name=host,
+        server_port=port or None,
+        inbrowser=open_browser,
+        prevent_thread_lock=True,
+        share=False,
+        ssr_mode=False,
+        pwa=False,
+        mcp_server=False,
+        enable_monitoring=False,
+        run_history=False,
+        footer_links=[],
+        max_file_size=MOST_BYTES,
+        theme=_theme(),
+        css=CSS,
+    )
+
+
+def _theme() -> gr.themes.Base:
+    mono = ["ui-monospace", "Consolas", "monospace"]
+    return gr.themes.Base(primary_hue="sky", neutral_hue="slate", radius_size="md", font=FONTS, font_mono=mono).set(
+        button_primary_background_fill=ACCENT,
+        button_primary_background_fill_hover="#185a93",
+        button_primary_text_color="white",
+        color_accent=ACCENT,
+        checkbox_background_color_selected=ACCENT,
+        checkbox_border_color_selected=ACCENT,
+        border_color_accent_subdued="#c5dcef",
+    )
+
+
+def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
+    """Return the page, with all of its events."""
+    with gr.Blocks(title="locas", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+        key, chats = gr.BrowserState(None, storage_key="locas-visitor"), gr.State([[], []])
+        seen, timer = gr.State(None), gr.Timer(TICK_SECONDS, active=False)
+        gr.HTML(_show_header(model), elem_id="header")
+        with gr.Tabs() as tabs:
+            with gr.Tab("Read", id="read"), gr.Row(equal_height=False):
+                with gr.Column(scale=5, min_width=320):
+                    text = gr.Textbox(
+                        label="Text", lines=11, max_lines=11, placeholder="Paste a text here, or take one below."
+                    )
+                    with gr.Row(elem_classes="small"):
+                        take_page = gr.Button("The demo's page", size="sm")
+                        take_reference = gr.Button("The Python reference", size="sm")
+                        upload_text = gr.UploadButton("Upload a text", file_types=["text"], size="sm")
+                    name = gr.Textbox(label="Name of the memory", value="memory", max_lines=1, max_length=60)
+                    questions = gr.Slider(
+                        0, 32, QUESTIONS if model.can_chat else 0, step=4, visible=model.can_chat,
+                        label="Questions about each sentence",
+                        info="The model asks itself and learns the answers, to recall facts later. 0: only read.",
+                    )  # fmt: skip
+                    with gr.Row():
+                        read = gr.Button("Read", variant="primary", scale=2, min_width=120)
+                        stop = gr.Button("Stop", variant="stop", interactive=False, min_width=90)
+                with gr.Column(scale=7, min_width=320):
+                    progress = gr.HTML(_INTRODUCTION)
+                    plot = gr.LinePlot(
+                        x="tokens read", y="perplexity so far", color="line", color_map=LINES, color_title=" ",
+                        height=260, show_label=False, buttons=[], visible=False,
+                    )  # fmt: skip
+                    exchanges = gr.HTML("")
+                    to_ask = gr.Button("Ask about it", variant="primary", visible=False)
+            with gr.Tab("Ask", id="ask"):
+                memory = gr.Dropdown([], label="Memory", value=None)
+                with gr.Row(elem_classes="chats"):
+                    options = {"height": 330, "render_markdown": False, "buttons": [], "feedback_options": None}
+                    left = gr.Chatbot(label="Without a memory", elem_classes="without", **options)
+                    right = gr.Chatbot(label="With the memory", elem_classes="with", **options)
+                asked = gr.Textbox(
+                    show_label=False, max_lines=3, max_length=4000, submit_btn=True, stop_btn=False,
+                    placeholder="Ask both" if model.can_chat else "Begin a text: both continue it",
+                )  # fmt: skip
+                with gr.Row(elem_classes="small"):
+                    samples = [demo.load_page_questions()[number].question for number in demo.SHOWN]
+                    sample_buttons = [gr.Button(each, size="sm") for each in samples if model.can_chat]
+                    hush = gr.Button("Stop the answers", size="sm", visible=False)
+                    clear = gr.Button("New chat", size="sm")
+            with gr.Tab("Shelf", id="shelf"):
+                chosen = gr.CheckboxGroup([], label="Memories", elem_id="memories")
+                about = gr.HTML(_about(None, []))
+                with gr.Row(elem_classes="small"):
+                    download = gr.Button("Download", interactive=False)
+                    merge = gr.Button("Merge into the model", interactive=False)
+                    export = gr.Button("Export as LoRA", interactive=False)
+                    combine = gr.Button("Combine", interactive=False)
+                    delete = gr.Button("Delete", variant="stop", interactive=False)
+                with gr.Row(visible=False, elem_classes="confirm") as confirm:
+                    question = gr.HTML("")
+                    confirmed = gr.Button("Yes, delete it", variant="stop", size="sm")
+                    cancel = gr.Button("Keep it", size="sm")
+                new_name = gr.Textbox(label="New name", max_lines=1, max_length=60, submit_btn="Rename", visible=False)
+                packed = gr.File(label="Ready to download", visible=False, interactive=False)
+                upload = gr.File(
+                    label="Upload a memory (a zip that was downloaded here)", file_types=[".zip"], height=120
+                )
+
+        shelf_view = [memory, chosen]
+        job_view = [seen, timer, read, stop, progress, plot, exchanges, to_ask]
+
+        def show_shelf(visitor: Visitor, latest: str | None = None, chosen: list[str] | None = None) -> list:
+            names = visitor.shelf.list_names()
+            asked = gr.Dropdown(choices=names, **({"value": latest} if latest in names else {}))
+            labels = [(f"{name}  ·  {visitor.shelf.bytes_of(name) / 1e6:.1f} MB", name) for name in names]
+            return [asked, gr.CheckboxGroup(choices=labels, value=[name for name in chosen or [] if name in names])]
+
+        def show_job(visitor: Visitor, before: Any) -> list:
+            job = visitor.job
+            running = job is not None and not job.ended
+            now = None if job is None else (id(job), len(job.without), len(job.with_memory), len(job.exchanges))
+            return [
+                now,
+                gr.Timer(active=running),
+                gr.Button(interactive=not running),
+                gr.Button(interactive=running and not job.stop.is_set()),
+                _INTRODUCTION if job is None else _show_job(job, model.jobs_before(job)),
+                gr.skip() if now == before else _plot(job),
+                gr.skip() if now == before else _show_exchanges(job),
+                gr.Button(visible=job is not None and job.memory is not None),
+            ]
+
+        # ------------------------------------------------------------------ the whole page
+
+        @_event(page.load, [key], [key, *shelf_view, *job_view])
+        def open_page(key: Any) -> list:
+            visitor = visitors.find(key)
+            names = visitor.shelf.list_names()
+            return [visitor.key, *show_shelf(visitor, names[0] if names else None), *show_job(visitor, None)]
+
+        @_event(timer.tick, [key, seen, chosen], [*job_view, *shelf_view])
+        def tick(key: Any, before: Any, chosen: list[str]) -> list:
+            visitor = visitors.find(key)
+            job = visitor.job
+            ended = job is not None and job.ended
+            shown = show_shelf(visitor, job.memory, chosen) if ended else [gr.skip(), gr.skip()]
+            return [*show_job(visitor, before), *shown]
+
+        # ------------------------------------------------------------------ read
+
+        @_event(take_page.click, [], [text, name])
+        def take_the_page() -> list:
+            return [demo.load_page(), "lighthouse"]
+
+        @_event(take_reference.click, [], [text, name])
+        def take_the_reference() -> list:
+            return [python_reference()[:REFERENCE_CHARACTERS], "python reference"]
+
+        @_event(upload_text.upload, [upload_text], [text, name])
+        def take_upload(path: str) -> list:
+            return [load_text(path), _propose_name(path)]
+
+        @_event(read.click, [key, text, name, questions], job_view)
+        def begin(key: Any, text: str, name: str, questions: float) -> list:
+            visitor = visitors.find(key)
+            if visitor.job is not None and not visitor.job.ended:
+                raise ValueError("a reading of yours is under way: stop it first, or wait for its end")
+            if not text.strip():
+                raise ValueError("text must not be empty: paste one, or take one below")
+            job = Job(name, text, int(questions))
+            model.read(job, visitor.shelf)
+            visitor.job = job
+            return show_job(visitor, None)
+
+        @_event(stop.click, [key], [stop])
+        def stop_reading(key: Any) -> gr.Button:
+            visitor = visitors.find(key)
+            if visitor.job is not None:
+                visitor.job.stop.set()
+            return gr.Button(interactive=False)
+
+        @_event(to_ask.click, [key], [tabs, memory])
+        def go_to_ask(key: Any) -> list:
+            visitor = visitors.find(key)
+            return [gr.Tabs(selected="ask"), show_shelf(visitor, visitor.job and visitor.job.memory)[0]]
+
+        # ------------------------------------------------------------------ ask
+
+        answers: dict[str, Answer] = {}  # by visitor, while they are written
+
+        def ask(key: Any, name: str | None, question: str, chats: list[list[dict]]) -> Iterator[list]:
+            visitor = visitors.find(key)
+            if not question.strip():
+                raise ValueError("question must not be empty: ask something")
+            folder = visitor.shelf.find(name) if name else None
+            chats = [[*chat, {"role": "user", "content": question.strip()}] for chat in chats]
+            answer = answers[visitor.key] = model.ask(folder, chats)
+            while True:
+                ended = answer.finished.done()
+                texts = [*answer.texts, "Choose a memory to see its answer."][:2]
+                wait = "…" if answer.begun else "Waiting for the model: it is busy with another step."
+                turns = [{"role": "assistant", "content": each or ("(nothing)" if ended else wait)} for each in texts]
+                shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
+                if ended:
+                    answer.finished.result()
+                    answers.pop(visitor.key, None)
+                    yield ["", *shown, shown, gr.Button(visible=False)]
+                    return
+                yield ["", *shown, gr.skip(), gr.Button(visible=True)]
+                time.sleep(0.1)
+
+        asking = [asked, left, right, chats, hush]
+        _event(asked.submit, [key, memory, asked, chats], asking)(ask)
+        for button in sample_buttons:
+            _event(button.click, [key, memory, button, chats], asking)(ask)
+
+        @_event(hush.click, [key], [])
+        def stop_answers(key: Any) -> None:
+            answer = answers.get(visitors.find(key).key)
+            if answer is not None:
+                answer.stop.set()
+
+        for start in (clear.click, memory.change):
+            _event(start, [], [left, right, chats])(lambda: [[], [], [[], []]])
+
+        # ------------------------------------------------------------------ shelf
+
+        single = [download, merge, export, delete]
+
+        @_event(chosen.change, [key, chosen], [about, new_name, confirm, combine, *single])
+        def choose(key: Any, chosen: list[str]) -> list:
+            one = len(chosen) == 1
+            return [
+                _about(visitors.find(key).shelf, chosen),
+                gr.Textbox(chosen[0] if one else "", visible=one),
+                gr.Row(visible=False),
+                gr.Button(interactive=len(chosen) > 1),
+                *[gr.Button(interactive=one) for _ in single],
+            ]
+
+        @_event(new_name.submit, [key, chosen, new_name], shelf_view)
+        def give_name(key: Any, chosen: list[str], new_name: str) -> list:
+            visitor = visitors.find(key)
+            name = visitor.shelf.rename(_only(chosen), new_name)
+            return show_shelf(visitor, name, [name])
+
+        @_event(delete.click, [chosen], [confirm, question])
+        def ask_back(chosen: list[str]) -> list:
+            return [gr.Row(visible=True), f"Delete <b>{escape(_only(chosen))}</b>? It cannot be brought back."]
+
+        _event(cancel.click, [], [confirm])(lambda: gr.Row(visible=False))
+
+        @_event(confirmed.click, [key, chosen], [confirm, *shelf_view])
+        def remove(key: Any, chosen: list[str]) -> list:
+            visitor = visitors.find(key)
+            visitor.shelf.delete(_only(chosen))
+            names = visitor.shelf.list_names()
+            return [gr.Row(visible=False), *show_shelf(visitor, names[0] if names else None)]
+
+        @_event(combine.click, [key, chosen], shelf_view, show_progress="minimal")
+        def put_together(key: Any, chosen: list[str]) -> list:
+            visitor = visitors.find(key)
+            folders = [visitor.shelf.find(name) for name in chosen]
+            with visitor.shelf.new(f"{chosen[0][:24].rstrip()} and {chosen[1][:24].rstrip()}") as out:
+                model.combine(folders, out)
+            return show_shelf(visitor, out.name, [out.name])
+
+        def offer(kind: str, write: Callable[[Visitor, str, Path], None]) -> Callable[..., gr.File]:
+            def make(key: Any, chosen: list[str]) -> gr.File:
+                visitor, name = visitors.find(key), _only(chosen)
+                archive = visitor.downloads / f"{name}{kind}.zip"
+                write(visitor, name, archive)
+                return gr.File(value=str(archive), visible=True)
+
+            return make
+
+        for button, kind, write in (
+            (download, "", lambda visitor, name, archive: visitor.shelf.pack(name, archive)),
+            (merge, " merged", lambda visitor, name, archive: model.merge(visitor.shelf.find(name), archive)),
+            (export, " as LoRA", lambda visitor, name, archive: model.export(visitor.shelf.find(name), archive)),
+        ):
+            _event(button.click, [key, chosen], [packed], show_progress="minimal")(offer(kind, write))
+
+        @_event(upload.upload, [key, upload], [upload, *shelf_view], show_progress="minimal")
+        def put_on_shelf(key: Any, path: str) -> Iterator[list]:
+            yield [None, gr.skip(), gr.skip()]  # the field is empty again, also where the memory is refused
+            visitor = visitors.find(key)
+            name = visitor.shelf.add(Path(path), _propose_name(path), model.check)
+            yield [None, *show_shelf(visitor, name, [name])]
+
+    return page
+
+
+def _event(trigger: Callable, inputs: list, outputs: list, **options: Any) -> Callable[[Callable], Callable]:
+    """Register a function for an event. An error that input or machine can cause becomes a message on the page."""
+
+    def register(function: Callable) -> Callable:
+        def run(*values: Any) -> Any:
+            with _messages():
+                return function(*values)
+
+        def stream(*values: Any) -> Iterator:
+            with _messages():
+                yield from function(*values)
+
+        wrapped = stream if inspect.isgeneratorfunction(function) else run
+        trigger(functools.wraps(function)(wrapped), inputs, outputs, **{**_HIDDEN, **options})
+        return function
+
+    return register
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """Show an error that a visitor or the machine can cause as a message; others are errors of the program."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        line = (error.strerror or "the file cannot be read") if isinstance(error, OSError) else str(error)
+        raise gr.Error(escape(line), title="Not done", print_exception=False) from None
+
+
+def _only(chosen: list[str]) -> str:
+    if len(chosen) != 1:
+        raise ValueError(f"one memory must be chosen, got {len(chosen)}: choose one of the list")
+    return chosen[0]
+
+
+def _propose_name(path: str) -> str:
+    """Return the name of an uploaded file as one that a memory can have."""
+    return " ".join(re.sub(r"[^\w .()-]|_", " ", Path(path).stem).split())[:50].strip(" .-(") or "memory"
+
+
+# ---------------------------------------------------------------------- what the page shows
+
+
+def _show_header(model: SharedModel) -> str:
+    return (
+        "<h1>Locas</h1><p>A language model reads a text once and keeps it, in a memory made of weights. "
+        f"The model here is <b>{escape(model.name)}</b>.</p>"
+    )
+
+
+_INTRODUCTION = """<ol class="introduction">
+<li><b>Paste a text</b>, or take one of those below, and press <b>Read</b>.</li>
+<li>The model predicts each token of it before it learns it: <b>the lower the perplexity, the better</b>. A grey line
+shows the model without a memory, a blue one the model whose memory grows.</li>
+<li>Then it asks itself questions about the text and learns the answers. The model's own weights do not change.</li>
+<li><b>Ask</b> both, side by side. What was learned is a small file on your <b>shelf</b>.</li>
+</ol>"""
+
+
+def _show_job(job: Job, before: int) -> str:
+    """Return the progress of a reading: a bar for each phase, what is done and how long it will take, two figures."""
+    phases = {name: PHASES[name] for name in PHASES if job.questions or name in ("scoring", "reading")}
+    order = list(phases)
+    bars = ""
+    for name, (title, _) in phases.items():
+        share = 0.0
+        if job.phase in order:
+            now = order.index(job.phase)
+            share = 1.0 if order.index(name) < now else job.done / max(job.total, 1) if job.phase == name else 0.0
+        elif job.phase == "done":
+            share = 1.0
+        current = " current" if job.phase == name else ""
+        bars += (
+            f'<div class="phase{current}"><i><b style="width:{100 * share:.1f}%"></b></i><span>{title}</span></div>'
+        )
+    figures = ""
+    for title, points in (("without", job.without), ("with", job.with_memory)):
+        value = f"{points[-1][1]:.2f}" if points else "–"
+        figures += f'<div class="figure {title}"><b>{value}</b><span>perplexity {title} a memory</span></div>'
+    line = escape(_describe_job(job, before))
+    return f'<div class="phases">{bars}</div><p class="line">{line}</p><div class="figures">{figures}</div>'
+
+
+def _describe_job(job: Job, before: int) -> str:
+    """Return one line: what happens, and for how long."""
+    if job.phase == "waiting":
+        return f"Waiting: {before} other reading{'s' * (before > 1)} first." if before else "Starting."
+    if job.phase == "failed":
+        return f"Not read: {job.message}"
+    if job.phase == "stopped" and job.memory is None:
+        return "Stopped before anything was learned."
+    if job.ended:
+        return f"{'Stopped' if job.phase == 'stopped' else 'Done'}. The memory is on the shelf: {job.memory}"
+    title, unit = PHASES[job.phase]
+    left = job.seconds_left
+    done = f"{job.done:,} of {job.total:,} {unit}" if job.done else "the first step takes longest"
+    remaining = "" if left is None else f", about {_format_seconds(left)} left in this step"
+    return "Stopping after this step." if job.stop.is_set() else f"{title}: {done}{remaining}"
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _plot(job: Job | None) -> gr.LinePlot:
+    """Return the plot of the perplexity so far without and with the memory; hidden before there is any."""
+    lines = zip(LINES, ([], []) if job is None else (list(job.without), list(job.with_memory)), strict=True)
+    rows = [(tokens, round(value, 2), name) for name, points in lines for tokens, value in points]
+    if not rows:
+        return gr.LinePlot(visible=False)
+    # The first chunks, which little is known about, would flatten the lines that follow.
+    values = [value for _, value, _ in rows]
+    top = 1.1 * max([value for tokens, value, _ in rows if 5 * tokens >= rows[-1][0]])
+    frame = pd.DataFrame(rows, columns=["tokens read", "perplexity so far", "line"])
+    return gr.LinePlot(frame, visible=True, y_lim=[0.9 * min(values), top])
+
+
+def _show_exchanges(job: Job | None) -> str:
+    """Return the exchanges of a self-study, the latest first."""
+    if job is None or not job.exchanges:
+        return ""
+    items = "".join(
+        f"<li><b>{escape(exchange.question)}</b> {escape(exchange.answer)}</li>" for exchange in job.exchanges[::-1]
+    )
+    return f"<h3>{len(job.exchanges)} questions that the model asked itself</h3><ul class='exchanges'>{items}</ul>"
+
+
+def _about(shelf: Shelf | None, chosen: list[str]) -> str:
+    """Return a line about the memories that are chosen on the shelf."""
+    if shelf is None or not chosen:
+        return "<p class='line'>Choose one memory to rename, download or delete it, or several to combine them.</p>"
+    if len(chosen) > 1:
+        return f"<p class='line'>{len(chosen)} memories: together they add what each of them adds.</p>"
+    found = describe_memory(shelf.find(chosen[0]))
+    layers = f"{found['r']} slots beside each of {len(found['layers'])} FFNs of {found['base']}"
+    return f"<p class='line'>{escape(layers)}: {found['parameters']:,} parameters, {found['bytes'] / 1e6:.1f} MB</p>"
