@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -30,6 +31,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 7860,
     open_browser: bool = False,
+    announce: Callable[[str], None] = print,
 ) -> None:
     """Serve the page until an exception, such as that of Ctrl-C; running readings are then stopped and kept.
 
@@ -41,6 +43,7 @@ def serve(
         host: the address to listen on.
         port: of it; 0 for any free one.
         open_browser: also open the page in this machine's browser.
+        announce: called with the page's address when it can be opened.
 
     Raises:
         ValueError: gradio is not installed.
@@ -56,7 +59,7 @@ def serve(
     model, visitors = SharedModel(name, base, tokenizer), Visitors(shelf)
     page = build(model, visitors)
     try:
-        launch(page, host, port, open_browser)
+        announce(launch(page, host, port, open_browser))
         threading.Event().wait()
     finally:
         page.close()

@@ -40,9 +40,9 @@ FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _HIDDEN = {"api_visibility": "private", "show_progress": "hidden"}
 
 
-def launch(page: gr.Blocks, host: str, port: int, open_browser: bool) -> None:
-    """Start serving a page in the background: without analytics, share links, fonts of others or recorded runs."""
-    page.queue(default_concurrency_limit=32).launch(
+def launch(page: gr.Blocks, host: str, port: int, open_browser: bool) -> str:
+    """Serve a page in the background, without share links, recorded runs or others' fonts, and return its address."""
+    _, address, _ = page.queue(default_concurrency_limit=32).launch(
         server_name=host,
         server_port=port or None,
         inbrowser=open_browser,
@@ -57,7 +57,9 @@ def launch(page: gr.Blocks, host: str, port: int, open_browser: bool) -> None:
         max_file_size=MOST_BYTES,
         theme=_theme(),
         css=CSS,
+        quiet=True,
     )
+    return address
 
 
 def _theme() -> gr.themes.Base:

@@ -223,10 +223,10 @@ class SharedModel:
         return kind
 
     def _pause(self, job: Job) -> None:
-        """Do what is more urgent than a reading, before one of its forward passes; steps of writing are long."""
-        if job.phase == "writing" and job.stop.is_set():
+        """Answer one question that waits, before a forward pass of a reading; end the writing of exchanges early."""
+        if job.phase == "writing" and job.stop.is_set():  # its steps take a minute
             raise StopReading
-        while self._work.queue and self._work.queue[0][0] == _ANSWER:  # nobody else takes work out
+        if self._work.queue and self._work.queue[0][0] == _ANSWER:  # nobody else takes work out
             with torch.random.fork_rng():  # the reading draws what it would have drawn
                 self._do_next()
 

@@ -187,7 +187,7 @@ def _list_entries(packed: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     homes = {entry.filename.rpartition("/")[0] for entry in entries}
     for entry in entries:
         home, _, name = entry.filename.rpartition("/")
-        deep = len(homes) > 1 or "/" in home or home in (".", "..")
+        deep = len(homes) > 1 or "/" in home or home in (".", "..") or entry.filename.startswith("/")
         if deep or name not in FILES or stat.S_ISLNK(entry.external_attr >> 16):
             raise ValueError(
                 f"the archive must hold the files of one memory ({', '.join(FILES)}), no links and one folder at "

@@ -10,6 +10,7 @@ from cyclopts.validators import Number
 from .. import demo
 from ..app import serve
 from ..files import check_output_directory
+from .console import open_consoles
 from .options import BaseOptions, NamedPath, load
 
 
@@ -36,7 +37,11 @@ def app(
     """
     if shelf is not None:
         check_output_directory("--shelf", shelf)
-    base = load(BaseOptions(model=model or demo.choose_model(), device=device))
+    stdout, stderr = open_consoles()
+    name = model or demo.choose_model()
+    stderr.print(f"loading {name}")
+    base = load(BaseOptions(model=name, device=device))
     serve(
-        base.name, base.model, base.tokenizer, shelf=shelf, host=host, port=port, open_browser=not no_browser
+        base.name, base.model, base.tokenizer, shelf=shelf, host=host, port=port, open_browser=not no_browser,
+        announce=lambda address: stdout.print(f"The page is at {address} (Ctrl-C ends it)"),
     )  # fmt: skip
