@@ -448,11 +448,11 @@ def test_the_page_in_a_browser(browser, address, tmp_path, made):
     visit.wait_for_function("document.querySelector('textarea').value.includes('Skarn Point')")
     press("Read")
     shows("Done. The memory is on the shelf: lighthouse")
-    visit.locator("svg, canvas").first.wait_for()
+    visit.locator(".vega-embed").wait_for()
     press("The Python reference")
     visit.wait_for_function("document.querySelector('textarea').value.length > 20000")
     press("Read")
-    visit.locator(".figure.with b:not(:text('–'))").wait_for(timeout=60_000)
+    shows("Reading: ")
     press("Stop")
     shows("Stopped. The memory is on the shelf: python reference")
 
