@@ -57,6 +57,7 @@ def serve(
             raise
         raise ValueError('the page needs gradio: install it with pip install "locas_peft[app]"') from None
     model, visitors = SharedModel(name, base, tokenizer), Visitors(shelf)
+    os.environ["GRADIO_TEMP_DIR"] = str(visitors.folder / "gradio")  # removed with the visitors' folders
     page = build(model, visitors)
     try:
         announce(launch(page, host, port, open_browser))

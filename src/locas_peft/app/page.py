@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from html import escape
 from pathlib import Path
@@ -18,7 +17,7 @@ import pandas as pd
 from .. import demo
 from ..loading import describe_memory
 from ..text import load_text, python_reference
-from .sessions import Answer, Job, SharedModel, Visitor, Visitors
+from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors
 from .shelf import MOST_BYTES, Shelf
 
 __all__ = ["build", "launch"]
@@ -37,7 +36,6 @@ PHASES = {
 }
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
-_HIDDEN = {"api_visibility": "private", "show_progress": "hidden"}
 
 
 def launch(page: gr.Blocks, host: str, port: int, open_browser: bool) -> str:
@@ -93,7 +91,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                         upload_text = gr.UploadButton("Upload a text", file_types=["text"], size="sm")
                     name = gr.Textbox(label="Name of the memory", value="memory", max_lines=1, max_length=60)
                     questions = gr.Slider(
-                        0, 32, QUESTIONS if model.can_chat else 0, step=4, visible=model.can_chat,
+                        0, MOST_QUESTIONS, QUESTIONS if model.can_chat else 0, step=4, visible=model.can_chat,
                         label="Questions about each sentence",
                         info="The model asks itself and learns the answers, to recall facts later. 0: only read.",
                     )  # fmt: skip
@@ -108,7 +106,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                     )  # fmt: skip
                     exchanges = gr.HTML("")
                     to_ask = gr.Button("Ask about it", variant="primary", visible=False)
-            with gr.Tab("Ask", id="ask"):
+            with gr.Tab("Ask", id="ask") as ask_tab:
                 memory = gr.Dropdown([], label="Memory", value=None)
                 with gr.Row(elem_classes="chats"):
                     options = {"height": 330, "render_markdown": False, "buttons": [], "feedback_options": None}
@@ -119,11 +117,10 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                     placeholder="Ask both" if model.can_chat else "Begin a text: both continue it",
                 )  # fmt: skip
                 with gr.Row(elem_classes="small"):
-                    samples = [demo.load_page_questions()[number].question for number in demo.SHOWN]
-                    sample_buttons = [gr.Button(each, size="sm") for each in samples if model.can_chat]
-                    hush = gr.Button("Stop the answers", size="sm", visible=False)
+                    about_page = [demo.load_page_questions()[number].question for number in demo.SHOWN]
+                    samples = [gr.Button(each, size="sm") for each in about_page if model.can_chat]
                     clear = gr.Button("New chat", size="sm")
-            with gr.Tab("Shelf", id="shelf"):
+            with gr.Tab("Shelf", id="shelf") as shelf_tab:
                 chosen = gr.CheckboxGroup([], label="Memories", elem_id="memories")
                 about = gr.HTML(_about(None, []))
                 with gr.Row(elem_classes="small"):
@@ -144,12 +141,33 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
         shelf_view = [memory, chosen]
         job_view = [seen, timer, read, stop, progress, plot, exchanges, to_ask]
+        chat_view = [left, right, chats]
+        single = [download, merge, export, delete]
 
-        def show_shelf(visitor: Visitor, latest: str | None = None, chosen: list[str] | None = None) -> list:
+        def on(trigger: Callable, inputs: list, outputs: list, progress: str = "hidden") -> Callable:
+            """Register a function of the visitor and the inputs for an event."""
+
+            def register(function: Callable) -> Callable:
+                def run(key: Any, *values: Any) -> Any:
+                    with _messages():
+                        return function(visitors.find(key), *values)
+
+                def stream(key: Any, *values: Any) -> Iterator:
+                    with _messages():
+                        yield from function(visitors.find(key), *values)
+
+                wrapped = stream if inspect.isgeneratorfunction(function) else run
+                trigger(wrapped, [key, *inputs], outputs, api_visibility="private", show_progress=progress)
+                return function
+
+            return register
+
+        def show_shelf(visitor: Visitor, asked: str | None, chosen: Sequence[str] = ()) -> list:
             names = visitor.shelf.list_names()
-            asked = gr.Dropdown(choices=names, **({"value": latest} if latest in names else {}))
+            asked = asked if asked in names else next(iter(names), None)
             labels = [(f"{name}  ·  {visitor.shelf.bytes_of(name) / 1e6:.1f} MB", name) for name in names]
-            return [asked, gr.CheckboxGroup(choices=labels, value=[name for name in chosen or [] if name in names])]
+            chosen = [name for name in chosen if name in names]
+            return [gr.Dropdown(choices=names, value=asked), gr.CheckboxGroup(choices=labels, value=chosen)]
 
         def show_job(visitor: Visitor, before: Any) -> list:
             job = visitor.job
@@ -166,144 +184,112 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 gr.Button(visible=job is not None and job.memory is not None),
             ]
 
-        # ------------------------------------------------------------------ the whole page
+        @on(page.load, [], [key, *shelf_view, *job_view])
+        def open_page(visitor: Visitor) -> list:
+            return [visitor.key, *show_shelf(visitor, None), *show_job(visitor, None)]
 
-        @_event(page.load, [key], [key, *shelf_view, *job_view])
-        def open_page(key: Any) -> list:
-            visitor = visitors.find(key)
-            names = visitor.shelf.list_names()
-            return [visitor.key, *show_shelf(visitor, names[0] if names else None), *show_job(visitor, None)]
-
-        @_event(timer.tick, [key, seen, chosen], [*job_view, *shelf_view])
-        def tick(key: Any, before: Any, chosen: list[str]) -> list:
-            visitor = visitors.find(key)
-            job = visitor.job
-            ended = job is not None and job.ended
-            shown = show_shelf(visitor, job.memory, chosen) if ended else [gr.skip(), gr.skip()]
+        @on(timer.tick, [seen, *shelf_view], [*job_view, *shelf_view])
+        def tick(visitor: Visitor, before: Any, asked: str | None, chosen: list[str]) -> list:
+            ended = visitor.job is not None and visitor.job.ended
+            shown = show_shelf(visitor, visitor.job.memory or asked, chosen) if ended else [gr.skip(), gr.skip()]
             return [*show_job(visitor, before), *shown]
+
+        for tab in (ask_tab, shelf_tab):  # others may have changed a shelf that is shared
+            on(tab.select, shelf_view, shelf_view)(show_shelf)
 
         # ------------------------------------------------------------------ read
 
-        @_event(take_page.click, [], [text, name])
-        def take_the_page() -> list:
-            return [demo.load_page(), "lighthouse"]
+        on(take_page.click, [], [text, name])(lambda visitor: [demo.load_page(), "lighthouse"])
+        on(take_reference.click, [], [text, name])(
+            lambda visitor: [python_reference()[:REFERENCE_CHARACTERS], "python reference"]
+        )
+        on(upload_text.upload, [upload_text], [text, name])(
+            lambda visitor, path: [_load_upload(path), _propose_name(path)]
+        )
 
-        @_event(take_reference.click, [], [text, name])
-        def take_the_reference() -> list:
-            return [python_reference()[:REFERENCE_CHARACTERS], "python reference"]
-
-        @_event(upload_text.upload, [upload_text], [text, name])
-        def take_upload(path: str) -> list:
-            return [load_text(path), _propose_name(path)]
-
-        @_event(read.click, [key, text, name, questions], job_view)
-        def begin(key: Any, text: str, name: str, questions: float) -> list:
-            visitor = visitors.find(key)
+        @on(read.click, [text, name, questions], job_view)
+        def begin(visitor: Visitor, text: str, name: str, questions: float) -> list:
             if visitor.job is not None and not visitor.job.ended:
                 raise ValueError("a reading of yours is under way: stop it first, or wait for its end")
-            if not text.strip():
-                raise ValueError("text must not be empty: paste one, or take one below")
             job = Job(name, text, int(questions))
             model.read(job, visitor.shelf)
             visitor.job = job
             return show_job(visitor, None)
 
-        @_event(stop.click, [key], [stop])
-        def stop_reading(key: Any) -> gr.Button:
-            visitor = visitors.find(key)
+        @on(stop.click, [], [stop])
+        def stop_reading(visitor: Visitor) -> gr.Button:
             if visitor.job is not None:
                 visitor.job.stop.set()
             return gr.Button(interactive=False)
 
-        @_event(to_ask.click, [key], [tabs, memory])
-        def go_to_ask(key: Any) -> list:
-            visitor = visitors.find(key)
-            return [gr.Tabs(selected="ask"), show_shelf(visitor, visitor.job and visitor.job.memory)[0]]
+        @on(to_ask.click, [], [tabs, *shelf_view])
+        def go_to_ask(visitor: Visitor) -> list:
+            return [gr.Tabs(selected="ask"), *show_shelf(visitor, visitor.job and visitor.job.memory)]
 
         # ------------------------------------------------------------------ ask
 
-        answers: dict[str, Answer] = {}  # by visitor, while they are written
-
-        def ask(key: Any, name: str | None, question: str, chats: list[list[dict]]) -> Iterator[list]:
-            visitor = visitors.find(key)
+        def ask(visitor: Visitor, name: str | None, question: str, chats: list[list[dict]]) -> Iterator[list]:
             if not question.strip():
                 raise ValueError("question must not be empty: ask something")
-            folder = visitor.shelf.find(name) if name else None
             chats = [[*chat, {"role": "user", "content": question.strip()}] for chat in chats]
-            answer = answers[visitor.key] = model.ask(folder, chats)
-            while True:
+            answer = model.ask(visitor.shelf.find(name) if name else None, chats)
+            ended = False
+            while not ended:
+                time.sleep(0.1)
                 ended = answer.finished.done()
                 texts = [*answer.texts, "Choose a memory to see its answer."][:2]
-                wait = "…" if answer.begun else "Waiting for the model: it is busy with another step."
-                turns = [{"role": "assistant", "content": each or ("(nothing)" if ended else wait)} for each in texts]
+                wait = "(nothing)" if ended else "…" if answer.begun else "Waiting: the model is busy."
+                turns = [{"role": "assistant", "content": each or wait} for each in texts]
                 shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
-                if ended:
-                    answer.finished.result()
-                    answers.pop(visitor.key, None)
-                    yield ["", *shown, shown, gr.Button(visible=False)]
-                    return
-                yield ["", *shown, gr.skip(), gr.Button(visible=True)]
-                time.sleep(0.1)
+                yield ["", *shown, shown if ended else gr.skip()]
+            answer.finished.result()
 
-        asking = [asked, left, right, chats, hush]
-        _event(asked.submit, [key, memory, asked, chats], asking)(ask)
-        for button in sample_buttons:
-            _event(button.click, [key, memory, button, chats], asking)(ask)
-
-        @_event(hush.click, [key], [])
-        def stop_answers(key: Any) -> None:
-            answer = answers.get(visitors.find(key).key)
-            if answer is not None:
-                answer.stop.set()
-
-        for start in (clear.click, memory.change):
-            _event(start, [], [left, right, chats])(lambda: [[], [], [[], []]])
+        for trigger, words in ((asked.submit, asked), *((button.click, button) for button in samples)):
+            on(trigger, [memory, words, chats], [asked, *chat_view])(ask)
+        for trigger in (clear.click, memory.change):
+            on(trigger, [], chat_view)(lambda visitor: [[], [], [[], []]])
 
         # ------------------------------------------------------------------ shelf
 
-        single = [download, merge, export, delete]
-
-        @_event(chosen.change, [key, chosen], [about, new_name, confirm, combine, *single])
-        def choose(key: Any, chosen: list[str]) -> list:
+        @on(chosen.change, [chosen], [about, new_name, confirm, combine, *single])
+        def choose(visitor: Visitor, chosen: list[str]) -> list:
             one = len(chosen) == 1
             return [
-                _about(visitors.find(key).shelf, chosen),
+                _about(visitor.shelf, chosen),
                 gr.Textbox(chosen[0] if one else "", visible=one),
                 gr.Row(visible=False),
                 gr.Button(interactive=len(chosen) > 1),
                 *[gr.Button(interactive=one) for _ in single],
             ]
 
-        @_event(new_name.submit, [key, chosen, new_name], shelf_view)
-        def give_name(key: Any, chosen: list[str], new_name: str) -> list:
-            visitor = visitors.find(key)
+        @on(new_name.submit, [chosen, new_name], shelf_view)
+        def rename(visitor: Visitor, chosen: list[str], new_name: str) -> list:
             name = visitor.shelf.rename(_only(chosen), new_name)
             return show_shelf(visitor, name, [name])
 
-        @_event(delete.click, [chosen], [confirm, question])
-        def ask_back(chosen: list[str]) -> list:
+        @on(delete.click, [chosen], [confirm, question])
+        def ask_back(visitor: Visitor, chosen: list[str]) -> list:
             return [gr.Row(visible=True), f"Delete <b>{escape(_only(chosen))}</b>? It cannot be brought back."]
 
-        _event(cancel.click, [], [confirm])(lambda: gr.Row(visible=False))
+        on(cancel.click, [], [confirm])(lambda visitor: gr.Row(visible=False))
 
-        @_event(confirmed.click, [key, chosen], [confirm, *shelf_view])
-        def remove(key: Any, chosen: list[str]) -> list:
-            visitor = visitors.find(key)
+        @on(confirmed.click, [memory, chosen], [confirm, *shelf_view])
+        def remove(visitor: Visitor, asked: str | None, chosen: list[str]) -> list:
             visitor.shelf.delete(_only(chosen))
-            names = visitor.shelf.list_names()
-            return [gr.Row(visible=False), *show_shelf(visitor, names[0] if names else None)]
+            return [gr.Row(visible=False), *show_shelf(visitor, asked)]
 
-        @_event(combine.click, [key, chosen], shelf_view, show_progress="minimal")
-        def put_together(key: Any, chosen: list[str]) -> list:
-            visitor = visitors.find(key)
+        @on(combine.click, [chosen], shelf_view, "minimal")
+        def put_together(visitor: Visitor, chosen: list[str]) -> list:
             folders = [visitor.shelf.find(name) for name in chosen]
-            with visitor.shelf.new(f"{chosen[0][:24].rstrip()} and {chosen[1][:24].rstrip()}") as out:
+            with visitor.shelf.new(" and ".join(name[:24].rstrip() for name in chosen[:2])) as out:
                 model.combine(folders, out)
             return show_shelf(visitor, out.name, [out.name])
 
         def offer(kind: str, write: Callable[[Visitor, str, Path], None]) -> Callable[..., gr.File]:
-            def make(key: Any, chosen: list[str]) -> gr.File:
-                visitor, name = visitors.find(key), _only(chosen)
+            def make(visitor: Visitor, chosen: list[str]) -> gr.File:
+                name = _only(chosen)
+                for former in visitor.downloads.iterdir():
+                    former.unlink()
                 archive = visitor.downloads / f"{name}{kind}.zip"
                 write(visitor, name, archive)
                 return gr.File(value=str(archive), visible=True)
@@ -315,35 +301,15 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             (merge, " merged", lambda visitor, name, archive: model.merge(visitor.shelf.find(name), archive)),
             (export, " as LoRA", lambda visitor, name, archive: model.export(visitor.shelf.find(name), archive)),
         ):
-            _event(button.click, [key, chosen], [packed], show_progress="minimal")(offer(kind, write))
+            on(button.click, [chosen], [packed], "minimal")(offer(kind, write))
 
-        @_event(upload.upload, [key, upload], [upload, *shelf_view], show_progress="minimal")
-        def put_on_shelf(key: Any, path: str) -> Iterator[list]:
+        @on(upload.upload, [upload], [upload, *shelf_view], "minimal")
+        def put_on_shelf(visitor: Visitor, path: str) -> Iterator[list]:
             yield [None, gr.skip(), gr.skip()]  # the field is empty again, also where the memory is refused
-            visitor = visitors.find(key)
             name = visitor.shelf.add(Path(path), _propose_name(path), model.check)
             yield [None, *show_shelf(visitor, name, [name])]
 
     return page
-
-
-def _event(trigger: Callable, inputs: list, outputs: list, **options: Any) -> Callable[[Callable], Callable]:
-    """Register a function for an event. An error that input or machine can cause becomes a message on the page."""
-
-    def register(function: Callable) -> Callable:
-        def run(*values: Any) -> Any:
-            with _messages():
-                return function(*values)
-
-        def stream(*values: Any) -> Iterator:
-            with _messages():
-                yield from function(*values)
-
-        wrapped = stream if inspect.isgeneratorfunction(function) else run
-        trigger(functools.wraps(function)(wrapped), inputs, outputs, **{**_HIDDEN, **options})
-        return function
-
-    return register
 
 
 @contextmanager
@@ -360,6 +326,12 @@ def _only(chosen: list[str]) -> str:
     if len(chosen) != 1:
         raise ValueError(f"one memory must be chosen, got {len(chosen)}: choose one of the list")
     return chosen[0]
+
+
+def _load_upload(path: str) -> str:
+    if Path(path).stat().st_size > 4 * MOST_CHARACTERS:
+        raise ValueError(f"text must have at most {MOST_CHARACTERS:,} characters, got a larger file: upload a part")
+    return load_text(path)
 
 
 def _propose_name(path: str) -> str:

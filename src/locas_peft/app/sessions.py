@@ -36,7 +36,7 @@ from ..ttt import Chunk, TestTimeTrainer, count_positions, cumulative
 from ..tuner import find_ffns
 from .shelf import Shelf, pack
 
-__all__ = ["Answer", "Job", "SharedModel", "Visitor", "Visitors"]
+__all__ = ["MOST_CHARACTERS", "MOST_QUESTIONS", "Answer", "Job", "SharedModel", "Visitor", "Visitors"]
 
 ANSWER_TOKENS = 96
 PASSES = 5
@@ -44,6 +44,7 @@ PASSES = 5
 LEAST_CHUNKS = 12
 """Of a text: the stride is shorter for a short one, so that the perplexity can be seen to fall."""
 MOST_CHARACTERS = 2_000_000
+MOST_QUESTIONS = 32
 MOST_WAITING = 32
 MOST_VISITORS = 200
 _ANSWER, _READING, _END = range(3)
@@ -108,7 +109,6 @@ class Answer:
     """Answers to one question, as far as they are written: without a memory and, if there is one, with it."""
 
     texts: list[str]
-    stop: threading.Event = field(default_factory=threading.Event)
     begun: bool = False
     finished: Future | None = None
 
@@ -137,10 +137,14 @@ class SharedModel:
         """Begin a job, or let it wait for those before it: the memory is put on the shelf, also of a stopped job.
 
         Raises:
-            ValueError: the text is too long, or too much waits already.
+            ValueError: the text is empty or too long, or too much waits already.
         """
+        if not job.text.strip():
+            raise ValueError("text must not be empty: paste one, or take one below")
         if len(job.text) > MOST_CHARACTERS:
             raise ValueError(f"text must have at most {MOST_CHARACTERS:,} characters, got {len(job.text):,}: cut it")
+        if not 0 <= job.questions <= MOST_QUESTIONS:
+            raise ValueError(f"questions must be from 0 to {MOST_QUESTIONS}, got {job.questions}: move the slider")
         self._jobs = [*(other for other in self._jobs if not other.ended), job]
         self._submit(_READING, lambda: self._read(job, shelf))
 
@@ -304,7 +308,7 @@ class SharedModel:
         def follow(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
             texts = self._tokenizer.batch_decode(input_ids[:, length:], skip_special_tokens=True)
             answer.texts = [text.strip() for text in texts]
-            return torch.full((len(input_ids),), answer.stop.is_set(), device=input_ids.device)
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
         with torch.inference_mode():
             model.generate(
@@ -355,7 +359,7 @@ class Visitors:
 
     def __init__(self, shelf: Path | None = None):
         self._shared = None if shelf is None else Shelf(shelf)
-        self._folder = Path(tempfile.mkdtemp(prefix="locas-app-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="locas-app-"))
         self._visitors: dict[str, Visitor] = {}
         self._lock = threading.Lock()
 
@@ -368,12 +372,12 @@ class Visitors:
 
     def close(self) -> None:
         """Remove the temporary folders."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _make(self) -> Visitor:
         idle = [other for other in self._visitors.values() if other.job is None or other.job.ended]
         if len(self._visitors) >= MOST_VISITORS and idle:
             shutil.rmtree(self._visitors.pop(idle[0].key).downloads.parent, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
         (folder / "downloads").mkdir()
         return Visitor(secrets.token_urlsafe(), self._shared or Shelf(folder / "shelf"), folder / "downloads")
