@@ -6,7 +6,6 @@ import inspect
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -135,9 +134,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                     cancel = gr.Button("Keep it", size="sm")
                 new_name = gr.Textbox(label="New name", max_lines=1, max_length=60, submit_btn="Rename", visible=False)
                 packed = gr.File(label="Ready to download", visible=False, interactive=False)
-                upload = gr.File(
-                    label="Upload a memory (a zip that was downloaded here)", file_types=[".zip"], height=120
-                )
+                upload = gr.File(label="Upload a memory (zip)", file_types=[".zip"], height=140)
 
         shelf_view = [memory, chosen]
         job_view = [seen, timer, read, stop, progress, plot, exchanges, to_ask]
@@ -148,13 +145,21 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             """Register a function of the visitor and the inputs for an event."""
 
             def register(function: Callable) -> Callable:
+                unchanged = [gr.skip()] * len(outputs) if len(outputs) > 1 else gr.skip()
+
                 def run(key: Any, *values: Any) -> Any:
-                    with _messages():
+                    try:
                         return function(visitors.find(key), *values)
+                    except (ValueError, OSError) as error:
+                        _show_refusal(error)
+                        return unchanged
 
                 def stream(key: Any, *values: Any) -> Iterator:
-                    with _messages():
+                    try:
                         yield from function(visitors.find(key), *values)
+                    except (ValueError, OSError) as error:
+                        _show_refusal(error)
+                        yield unchanged
 
                 wrapped = stream if inspect.isgeneratorfunction(function) else run
                 trigger(wrapped, [key, *inputs], outputs, api_visibility="private", show_progress=progress)
@@ -231,18 +236,20 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
         def ask(visitor: Visitor, name: str | None, question: str, chats: list[list[dict]]) -> Iterator[list]:
             if not question.strip():
                 raise ValueError("question must not be empty: ask something")
-            chats = [[*chat, {"role": "user", "content": question.strip()}] for chat in chats]
+            former, chats = chats, [[*chat, {"role": "user", "content": question.strip()}] for chat in chats]
             answer = model.ask(visitor.shelf.find(name) if name else None, chats)
             ended = False
             while not ended:
                 time.sleep(0.1)
                 ended = answer.finished.done()
+                if ended and answer.finished.exception():
+                    yield [question, *former, gr.skip()]
+                    answer.finished.result()
                 texts = [*answer.texts, "Choose a memory to see its answer."][:2]
                 wait = "(nothing)" if ended else "…" if answer.begun else "Waiting: the model is busy."
                 turns = [{"role": "assistant", "content": each or wait} for each in texts]
                 shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
                 yield ["", *shown, shown if ended else gr.skip()]
-            answer.finished.result()
 
         for trigger, words in ((asked.submit, asked), *((button.click, button) for button in samples)):
             on(trigger, [memory, words, chats], [asked, *chat_view])(ask)
@@ -312,14 +319,10 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
     return page
 
 
-@contextmanager
-def _messages() -> Iterator[None]:
-    """Show an error that a visitor or the machine can cause as a message; others are errors of the program."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        line = (error.strerror or "the file cannot be read") if isinstance(error, OSError) else str(error)
-        raise gr.Error(escape(line), title="Not done", print_exception=False) from None
+def _show_refusal(error: ValueError | OSError) -> None:
+    """Show an error that a visitor or the machine can cause; any other is one of the program."""
+    line = (error.strerror or "the file cannot be read") if isinstance(error, OSError) else str(error)
+    gr.Warning(escape(line))
 
 
 def _only(chosen: list[str]) -> str:
