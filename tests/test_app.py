@@ -264,7 +264,7 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, vis
         asked += busy.phase == "reading" and not busy.ended
         assert answer.texts == expected.texts
     wait(busy)
-    assert (quiet.phase, busy.phase, busy.memory) == ("done", "done", "busy"), busy.message
+    assert (quiet.outcome, busy.outcome, busy.memory) == ("done", "done", "busy"), busy.message
     assert digest(one.shelf.find("quiet")) == digest(one.shelf.find("busy"))
     assert busy.with_memory == quiet.with_memory and busy.without == quiet.without
     assert len(busy.without) > 2
@@ -282,7 +282,7 @@ def test_stop_keeps_what_was_learned_and_a_reading_that_waits_is_stopped_before_
         time.sleep(0.001)
     waiting.stop.set()
     long.stop.set()
-    assert (wait(long).phase, wait(waiting).phase) == ("stopped", "stopped")
+    assert (wait(long).outcome, wait(waiting).outcome) == ("stopped", "stopped")
     assert 0 < len(long.with_memory) < len(long.without)
     assert json.loads((one.shelf.find("long") / READING).read_text())["stopped"] is True
     assert describe_memory(one.shelf.find("long"))["learned"] is True
@@ -296,7 +296,7 @@ def test_closing_keeps_what_was_learned(loaded, visitors):
     while not job.with_memory:
         time.sleep(0.01)
     model.close()
-    assert job.phase == "stopped" and visitor.shelf.list_names() == ["long"]
+    assert job.outcome == "stopped" and visitor.shelf.list_names() == ["long"]
 
 
 def test_what_the_model_asks_itself_is_listed_and_stop_ends_the_writing(model, visitors):
@@ -306,14 +306,14 @@ def test_what_the_model_asks_itself_is_listed_and_stop_ends_the_writing(model, v
         assert not job.ended, job.message
         time.sleep(0.001)
     job.stop.set()
-    assert wait(job).phase == "stopped" and job.memory == "studied", job.message
+    assert wait(job).outcome == "stopped" and job.memory == "studied", job.message
 
 
 def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model, visitors):
     visitor = visitors.find(None)
     short = Job("short", "x", 0)
     model.read(short, visitor.shelf)
-    assert wait(short).phase == "failed" and short.message.startswith("text must have at least 2 tokens")
+    assert wait(short).outcome == "failed" and short.message.startswith("text must have at least 2 tokens")
     with pytest.raises(ValueError, match="text must have at most 2,000,000 characters, got 2,000,001: cut it"):
         model.read(Job("long", "x" * 2_000_001, 0), visitor.shelf)
     with pytest.raises(ValueError, match="text must not be empty"):
@@ -322,7 +322,7 @@ def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model,
         model.read(Job("slow", TEXT, 10**9), visitor.shelf)
     named = Job("../up", TEXT, 0)
     model.read(named, visitor.shelf)
-    assert wait(named).phase == "failed" and "name must be at most 60" in named.message
+    assert wait(named).outcome == "failed" and "name must be at most 60" in named.message
 
 
 def test_too_many_questions_are_refused(model, monkeypatch):

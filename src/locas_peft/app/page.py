@@ -16,7 +16,7 @@ import pandas as pd
 from .. import demo
 from ..loading import describe_memory
 from ..text import load_text, python_reference
-from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors
+from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors, describe_refusal
 from .shelf import MOST_BYTES, Shelf
 
 __all__ = ["build", "launch"]
@@ -103,7 +103,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                         x="tokens read", y="perplexity so far", color="line", color_map=LINES, color_title=" ",
                         height=260, show_label=False, buttons=[], visible=False,
                     )  # fmt: skip
-                    exchanges = gr.HTML("")
+                    exchanges = gr.HTML(visible=False)
                     to_ask = gr.Button("Ask about it", variant="primary", visible=False)
             with gr.Tab("Ask", id="ask") as ask_tab:
                 memory = gr.Dropdown([], label="Memory", value=None)
@@ -151,14 +151,14 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                     try:
                         return function(visitors.find(key), *values)
                     except (ValueError, OSError) as error:
-                        _show_refusal(error)
+                        gr.Warning(escape(describe_refusal(error)))
                         return unchanged
 
                 def stream(key: Any, *values: Any) -> Iterator:
                     try:
                         yield from function(visitors.find(key), *values)
                     except (ValueError, OSError) as error:
-                        _show_refusal(error)
+                        gr.Warning(escape(describe_refusal(error)))
                         yield unchanged
 
                 wrapped = stream if inspect.isgeneratorfunction(function) else run
@@ -319,12 +319,6 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
     return page
 
 
-def _show_refusal(error: ValueError | OSError) -> None:
-    """Show an error that a visitor or the machine can cause; any other is one of the program."""
-    line = (error.strerror or "the file cannot be read") if isinstance(error, OSError) else str(error)
-    gr.Warning(escape(line))
-
-
 def _only(chosen: list[str]) -> str:
     if len(chosen) != 1:
         raise ValueError(f"one memory must be chosen, got {len(chosen)}: choose one of the list")
@@ -364,37 +358,32 @@ shows the model without a memory, a blue one the model whose memory grows.</li>
 def _show_job(job: Job, before: int) -> str:
     """Return the progress of a reading: a bar for each phase, what is done and how long it will take, two figures."""
     phases = {name: PHASES[name] for name in PHASES if job.questions or name in ("scoring", "reading")}
-    order = list(phases)
+    order = ["waiting", *phases]
+    now, share = order.index(job.phase), job.done / max(job.total, 1)
     bars = ""
-    for name, (title, _) in phases.items():
-        share = 0.0
-        if job.phase in order:
-            now = order.index(job.phase)
-            share = 1.0 if order.index(name) < now else job.done / max(job.total, 1) if job.phase == name else 0.0
-        elif job.phase == "done":
-            share = 1.0
-        current = " current" if job.phase == name else ""
-        bars += (
-            f'<div class="phase{current}"><i><b style="width:{100 * share:.1f}%"></b></i><span>{title}</span></div>'
-        )
+    for number, (title, _) in enumerate(phases.values(), 1):
+        width, current = 100 * (share if number == now else number < now), " current" * (number == now)
+        bar = f'<i><b style="width:{width:.1f}%"></b></i>'
+        bars += f'<div class="phase{current}">{bar}<span>{title}</span></div>'
+    same = job.without[: len(job.with_memory) or None]  # both figures are of the same tokens
     figures = ""
-    for title, points in (("without", job.without), ("with", job.with_memory)):
+    for kind, line, points in zip(("without", "with"), LINES, (same, job.with_memory), strict=True):
         value = f"{points[-1][1]:.2f}" if points else "–"
-        figures += f'<div class="figure {title}"><b>{value}</b><span>perplexity {title} a memory</span></div>'
+        figures += f'<div class="figure {kind}"><b>{value}</b><span>perplexity so far, {line}</span></div>'
     line = escape(_describe_job(job, before))
     return f'<div class="phases">{bars}</div><p class="line">{line}</p><div class="figures">{figures}</div>'
 
 
 def _describe_job(job: Job, before: int) -> str:
     """Return one line: what happens, and for how long."""
-    if job.phase == "waiting":
-        return f"Waiting: {before} other reading{'s' * (before > 1)} first." if before else "Starting."
-    if job.phase == "failed":
+    if job.outcome == "failed":
         return f"Not read: {job.message}"
-    if job.phase == "stopped" and job.memory is None:
+    if job.ended and job.memory is None:
         return "Stopped before anything was learned."
     if job.ended:
-        return f"{'Stopped' if job.phase == 'stopped' else 'Done'}. The memory is on the shelf: {job.memory}"
+        return f"{job.outcome.capitalize()}. The memory is on the shelf: {job.memory}"
+    if job.phase == "waiting":
+        return f"Waiting: {before} other reading{'s' * (before > 1)} first." if before else "Starting."
     title, unit = PHASES[job.phase]
     left = job.seconds_left
     done = f"{job.done:,} of {job.total:,} {unit}" if job.done else "the first step takes longest"
@@ -414,19 +403,20 @@ def _plot(job: Job | None) -> gr.LinePlot:
         return gr.LinePlot(visible=False)
     # The first chunks, which little is known about, would flatten the lines that follow.
     values = [value for _, value, _ in rows]
-    top = 1.1 * max([value for tokens, value, _ in rows if 5 * tokens >= rows[-1][0]])
+    top = 1.1 * max(value for tokens, value, _ in rows if 10 * tokens >= job.without[-1][0])
     frame = pd.DataFrame(rows, columns=["tokens read", "perplexity so far", "line"])
     return gr.LinePlot(frame, visible=True, y_lim=[0.9 * min(values), top])
 
 
-def _show_exchanges(job: Job | None) -> str:
+def _show_exchanges(job: Job | None) -> gr.HTML:
     """Return the exchanges of a self-study, the latest first."""
     if job is None or not job.exchanges:
-        return ""
+        return gr.HTML(visible=False)
     items = "".join(
         f"<li><b>{escape(exchange.question)}</b> {escape(exchange.answer)}</li>" for exchange in job.exchanges[::-1]
     )
-    return f"<h3>{len(job.exchanges)} questions that the model asked itself</h3><ul class='exchanges'>{items}</ul>"
+    title = f"<h3>{len(job.exchanges)} questions that the model asked itself</h3>"
+    return gr.HTML(f"{title}<ul class='exchanges'>{items}</ul>", visible=True)
 
 
 def _about(shelf: Shelf | None, chosen: list[str]) -> str:

@@ -36,7 +36,16 @@ from ..ttt import Chunk, TestTimeTrainer, count_positions, cumulative
 from ..tuner import find_ffns
 from .shelf import Shelf, pack
 
-__all__ = ["MOST_CHARACTERS", "MOST_QUESTIONS", "Answer", "Job", "SharedModel", "Visitor", "Visitors"]
+__all__ = [
+    "MOST_CHARACTERS",
+    "MOST_QUESTIONS",
+    "Answer",
+    "Job",
+    "SharedModel",
+    "Visitor",
+    "Visitors",
+    "describe_refusal",
+]
 
 ANSWER_TOKENS = 96
 PASSES = 5
@@ -52,6 +61,11 @@ _ANSWER, _READING, _END = range(3)
 _logger = logging.getLogger(__name__)
 
 
+def describe_refusal(error: ValueError | OSError) -> str:
+    """Return one line for an error that a visitor or the machine can cause; it names no folder of the server."""
+    return str(error) if isinstance(error, ValueError) else error.strerror or "a file cannot be read or written"
+
+
 @dataclass
 class Job:
     """A reading as the page shows it. The model's thread writes it.
@@ -62,11 +76,12 @@ class Job:
         questions: that the model asks itself about each sentence; 0 for no self-study.
 
     Attributes:
-        phase: waiting, scoring, reading, writing, learning; then done, stopped or failed.
+        phase: waiting, scoring, reading, writing or learning.
         done, total: tokens, passages or steps of this phase.
         without, with_memory: (tokens read, perplexity so far) without and with the memory.
         exchanges: what the model has asked itself and answered.
-        message: the error of a job that failed.
+        outcome: done, stopped or failed; empty before.
+        message: why it failed.
         memory: the name under which the memory was saved.
         stop: set to end the job after its next step.
     """
@@ -80,6 +95,7 @@ class Job:
     without: list[tuple[int, float]] = field(default_factory=list)
     with_memory: list[tuple[int, float]] = field(default_factory=list)
     exchanges: list[Exchange] = field(default_factory=list)
+    outcome: str = ""
     message: str = ""
     memory: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)
@@ -88,7 +104,7 @@ class Job:
 
     @property
     def ended(self) -> bool:
-        return self.phase in ("done", "stopped", "failed")
+        return bool(self.outcome)
 
     @property
     def seconds_left(self) -> float | None:
@@ -269,13 +285,14 @@ class SharedModel:
                     base, ids, settings, out=folder, on_chunk=on_chunk, on_study=on_study, tokenizer=self._tokenizer
                 )
                 job.memory = folder.name
-            job.phase = "stopped" if reading.stopped else "done"
+            job.outcome = "stopped" if reading.stopped else "done"
         except StopReading:
-            job.phase = "stopped"
-        except Exception as error:
-            if not isinstance(error, (ValueError, OSError)):
-                _logger.exception("a reading failed")
-            job.message, job.phase = str(error), "failed"
+            job.outcome = "stopped"
+        except (ValueError, OSError) as error:
+            job.message, job.outcome = describe_refusal(error), "failed"
+        except Exception:
+            _logger.exception("a reading failed")
+            job.message, job.outcome = "the program has an error, which is in the server's log", "failed"
 
     def _choose_settings(self, base: PreTrainedModel, tokens: int, questions: int) -> ReadingSettings:
         gated = all(ffn.gated for ffn in find_ffns(base).values())
