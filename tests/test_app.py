@@ -373,7 +373,9 @@ def test_what_is_made_of_memories_leaves_the_model_as_it_is(model, loaded, visit
     assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
     assert folder.list_names()[0] == "both" and describe_memory(both)["r"] == 4
     zipfile.ZipFile(tmp_path / "merged.zip").extractall(tmp_path)
-    assert "lora/adapter/adapter_model.safetensors" in zipfile.ZipFile(tmp_path / "lora.zip").namelist()
+    with zipfile.ZipFile(tmp_path / "lora.zip") as packed:
+        assert "lora/adapter/adapter_model.safetensors" in packed.namelist()
+        assert json.loads(packed.read("lora/adapter/adapter_config.json"))["base_model_name_or_path"] == "base"
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     ids = tokenizer(TEXT[:200], return_tensors="pt").input_ids
     with torch.no_grad(), memory_attached(base, one) as adapted:

@@ -75,11 +75,13 @@ def export_memory(
     neurons: int | None = None,
     with_base: bool = True,
     with_adapter: bool = True,
+    base_path: str | None = None,
 ) -> tuple[int, int]:
     """Save a memory as a LoRA adapter in `out/adapter`, and the base that it fits in `out/base`.
 
     Args:
         neurons: how many neurons the base gets; the memory's own r where None.
+        base_path: where the adapter's config says that the base is; `out/base` where None.
 
     Returns:
         That number, and the rank of the LoRA.
@@ -91,7 +93,7 @@ def export_memory(
         parts = model.peft_config["default"].ffn_parts
     with staged(out) as folder:
         if with_adapter:
-            config.base_model_name_or_path = str(out / "base")
+            config.base_model_name_or_path = base_path or str(out / "base")
             config.save_pretrained(str(folder / "adapter"))
             save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
         if with_base:

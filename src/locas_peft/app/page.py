@@ -381,7 +381,8 @@ def _describe_job(job: Job, before: int) -> str:
     if job.ended and job.memory is None:
         return "Stopped before anything was learned."
     if job.ended:
-        return f"{job.outcome.capitalize()}. The memory is on the shelf: {job.memory}"
+        barren = " The model found nothing to ask itself." if job.questions and not job.exchanges else ""
+        return f"{job.outcome.capitalize()}. The memory is on the shelf: {job.memory}.{barren}"
     if job.phase == "waiting":
         return f"Waiting: {before} other reading{'s' * (before > 1)} first." if before else "Starting."
     title, unit = PHASES[job.phase]

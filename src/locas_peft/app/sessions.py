@@ -144,6 +144,7 @@ class SharedModel:
         self._work: queue.PriorityQueue = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._jobs: list[Job] = []
+        self._lock = threading.Lock()  # of the jobs
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -161,8 +162,9 @@ class SharedModel:
             raise ValueError(f"text must have at most {MOST_CHARACTERS:,} characters, got {len(job.text):,}: cut it")
         if not 0 <= job.questions <= MOST_QUESTIONS:
             raise ValueError(f"questions must be from 0 to {MOST_QUESTIONS}, got {job.questions}: move the slider")
-        self._jobs = [*(other for other in self._jobs if not other.ended), job]
-        self._submit(_READING, lambda: self._read(job, shelf))
+        with self._lock:
+            self._submit(_READING, lambda: self._read(job, shelf))
+            self._jobs = [*(other for other in self._jobs if not other.ended), job]
 
     def jobs_before(self, job: Job) -> int:
         """Return how many jobs a waiting one waits for."""
@@ -192,7 +194,7 @@ class SharedModel:
 
     def export(self, memory: Path, archive: Path) -> None:
         """Write a memory as a LoRA adapter, and the base that it fits, into a zip archive."""
-        self._pack(archive, lambda base, out: export_memory(base, self._tokenizer, memory, out))
+        self._pack(archive, lambda base, out: export_memory(base, self._tokenizer, memory, out, base_path="base"))
 
     def check(self, memory: Path) -> None:
         """Raise a `ValueError` unless a folder holds a LOCAS memory for this base."""
@@ -273,6 +275,8 @@ class SharedModel:
             def on_study(step: StudyStep) -> None:
                 job.exchanges += step.written
                 job.advance("writing" if step.phase == "write" else "learning", step.done, step.total)
+                if step.phase == "write" and step.done == step.total:
+                    job.advance("learning", 0, 1)
 
             job.advance("scoring", 0, len(ids))
             on_chunk = follow("scoring", job.without)
