@@ -22,7 +22,7 @@ from families import make_host
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from locas_peft import LocasConfig, app, backbone, calibrate
+from locas_peft import LocasConfig, backbone, calibrate, cli
 from locas_peft.adapters import memory_attached
 from locas_peft.app import sessions, shelf
 from locas_peft.app.sessions import Job, SharedModel, Visitors
@@ -384,11 +384,12 @@ def test_what_is_made_of_memories_leaves_the_model_as_it_is(model, loaded, visit
         model.combine([one], tmp_path / "x")
 
 
-def test_without_gradio_one_line_says_what_to_install(loaded, monkeypatch):
+def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.delitem(sys.modules, "locas_peft.app.page", raising=False)
-    with pytest.raises(ValueError, match=r'^the page needs gradio: install it with pip install "locas_peft\[app\]"$'):
-        app.serve(BASE, *loaded)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["app", "--no-browser"])
+    line = 'error: the page needs gradio: install it with pip install "locas_peft[app]"\n'
+    assert capsys.readouterr().err == line
 
 
 # ------------------------------------------------------------------------------------------------------ in a browser

@@ -13,13 +13,20 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .sessions import SharedModel, Visitors
 
-__all__ = ["serve"]
+__all__ = ["check_installed", "serve"]
+
+
+def check_installed() -> None:
+    """Raise a `ValueError` where gradio, which only the page needs, is not installed."""
+    if find_spec("gradio") is None:
+        raise ValueError('the page needs gradio: install it with pip install "locas_peft[app]"')
 
 
 def serve(
@@ -46,16 +53,11 @@ def serve(
         announce: called with the page's address when it can be opened.
 
     Raises:
-        ValueError: gradio is not installed.
         OSError: the address cannot be used.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
-    try:
-        from .page import build, launch
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "gradio":
-            raise
-        raise ValueError('the page needs gradio: install it with pip install "locas_peft[app]"') from None
+    from .page import build, launch
+
     model, visitors = SharedModel(name, base, tokenizer), Visitors(shelf)
     os.environ["GRADIO_TEMP_DIR"] = str(visitors.folder / "gradio")  # removed with the visitors' folders
     page = build(model, visitors)

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from .. import demo
-from ..app import serve
+from ..app import check_installed, serve
 from ..files import check_output_directory
 from .console import open_consoles
 from .options import BaseOptions, NamedPath, load
@@ -38,6 +38,7 @@ def app(
     if shelf is not None:
         check_output_directory("--shelf", shelf)
     stdout, stderr = open_consoles()
+    check_installed()
     name = model or demo.choose_model()
     stderr.print(f"loading {name}")
     base = load(BaseOptions(model=name, device=device))
