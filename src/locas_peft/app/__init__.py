@@ -53,7 +53,7 @@ def serve(
         announce: called with the page's address when it can be opened.
 
     Raises:
-        OSError: the address cannot be used.
+        ValueError: the address cannot be used.
     """
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when gradio is imported
     from .page import build, launch

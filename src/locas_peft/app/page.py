@@ -38,24 +38,34 @@ FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 
 
 def launch(page: gr.Blocks, host: str, port: int, open_browser: bool) -> str:
-    """Serve a page in the background, without share links, recorded runs or others' fonts, and return its address."""
-    _, address, _ = page.queue(default_concurrency_limit=32).launch(
-        server_name=host,
-        server_port=port or None,
-        inbrowser=open_browser,
-        prevent_thread_lock=True,
-        share=False,
-        ssr_mode=False,
-        pwa=False,
-        mcp_server=False,
-        enable_monitoring=False,
-        run_history=False,
-        footer_links=[],
-        max_file_size=MOST_BYTES,
-        theme=_theme(),
-        css=CSS,
-        quiet=True,
-    )
+    """Serve a page in the background, without share links, recorded runs or others' fonts, and return its address.
+
+    Raises:
+        ValueError: the address cannot be used.
+    """
+    page = page.queue(default_concurrency_limit=32)
+    try:
+        _, address, _ = page.launch(
+            server_name=host,
+            server_port=port or None,
+            inbrowser=open_browser,
+            prevent_thread_lock=True,
+            share=False,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            run_history=False,
+            footer_links=[],
+            max_file_size=MOST_BYTES,
+            theme=_theme(),
+            css=CSS,
+            quiet=True,
+        )
+    except OSError:  # gradio's message names settings of its own
+        raise ValueError(
+            f"{host}:{port} cannot be listened on: choose another --port, 0 for any free one, or another --host"
+        ) from None
     return address
 
 
