@@ -118,7 +118,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             with gr.Tab("Ask", id="ask") as ask_tab:
                 memory = gr.Dropdown([], label="Memory", value=None)
                 with gr.Row(elem_classes="chats"):
-                    options = {"height": 330, "render_markdown": False, "buttons": [], "feedback_options": None}
+                    options = {"height": 400, "render_markdown": False, "buttons": [], "feedback_options": None}
                     left = gr.Chatbot(label="Without a memory", elem_classes="without", **options)
                     right = gr.Chatbot(label="With the memory", elem_classes="with", **options)
                 asked = gr.Textbox(
