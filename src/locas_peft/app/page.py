@@ -118,7 +118,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             with gr.Tab("Ask", id="ask") as ask_tab:
                 memory = gr.Dropdown([], label="Memory", value=None)
                 with gr.Row(elem_classes="chats"):
-                    options = {"height": 400, "render_markdown": False, "buttons": [], "feedback_options": None}
+                    options = {"height": 430, "render_markdown": False, "buttons": [], "feedback_options": None}
                     left = gr.Chatbot(label="Without a memory", elem_classes="without", **options)
                     right = gr.Chatbot(label="With the memory", elem_classes="with", **options)
                 asked = gr.Textbox(
@@ -143,7 +143,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                     confirmed = gr.Button("Yes, delete it", variant="stop", size="sm")
                     cancel = gr.Button("Keep it", size="sm")
                 new_name = gr.Textbox(label="New name", max_lines=1, max_length=60, submit_btn="Rename", visible=False)
-                packed = gr.File(label="Ready to download", visible=False, interactive=False)
+                packed = gr.File(visible=False, interactive=False)
                 upload = gr.File(label="Upload a memory (zip)", file_types=[".zip"], height=140)
 
         shelf_view = [memory, chosen]
@@ -302,14 +302,19 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 model.combine(folders, out)
             return show_shelf(visitor, out.name, [out.name])
 
-        def offer(kind: str, write: Callable[[Visitor, str, Path], None]) -> Callable[..., gr.File]:
-            def make(visitor: Visitor, chosen: list[str]) -> gr.File:
+        def offer(kind: str, write: Callable[[Visitor, str, Path], None]) -> Callable[..., Iterator[gr.File]]:
+            def make(visitor: Visitor, chosen: list[str]) -> Iterator[gr.File]:
                 name = _only(chosen)
+                yield gr.File(None, label="In preparation", visible=True)
                 for former in visitor.downloads.iterdir():
                     former.unlink()
                 archive = visitor.downloads / f"{name}{kind}.zip"
-                write(visitor, name, archive)
-                return gr.File(value=str(archive), visible=True)
+                try:
+                    write(visitor, name, archive)
+                except Exception:
+                    yield gr.File(visible=False)
+                    raise
+                yield gr.File(str(archive), label="Ready to download")
 
             return make
 
