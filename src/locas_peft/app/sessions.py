@@ -245,8 +245,8 @@ class SharedModel:
         return kind
 
     def _pause(self, job: Job) -> None:
-        """Answer one question that waits, before a forward pass of a reading; end the writing of exchanges early."""
-        if job.phase == "writing" and job.stop.is_set():  # its steps take a minute
+        """Answer one question that waits, before a forward pass of a reading; end a self-study within a step."""
+        if job.stop.is_set() and job.phase in ("writing", "learning"):  # a step takes up to a minute
             raise StopReading
         if self._work.queue and self._work.queue[0][0] == _ANSWER:  # nobody else takes work out
             with torch.random.fork_rng():  # the reading draws what it would have drawn
