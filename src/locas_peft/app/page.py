@@ -118,7 +118,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             with gr.Tab("Ask", id="ask") as ask_tab:
                 memory = gr.Dropdown([], label="Memory", value=None)
                 with gr.Row(elem_classes="chats"):
-                    options = {"height": 430, "render_markdown": False, "buttons": [], "feedback_options": None}
+                    options = {"height": 400, "render_markdown": False, "buttons": [], "feedback_options": None}
                     left = gr.Chatbot(label="Without a memory", elem_classes="without", **options)
                     right = gr.Chatbot(label="With the memory", elem_classes="with", **options)
                 asked = gr.Textbox(
@@ -248,7 +248,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 raise ValueError("question must not be empty: ask something")
             former, chats = chats, [[*chat, {"role": "user", "content": question.strip()}] for chat in chats]
             answer = model.ask(visitor.shelf.find(name) if name else None, chats)
-            ended = False
+            words, ended = "", False  # the field is emptied once: the next question may be typed meanwhile
             while not ended:
                 time.sleep(0.1)
                 ended = answer.finished.done()
@@ -259,7 +259,8 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 wait = "(nothing)" if ended else "…" if answer.begun else "Waiting: the model is busy."
                 turns = [{"role": "assistant", "content": each or wait} for each in texts]
                 shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
-                yield ["", *shown, shown if ended else gr.skip()]
+                yield [words, *shown, shown if ended else gr.skip()]
+                words = gr.skip()
 
         for trigger, words in ((asked.submit, asked), *((button.click, button) for button in samples)):
             on(trigger, [memory, words, chats], [asked, *chat_view])(ask)
