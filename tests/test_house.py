@@ -10,9 +10,10 @@ PACKAGE = ROOT / "src" / "locas_peft"
 # A room may import the rooms below it, and the rooms on its own floor that stand to the right of it.
 FLOORS = [
     ["cli"],
-    ["demo"],
+    ["app", "demo"],
     ["report", "evaluation"],
     ["reading"],
+    ["conversion"],
     ["memory_folder", "adapters"],
     ["settings", "loading", "peak_memory", "selfstudy"],
     ["ttt"],

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from locas_peft import backbone, loading, memory_folder, reading, text
 from locas_peft.adapters import attached, find_layers, memory_attached
 from locas_peft.files import format_json
 from locas_peft.memory_folder import CHECKPOINT_FOLDER, READING, Reading, check_vacant, find_finished
-from locas_peft.reading import memorize, score
+from locas_peft.reading import StopReading, memorize, score
 from locas_peft.settings import ReadingSettings
 from locas_peft.ttt import anchor, checkpoint, write_own_text
 
@@ -110,6 +111,36 @@ def test_trainable_parameters_and_training_mode_come_back():
         assert not any(parameter.requires_grad for parameter in model.parameters())
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+# Stopping
+
+
+def test_a_callback_can_stop_a_reading_and_what_was_learned_is_kept(base, input_ids, tmp_path):
+    def stop(chunk):
+        if chunk.index == 2:
+            raise StopReading
+
+    settings = small(seed=3)
+    reading = memorize(base, input_ids, settings, out=tmp_path / "stopped", on_chunk=stop)
+    memorize(base, input_ids[: 3 * 64], settings, out=tmp_path / "short")
+    assert load_file(tmp_path / "stopped" / WEIGHTS).keys() == load_file(tmp_path / "short" / WEIGHTS).keys()
+    for name, tensor in load_file(tmp_path / "short" / WEIGHTS).items():
+        assert torch.equal(tensor, load_file(tmp_path / "stopped" / WEIGHTS)[name]), name
+    assert reading.stopped and [tokens for tokens, _ in reading.curve] == [64, 128, 192]
+    assert Reading.from_json(json.loads((tmp_path / "stopped" / READING).read_text())) == reading
+    with pytest.raises(ValueError, match="holds the memory of a reading that was stopped early"):
+        find_finished(tmp_path / "stopped", settings, input_ids)
+
+
+def test_a_second_reading_that_is_stopped_counts_its_own_tokens(base, input_ids):
+    def stop(chunk):
+        if (chunk.reading, chunk.index) == (1, 0):
+            raise StopReading
+
+    reading = memorize(base, input_ids[:200], small(readings=2), on_chunk=stop)
+    first, second = reading.perplexities
+    assert first == reading.perplexity and 1 < second < 2 * first
 
 
 # Figures

@@ -317,6 +317,7 @@ def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids
         *(("learn", done, 6) for done in range(1, 7)),  # 6 lessons in batches of 2, twice
     ]
     assert [step.lessons for step in steps] == [2, 4, 6, *[6] * 6]
+    assert [len(step.written) for step in steps] == [2, 2, 2, *[0] * 6]
     assert reading.studied["asked"] == reading.studied["kept"] == 6 and not reading.studied["samples"]
 
 

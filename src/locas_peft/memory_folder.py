@@ -54,6 +54,7 @@ class Reading:
         final_nats: the loss of the adapter in the brake's last comparison, at the end, in nats a token; None without.
         final_base_nats: the loss of the base there.
         studied: of a self-study (see `SelfStudy.figures`), or None.
+        stopped: whether a callback ended the reading before its end.
     """
 
     settings: ReadingSettings
@@ -74,6 +75,7 @@ class Reading:
     final_nats: float | None = None
     final_base_nats: float | None = None
     studied: dict[str, Any] | None = None
+    stopped: bool = False
 
     @property
     def method(self) -> str:
@@ -179,6 +181,8 @@ def find_finished(
         raise ValueError(difference)
     if reading.text_sha256 != digest_ids(input_ids[: settings.max_tokens]):
         raise ValueError(f"--out {str(folder)!r} holds the memory of another text: {remedy}")
+    if reading.stopped:
+        raise ValueError(f"--out {str(folder)!r} holds the memory of a reading that was stopped early: {remedy}")
     if exchanges is not None and (reading.studied or {}).get("exchanges_sha256") != digest_exchanges(exchanges):
         raise ValueError(f"--out {str(folder)!r} holds the memory of other exchanges: {remedy}")
     return reading

@@ -36,7 +36,7 @@ from .ttt import (
 )
 from .tuner import SlotWriter
 
-__all__ = ["make_trainer", "memorize", "score"]
+__all__ = ["StopReading", "make_trainer", "memorize", "score"]
 
 _logger = logging.getLogger(__name__)
 
@@ -44,6 +44,10 @@ ANCHOR_TOKENS = 128
 """The most tokens of a text that the base writes for the anchor."""
 STUDY_RATE = 1.5
 """The learning rate at the start of a self-study, relative to the reading's; it falls to 0."""
+
+
+class StopReading(Exception):
+    """Raised by a callback of `memorize` to end the reading there and keep what was learned."""
 
 
 def memorize(
@@ -76,7 +80,8 @@ def memorize(
         checkpoint_seconds: the least time between two checkpoints.
         resume: go on from the checkpoint in `checkpoint_dir`; from the start where there is none.
         overwrite: replace the memory in `out`, and a checkpoint that is not resumed.
-        on_chunk: called after each chunk; on resuming, for the chunks of the checkpoint first.
+        on_chunk: called after each chunk; on resuming, for the chunks of the checkpoint first. It may raise
+            `StopReading`, and so may `on_study`: the memory is then saved as it is.
         tokenizer: of the base; needed for a self-study (`settings.study`).
         exchanges: studied in place of those that the model would write (see `SelfStudy`).
         on_study: called after each step of a self-study.
@@ -110,16 +115,19 @@ def memorize(
             study.resume(lock)
         for chunk in trainer.chunks if on_chunk is not None else ():
             on_chunk(chunk)
-        checkpoints = _Checkpoints(lock, checkpoint_seconds, trainer, study)
-        for chunk in trainer.read(input_ids):
-            checkpoints.after(chunk, on_chunk)
-        if study is not None:
-            checkpoints.save()  # the first exchanges take long
-            for step in study.run():
-                checkpoints.after(step, on_study, due=step.phase == "write")
+        checkpoints, stopped = _Checkpoints(lock, checkpoint_seconds, trainer, study), False
+        try:
+            for chunk in trainer.read(input_ids):
+                checkpoints.after(chunk, on_chunk)
+            if study is not None:
+                checkpoints.save()  # the first exchanges take long
+                for step in study.run():
+                    checkpoints.after(step, on_study, due=step.phase == "write")
+        except StopReading:
+            stopped = True
         studied = None if study is None else study.figures
-        memory_dir = None if out is None else str(out)
-        reading = _make_reading(trainer, settings, input_ids, peak, studied=studied, memory_dir=memory_dir)
+        figures = {"studied": studied, "stopped": stopped, "memory_dir": None if out is None else str(out)}
+        reading = _make_reading(trainer, settings, input_ids, peak, **figures)
         if out is not None:
             save_memory(model, out, reading, None if study is None else study.exchanges)
         if lock is not None and out is not None:
@@ -210,19 +218,20 @@ def _make_reading(
 ) -> Reading:
     """Return the figures of a reading, with those that are given."""
     readings = [[chunk for chunk in trainer.chunks if chunk.reading == n] for n in range(settings.readings)]
+    readings = [chunks for chunks in readings if chunks]  # fewer where the reading was stopped
     nlls = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
-    tokens = sum(chunk.tokens for chunk in readings[0])
+    counts = [sum(chunk.tokens for chunk in chunks) for chunks in readings]
     marks = choose_marks(len(input_ids))
     final, final_base = trainer.final or (None, None)
     return Reading(
         settings=settings,
         text_sha256=digest_ids(input_ids),
-        scored_tokens=tokens,
+        scored_tokens=counts[0],
         nll_nats=nlls[0],
-        perplexity=perplexity(nlls[0], tokens),
+        perplexity=perplexity(nlls[0], counts[0]),
         perplexity_at=at_marks(readings[0], marks),
         perplexity_between=per_segment(readings[0], marks),
-        perplexities=[perplexity(nll, tokens) for nll in nlls],
+        perplexities=[perplexity(nll, tokens) for nll, tokens in zip(nlls, counts, strict=True)],
         curve=cumulative(readings[0]),
         extra_parameters=sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad),
         seconds=trainer.seconds,

@@ -12,18 +12,16 @@ from typing import Annotated, Any, Literal
 
 import torch
 from cyclopts import Parameter
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
 
-from ..adapters import memory_attached
+from ..conversion import combine_memories, export_memory, merge_memory, merge_to_gguf, save_adapter
 from ..evaluation import recall
-from ..files import check_output_directory, staged
-from ..gguf_models import find_converter, write_gguf
+from ..files import check_output_directory
+from ..gguf_models import find_converter
 from ..loading import describe_memory, load_memory, load_memory_config
 from ..report import tabulate_memory
 from ..text import encode_prompt, encode_turns, find_pad_token, load_text
 from ..ttt import count_positions
-from ..tuner import compress, grow, list_layers, to_lora, widen_base
+from ..tuner import compress, grow, list_layers
 from .console import open_consoles, printable, write_result
 from .options import (
     BASE,
@@ -197,10 +195,9 @@ def merge(
         check_output_directory("--out", out)
     else:
         _check_empty(out, "choose another, or give --overwrite")
-    merged, loaded = _merge(memory, pad_to_multiple_of, replace(base, device=device))
-    with staged(out) as folder:
-        merged.save_pretrained(folder)
-        loaded.tokenizer.save_pretrained(folder)
+    loaded = _load_base_of(memory, replace(base, device=device))
+    with _warnings_as_lines():
+        merged = merge_memory(loaded.model, loaded.tokenizer, memory, out, **_padding(pad_to_multiple_of))
     width = getattr(merged.config, "intermediate_size", None)
     stdout.print(
         f"The merged model ({sum(p.numel() for p in merged.parameters()):,} parameters"
@@ -271,20 +268,10 @@ def combine(
     except ValueError:
         raise ValueError(f"--weights must be numbers separated by commas, got {weights!r}: write 1,0.5, say") from None
     _check_empty(out, "choose another")
-    for each in memory:
-        describe_memory(each)  # it refuses a damaged file in one line
     loaded = _load_base_of(memory[0], replace(base, device=device))
-    model, names = _load_memory(loaded, memory[0]), ["default"]
-    for number, each in enumerate(memory[1:], 2):
-        names.append(f"memory {number}")
-        with _warnings_as_lines():
-            model.load_adapter(str(each), names[-1])
-    model.add_weighted_adapter(names, numbers, "combined")
-    model.set_adapter("combined")
-    for name in names:
-        model.delete_adapter(name)
-    _save_memory(model, "combined", loaded, out)
-    stdout.print(f"The combined memory of {model.peft_config['combined'].r} slots is in {out}")
+    with _warnings_as_lines():
+        slots = combine_memories(loaded.model, loaded.name, memory, numbers, out)
+    stdout.print(f"The combined memory of {slots} slots is in {out}")
 
 
 def resize(
@@ -321,7 +308,7 @@ def resize(
         window = min(512, count_positions(loaded.model) or 512)
         batches = [part[None] for part in loaded.encode(content, max_tokens, None).split(window)]
     (grow if r > max(widths) else compress)(model, r, batches=batches)
-    _save_memory(model, "default", loaded, out)
+    save_adapter(model, "default", loaded.name, out)
     stdout.print(f"The memory of {r} slots a layer, {max(widths)} before, is in {out}")
 
 
@@ -342,20 +329,13 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     write_result(json_file, found)
 
 
-def _merge(memory: Path, pad_to_multiple_of: int | None, base: BaseOptions) -> tuple[PreTrainedModel, Base]:
-    """Return the model with a memory merged into it, and the base that it was."""
-    loaded = _load_base_of(memory, base)
-    fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
-    return _load_memory(loaded, memory, **fields).merge_and_unload(), loaded
-
-
 def _export_gguf(memory: Path, out: Path, pad_to_multiple_of: int | None, base: BaseOptions) -> None:
     """Write the merged model as a GGUF file."""
     stdout, _ = open_consoles()
     converter = find_converter()
-    merged, loaded = _merge(memory, pad_to_multiple_of, base)
-    with staged(out) as folder:
-        write_gguf(merged, loaded.tokenizer, folder / "model.gguf", converter)
+    loaded = _load_base_of(memory, base)
+    with _warnings_as_lines():
+        merge_to_gguf(loaded.model, loaded.tokenizer, memory, out, converter, **_padding(pad_to_multiple_of))
     stdout.print(f"The merged model is in {out / 'model.gguf'}: llama.cpp loads it")
 
 
@@ -367,24 +347,14 @@ def _export_lora(
     if no_base and base_only:
         raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
     loaded = _load_base_of(memory, base)
-    with _warnings_as_lines(), memory_attached(loaded.model, memory) as model:
-        widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
-        neurons = neurons or max(widths, default=1)
-        config, tensors = to_lora(model, neurons=neurons)
-        parts = model.peft_config["default"].ffn_parts
-    with staged(out) as folder:
-        if not base_only:
-            config.base_model_name_or_path = str(out / "base")
-            config.save_pretrained(str(folder / "adapter"))
-            save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
-        if not no_base:
-            widen_base(loaded.model, neurons, parts)
-            loaded.model.save_pretrained(folder / "base")
-            loaded.tokenizer.save_pretrained(folder / "base")
+    with _warnings_as_lines():
+        neurons, rank = export_memory(
+            loaded.model, loaded.tokenizer, memory, out,
+            neurons=neurons, with_base=not no_base, with_adapter=not base_only,
+        )  # fmt: skip
     if not no_base:
         stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
     if not base_only:
-        rank = max([config.r, *config.rank_pattern.values()])
         stdout.print(f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base")
         stdout.print(_name_vllm_option(rank))
 
@@ -397,23 +367,17 @@ def _name_vllm_option(rank: int) -> str:
     return f"vLLM needs --max-lora-rank {allowed}"
 
 
+def _padding(pad_to_multiple_of: int | None) -> dict[str, int]:
+    """Return the field of a memory's config that a merge reads, if it is given."""
+    return {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
+
+
 def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:
     """Load a base and, unless it is asked alone, the memory; return the base and the model that is asked."""
     if memory is None and not (without_memory and base.model):
         raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
     loaded = load(base) if memory is None else _load_base_of(memory, base)
     return loaded, (loaded.model if without_memory else _load_memory(loaded, memory).eval())
-
-
-def _save_memory(model: Any, adapter_name: str, base: Base, out: Path) -> None:
-    """Write a memory's files into a folder, whole or not at all."""
-    model.peft_config[adapter_name].base_model_name_or_path = base.name
-    with staged(out) as folder:
-        model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
-        if adapter_name != "default":  # PEFT saves it in a folder of its name
-            for file in (folder / adapter_name).iterdir():
-                file.rename(folder / file.name)
-            (folder / adapter_name).rmdir()
 
 
 def _check_empty(out: Path, remedy: str) -> None:

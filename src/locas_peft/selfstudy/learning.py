@@ -60,6 +60,7 @@ class StudyStep:
         total: passages or steps in all.
         lessons: exchanges kept so far.
         loss_nats: of a step, KL(teacher || student) a token of the answers; None for a block.
+        written: the exchanges that were kept of a block.
     """
 
     phase: str
@@ -67,6 +68,7 @@ class StudyStep:
     total: int
     lessons: int
     loss_nats: float | None = None
+    written: tuple[Exchange, ...] = ()
 
 
 class SelfStudy:
@@ -179,7 +181,8 @@ class SelfStudy:
             self.samples = [*self.samples, *written.dropped][:SAMPLES]
             self._seconds["write"] += time.perf_counter() - began
             done = min(BLOCK * self._blocks, len(self._passages))
-            yield StudyStep("write", done, len(self._passages), len(self.lessons))
+            kept = tuple(lesson.exchange for lesson in written.lessons)
+            yield StudyStep("write", done, len(self._passages), len(self.lessons), written=kept)
 
     def _learn(self, batches: int) -> float:
         """Take the next step; return its KL, in nats a token."""

@@ -1,0 +1,447 @@
+"""The layout of the page, in gradio. It shows what `sessions.py` and `shelf.py` do; all work is done there."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+import pandas as pd
+
+from .. import demo
+from ..loading import describe_memory
+from ..text import load_text, python_reference
+from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors, describe_refusal
+from .shelf import MOST_BYTES, Shelf
+
+__all__ = ["build", "launch"]
+
+TICK_SECONDS = 0.5
+REFERENCE_CHARACTERS = 24_000
+"""Of the Python reference: about the 6,000 tokens of the demo's second act."""
+QUESTIONS = 16
+ACCENT = "#1f6fb4"
+LINES = {"without a memory": "#8b8f98", "with the memory": ACCENT}
+PHASES = {
+    "scoring": ("Without a memory", "tokens"),
+    "reading": ("Reading", "tokens"),
+    "writing": ("Asking itself", "passages"),
+    "learning": ("Learning the answers", "steps"),
+}
+CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+
+
+def launch(page: gr.Blocks, host: str, port: int, open_browser: bool) -> str:
+    """Serve a page in the background, without share links, recorded runs or others' fonts, and return its address.
+
+    Raises:
+        ValueError: the address cannot be used.
+    """
+    page = page.queue(default_concurrency_limit=32)
+    try:
+        _, address, _ = page.launch(
+            server_name=host,
+            server_port=port or None,
+            inbrowser=open_browser,
+            prevent_thread_lock=True,
+            share=False,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            run_history=False,
+            footer_links=[],
+            max_file_size=MOST_BYTES,
+            theme=_theme(),
+            css=CSS,
+            quiet=True,
+        )
+    except OSError:  # gradio's message names settings of its own
+        raise ValueError(
+            f"{host}:{port} cannot be listened on: choose another --port, 0 for any free one, or another --host"
+        ) from None
+    return address
+
+
+def _theme() -> gr.themes.Base:
+    mono = ["ui-monospace", "Consolas", "monospace"]
+    return gr.themes.Base(primary_hue="sky", neutral_hue="slate", radius_size="md", font=FONTS, font_mono=mono).set(
+        button_primary_background_fill=ACCENT,
+        button_primary_background_fill_hover="#185a93",
+        button_primary_text_color="white",
+        color_accent=ACCENT,
+        checkbox_background_color_selected=ACCENT,
+        checkbox_border_color_selected=ACCENT,
+        border_color_accent_subdued="#c5dcef",
+    )
+
+
+def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
+    """Return the page, with all of its events."""
+    with gr.Blocks(title="locas", analytics_enabled=False, delete_cache=(600, 3600)) as page:
+        key, chats = gr.BrowserState(None, storage_key="locas-visitor"), gr.State([[], []])
+        seen, timer = gr.State(None), gr.Timer(TICK_SECONDS, active=False)
+        gr.HTML(_show_header(model), elem_id="header")
+        with gr.Tabs() as tabs:
+            with gr.Tab("Read", id="read"), gr.Row(equal_height=False):
+                with gr.Column(scale=5, min_width=320):
+                    text = gr.Textbox(
+                        label="Text", lines=11, max_lines=11, placeholder="Paste a text here, or take one below."
+                    )
+                    with gr.Row(elem_classes="small"):
+                        take_page = gr.Button("The demo's page", size="sm")
+                        take_reference = gr.Button("The Python reference", size="sm")
+                        upload_text = gr.UploadButton("Upload a text", file_types=["text"], size="sm")
+                    name = gr.Textbox(label="Name of the memory", value="memory", max_lines=1, max_length=60)
+                    questions = gr.Slider(
+                        0, MOST_QUESTIONS, QUESTIONS if model.can_chat else 0, step=4, visible=model.can_chat,
+                        label="Questions about each sentence",
+                        info="The model asks itself and learns the answers, to recall facts later. 0: only read.",
+                    )  # fmt: skip
+                    with gr.Row():
+                        read = gr.Button("Read", variant="primary", scale=2, min_width=120)
+                        stop = gr.Button("Stop", variant="stop", interactive=False, min_width=90)
+                with gr.Column(scale=7, min_width=320):
+                    progress = gr.HTML(_INTRODUCTION)
+                    plot = gr.LinePlot(
+                        x="tokens read", y="perplexity so far", color="line", color_map=LINES, color_title=" ",
+                        height=260, show_label=False, buttons=[], visible=False,
+                    )  # fmt: skip
+                    exchanges = gr.HTML(visible=False)
+                    to_ask = gr.Button("Ask about it", variant="primary", visible=False)
+            with gr.Tab("Ask", id="ask") as ask_tab:
+                memory = gr.Dropdown([], label="Memory", value=None)
+                with gr.Row(elem_classes="chats"):
+                    options = {"height": 400, "render_markdown": False, "buttons": [], "feedback_options": None}
+                    left = gr.Chatbot(label="Without a memory", elem_classes="without", **options)
+                    right = gr.Chatbot(label="With the memory", elem_classes="with", **options)
+                asked = gr.Textbox(
+                    show_label=False, max_lines=3, max_length=4000, submit_btn=True, stop_btn=False,
+                    placeholder="Ask both" if model.can_chat else "Begin a text: both continue it",
+                )  # fmt: skip
+                with gr.Row(elem_classes="small"):
+                    about_page = [demo.load_page_questions()[number].question for number in demo.SHOWN]
+                    samples = [gr.Button(each, size="sm") for each in about_page if model.can_chat]
+                    clear = gr.Button("New chat", size="sm")
+            with gr.Tab("Shelf", id="shelf") as shelf_tab:
+                chosen = gr.CheckboxGroup([], label="Memories", elem_id="memories")
+                about = gr.HTML(_about(None, []))
+                with gr.Row(elem_classes="small"):
+                    download = gr.Button("Download", interactive=False)
+                    merge = gr.Button("Merge into the model", interactive=False)
+                    export = gr.Button("Export as LoRA", interactive=False)
+                    combine = gr.Button("Combine", interactive=False)
+                    delete = gr.Button("Delete", variant="stop", interactive=False)
+                with gr.Row(visible=False, elem_classes="confirm") as confirm:
+                    question = gr.HTML("")
+                    confirmed = gr.Button("Yes, delete it", variant="stop", size="sm")
+                    cancel = gr.Button("Keep it", size="sm")
+                new_name = gr.Textbox(label="New name", max_lines=1, max_length=60, submit_btn="Rename", visible=False)
+                packed = gr.File(visible=False, interactive=False)
+                upload = gr.File(label="Upload a memory (zip)", file_types=[".zip"], height=140)
+
+        shelf_view = [memory, chosen]
+        job_view = [seen, timer, read, stop, progress, plot, exchanges, to_ask]
+        chat_view = [left, right, chats]
+        single = [download, merge, export, delete]
+
+        def on(trigger: Callable, inputs: list, outputs: list, progress: str = "hidden") -> Callable:
+            """Register a function of the visitor and the inputs for an event."""
+
+            def register(function: Callable) -> Callable:
+                unchanged = [gr.skip()] * len(outputs) if len(outputs) > 1 else gr.skip()
+
+                def run(key: Any, *values: Any) -> Any:
+                    try:
+                        return function(visitors.find(key), *values)
+                    except (ValueError, OSError) as error:
+                        gr.Warning(escape(describe_refusal(error)))
+                        return unchanged
+
+                def stream(key: Any, *values: Any) -> Iterator:
+                    try:
+                        yield from function(visitors.find(key), *values)
+                    except (ValueError, OSError) as error:
+                        gr.Warning(escape(describe_refusal(error)))
+                        yield unchanged
+
+                wrapped = stream if inspect.isgeneratorfunction(function) else run
+                trigger(wrapped, [key, *inputs], outputs, api_visibility="private", show_progress=progress)
+                return function
+
+            return register
+
+        def show_shelf(visitor: Visitor, asked: str | None, chosen: Sequence[str] = ()) -> list:
+            names = visitor.shelf.list_names()
+            asked = asked if asked in names else next(iter(names), None)
+            labels = [(f"{name}  ·  {visitor.shelf.bytes_of(name) / 1e6:.1f} MB", name) for name in names]
+            chosen = [name for name in chosen if name in names]
+            return [gr.Dropdown(choices=names, value=asked), gr.CheckboxGroup(choices=labels, value=chosen)]
+
+        def show_job(visitor: Visitor, before: Any) -> list:
+            job = visitor.job
+            running = job is not None and not job.ended
+            now = None if job is None else (id(job), len(job.without), len(job.with_memory), len(job.exchanges))
+            return [
+                now,
+                gr.Timer(active=running),
+                gr.Button(interactive=not running),
+                gr.Button(interactive=running and not job.stop.is_set()),
+                _INTRODUCTION if job is None else _show_job(job, model.jobs_before(job)),
+                gr.skip() if now == before else _plot(job),
+                gr.skip() if now == before else _show_exchanges(job),
+                gr.Button(visible=job is not None and job.memory is not None),
+            ]
+
+        @on(page.load, [], [key, *shelf_view, *job_view])
+        def open_page(visitor: Visitor) -> list:
+            return [visitor.key, *show_shelf(visitor, None), *show_job(visitor, None)]
+
+        @on(timer.tick, [seen, *shelf_view], [*job_view, *shelf_view])
+        def tick(visitor: Visitor, before: Any, asked: str | None, chosen: list[str]) -> list:
+            ended = visitor.job is not None and visitor.job.ended
+            shown = show_shelf(visitor, visitor.job.memory or asked, chosen) if ended else [gr.skip(), gr.skip()]
+            return [*show_job(visitor, before), *shown]
+
+        for tab in (ask_tab, shelf_tab):  # others may have changed a shelf that is shared
+            on(tab.select, shelf_view, shelf_view)(show_shelf)
+
+        # ------------------------------------------------------------------ read
+
+        on(take_page.click, [], [text, name])(lambda visitor: [demo.load_page(), "lighthouse"])
+        on(take_reference.click, [], [text, name])(
+            lambda visitor: [python_reference()[:REFERENCE_CHARACTERS], "python reference"]
+        )
+        on(upload_text.upload, [upload_text], [text, name])(
+            lambda visitor, path: [_load_upload(path), _propose_name(path)]
+        )
+
+        @on(read.click, [text, name, questions], job_view)
+        def begin(visitor: Visitor, text: str, name: str, questions: float) -> list:
+            if visitor.job is not None and not visitor.job.ended:
+                raise ValueError("a reading of yours is under way: stop it first, or wait for its end")
+            job = Job(name, text, int(questions))
+            model.read(job, visitor.shelf)
+            visitor.job = job
+            return show_job(visitor, None)
+
+        @on(stop.click, [], [stop])
+        def stop_reading(visitor: Visitor) -> gr.Button:
+            if visitor.job is not None:
+                visitor.job.stop.set()
+            return gr.Button(interactive=False)
+
+        @on(to_ask.click, [], [tabs, *shelf_view])
+        def go_to_ask(visitor: Visitor) -> list:
+            return [gr.Tabs(selected="ask"), *show_shelf(visitor, visitor.job and visitor.job.memory)]
+
+        # ------------------------------------------------------------------ ask
+
+        def ask(visitor: Visitor, name: str | None, question: str, chats: list[list[dict]]) -> Iterator[list]:
+            if not question.strip():
+                raise ValueError("question must not be empty: ask something")
+            former, chats = chats, [[*chat, {"role": "user", "content": question.strip()}] for chat in chats]
+            answer = model.ask(visitor.shelf.find(name) if name else None, chats)
+            words, ended = "", False  # the field is emptied once: the next question may be typed meanwhile
+            while not ended:
+                time.sleep(0.1)
+                ended = answer.finished.done()
+                if ended and answer.finished.exception():
+                    yield [question, *former, gr.skip()]
+                    answer.finished.result()
+                texts = [*answer.texts, "Choose a memory to see its answer."][:2]
+                wait = "(nothing)" if ended else "…" if answer.begun else "Waiting: the model is busy."
+                turns = [{"role": "assistant", "content": each or wait} for each in texts]
+                shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
+                yield [words, *shown, shown if ended else gr.skip()]
+                words = gr.skip()
+
+        for trigger, words in ((asked.submit, asked), *((button.click, button) for button in samples)):
+            on(trigger, [memory, words, chats], [asked, *chat_view])(ask)
+        for trigger in (clear.click, memory.change):
+            on(trigger, [], chat_view)(lambda visitor: [[], [], [[], []]])
+
+        # ------------------------------------------------------------------ shelf
+
+        @on(chosen.change, [chosen], [about, new_name, confirm, combine, *single])
+        def choose(visitor: Visitor, chosen: list[str]) -> list:
+            one = len(chosen) == 1
+            return [
+                _about(visitor.shelf, chosen),
+                gr.Textbox(chosen[0] if one else "", visible=one),
+                gr.Row(visible=False),
+                gr.Button(interactive=len(chosen) > 1),
+                *[gr.Button(interactive=one) for _ in single],
+            ]
+
+        @on(new_name.submit, [chosen, new_name], shelf_view)
+        def rename(visitor: Visitor, chosen: list[str], new_name: str) -> list:
+            name = visitor.shelf.rename(_only(chosen), new_name)
+            return show_shelf(visitor, name, [name])
+
+        @on(delete.click, [chosen], [confirm, question])
+        def ask_back(visitor: Visitor, chosen: list[str]) -> list:
+            return [gr.Row(visible=True), f"Delete <b>{escape(_only(chosen))}</b>? It cannot be brought back."]
+
+        on(cancel.click, [], [confirm])(lambda visitor: gr.Row(visible=False))
+
+        @on(confirmed.click, [memory, chosen], [confirm, *shelf_view])
+        def remove(visitor: Visitor, asked: str | None, chosen: list[str]) -> list:
+            visitor.shelf.delete(_only(chosen))
+            return [gr.Row(visible=False), *show_shelf(visitor, asked)]
+
+        @on(combine.click, [chosen], shelf_view, "minimal")
+        def put_together(visitor: Visitor, chosen: list[str]) -> list:
+            folders = [visitor.shelf.find(name) for name in chosen]
+            with visitor.shelf.new(" and ".join(name[:24].rstrip() for name in chosen[:2])) as out:
+                model.combine(folders, out)
+            return show_shelf(visitor, out.name, [out.name])
+
+        def offer(kind: str, write: Callable[[Visitor, str, Path], None]) -> Callable[..., Iterator[gr.File]]:
+            def make(visitor: Visitor, chosen: list[str]) -> Iterator[gr.File]:
+                name = _only(chosen)
+                yield gr.File(None, label="In preparation", visible=True)
+                for former in visitor.downloads.iterdir():
+                    former.unlink()
+                archive = visitor.downloads / f"{name}{kind}.zip"
+                try:
+                    write(visitor, name, archive)
+                except Exception:
+                    yield gr.File(visible=False)
+                    raise
+                yield gr.File(str(archive), label="Ready to download")
+
+            return make
+
+        for button, kind, write in (
+            (download, "", lambda visitor, name, archive: visitor.shelf.pack(name, archive)),
+            (merge, " merged", lambda visitor, name, archive: model.merge(visitor.shelf.find(name), archive)),
+            (export, " as LoRA", lambda visitor, name, archive: model.export(visitor.shelf.find(name), archive)),
+        ):
+            on(button.click, [chosen], [packed], "minimal")(offer(kind, write))
+
+        @on(upload.upload, [upload], [upload, *shelf_view], "minimal")
+        def put_on_shelf(visitor: Visitor, path: str) -> Iterator[list]:
+            yield [None, gr.skip(), gr.skip()]  # the field is empty again, also where the memory is refused
+            name = visitor.shelf.add(Path(path), _propose_name(path), model.check)
+            yield [None, *show_shelf(visitor, name, [name])]
+
+    return page
+
+
+def _only(chosen: list[str]) -> str:
+    if len(chosen) != 1:
+        raise ValueError(f"one memory must be chosen, got {len(chosen)}: choose one of the list")
+    return chosen[0]
+
+
+def _load_upload(path: str) -> str:
+    if Path(path).stat().st_size > 4 * MOST_CHARACTERS:
+        raise ValueError(f"text must have at most {MOST_CHARACTERS:,} characters, got a larger file: upload a part")
+    return load_text(path)
+
+
+def _propose_name(path: str) -> str:
+    """Return the name of an uploaded file as one that a memory can have."""
+    return " ".join(re.sub(r"[^\w .()-]|_", " ", Path(path).stem).split())[:50].strip(" .-(") or "memory"
+
+
+# ---------------------------------------------------------------------- what the page shows
+
+
+def _show_header(model: SharedModel) -> str:
+    return (
+        "<h1>Locas</h1><p>A language model reads a text once and keeps it, in a memory made of weights. "
+        f"The model here is <b>{escape(model.name)}</b>.</p>"
+    )
+
+
+_INTRODUCTION = """<ol class="introduction">
+<li><b>Paste a text</b>, or take one of those below, and press <b>Read</b>.</li>
+<li>The model predicts each token of it before it learns it: <b>the lower the perplexity, the better</b>. A grey line
+shows the model without a memory, a blue one the model whose memory grows.</li>
+<li>Then it asks itself questions about the text and learns the answers. The model's own weights do not change.</li>
+<li><b>Ask</b> both, side by side. What was learned is a small file on your <b>shelf</b>.</li>
+</ol>"""
+
+
+def _show_job(job: Job, before: int) -> str:
+    """Return the progress of a reading: a bar for each phase, what is done and how long it will take, two figures."""
+    phases = {name: PHASES[name] for name in PHASES if job.questions or name in ("scoring", "reading")}
+    order = ["waiting", *phases]
+    now, share = order.index(job.phase), job.done / max(job.total, 1)
+    bars = ""
+    for number, (title, _) in enumerate(phases.values(), 1):
+        width, current = 100 * (share if number == now else number < now), " current" * (number == now)
+        bar = f'<i><b style="width:{width:.1f}%"></b></i>'
+        bars += f'<div class="phase{current}">{bar}<span>{title}</span></div>'
+    same = job.without[: len(job.with_memory) or None]  # both figures are of the same tokens
+    figures = ""
+    for kind, line, points in zip(("without", "with"), LINES, (same, job.with_memory), strict=True):
+        value = f"{points[-1][1]:.2f}" if points else "–"
+        figures += f'<div class="figure {kind}"><b>{value}</b><span>perplexity so far, {line}</span></div>'
+    line = escape(_describe_job(job, before))
+    return f'<div class="phases">{bars}</div><p class="line">{line}</p><div class="figures">{figures}</div>'
+
+
+def _describe_job(job: Job, before: int) -> str:
+    """Return one line: what happens, and for how long."""
+    if job.outcome == "failed":
+        return f"Not read: {job.message}"
+    if job.ended and job.memory is None:
+        return "Stopped before anything was learned."
+    if job.ended:
+        barren = " The model found nothing to ask itself." if job.questions and not job.exchanges else ""
+        return f"{job.outcome.capitalize()}. The memory is on the shelf: {job.memory}.{barren}"
+    if job.phase == "waiting":
+        return f"Waiting: {before} other reading{'s' * (before > 1)} first." if before else "Starting."
+    title, unit = PHASES[job.phase]
+    left = job.seconds_left
+    done = f"{job.done:,} of {job.total:,} {unit}" if job.done else "the first step takes longest"
+    remaining = "" if left is None else f", about {_format_seconds(left)} left in this step"
+    return "Stopping after this step." if job.stop.is_set() else f"{title}: {done}{remaining}"
+
+
+def _format_seconds(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+
+
+def _plot(job: Job | None) -> gr.LinePlot:
+    """Return the plot of the perplexity so far without and with the memory; hidden before there is any."""
+    lines = zip(LINES, ([], []) if job is None else (list(job.without), list(job.with_memory)), strict=True)
+    rows = [(tokens, round(value, 2), name) for name, points in lines for tokens, value in points]
+    if not rows:
+        return gr.LinePlot(visible=False)
+    # The first chunks, which little is known about, would flatten the lines that follow.
+    values = [value for _, value, _ in rows]
+    top = 1.1 * max(value for tokens, value, _ in rows if 10 * tokens >= job.without[-1][0])
+    frame = pd.DataFrame(rows, columns=["tokens read", "perplexity so far", "line"])
+    return gr.LinePlot(frame, visible=True, y_lim=[0.9 * min(values), top])
+
+
+def _show_exchanges(job: Job | None) -> gr.HTML:
+    """Return the exchanges of a self-study, the latest first."""
+    if job is None or not job.exchanges:
+        return gr.HTML(visible=False)
+    items = "".join(
+        f"<li><b>{escape(exchange.question)}</b> {escape(exchange.answer)}</li>" for exchange in job.exchanges[::-1]
+    )
+    title = f"<h3>{len(job.exchanges)} questions that the model asked itself</h3>"
+    return gr.HTML(f"{title}<ul class='exchanges'>{items}</ul>", visible=True)
+
+
+def _about(shelf: Shelf | None, chosen: list[str]) -> str:
+    """Return a line about the memories that are chosen on the shelf."""
+    if shelf is None or not chosen:
+        return "<p class='line'>Choose one memory to rename, download or delete it, or several to combine them.</p>"
+    if len(chosen) > 1:
+        return f"<p class='line'>{len(chosen)} memories: together they add what each of them adds.</p>"
+    found = describe_memory(shelf.find(chosen[0]))
+    layers = f"{found['r']} slots beside each of {len(found['layers'])} FFNs of {found['base']}"
+    return f"<p class='line'>{escape(layers)}: {found['parameters']:,} parameters, {found['bytes'] / 1e6:.1f} MB</p>"

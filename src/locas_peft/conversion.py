@@ -1,0 +1,127 @@
+"""What is made of saved memories: one that combines several, a merged checkpoint or GGUF file, a LoRA with its base.
+
+Each function mutates the base that it is given: load it anew, or give one that shares its weights (`share_weights`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .adapters import memory_attached
+from .files import staged
+from .gguf_models import write_gguf
+from .loading import describe_memory, load_memory
+from .tuner import list_layers, to_lora, widen_base
+
+__all__ = ["combine_memories", "export_memory", "merge_memory", "merge_to_gguf", "save_adapter", "share_weights"]
+
+
+def share_weights(base: PreTrainedModel) -> PreTrainedModel:
+    """Return a second, frozen model with the weights of a base, which adapters and merges then leave as it is."""
+    shared = {id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in base.parameters()}
+    return copy.deepcopy(base, shared)
+
+
+def combine_memories(
+    base: PreTrainedModel, base_name: str, memories: Sequence[Path], weights: Sequence[float], out: Path
+) -> int:
+    """Save one memory that adds what the weighted sum of others adds, and return how many slots a layer of it has.
+
+    Raises:
+        ValueError: a memory is damaged or does not fit the base, or they cannot be combined.
+    """
+    for memory in memories:
+        describe_memory(memory)  # it refuses a damaged file in one line
+    model, names = load_memory(base, memories[0]), ["default"]
+    for number, memory in enumerate(memories[1:], 2):
+        names.append(f"memory {number}")
+        model.load_adapter(str(memory), names[-1])
+    model.add_weighted_adapter(names, weights, "combined")
+    model.set_adapter("combined")
+    for name in names:
+        model.delete_adapter(name)
+    save_adapter(model, "combined", base_name, out)
+    return model.peft_config["combined"].r
+
+
+def merge_memory(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, memory: Path, out: Path, **fields: Any
+) -> PreTrainedModel:
+    """Save a memory merged into its base, as a checkpoint that stock transformers loads, and return that model.
+
+    Args:
+        fields: of the memory's config, in place of the saved ones.
+    """
+    merged = load_memory(base, memory, **fields).merge_and_unload()
+    with staged(out) as folder:
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return merged
+
+
+def merge_to_gguf(
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, memory: Path, out: Path, converter: str, **fields: Any
+) -> None:
+    """Save a memory merged into its base as `out/model.gguf`, by llama.cpp's converter (`gguf_models.find_converter`).
+
+    Args: as for `merge_memory`.
+    """
+    merged = load_memory(base, memory, **fields).merge_and_unload()
+    with staged(out) as folder:
+        write_gguf(merged, tokenizer, folder / "model.gguf", converter)
+
+
+def export_memory(
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    memory: Path,
+    out: Path,
+    *,
+    neurons: int | None = None,
+    with_base: bool = True,
+    with_adapter: bool = True,
+    base_path: str | None = None,
+) -> tuple[int, int]:
+    """Save a memory as a LoRA adapter in `out/adapter`, and the base that it fits in `out/base`.
+
+    Args:
+        neurons: how many neurons the base gets; the memory's own r where None.
+        base_path: where the adapter's config says that the base is; `out/base` where None.
+
+    Returns:
+        That number, and the rank of the LoRA.
+    """
+    with memory_attached(base, memory) as model:
+        widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
+        neurons = neurons or max(widths, default=1)
+        config, tensors = to_lora(model, neurons=neurons)
+        parts = model.peft_config["default"].ffn_parts
+    with staged(out) as folder:
+        if with_adapter:
+            config.base_model_name_or_path = base_path or str(out / "base")
+            config.save_pretrained(str(folder / "adapter"))
+            save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+        if with_base:
+            widen_base(base, neurons, parts)
+            base.save_pretrained(folder / "base")
+            tokenizer.save_pretrained(folder / "base")
+    return neurons, max([config.r, *config.rank_pattern.values()])
+
+
+def save_adapter(model: PeftModel, adapter_name: str, base_name: str, out: Path) -> None:
+    """Write one adapter's files into a folder, whole or not at all, with the base's name on other machines too."""
+    model.peft_config[adapter_name].base_model_name_or_path = base_name
+    with staged(out) as folder:
+        model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
+        if adapter_name != "default":  # PEFT saves it in a folder of its name
+            for file in (folder / adapter_name).iterdir():
+                file.rename(folder / file.name)
+            (folder / adapter_name).rmdir()

@@ -1,0 +1,507 @@
+"""The page: a shelf that no name and no archive leaves, one model that many use at once, and the page in a browser."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_host
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from locas_peft import LocasConfig, backbone, calibrate, cli
+from locas_peft.adapters import memory_attached
+from locas_peft.app import sessions, shelf
+from locas_peft.app.sessions import Job, SharedModel, Visitors
+from locas_peft.app.shelf import Shelf, check_name
+from locas_peft.loading import describe_memory
+from locas_peft.memory_folder import READING
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TEXT = " ".join(f"The keeper of house {number} lit {number} lamps and walked down the stairs." for number in range(14))
+BASE = "locas_peft/tinybook-glu"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return backbone.load(name=BASE)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A memory of the embedded model that changes its output."""
+    folder = tmp_path_factory.mktemp("made") / "memory"
+    base, tokenizer = backbone.load(name=BASE)
+    model = get_peft_model(base, LocasConfig(r=2, seed=1))
+    calibrate(model, [tokenizer(TEXT, return_tensors="pt").input_ids])
+    for name, parameter in model.named_parameters():
+        if "locas_down" in name:
+            torch.nn.init.normal_(parameter.data, generator=torch.Generator().manual_seed(1))
+    model.save_pretrained(str(folder), save_embedding_layers=False)
+    return folder
+
+
+@pytest.fixture
+def model(loaded, monkeypatch):
+    choose = SharedModel._choose_settings
+    # Writing the anchor's text would take longer than these readings.
+    monkeypatch.setattr(
+        SharedModel, "_choose_settings", lambda *given: replace(choose(*given), anchor=0.0, anchor_every=None)
+    )
+    shared = SharedModel(BASE, *loaded)
+    yield shared
+    shared.close()
+
+
+@pytest.fixture
+def visitors():
+    found = Visitors()
+    yield found
+    found.close()
+
+
+def put(folder: Shelf, made: Path, name: str) -> Path:
+    with folder.new(name) as target:
+        shutil.copytree(made, target)
+    return target
+
+
+def wait(job: Job) -> Job:
+    deadline = time.monotonic() + 60
+    while not job.ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert job.ended, job.phase
+    return job
+
+
+def chat(words: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": words}]
+
+
+def digest(folder: Path) -> str:
+    return hashlib.sha256((folder / WEIGHTS).read_bytes()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------ shelf
+
+
+@pytest.mark.parametrize(
+    "name", ["", "..", ".", "../x", "a/b", "a\\b", ".hidden", "/etc", "a\0", "a\n", "x" * 61, "a."]
+)
+def test_a_name_that_could_leave_the_shelf_is_refused(name, tmp_path, made):
+    folder = Shelf(tmp_path / "shelf")
+    put(folder, made, "one")
+    if name.strip() != "a":
+        with pytest.raises(ValueError, match="name must be at most 60"):
+            check_name(name)
+        with pytest.raises(ValueError, match="name must be at most 60"):
+            folder.rename("one", name)
+    for use in (folder.find, folder.delete, lambda name: folder.pack(name, tmp_path / "x.zip")):
+        with pytest.raises(ValueError, match="there is no memory"):
+            use(name)
+    assert folder.list_names() == ["one"] and os.listdir(tmp_path) == ["shelf"]
+
+
+def test_memories_are_renamed_and_deleted_and_names_stay_apart(tmp_path, made):
+    folder = Shelf(tmp_path)
+    for _ in range(2):
+        put(folder, made, "one")
+    put(folder, made, "Zwei ü (3)")
+    assert sorted(folder.list_names()) == ["Zwei ü (3)", "one", "one 2"]
+    assert folder.rename("Zwei ü (3)", " ONE ") == "ONE 3"  # file systems that ignore case
+    assert folder.rename("one", "one") == "one"
+    (tmp_path / "one" / "notes.txt").write_text("not ours")
+    folder.delete("one")
+    folder.delete("one 2")
+    assert folder.list_names() == ["ONE 3"] and (tmp_path / "one" / "notes.txt").exists()
+    assert not (tmp_path / "one 2").exists()
+    with pytest.raises(ValueError, match="there is no memory 'one 2' on this shelf: choose one of the list"):
+        folder.find("one 2")
+
+
+def test_a_memory_that_is_being_made_keeps_its_name(tmp_path, made):
+    folder = Shelf(tmp_path)
+    with folder.new("one") as first, folder.new("one") as second:
+        assert (first.name, second.name) == ("one", "one 2")
+        assert folder.list_names() == []
+    with folder.new("one") as again:
+        assert again.name == "one"
+
+
+def test_a_full_shelf_takes_no_more(tmp_path, made, monkeypatch):
+    monkeypatch.setattr(shelf, "MOST_MEMORIES", 1)
+    folder = Shelf(tmp_path)
+    put(folder, made, "one")
+    with pytest.raises(ValueError, match="this shelf must hold at most 1 memories: delete some first"):
+        put(folder, made, "two")
+
+
+def test_links_are_not_followed(tmp_path, made):
+    folder = Shelf(tmp_path / "shelf")
+    (tmp_path / "shelf" / "link").symlink_to(made, target_is_directory=True)
+    assert folder.list_names() == []
+    with pytest.raises(ValueError, match="there is no memory 'link'"):
+        folder.delete("link")
+    put(folder, made, "one")
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "shelf" / "one" / "README.md").unlink()
+    (tmp_path / "shelf" / "one" / "README.md").symlink_to(tmp_path / "secret")
+    folder.pack("one", tmp_path / "one.zip")
+    assert "one/README.md" not in zipfile.ZipFile(tmp_path / "one.zip").namelist()
+    folder.delete("one")
+    assert (tmp_path / "secret").read_text() == "secret" and describe_memory(made)
+
+
+def test_a_memory_comes_back_out_of_its_archive(tmp_path, made):
+    folder, checked = Shelf(tmp_path / "shelf"), []
+    put(folder, made, "one")
+    folder.pack("one", tmp_path / "one.zip")
+    assert folder.add(tmp_path / "one.zip", "one", checked.append) == "one 2"
+    assert digest(folder.find("one 2")) == digest(made) and len(checked) == 1
+
+
+def entry(name: str, mode: int = 0) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(name)
+    info.external_attr = mode << 16
+    return info
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([entry("../adapter_config.json")], "the archive must hold the files of one memory"),
+        ([entry("/adapter_config.json"), entry("adapter_model.safetensors")], "the archive must hold the files"),
+        ([entry("a/../../adapter_config.json")], "the archive must hold the files of one memory"),
+        ([entry("a\\..\\adapter_config.json")], "the archive must hold the files of one memory"),
+        ([entry(CONFIG), entry("adapter_model.bin")], "got 'adapter_model.bin': pack one memory alone"),
+        ([entry(CONFIG, stat.S_IFLNK | 0o777)], "no links and one folder at most"),
+        ([entry(f"a/{CONFIG}"), entry(f"b/{WEIGHTS}")], "one folder at most"),
+        ([entry(CONFIG), entry(CONFIG)], "the archive must be a sound zip of a memory"),
+        ([], "memory must be a folder that holds a memory"),
+        ([entry(f"{'x' * 65_000}{number}") for number in range(17)], "the archive must list few files"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_a_hostile_archive_is_refused_and_nothing_is_left_of_it(entries, message, tmp_path):
+    archive = tmp_path / "hostile.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for each in entries:
+            packed.writestr(each, "{}")
+    folder = Shelf(tmp_path / "in" / "shelf")
+    with pytest.raises(ValueError, match=message):
+        folder.add(archive, "hostile", lambda memory: None)
+    assert list((tmp_path / "in").rglob("*")) == [tmp_path / "in" / "shelf"]
+
+
+def test_an_archive_that_unpacks_to_too_much_or_is_damaged_is_refused(tmp_path, made, monkeypatch):
+    folder, archive = Shelf(tmp_path / "shelf"), tmp_path / "x.zip"
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr(CONFIG, bytes(5_000_000))
+    monkeypatch.setattr(shelf, "MOST_BYTES", 3_000_000)
+    with pytest.raises(ValueError, match="a memory must have at most 3,000,000 bytes, got more: upload less"):
+        folder.add(archive, "x", lambda memory: None)
+    put(folder, made, "one")
+    folder.pack("one", archive)
+    sound = archive.read_bytes()
+    for broken in (b"", b"PK", sound[:-30], sound.replace(b"locas_", b"LOCAS_", 1), b"x" * 99):
+        archive.write_bytes(broken)
+        with pytest.raises(ValueError, match="the archive must be a sound zip of a memory"):
+            folder.add(archive, "x", lambda memory: None)
+    assert os.listdir(tmp_path / "shelf") == ["one"]
+
+
+def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_server(tmp_path, made, model):
+    folder = Shelf(tmp_path / "shelf")
+    put(folder, made, "one")
+    config = folder.find("one") / CONFIG
+    config.write_text(json.dumps({**json.loads(config.read_text()), "r": 10**9}))
+    folder.pack("one", tmp_path / "one.zip")
+    with pytest.raises(ValueError) as refusal:
+        folder.add(tmp_path / "one.zip", "two", model.check)
+    assert str(tmp_path) not in str(refusal.value) and "\n" not in str(refusal.value)
+    other = get_peft_model(make_host("llama"), LocasConfig(r=2))
+    calibrate(other, [torch.arange(3, 30)[None]])
+    other.save_pretrained(str(tmp_path / "other"), save_embedding_layers=False)
+    shelf.pack(tmp_path / "other", tmp_path / "other.zip", shelf.FILES)
+    with pytest.raises(ValueError, match="this memory was made for another base"):
+        folder.add(tmp_path / "other.zip", "two", model.check)
+    assert folder.list_names() == ["one"]
+
+
+# --------------------------------------------------------------------------------------------------------- sessions
+
+
+def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, visitors, made, monkeypatch):
+    one, two = visitors.find(None), visitors.find(None)
+    memory = put(two.shelf, made, "made")
+    monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
+    words = [chat("Once upon a time"), chat("Once upon a time")]
+    expected = model.ask(memory, words)
+    expected.finished.result()
+    assert expected.texts[0] != expected.texts[1]
+    quiet, busy = Job("quiet", TEXT[:450], 0), Job("busy", TEXT[:450], 0)
+    model.read(quiet, one.shelf)
+    wait(quiet)
+    model.read(busy, one.shelf)
+    asked = 0
+    while asked < 3:
+        assert not busy.ended, "nobody was answered"
+        answer = model.ask(memory, words)
+        answer.finished.result()
+        asked += busy.phase == "reading" and not busy.ended
+        assert answer.texts == expected.texts
+    wait(busy)
+    assert (quiet.outcome, busy.outcome, busy.memory) == ("done", "done", "busy"), busy.message
+    assert digest(one.shelf.find("quiet")) == digest(one.shelf.find("busy"))
+    assert busy.with_memory == quiet.with_memory and busy.without == quiet.without
+    assert len(busy.without) > 2
+    assert [tokens for tokens, _ in busy.without] == [tokens for tokens, _ in busy.with_memory]
+
+
+def test_stop_keeps_what_was_learned_and_a_reading_that_waits_is_stopped_before_it_learns(model, visitors):
+    one, two = visitors.find(None), visitors.find(None)
+    long, waiting = Job("long", TEXT * 8, 0), Job("waiting", TEXT, 0)
+    model.read(long, one.shelf)
+    model.read(waiting, two.shelf)
+    while len(long.with_memory) < 2:
+        assert not long.ended, long.message
+        assert waiting.phase == "waiting" and (model.jobs_before(long), model.jobs_before(waiting)) == (0, 1)
+        time.sleep(0.001)
+    waiting.stop.set()
+    long.stop.set()
+    assert (wait(long).outcome, wait(waiting).outcome) == ("stopped", "stopped")
+    assert 0 < len(long.with_memory) < len(long.without)
+    assert json.loads((one.shelf.find("long") / READING).read_text())["stopped"] is True
+    assert describe_memory(one.shelf.find("long"))["learned"] is True
+    assert waiting.memory is None and two.shelf.list_names() == [] and waiting.with_memory == []
+
+
+def test_closing_keeps_what_was_learned(loaded, visitors):
+    model, visitor = SharedModel(BASE, *loaded), visitors.find(None)
+    job = Job("long", TEXT * 8, 0)
+    model.read(job, visitor.shelf)
+    while not job.with_memory:
+        time.sleep(0.01)
+    model.close()
+    assert job.outcome == "stopped" and visitor.shelf.list_names() == ["long"]
+
+
+def test_what_the_model_asks_itself_is_listed_and_stop_ends_the_writing(model, visitors):
+    visitor, job = visitors.find(None), Job("studied", TEXT, 1)
+    model.read(job, visitor.shelf)
+    while job.phase != "writing":
+        assert not job.ended, job.message
+        time.sleep(0.001)
+    job.stop.set()
+    assert wait(job).outcome == "stopped" and job.memory == "studied", job.message
+
+
+def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model, visitors):
+    visitor = visitors.find(None)
+    short = Job("short", "x", 0)
+    model.read(short, visitor.shelf)
+    assert wait(short).outcome == "failed" and short.message.startswith("text must have at least 2 tokens")
+    with pytest.raises(ValueError, match="text must have at most 2,000,000 characters, got 2,000,001: cut it"):
+        model.read(Job("long", "x" * 2_000_001, 0), visitor.shelf)
+    with pytest.raises(ValueError, match="text must not be empty"):
+        model.read(Job("empty", " ", 0), visitor.shelf)
+    with pytest.raises(ValueError, match="questions must be from 0 to 32, got 1000000000: move the slider"):
+        model.read(Job("slow", TEXT, 10**9), visitor.shelf)
+    named = Job("../up", TEXT, 0)
+    model.read(named, visitor.shelf)
+    assert wait(named).outcome == "failed" and "name must be at most 60" in named.message
+
+
+def test_too_many_questions_are_refused(model, monkeypatch):
+    monkeypatch.setattr(sessions, "MOST_WAITING", 0)
+    with pytest.raises(ValueError, match="at most 0 readings and questions can wait: try again later"):
+        model.ask(None, [chat("Who?")])
+
+
+def test_a_question_can_be_too_long(model):
+    with pytest.raises(ValueError, match="question must have at most .* tokens, got .*: shorten it"):
+        model.ask(None, [chat("word " * 3000)]).finished.result()
+
+
+def test_visitors_have_shelves_of_their_own_unless_they_share_one(visitors, tmp_path, made):
+    one, two = visitors.find(None), visitors.find("made up")
+    assert one.key != two.key != "made up" and visitors.find(one.key) is one
+    put(one.shelf, made, "one")
+    assert two.shelf.list_names() == [] and visitors.find([1]).shelf.list_names() == []
+    shared = Visitors(tmp_path)
+    put(shared.find(None).shelf, made, "one")
+    assert shared.find(None).shelf.list_names() == ["one"]
+    shared.close()
+    assert (tmp_path / "one").exists()
+    visitors.close()
+    assert not one.downloads.exists()
+
+
+def test_the_visitor_who_was_longest_away_is_forgotten_unless_it_reads(visitors, monkeypatch):
+    monkeypatch.setattr(sessions, "MOST_VISITORS", 3)
+    reads, away, here = (visitors.find(None) for _ in range(3))
+    reads.job = Job("busy", TEXT, 0, phase="reading")
+    visitors.find(None)
+    assert visitors.find(reads.key) is reads and visitors.find(here.key) is here
+    assert not away.downloads.exists() and visitors.find(away.key).key != away.key
+
+
+def test_what_is_made_of_memories_leaves_the_model_as_it_is(model, loaded, visitors, made, tmp_path):
+    base, tokenizer = loaded
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    config = base.config.to_dict()
+    folder = visitors.find(None).shelf
+    one, two = put(folder, made, "one"), put(folder, made, "two")
+    with folder.new("both") as both:
+        model.combine([one, two], both)
+    model.merge(one, tmp_path / "merged.zip")
+    model.export(one, tmp_path / "lora.zip")
+    assert base.config.to_dict() == config
+    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
+    assert folder.list_names()[0] == "both" and describe_memory(both)["r"] == 4
+    zipfile.ZipFile(tmp_path / "merged.zip").extractall(tmp_path)
+    with zipfile.ZipFile(tmp_path / "lora.zip") as packed:
+        assert "lora/adapter/adapter_model.safetensors" in packed.namelist()
+        assert json.loads(packed.read("lora/adapter/adapter_config.json"))["base_model_name_or_path"] == "base"
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = tokenizer(TEXT[:200], return_tensors="pt").input_ids
+    with torch.no_grad(), memory_attached(base, one) as adapted:
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-3, rtol=1e-3)
+    with pytest.raises(ValueError, match="two or more memories must be chosen to be combined, got 1: choose more"):
+        model.combine([one], tmp_path / "x")
+
+
+def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["app", "--no-browser"])
+    line = 'error: the page needs gradio: install it with pip install "locas_peft[app]"\n'
+    assert capsys.readouterr().err == line
+
+
+# ------------------------------------------------------------------------------------------------------ in a browser
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking
+--disable-component-update --disable-sync"""
+
+
+@pytest.fixture
+def address():
+    """The address of a server of the embedded model, ended by SIGTERM."""
+    command = [sys.executable, "-m", "locas_peft", "app", "--no-browser", "--port", "0", "--model", BASE]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        lines = []
+        for line in server.stdout:
+            lines.append(line)
+            if found := re.search(r"The page is at (http://127\.0\.0\.1:\d+/)", line):
+                yield found[1]
+                break
+        else:
+            pytest.fail("".join(lines))
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 143
+        assert server.stdout.read().splitlines()[-1] == "terminated"
+
+
+@pytest.fixture
+def browser():
+    """Chromium, each page of which sees no other's storage."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    pytest.importorskip("gradio")
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+        yield chromium
+        chromium.close()
+
+
+@pytest.mark.slow
+def test_the_page_in_a_browser(browser, address, tmp_path, made):
+    visit = browser.new_page(viewport={"width": 1200, "height": 820})
+    requested = []
+    visit.on("request", lambda request: requested.append(request.url))
+    visit.goto(address)
+
+    def press(name: str) -> None:
+        visit.get_by_role("button", name=name, exact=True).click()
+
+    def shows(text: str, count: int = 1) -> None:
+        visit.get_by_text(text).nth(count - 1).wait_for(timeout=60_000)
+
+    def open_tab(name: str) -> None:
+        visit.get_by_role("tab", name=name).click()
+
+    # Read; then read a long text and stop.
+    press("The demo's page")
+    visit.wait_for_function("document.querySelector('textarea').value.includes('Skarn Point')")
+    press("Read")
+    shows("Done. The memory is on the shelf: lighthouse")
+    visit.locator(".vega-embed").wait_for()
+    press("The Python reference")
+    visit.wait_for_function("document.querySelector('textarea').value.length > 20000")
+    press("Read")
+    shows("Reading: ")
+    press("Stop")
+    shows("Stopped. The memory is on the shelf: python reference")
+
+    # Ask with one memory, switch to the other.
+    press("Ask about it")
+    asked = visit.get_by_placeholder("Begin a text: both continue it")
+    asked.fill("The lighthouse of Skarn Point was")
+    asked.press("Enter")
+    shows("The lighthouse of Skarn Point was", 2)
+    visit.wait_for_function("document.querySelectorAll('[data-testid=bot]').length == 2")
+    visit.get_by_label("Memory", exact=True).click()
+    visit.get_by_role("option", name="lighthouse").click()
+    visit.wait_for_function("document.querySelectorAll('[data-testid=bot]').length == 0")
+
+    # Reload: the shelf is still there; another browser sees none of it.
+    visit.reload()
+    shows("Stopped. The memory is on the shelf: python reference")
+    open_tab("Shelf")
+    assert visit.get_by_role("checkbox", name="lighthouse").is_visible()
+    other = browser.new_page()
+    other.goto(address)
+    other.get_by_role("tab", name="Shelf").click()
+    other.get_by_text("Choose one memory").wait_for()
+    assert other.get_by_role("checkbox").count() == 0
+
+    # Download, delete after a question back, upload again.
+    visit.get_by_role("checkbox", name="lighthouse").check()
+    shows("64 slots beside each of 6 FFNs")
+    press("Download")
+    with visit.expect_download() as downloaded:
+        visit.get_by_role("link", name="Download").or_(visit.locator("a[download]")).first.click()
+    downloaded.value.save_as(tmp_path / "lighthouse.zip")
+    press("Delete")
+    shows("Delete lighthouse? It cannot be brought back.")
+    press("Keep it")
+    assert visit.get_by_role("checkbox", name="lighthouse").is_visible()
+    press("Delete")
+    press("Yes, delete it")
+    visit.get_by_role("checkbox", name="lighthouse").wait_for(state="detached")
+    visit.locator("input[type=file][accept='.zip']").set_input_files(tmp_path / "lighthouse.zip")
+    visit.get_by_role("checkbox", name="lighthouse").wait_for()
+
+    # Hostile uploads are refused with a message.
+    with zipfile.ZipFile(tmp_path / "hostile.zip", "w") as packed:
+        packed.writestr("../../adapter_config.json", "{}")
+    visit.locator("input[type=file][accept='.zip']").set_input_files(tmp_path / "hostile.zip")
+    shows("the archive must hold the files of one memory")
+    assert visit.get_by_role("checkbox").count() == 2
+    assert [url for url in requested if not url.startswith((address, "data:", "blob:"))] == []
