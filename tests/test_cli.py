@@ -367,14 +367,25 @@ def test_each_shared_option_arrives_in_the_settings(run):
 # ---------------------------------------------------------------------- unfinished readings
 
 
-@pytest.fixture
-def unfinished(run, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
     """The folder of a reading that was interrupted after four chunks, and the command that made it."""
-    arguments = ["memorize", "text.txt", "--r", 8, *FAST, *NO_ANCHOR, "--checkpoint-seconds", 0]
-    with monkeypatch.context() as patched:
+    folder = tmp_path_factory.mktemp("interrupted")
+    (folder / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
+    arguments = ["memorize", "text.txt", "--r", "8", *FAST, *NO_ANCHOR, "--checkpoint-seconds", "0"]
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.chdir(folder)
         patched.setattr(study, "follow", stop_with(interrupt))
-        assert run(*arguments, "--out", "parts")[0] == 130
-    return tmp_path / "parts", arguments
+        cli.main([*arguments, "--out", "parts"])
+    assert ended.value.code == 130
+    return folder / "parts", arguments
+
+
+@pytest.fixture
+def unfinished(interrupted, run, tmp_path):
+    """A copy of that folder, and the command."""
+    folder, arguments = interrupted
+    return shutil.copytree(folder, tmp_path / "parts"), arguments
 
 
 @pytest.mark.parametrize(
@@ -488,8 +499,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
 def test_a_full_device_under_stdout_of_json(tmp_path):
     (tmp_path / "text.txt").write_text("A text of a few words.")
+    command = [sys.executable, "-m", "locas_peft", "memorize", "text.txt", "--method", "none", "--json", "-"]
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "timeout": 120}
     with open("/dev/full", "w") as full:
-        process = locas("memorize", tmp_path / "text.txt", "--method", "none", "--json", "-", stdout=full)
+        process = subprocess.run(command, cwd=tmp_path, stdout=full, **options)
     assert process.returncode == 2
     assert process.stderr.endswith(
         "error: the disk is full: free some space or choose another folder; nothing was left half-written\n"
@@ -1174,12 +1187,6 @@ def test_eval_perplexity_needs_no_extra(run, tmp_path, monkeypatch):
     assert "all tokens" in stdout and "Next: locas eval report locas-eval" in stdout
 
 
-def test_the_module_runs_as_a_command(memory):
-    process = locas("inspect", memory, "--json", "-")
-    assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout)["r"] == 16
-
-
 @pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "terminated\n")])
 def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
@@ -1191,14 +1198,3 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     script = f"import sys; sys.path[:0] = {path}; import locas_command; locas_command.main()"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)
-
-
-def locas(*arguments, stdout=subprocess.PIPE) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "locas_peft", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import locas_peft
+from locas_peft import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -39,8 +40,7 @@ def test_the_example_is_short():
 
 def test_commands_of_the_table_exist():
     named = set(re.findall(r"^\| `locas ([a-z]+)", README, flags=re.MULTILINE)) | {"demo"}
-    help_text = run("-m", "locas_peft", "--help", folder=ROOT)
-    assert named and all(re.search(rf"\b{name}\b", help_text) for name in named)
+    assert "memorize" in named and named <= set(cli.app)
 
 
 def test_files_of_the_tree_exist():
