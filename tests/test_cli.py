@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi, ModelCard, RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
 from locas_peft import backbone, cli, demo, files, gguf_models, loading, memory_folder, text
@@ -24,7 +26,7 @@ from locas_peft.tuner import STRATEGIES
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
-COMMANDS = ["demo", "memorize", "compare", "ask", "chat", "generate", "merge", "export", "inspect", "eval"]
+COMMANDS = ["demo", "memorize", "compare", "ask", "chat", "generate", "merge", "export", "push", "inspect", "eval"]
 PROTOCOLS = ["perplexity", "locomo", "forgetting", "report"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
@@ -73,7 +75,7 @@ def test_every_command_has_help(run, command):
     code, stdout, stderr = run(*command, "--help")
     assert (code, stderr) == (0, "")
     assert f"Usage: locas {' '.join(command)}" in stdout
-    assert command in (["eval"], ["inspect"]) or "--out" in stdout or "--memory" in stdout
+    assert command in (["eval"], ["inspect"], ["push"]) or "--out" in stdout or "--memory" in stdout
 
 
 def test_each_setting_is_an_option_with_help(run):
@@ -914,6 +916,35 @@ def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_p
         code, _, stderr = run("export", memory, *arguments)
         assert code == 2 and stderr.startswith(f"error: {message}")
     assert "x" not in names(tmp_path)
+
+
+def test_push_uploads_the_memory_with_its_card(run, memory, tmp_path, monkeypatch):
+    shutil.copytree(memory, tmp_path / "m")
+    (tmp_path / "m" / "exchanges.jsonl").write_text("{}")
+    (tmp_path / "m" / "notes.txt").write_text("mine")
+    made, uploaded = [], {}
+
+    def upload(self, *, repo_id, folder_path, allow_patterns):
+        found = filter_repo_objects(names(folder_path), allow_patterns=allow_patterns)
+        uploaded[repo_id] = {name: (folder_path / name).read_bytes() for name in found}
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, *a, **k: made.append((a, k)) or RepoUrl("me/m"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    arguments = ("push", "m", "--repo", "m", "--license", "cc-by-4.0", "--private")
+    assert run(*arguments) == (0, "The memory is at me/m\n", "")
+    assert made == [(("m",), {"private": True, "exist_ok": True})]
+    assert sorted(uploaded["me/m"]) == MEMORY_FILES
+    card = ModelCard(uploaded["me/m"]["README.md"].decode())
+    assert card.data.license == "cc-by-4.0" and card.text == ModelCard.load(memory / "README.md").text
+
+    def refuse(self, *args, **options):
+        raise OSError("401\n\nlog in")
+
+    monkeypatch.setattr(HfApi, "create_repo", refuse)
+    line = "error: memory cannot be pushed to 'm' (401 log in): check the name, and log in with `hf auth login`\n"
+    assert run(*arguments) == (2, "", line)
+    (tmp_path / "m" / "adapter_model.safetensors").unlink()
+    assert run(*arguments)[2].startswith("error: memory 'm' has no adapter_model.safetensors")
 
 
 def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import html
 import json
 import math
 import os
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
@@ -305,6 +308,31 @@ def test_a_saved_memory_comes_back_on_a_fresh_base(base, input_ids, tmp_path):
     fresh.requires_grad_(False)
     assert score(fresh, input_ids, record.settings) == without
     assert describe(fresh.requires_grad_(True))["modules"] == before["modules"]
+
+
+def test_a_model_card_says_what_was_read(base, input_ids, tmp_path):
+    title = "a|b](x) <script>1</script> `**x** www.x.y $1$\n---\nlicense: mit"
+    settings = dataclasses.replace(small(r=4), model="owner/name: [x]")
+    reading = memorize(base, input_ids[:200], settings, out=tmp_path, title=title)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.to_dict() == {
+        "base_model": "owner/name: [x]",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["locas", "test-time-training"],
+    }
+    page = MarkdownIt("commonmark").enable("table").render(card.text)
+    shown = html.escape(title.replace("\n", "\\n"))
+    assert f"<h1>A memory of {shown}</h1>" in page and f"<td>{shown}, 200 tokens</td>" in page
+    for value in (f"{reading.perplexity:.2f}", f"{math.exp(reading.final_base_nats):.2f}", "locas-glu, 18,432 parame"):
+        assert f"<td>{value}" in page
+    assert Reading.from_json(json.loads((tmp_path / READING).read_text())).title == title
+
+
+def test_a_local_base_is_not_named_as_one_of_the_hub(base, input_ids, tmp_path):
+    for model in (str(tmp_path), "x.gguf", backbone.NAME):
+        memorize(base, input_ids[:100], small(r=2, model=model), out=tmp_path / "m", overwrite=True)
+        assert ModelCard.load(tmp_path / "m" / "README.md").data.base_model is None
 
 
 def test_the_method_none_has_nothing_to_save(base, input_ids, tmp_path):

@@ -56,6 +56,7 @@ def memorize(
     checkpoint_seconds: float = 30.0,
     resume: bool = False,
     overwrite: bool = False,
+    title: str | None = None,
     on_chunk: Callable[[Chunk], None] | None = None,
     tokenizer: Any = None,
     exchanges: Sequence[Exchange | Lesson] | None = None,
@@ -76,6 +77,7 @@ def memorize(
         checkpoint_seconds: the least time between two checkpoints.
         resume: go on from the checkpoint in `checkpoint_dir`; from the start where there is none.
         overwrite: replace the memory in `out`, and a checkpoint that is not resumed.
+        title: of the text, for the record and the model card.
         on_chunk: called after each chunk; on resuming, for the chunks of the checkpoint first.
         tokenizer: of the base; needed for a self-study (`settings.study`).
         exchanges: studied in place of those that the model would write (see `SelfStudy`).
@@ -119,7 +121,8 @@ def memorize(
                 checkpoints.after(step, on_study, due=step.phase == "write")
         studied = None if study is None else study.figures
         memory_dir = None if out is None else str(out)
-        reading = _make_reading(trainer, settings, input_ids, peak, studied=studied, memory_dir=memory_dir)
+        figures = {"studied": studied, "memory_dir": memory_dir, "title": title}
+        reading = _make_reading(trainer, settings, input_ids, peak, **figures)
         if out is not None:
             save_memory(model, out, reading, None if study is None else study.exchanges)
         if lock is not None and out is not None:
