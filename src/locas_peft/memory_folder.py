@@ -44,8 +44,10 @@ READING = "reading.json"
 CHECKPOINT_FOLDER = "checkpoint"
 """The folder in a memory's folder that holds an unfinished reading."""
 _CARD = "README.md"
-_CARD_SETTINGS = ("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings")
-_CARD_SETTINGS += ("anchor", "passes", "seed", "dtype")
+_CARD_SETTINGS = [
+    *("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings", "anchor"),
+    *("passes", "seed", "dtype"),
+]
 
 
 @dataclass(frozen=True)

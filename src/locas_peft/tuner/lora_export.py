@@ -37,13 +37,13 @@ def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | 
     """
     if neurons < 1:
         raise ValueError(f"neurons must be at least 1, got {neurons}: give the largest r of the memories.")
-    groups: dict[int, WidthGroup] = {}
+    by_width: dict[int, WidthGroup] = {}
     for name, ffn in find_ffns(base, ffn_parts).items():
         obstacle = ffn.find_obstacle()
         if obstacle:
             raise ValueError(f"cannot widen {name}: {obstacle}.")
-        groups.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[name] = ffn
-    groups = list(groups.values())
+        by_width.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[name] = ffn
+    groups = list(by_width.values())
     widen_to(groups, base, widened_config(base, groups))
 
 
