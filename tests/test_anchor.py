@@ -145,8 +145,8 @@ def test_scores_before_the_first_pull_are_those_without_an_anchor():
 def test_an_anchored_memory_learns_the_text_and_leaves_another_alone():
     base, tokenizer = backbone.load()
     base.requires_grad_(False)
-    book = tokenize(tokenizer, unwrap(python_reference()), 4_000)
-    other = write_own_text(base, texts=4, tokens=256, seed=1).reshape(-1)  # not the anchor's: another seed
+    book = tokenize(tokenizer, unwrap(python_reference()), 2_048)
+    other = write_own_text(base, texts=4, tokens=160, seed=1).reshape(-1)  # not the anchor's: another seed
     plain = ReadingSettings(method="none").complete()
     untouched, unread = score(base, other, plain), score(base, book, plain)
     found = {}
@@ -155,7 +155,7 @@ def test_an_anchored_memory_learns_the_text_and_leaves_another_alone():
         ("held", Anchor(write_own_text(base, texts=16, tokens=64), weight=1.0, every=1)),
     ):
         model = get_peft_model(backbone.load()[0], LocasConfig(r=32, scaling=32.0))
-        trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=4e-3, context="cache", anchor=anchor)
+        trainer = TestTimeTrainer(model, window=256, stride=128, learning_rate=4e-3, context="cache", anchor=anchor)
         read(trainer, book)
         model.requires_grad_(False)
         found[name] = trainer.perplexity, score(model, other, plain) - untouched

@@ -88,8 +88,7 @@ def make_ruinous(kind: str, **settings) -> TestTimeTrainer:
     return TestTimeTrainer(model, **SMALL | {"learning_rate": 0.3} | settings)
 
 
-@pytest.mark.parametrize("kind", ["lora", "locas"])
-@pytest.mark.parametrize(("context", "epochs"), [("recompute", 1), ("cache", 2)])
+@pytest.mark.parametrize(("kind", "context", "epochs"), [("lora", "recompute", 1), ("locas", "cache", 2)])
 def test_an_adapter_that_a_high_rate_ruins_is_taken_back_and_goes_on(kind, context, epochs, english):
     options = {"context": context, "epochs": epochs}
     base = read(TestTimeTrainer(backbone.load()[0], **SMALL, learning_rate=None, context=context), english)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import HfApi, ModelCard, RepoUrl
+from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
 from locas_peft import backbone, cli, demo, files, gguf_models, loading, memory_folder, text
@@ -24,7 +26,7 @@ from locas_peft.tuner import STRATEGIES
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
-COMMANDS = ["demo", "memorize", "compare", "ask", "chat", "generate", "merge", "export", "inspect", "eval"]
+COMMANDS = ["demo", "memorize", "compare", "ask", "chat", "generate", "merge", "export", "push", "inspect", "eval"]
 PROTOCOLS = ["perplexity", "locomo", "forgetting", "report"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
@@ -73,7 +75,7 @@ def test_every_command_has_help(run, command):
     code, stdout, stderr = run(*command, "--help")
     assert (code, stderr) == (0, "")
     assert f"Usage: locas {' '.join(command)}" in stdout
-    assert command in (["eval"], ["inspect"]) or "--out" in stdout or "--memory" in stdout
+    assert command in (["eval"], ["inspect"], ["push"]) or "--out" in stdout or "--memory" in stdout
 
 
 def test_each_setting_is_an_option_with_help(run):
@@ -367,14 +369,25 @@ def test_each_shared_option_arrives_in_the_settings(run):
 # ---------------------------------------------------------------------- unfinished readings
 
 
-@pytest.fixture
-def unfinished(run, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
     """The folder of a reading that was interrupted after four chunks, and the command that made it."""
-    arguments = ["memorize", "text.txt", "--r", 8, *FAST, *NO_ANCHOR, "--checkpoint-seconds", 0]
-    with monkeypatch.context() as patched:
+    folder = tmp_path_factory.mktemp("interrupted")
+    (folder / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
+    arguments = ["memorize", "text.txt", "--r", "8", *FAST, *NO_ANCHOR, "--checkpoint-seconds", "0"]
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
+        patched.chdir(folder)
         patched.setattr(study, "follow", stop_with(interrupt))
-        assert run(*arguments, "--out", "parts")[0] == 130
-    return tmp_path / "parts", arguments
+        cli.main([*arguments, "--out", "parts"])
+    assert ended.value.code == 130
+    return folder / "parts", arguments
+
+
+@pytest.fixture
+def unfinished(interrupted, run, tmp_path):
+    """A copy of that folder, and the command."""
+    folder, arguments = interrupted
+    return shutil.copytree(folder, tmp_path / "parts"), arguments
 
 
 @pytest.mark.parametrize(
@@ -488,8 +501,10 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
 def test_a_full_device_under_stdout_of_json(tmp_path):
     (tmp_path / "text.txt").write_text("A text of a few words.")
+    command = [sys.executable, "-m", "locas_peft", "memorize", "text.txt", "--method", "none", "--json", "-"]
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "timeout": 120}
     with open("/dev/full", "w") as full:
-        process = locas("memorize", tmp_path / "text.txt", "--method", "none", "--json", "-", stdout=full)
+        process = subprocess.run(command, cwd=tmp_path, stdout=full, **options)
     assert process.returncode == 2
     assert process.stderr.endswith(
         "error: the disk is full: free some space or choose another folder; nothing was left half-written\n"
@@ -952,6 +967,35 @@ def test_export_names_the_rank_that_vllm_needs(rank, line):
     assert line in cli.memories._name_vllm_option(rank)
 
 
+def test_push_uploads_the_memory_with_its_card(run, memory, tmp_path, monkeypatch):
+    shutil.copytree(memory, tmp_path / "m")
+    (tmp_path / "m" / "exchanges.jsonl").write_text("{}")
+    (tmp_path / "m" / "notes.txt").write_text("mine")
+    made, uploaded = [], {}
+
+    def upload(self, *, repo_id, folder_path, allow_patterns):
+        found = filter_repo_objects(names(folder_path), allow_patterns=allow_patterns)
+        uploaded[repo_id] = {name: (folder_path / name).read_bytes() for name in found}
+
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, *a, **k: made.append((a, k)) or RepoUrl("me/m"))
+    monkeypatch.setattr(HfApi, "upload_folder", upload)
+    arguments = ("push", "m", "--repo", "m", "--license", "cc-by-4.0", "--private")
+    assert run(*arguments) == (0, "The memory is at me/m\n", "")
+    assert made == [(("m",), {"private": True, "exist_ok": True})]
+    assert sorted(uploaded["me/m"]) == MEMORY_FILES
+    card = ModelCard(uploaded["me/m"]["README.md"].decode())
+    assert card.data.license == "cc-by-4.0" and card.text == ModelCard.load(memory / "README.md").text
+
+    def refuse(self, *args, **options):
+        raise OSError("401\n\nlog in")
+
+    monkeypatch.setattr(HfApi, "create_repo", refuse)
+    line = "error: memory cannot be pushed to 'm' (401 log in): check the name, and log in with `hf auth login`\n"
+    assert run(*arguments) == (2, "", line)
+    (tmp_path / "m" / "adapter_model.safetensors").unlink()
+    assert run(*arguments)[2].startswith("error: memory 'm' has no adapter_model.safetensors")
+
+
 def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
     monkeypatch.setattr(loading, "load_base", None)
     code, stdout, stderr = run("inspect", memory, "--json", "i.json")
@@ -1223,12 +1267,6 @@ def test_eval_perplexity_needs_no_extra(run, tmp_path, monkeypatch):
     assert "all tokens" in stdout and "Next: locas eval report locas-eval" in stdout
 
 
-def test_the_module_runs_as_a_command(memory):
-    process = locas("inspect", memory, "--json", "-")
-    assert process.returncode == 0, process.stderr
-    assert json.loads(process.stdout)["r"] == 16
-
-
 @pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "terminated\n")])
 def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
@@ -1240,14 +1278,3 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     script = f"import sys; sys.path[:0] = {path}; import locas_command; locas_command.main()"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)
-
-
-def locas(*arguments, stdout=subprocess.PIPE) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "locas_peft", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )

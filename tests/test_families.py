@@ -182,20 +182,26 @@ def test_bf16_merge_is_within_bf16_rounding(family):
     assert error(model.merge_and_unload()) <= 1.5 * own_error
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3", "lfm2", "gpt2", "opt"])
-def test_plain_checkpoint_in_a_process_without_us(family, tmp_path):
-    model = make_memory(family)
-    learn(model)
-    expected = logits(model)
-    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+def test_plain_checkpoints_in_a_process_without_us(tmp_path):
+    expected = {}
+    for family in ("qwen3", "phi3", "lfm2", "gpt2", "opt"):
+        model = make_memory(family)
+        learn(model)
+        expected[family] = logits(model)
+        model.merge_and_unload().save_pretrained(tmp_path / family)
     script = (
         "import json, sys, torch\n"
         "from transformers import AutoModelForCausalLM\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation='eager').eval()\n"
-        "logits = model(input_ids=torch.tensor(json.loads(sys.argv[2]))).logits\n"
+        "tokens = torch.tensor(json.loads(sys.argv[1]))\n"
+        "for folder in sys.argv[2:]:\n"
+        "    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation='eager').eval()\n"
+        "    print(json.dumps(model(input_ids=tokens).logits.tolist()))\n"
         "assert 'locas_peft' not in sys.modules and 'peft' not in sys.modules\n"
-        "print(json.dumps(logits.tolist()))\n"
     )
-    command = [sys.executable, "-c", script, str(tmp_path / "merged"), json.dumps(make_tokens().tolist())]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    torch.testing.assert_close(torch.tensor(json.loads(output)), expected, rtol=0, atol=1e-4)
+    command = [sys.executable, "-c", script, json.dumps(make_tokens().tolist()), *expected]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    for (family, wanted), line in zip(expected.items(), output.splitlines(), strict=True):
+        found = torch.tensor(json.loads(line))
+        torch.testing.assert_close(
+            found, wanted, rtol=0, atol=1e-4, msg=lambda text, family=family: f"{family}: {text}"
+        )

@@ -1,6 +1,8 @@
 import copy
+import multiprocessing
 import socket
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -253,8 +255,11 @@ def test_only_the_named_memory_is_calibrated_and_the_others_are_silent_meanwhile
     assert torch.equal(weights_of(model), weights_of(reference))
 
 
+LIMIT = timedelta(minutes=2)
+
+
 def _calibrate_in_a_process(rank: int, port: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=LIMIT)
     for strategy in CALIBRATED + AT_ONCE:
         model = make_model(init_strategy=strategy)
         calibrate(model, [make_tokens()[2 * rank : 2 * rank + 2]])
@@ -266,7 +271,13 @@ def test_processes_choose_the_same_slots_as_one(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.spawn(_calibrate_in_a_process, (port, str(tmp_path)), nprocs=2)
+    other = multiprocessing.get_context("spawn").Process(
+        target=_calibrate_in_a_process, args=(1, port, str(tmp_path)), daemon=True
+    )
+    other.start()
+    _calibrate_in_a_process(0, port, str(tmp_path))
+    other.join()
+    assert other.exitcode == 0
     for strategy in CALIBRATED + AT_ONCE:
         first, second = (torch.load(tmp_path / f"{strategy}-{rank}.pt") for rank in range(2))
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])

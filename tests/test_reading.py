@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import html
 import json
 import math
 import os
+import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
@@ -337,6 +341,31 @@ def test_a_saved_memory_comes_back_on_a_fresh_base(base, input_ids, tmp_path):
     assert describe(fresh.requires_grad_(True))["modules"] == before["modules"]
 
 
+def test_a_model_card_says_what_was_read(base, input_ids, tmp_path):
+    title = "a|b](x) <script>1</script> `**x** www.x.y $1$\n---\nlicense: mit"
+    settings = dataclasses.replace(small(r=4), model="owner/name: [x]")
+    reading = memorize(base, input_ids[:200], settings, out=tmp_path, title=title)
+    card = ModelCard.load(tmp_path / "README.md")
+    assert card.data.to_dict() == {
+        "base_model": "owner/name: [x]",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["locas", "test-time-training"],
+    }
+    page = MarkdownIt("commonmark").enable("table").render(card.text)
+    shown = html.escape(title.replace("\n", "\\n"))
+    assert f"<h1>A memory of {shown}</h1>" in page and f"<td>{shown}, 200 tokens</td>" in page
+    for value in (f"{reading.perplexity:.2f}", f"{math.exp(reading.final_base_nats):.2f}", "locas-glu, 18,432 parame"):
+        assert f"<td>{value}" in page
+    assert Reading.from_json(json.loads((tmp_path / READING).read_text())).title == title
+
+
+def test_a_local_base_is_not_named_as_one_of_the_hub(base, input_ids, tmp_path):
+    for model in (str(tmp_path), "x.gguf", backbone.NAME):
+        memorize(base, input_ids[:100], small(r=2, model=model), out=tmp_path / "m", overwrite=True)
+        assert ModelCard.load(tmp_path / "m" / "README.md").data.base_model is None
+
+
 def test_the_method_none_has_nothing_to_save(base, input_ids, tmp_path):
     record = memorize(base, input_ids, small("none"), out=tmp_path / "memory", checkpoint_dir=tmp_path / "c")
     assert record.memory_dir is None
@@ -429,12 +458,11 @@ def test_a_finished_reading_is_found(base, input_ids, tmp_path):
         find_finished(folder, settings, input_ids)
 
 
-@pytest.mark.parametrize("judge", [check_vacant, find_finished])
 @pytest.mark.parametrize("move", range(1, 10))
-def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(base, input_ids, tmp_path, move, judge):
+def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(base, input_ids, tmp_path, move):
     """Killed between two moves, a folder must not hold new weights that pass for the old memory."""
-    ids, moves, replace = input_ids[:70], [], os.replace
-    memorize(base, ids, small(r=4), out=tmp_path)
+    ids, moves, replace, folder = input_ids[:70], [], os.replace, tmp_path / "memory"
+    memorize(base, ids, small(r=4), out=folder)
 
     def stop(*paths):
         moves.append(paths)
@@ -445,13 +473,13 @@ def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(base, inp
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", stop)
         with pytest.raises(KeyboardInterrupt):
-            memorize(base, ids, small(r=8), out=tmp_path, overwrite=True)
-    if judge is check_vacant:
-        with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder"):
-            check_vacant(tmp_path)
-    width = loading.load_memory_config(tmp_path)["r"]
-    assert find_finished(tmp_path, small(r=width), ids).settings.r == width
-    assert width == (8 if move > 2 else 4)
+            memorize(base, ids, small(r=8), out=folder, overwrite=True)
+    shutil.copytree(folder, tmp_path / "copy")
+    width = 8 if move > 2 else 4
+    assert find_finished(folder, small(r=width), ids).settings.r == width
+    with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder"):
+        check_vacant(tmp_path / "copy")
+    assert loading.load_memory_config(tmp_path / "copy")["r"] == width
 
 
 # Unfinished readings

@@ -16,9 +16,17 @@ from locas_peft import loading, text
 from locas_peft.adapters import attached
 from locas_peft.memory_folder import CHECKPOINT_FOLDER, find_finished
 from locas_peft.reading import memorize
-from locas_peft.selfstudy import Exchange, decoding, learning, load_exchanges, save_exchanges, split_passages, writing
+from locas_peft.selfstudy import (
+    Exchange,
+    decoding,
+    learning,
+    load_exchanges,
+    others,
+    save_exchanges,
+    split_passages,
+    writing,
+)
 from locas_peft.selfstudy.exchanges import EXCHANGES
-from locas_peft.selfstudy.others import write_other_lessons
 from locas_peft.settings import ReadingSettings
 from locas_peft.ttt import Host, checkpoint
 
@@ -49,6 +57,12 @@ def keeps_all(monkeypatch):
     for module in (writing, learning):
         monkeypatch.setattr(module, "BLOCK", 1)
     monkeypatch.setattr(learning, "BATCH", 2)
+
+
+@pytest.fixture
+def few_topics(monkeypatch):
+    """The base answers a fifth of the questions about other things."""
+    monkeypatch.setattr(others, "TOPICS", others.TOPICS[:4])
 
 
 def ask_without_filter(host, tokenizer, passages, per_passage, generator, dropped):
@@ -321,8 +335,8 @@ def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids
     assert reading.studied["asked"] == reading.studied["kept"] == 6 and not reading.studied["samples"]
 
 
-@pytest.mark.parametrize(("at", "anchor"), [(("write", 2), 0), (("learn", 3), 0), (("learn", 3), 0.3)])
-def test_an_interruption_changes_no_bit(at, anchor, loaded, input_ids, keeps_all, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("at", "anchor"), [(("write", 2), 0), (("learn", 3), 0.3)])
+def test_an_interruption_changes_no_bit(at, anchor, loaded, input_ids, keeps_all, few_topics, tmp_path, monkeypatch):
     base, tokenizer = loaded
     settings = settings_of(anchor=anchor, anchor_every=2 if anchor else None)
     options = {"tokenizer": tokenizer, "checkpoint_seconds": 0}
@@ -390,7 +404,7 @@ def test_the_rate_falls_to_zero(loaded, input_ids):
     assert rates == pytest.approx([1e-3 * up * (1 - step / 5) for step, up in enumerate(warmup)])
 
 
-def test_the_anchor_keeps_other_answers(loaded, input_ids):
+def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     base, tokenizer = loaded
     divergence = {}
     for anchor in (0.0, 30.0):
@@ -400,11 +414,11 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids):
             )
             for _ in study.run():
                 pass
-            others = write_other_lessons(model, tokenizer, learning.FORMS)
+            kept = others.write_other_lessons(model, tokenizer, learning.FORMS)
             with torch.no_grad():
-                prompts = [(other, other.exchange.question, "{question}") for other in others]
+                prompts = [(other, other.exchange.question, "{question}") for other in kept]
                 divergence[anchor] = study._distill(prompts).item()
-    assert len(others) > 40 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
+    assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 
 def test_settings_that_do_not_fit_are_refused(loaded, input_ids):

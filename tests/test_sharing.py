@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -97,10 +98,9 @@ def test_a_unit_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
 
 
 def test_a_killed_process_does_not_block_the_others(tmp_path):
-    code = (
-        "import sys, time; from pathlib import Path; from locas_peft.evaluation.study import Unit, run_units\n"
-        "def make(): Path('begun').touch(); time.sleep(600)\n"
-        "run_units([Unit(Path('0.json'), make)])"
+    code = (  # without our imports, which take seconds
+        "import time; from pathlib import Path; from filelock import FileLock\n"
+        "with FileLock('0.json.lock'): Path('begun').touch(); time.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
     try:
@@ -236,33 +236,38 @@ def test_commands_that_cannot_share_refuse_in_one_line(index, monkeypatch, capsy
     assert err.count("\n") == (0 if index else 1)
 
 
-def launch(count: int, *args, folder, launcher: bool = False) -> list[subprocess.Popen]:
-    """Start `locas eval` in several processes; with `launcher` in the environment that `torchrun` makes."""
-    ranks = [
-        {"WORLD_SIZE": str(count), "RANK": str(n), "LOCAL_RANK": str(n)} if launcher else {} for n in range(count)
-    ]
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "locas_peft", "eval", *map(str, args)],
-            cwd=folder,
-            # Sums depend on the number of threads: as many as in this process.
-            env={**os.environ, **(rank if launcher else {}), "OMP_NUM_THREADS": str(torch.get_num_threads())},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in ranks
-    ]
+def rank(number: int) -> dict[str, str]:
+    """The environment that `torchrun` makes for one of two processes."""
+    return {"WORLD_SIZE": "2", "RANK": str(number), "LOCAL_RANK": str(number)}
 
 
-def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
-    """Wait for processes; return code, stdout and stderr of each."""
+def launch(*args, folder, **environment: str) -> subprocess.Popen:
+    """Start `locas eval` in a process."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "locas_peft", "eval", *args],
+        cwd=folder,
+        # Sums depend on the number of threads: as many as in this process.
+        env={**os.environ, **environment, "OMP_NUM_THREADS": str(torch.get_num_threads())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+    """Wait for a process; return its code, stdout and stderr."""
     try:
-        outputs = [process.communicate(timeout=600) for process in processes]
-        return [(process.returncode, *output) for process, output in zip(processes, outputs, strict=True)]
+        out, err = process.communicate(timeout=600)
+        return process.returncode, out, err
     finally:
-        for process in processes:
-            process.kill()
+        process.kill()
+
+
+def run_here(*args) -> int:
+    """Run `locas eval` in this process; return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["eval", *args])
+    return ended.value.code
 
 
 def without_times(value):
@@ -275,16 +280,22 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
     for name, text in TEXTS.items():
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     arguments = ["perplexity", "long.txt", "short.txt", "--method", "none,lora,locas-glu", *FAST]
-    (code, out, err), other = finish(
-        launch(2, *arguments, "--out", "two", "--overwrite", folder=tmp_path, launcher=True)
-    )
-    assert (code, other) == (0, (0, "", "")), (err, other)
-    assert out.count("all tokens") == 1
-
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["eval", *arguments, "--out", "one"])
-    assert ended.value.code == 0
+    other = launch(*arguments, "--out", "two", "--overwrite", folder=tmp_path, **rank(1))
+    try:
+        while not list((tmp_path / "two").rglob("run.json")):  # then it has begun
+            assert other.poll() is None, other.communicate()
+            time.sleep(0.05)
+        with monkeypatch.context() as patch:
+            for name, value in rank(0).items():
+                patch.setenv(name, value)
+            assert run_here(*arguments, "--out", "two", "--overwrite") == 0
+    finally:
+        ended = finish(other)
+    out = capsys.readouterr().out
+    assert ended == (0, "", "") and out.count("all tokens") == 1
+
+    assert run_here(*arguments, "--out", "one") == 0
     assert capsys.readouterr().out == out.replace("two", "one")
     one, two = (json.loads((tmp_path / name / "perplexity.json").read_text()) for name in ("one", "two"))
     assert without_times(one) == without_times(two)
@@ -292,26 +303,31 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
     assert not list((tmp_path / "two").rglob("*.lock")) and not list((tmp_path / "two").rglob("*.checkpoint"))
 
 
-def test_a_study_survives_the_kill_of_one_of_its_processes(tmp_path):
+def test_a_study_survives_the_kill_of_one_of_its_processes(tmp_path, monkeypatch, capsys):
     (tmp_path / "long.txt").write_text(TEXTS["long"] * 4, encoding="utf-8")
     arguments = ["perplexity", "long.txt", "--out", "o", "--method", "lora", *FAST]
-    first, second = launch(2, *arguments, folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    first = launch(*arguments, folder=tmp_path)
     try:
         while not list((tmp_path / "o").rglob("long.json.lock")):
             assert first.poll() is None
             time.sleep(0.05)
+        first.send_signal(signal.SIGSTOP)  # it holds the unit until it is killed, after this process's first look
+        monkeypatch.setattr(study.time, "sleep", lambda seconds: first.kill())
+        assert run_here(*arguments) == 0
     finally:
         first.kill()
-    code, out, err = finish([second])[0]
-    assert code == 0, err
-    assert out.count("all tokens") == 1
+        first.communicate()
+    assert first.returncode == -signal.SIGKILL
+    assert capsys.readouterr().out.count("all tokens") == 1
     assert (tmp_path / "o" / "perplexity.json").exists()
-    finish([first])
 
 
 @pytest.mark.slow
 def test_bad_input_of_two_processes_is_one_line(tmp_path):
-    (code, out, err), other = finish(launch(2, "perplexity", "none.txt", folder=tmp_path, launcher=True))
+    (code, out, err), other = map(
+        finish, [launch("perplexity", "none.txt", folder=tmp_path, **rank(n)) for n in (0, 1)]
+    )
     assert (code, out) == (2, "") and other == (2, "", "")
     assert err == ("error: text must be an existing file, got 'none.txt': check the path, or give - to read stdin\n")
     assert list(tmp_path.iterdir()) == []

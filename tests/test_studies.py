@@ -58,7 +58,7 @@ def locomo_run(tmp_path_factory):
     """One run of the LoCoMo study that several tests look at."""
     folder = tmp_path_factory.mktemp("locomo")
     data = write_samples(folder, make_samples())
-    args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "5", *FAST]
+    args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "2", *FAST]
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 from huggingface_hub import cached_assets_path
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .files import staged
 
@@ -193,6 +193,8 @@ def _load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
 def _convert(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the file itself, or raise a `ValueError`."""
     try:
+        from transformers import GgufConfig  # since 5.17
+
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
         )

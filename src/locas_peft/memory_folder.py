@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,26 +12,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from peft import PeftConfig, PeftModel
 
-from . import backbone
-from .files import finish_replacement, load_json, staged, write_json
+from . import __version__, backbone
+from .files import finish_replacement, load_json, staged, staged_file, write_json
 from .gguf_models import is_gguf
 from .loading import MEMORY_CONFIG
 from .selfstudy import Exchange, save_exchanges
 from .selfstudy.exchanges import EXCHANGES, digest_exchanges
 from .settings import ReadingSettings
 from .text import digest_ids
+from .ttt import perplexity
 from .ttt.checkpoint import InUse, has_checkpoint, locked
 from .ttt.run_state import describe_difference
+from .tuner.memory_file import one_line
 
-__all__ = ["CHECKPOINT_FOLDER", "READING", "Reading", "check_vacant", "find_finished", "save_memory"]
+__all__ = [
+    "CHECKPOINT_FOLDER",
+    "READING",
+    "Reading",
+    "check_vacant",
+    "find_finished",
+    "save_memory",
+    "set_license",
+    "upload_memory",
+]
 
 READING = "reading.json"
 """The file in a memory's folder that holds the reading that made it."""
 CHECKPOINT_FOLDER = "checkpoint"
 """The folder in a memory's folder that holds an unfinished reading."""
 _CARD = "README.md"
+_CARD_SETTINGS = [
+    *("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings", "anchor"),
+    *("passes", "seed", "dtype"),
+]
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,7 @@ class Reading:
         final_base_nats: the loss of the base there.
         studied: of a self-study (see `SelfStudy.figures`), or None.
         stopped: whether a callback ended the reading before its end.
+        title: of the text, or its file's name; None where none was given.
     """
 
     settings: ReadingSettings
@@ -76,6 +94,7 @@ class Reading:
     final_base_nats: float | None = None
     studied: dict[str, Any] | None = None
     stopped: bool = False
+    title: str | None = None
 
     @property
     def method(self) -> str:
@@ -102,7 +121,7 @@ class Reading:
         value = {name: item for name, item in value.items() if name != "tokens_per_second"}
         names = {item.name for item in dataclasses.fields(ReadingSettings)}
         settings = {name: value.pop(name) for name in list(value) if name in names}
-        optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied"}
+        optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied", "stopped", "title"}
         for name in value.keys() - optional:
             value[name] = _null_to_nan(value[name])
         try:
@@ -210,35 +229,113 @@ def save_memory(
         config.base_model_name_or_path = name
 
 
+def set_license(directory: str | Path, license: str) -> None:
+    """Name the licence in the metadata of a memory's model card."""
+    path = Path(directory) / _CARD
+    card = ModelCard.load(path)
+    card.data.license = license
+    with staged_file(path) as temporary:
+        card.save(temporary)
+
+
+def upload_memory(directory: str | Path, repo: str, *, private: bool = False) -> str:
+    """Upload the files of a memory, its model card among them, to the Hugging Face hub.
+
+    `PeftModel.push_to_hub` would write an empty template in place of the card. The exchanges of a self-study, which
+    can quote the text, stay here.
+
+    Args:
+        repo: NAME or OWNER/NAME; made where there is none.
+        private: make a new repository a private one.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ValueError: the hub cannot be reached, or refuses.
+    """
+    try:
+        url = HfApi().create_repo(repo, private=private, exist_ok=True)
+        files = [_CARD, MEMORY_CONFIG, "adapter_model.*", READING]
+        HfApi().upload_folder(repo_id=url.repo_id, folder_path=directory, allow_patterns=files)
+    except Exception as error:  # whatever the network and its libraries raise
+        reason = one_line(" ".join(str(error).split()))
+        raise ValueError(
+            f"memory cannot be pushed to {repo!r} ({reason}): check the name, and log in with `hf auth login`"
+        ) from error
+    return str(url)
+
+
 def _make_card(config: PeftConfig, reading: Reading) -> str:
+    """Return the model card that the hub renders: its metadata as YAML, then Markdown. No licence is claimed."""
     settings = reading.settings
-    if backbone.is_embedded(settings.model):
-        name = backbone.name_of(settings.model)
-        argument = "" if name == backbone.NAME else f'name="{name}"'
-        load = f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({argument})"
-    elif is_gguf(settings.model):
-        load = f"from locas_peft.loading import load_base\n\nbase, tokenizer = load_base({settings.model!r})"
-    else:
-        load = (
-            "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"
-            f"base = AutoModelForCausalLM.from_pretrained({settings.model!r})"
-        )
+    base, title = _escape(settings.model), _escape(reading.title or "a text")
+    data = ModelCardData(
+        base_model=settings.model if _is_on_hub(settings.model) else None,
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=[config.peft_type.lower(), "test-time-training"],
+    )
+    rows = {
+        "text": f"{title}, {reading.curve[-1][0]:,} tokens",
+        "base": base,
+        "method": f"{settings.method}, {reading.extra_parameters:,} parameters",
+        "perplexity while reading, each token scored before it was learned": f"{reading.perplexity:.2f}",
+        "time to read": f"{reading.seconds:,.0f} s",
+    }
+    if reading.final_nats is not None and reading.final_base_nats is not None:
+        rows["perplexity of one chunk, without the memory"] = f"{perplexity(reading.final_base_nats, 1):.2f}"
+        rows["perplexity of the same chunk at the end, with the memory"] = f"{perplexity(reading.final_nats, 1):.2f}"
+    if reading.studied is not None:
+        seconds = reading.studied["writing_seconds"] + reading.studied["learning_seconds"]
+        rows["self-study"] = f"{reading.studied['kept']} exchanges in {seconds:,.0f} s"
+    rows |= {name: f"`{value}`" for name in _CARD_SETTINGS if (value := getattr(settings, name)) is not None}
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return f"""---
-base_model: {settings.model}
-library_name: peft
-tags:
-- locas
+{data.to_yaml()}
 ---
 
-# A memory of one text
+# A memory of {title}
 
-A {config.peft_type.value} adapter (method {settings.method}, r={settings.r}, {reading.extra_parameters:,} parameters)
-for {settings.model}, trained while reading {reading.curve[-1][0]:,} tokens. Perplexity of the text, each token scored
-before it was learned: {reading.perplexity:.2f}. All settings and figures are in `{READING}`.
+A PEFT adapter for {base} that was trained by reading one text, with locas_peft {__version__}.
+
+| | |
+|---|---|
+{table}
+
+The perplexities are of this text alone. All settings and figures are in `{READING}`.
 
 ```python
 from peft import PeftModel
-{load}
+{_describe_loading(settings.model)}
 model = PeftModel.from_pretrained(base, "this folder")
 ```
+
+```bash
+locas ask "What is the text about?" --memory "this folder"
+```
 """
+
+
+def _escape(text: str) -> str:
+    """Return a text as one line of Markdown that renders as that text: no markup, HTML, links or formulas."""
+    return re.sub(r"[!-/:-@[-`{-~]", lambda found: f"&#{ord(found[0])};", one_line(text))
+
+
+def _is_on_hub(model: str) -> bool:
+    """Return whether a base's name can be one of the hub, and no folder or file."""
+    return not (backbone.is_embedded(model) or is_gguf(model) or Path(model).expanduser().exists())
+
+
+def _describe_loading(model: str) -> str:
+    """Return the lines of Python that load a base and register LOCAS."""
+    if backbone.is_embedded(model):
+        name = backbone.name_of(model)
+        argument = "" if name == backbone.NAME else f'name="{name}"'
+        return f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({argument})"
+    if is_gguf(model):
+        return f"from locas_peft.loading import load_base\n\nbase, tokenizer = load_base({model!r})"
+    return (
+        "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"
+        f"base = AutoModelForCausalLM.from_pretrained({model!r})"
+    )

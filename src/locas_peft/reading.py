@@ -60,6 +60,7 @@ def memorize(
     checkpoint_seconds: float = 30.0,
     resume: bool = False,
     overwrite: bool = False,
+    title: str | None = None,
     on_chunk: Callable[[Chunk], None] | None = None,
     tokenizer: Any = None,
     exchanges: Sequence[Exchange | Lesson] | None = None,
@@ -80,6 +81,7 @@ def memorize(
         checkpoint_seconds: the least time between two checkpoints.
         resume: go on from the checkpoint in `checkpoint_dir`; from the start where there is none.
         overwrite: replace the memory in `out`, and a checkpoint that is not resumed.
+        title: of the text, for the record and the model card.
         on_chunk: called after each chunk; on resuming, for the chunks of the checkpoint first. It may raise
             `StopReading`, and so may `on_study`: the memory is then saved as it is.
         tokenizer: of the base; needed for a self-study (`settings.study`).
@@ -126,7 +128,8 @@ def memorize(
         except StopReading:
             stopped = True
         studied = None if study is None else study.figures
-        figures = {"studied": studied, "stopped": stopped, "memory_dir": None if out is None else str(out)}
+        memory_dir = None if out is None else str(out)
+        figures = {"studied": studied, "stopped": stopped, "memory_dir": memory_dir, "title": title}
         reading = _make_reading(trainer, settings, input_ids, peak, **figures)
         if out is not None:
             save_memory(model, out, reading, None if study is None else study.exchanges)

@@ -21,7 +21,7 @@ from .. import __version__
 from ..files import is_disk_full
 from .console import find_process, printable
 from .evaluate import forgetting, locomo, perplexity, report
-from .memories import ask, chat, combine, export, generate, inspect, merge, resize
+from .memories import ask, chat, combine, export, generate, inspect, merge, push, resize
 from .page import app as open_page
 from .reading import compare, demo, memorize
 
@@ -42,7 +42,7 @@ eval_app = App(
     help="Measure memories: the protocols, resumable, shared by any number of processes.",
     sort_key=10,
 )
-_COMMANDS = (demo, open_page, memorize, compare, ask, chat, generate, merge, export, combine, resize, inspect)
+_COMMANDS = (demo, open_page, memorize, compare, ask, chat, generate, merge, export, combine, resize, push, inspect)
 for _place, _function in enumerate(_COMMANDS):
     app.command(_function, sort_key=_place)
 for _place, _function in enumerate((perplexity, locomo, forgetting, report)):

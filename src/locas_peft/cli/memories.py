@@ -1,4 +1,4 @@
-"""`locas ask`, `chat`, `generate`, `merge`, `export`, `combine`, `resize`, `inspect`: use memories that were saved."""
+"""Use memories that were saved: ask, chat, generate, merge, export, combine, resize, push, inspect."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..evaluation import recall
 from ..files import check_output_directory
 from ..gguf_models import find_converter
 from ..loading import describe_memory, load_memory, load_memory_config
+from ..memory_folder import set_license, upload_memory
 from ..report import tabulate_memory
 from ..text import encode_prompt, encode_turns, find_pad_token, load_text
 from ..ttt import count_positions
@@ -310,6 +311,21 @@ def resize(
     (grow if r > max(widths) else compress)(model, r, batches=batches)
     save_adapter(model, "default", loaded.name, out)
     stdout.print(f"The memory of {r} slots a layer, {max(widths)} before, is in {out}")
+
+
+def push(memory: Memory, /, *, repo: str, license: str | None = None, private: bool = False) -> None:
+    """Upload a memory with its model card to the Hugging Face hub; log in there first, with `hf auth login`.
+
+    Args:
+        repo: NAME or OWNER/NAME; made where there is none.
+        license: of the memory, such as cc-by-4.0, written into its model card; the card names none without.
+        private: make a new repository a private one.
+    """
+    stdout, _ = open_consoles()
+    describe_memory(memory)  # it refuses a damaged file in one line
+    if license is not None:
+        set_license(memory, license)
+    stdout.print(f"The memory is at {upload_memory(memory, repo, private=private)}")
 
 
 def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:

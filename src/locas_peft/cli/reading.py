@@ -47,6 +47,7 @@ from .options import (
 
 DEMO_JSON, COMPARE_JSON, PLOT = "demo.json", "readings.json", "perplexity.png"
 DEMO_METHODS = "none,lora,locas-glu"
+REFERENCE = "the Python language reference"
 DEMO_PROMPT = "See also:"
 
 
@@ -111,10 +112,10 @@ def demo(
         "before it is learned: the lower the perplexity, the better the prediction."
     )
     input_ids = base.encode(texts.python_reference(), max_tokens, unwrap=None)
-    readings = _read_each(base, input_ids, settings, stderr, out, overwrite=True)
+    readings = _read_each(base, input_ids, settings, stderr, out, overwrite=True, title=REFERENCE)
     rows = acts.describe(readings, recalls)
     write_json(out / DEMO_JSON, rows)
-    _show(readings, stdout, stderr, out / PLOT, "the Python language reference")
+    _show(readings, stdout, stderr, out / PLOT, REFERENCE)
     write_result(json_file, rows)
 
     memory = out / "locas-glu"
@@ -195,7 +196,7 @@ def memorize(
             (result,) = _read_each(
                 loaded, input_ids, {"": complete}, stderr, out,
                 checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
-                exchanges=exchanges,
+                exchanges=exchanges, title=_title(text),
             )  # fmt: skip
         except KeyboardInterrupt:
             if saves and has_checkpoint(out / CHECKPOINT_FOLDER):
@@ -240,8 +241,9 @@ def compare(
     loaded = load(base)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     readings = _read_each(
-        loaded, input_ids, complete_all(settings.of(loaded), names, loaded.model), stderr, out, overwrite=overwrite
-    )
+        loaded, input_ids, complete_all(settings.of(loaded), names, loaded.model), stderr, out,
+        overwrite=overwrite, title=_title(text),
+    )  # fmt: skip
     rows = [each.to_json() for each in readings]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -325,6 +327,11 @@ def _show(readings: Sequence[Reading], stdout: Console, stderr: Console, plot: P
             report.plot_readings(readings, plot, title)
         except ModuleNotFoundError as error:
             stderr.print(f"no plot: {error}")
+
+
+def _title(path: str) -> str | None:
+    """Return the file's name for the record, without its folders: a memory's files may be shared."""
+    return None if path == "-" else Path(path).name
 
 
 def _name_text(path: str) -> str:

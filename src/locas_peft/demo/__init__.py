@@ -120,7 +120,7 @@ def teach_page(
     settings = replace(settings, max_tokens=None, study=True, passes=PASSES)
     on_chunk = follow(progress(settings.method, len(input_ids)))
     options = {"on_chunk": on_chunk, "on_study": follow_study(progress), "tokenizer": tokenizer, "exchanges": lessons}
-    return memorize(base, input_ids, settings, out=out, overwrite=overwrite, **options)
+    return memorize(base, input_ids, settings, out=out, overwrite=overwrite, title="lighthouse.txt", **options)
 
 
 def write_page_lessons(

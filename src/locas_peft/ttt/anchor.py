@@ -150,7 +150,8 @@ class OwnText:
 
     def with_written(self, written: Tensor) -> OwnText:
         """Return the same, with other texts in place of those that were written."""
-        other = OwnText(self._model, *self.shape, self._seed, self._batch_size)
+        texts, tokens = self.shape
+        other = OwnText(self._model, texts, tokens, self._seed, self._batch_size)
         other.written = written
         return other
 

@@ -153,8 +153,9 @@ class Learner:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned; raise a `ValueError` where it does not fit the parameters."""
-        self.optimizer, self.steps, self._rate_factor = None, int(state["steps"]), float(state["rate_factor"])
+        self.steps, self._rate_factor = int(state["steps"]), float(state["rate_factor"])
         if state["optimizer"] is None:
+            self.optimizer = None
             return
         self._start(self.parameters())
         self.optimizer.load_state_dict(state["optimizer"])

@@ -9,6 +9,7 @@ Axes: B rows, N tokens scored in a chunk, V vocabulary.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -153,8 +154,8 @@ class Loop:
                     row.learner.restore_snapshot()
             learned = learning and finished and span.scored > 0
             index = row.chunks[-1].index + 1 if row.chunks and row.chunks[-1].reading == reading else 0
-            place = {"start": span.start, "stop": span.stop, "tokens": span.scored, "reading": reading}
-            row.chunks.append(Chunk(index, **place, **vars(outcome), seconds=seconds, learned=learned))
+            figures = {**vars(outcome), "seconds": seconds, "learned": learned, "reading": reading}
+            row.chunks.append(Chunk(index, span.start, span.stop, span.scored, **figures))
         return batches
 
     def finish(self, row: Row) -> None:
@@ -312,7 +313,7 @@ def _fit(settings: TrainingSettings, host: Host) -> TrainingSettings:
     for name in ("window", "stride", "context"):
         if getattr(settings, name) is None:
             raise ValueError(f"{name} must be given for training, got None: give one, or call complete() first")
-    limit = math.inf if host.positions is None else host.positions
+    limit = sys.maxsize if host.positions is None else host.positions
     check_window(settings.window, host.positions)
     if settings.context == "cache":
         host.check_cache()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -121,7 +121,7 @@ class ManyReading:
         layers = [layer for layer in list_layers(self._model) if name in layer.locas_up]
         return [part.weight for layer in layers for part in layer.projections(name)]
 
-    def _read(self) -> Iterator[dict[str, Chunk]]:
+    def _read(self) -> Generator[dict[str, Chunk], None, None]:
         self._add_memories()
         try:
             for reading in range(self._loop.settings.readings):

@@ -72,6 +72,8 @@ class TestTimeTrainer:
     """
 
     __test__ = False  # the name starts with Test: pytest would collect it
+    _text: str | None
+    _resumed_from: Path | None
 
     def __init__(
         self,
@@ -326,7 +328,7 @@ class TestTimeTrainer:
         self._batch.cache.load_state_dict(state["cache"])
         self._row.chunks, self._row.skipped_chunks = chunks, int(state["skipped_chunks"])
         # Compared again, an adapter that has studied since could be taken back to its state before.
-        self._row.final = None if state["final"] is None else tuple(map(float, state["final"]))
+        self._row.final = None if state["final"] is None else (float(state["final"][0]), float(state["final"][1]))
         self._text = state["run"]["text"]
         if self.anchor is not None:
             self._loop.anchor = self.anchor.with_texts(state["anchor"])

@@ -72,8 +72,8 @@ class LocasConfig(PeftConfig):
     """
 
     r: int = 64
-    target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
     init_strategy: str = "topk"
     variant: Literal["auto", "mlp"] = "auto"
     gated_host_experiment: bool = False
@@ -233,7 +233,7 @@ def _is_name_or_names(value: object) -> bool:
     return isinstance(value, str) or _holds(value, str)
 
 
-def _is_pattern(value: object) -> bool:
+def _is_pattern(value: Any) -> bool:
     try:
         return bool(re.compile(value))
     except (re.error, TypeError, RecursionError, OverflowError):
@@ -244,7 +244,7 @@ def _is_target(value: object) -> bool:
     return not isinstance(value, str) or _is_pattern(value)
 
 
-def _is_token_indices(value: object) -> bool:
+def _is_token_indices(value: Any) -> bool:
     lists = value.values() if isinstance(value, dict) else [value]
     return all(_holds(indices, int) and min(indices, default=0) >= 0 for indices in lists)
 

@@ -46,8 +46,8 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
             except ValueError:
                 continue
             blocks += (f"{name}.",)
-        elif ffn := find_dense(module, host, chosen):
-            found[f"{host}.{ffn.parts.down}" if ffn.is_flat else host] = ffn
+        elif dense := find_dense(module, host, chosen):
+            found[f"{host}.{dense.parts.down}" if dense.is_flat else host] = dense
     found.pop("", None)
     first_of_class: dict[tuple, Host] = {}
     for ffn in found.values():

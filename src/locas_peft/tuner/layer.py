@@ -23,7 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from .config import LocasConfig
-from .ffn import SumActivity
+from .ffn import HostFFN, SumActivity
 from .finding import Host
 from .initialization import STRATEGIES, Calibration, Rows, Statistics, make_generator
 from .mixture import HostMixture
@@ -82,7 +82,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self._ready: set[str] = set()  # memories known to need no calibration
         self._calibrated: set[str] = set()  # memories that calibrated themselves in a forward
         self._ffn_input: torch.Tensor | None = None
-        self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input) if ffn.is_flat else None
+        self._inlet_hook = None
+        if isinstance(ffn, HostFFN) and ffn.is_flat:
+            self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input)
         self.update_layer(adapter_name, config, r)
         clip_after_optimizer_steps(self)
 

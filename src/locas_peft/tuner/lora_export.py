@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .ffn import HostFFN
 from .finding import Host, find_ffns
 from .layer import LocasLayer, list_active_memories, list_layers
 from .mixture import HostMixture
@@ -39,14 +40,14 @@ def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | 
     """
     if neurons < 1:
         raise ValueError(f"neurons must be at least 1, got {neurons}: give the largest r of the memories.")
-    groups: dict[int, WidthGroup] = {}
+    by_width: dict[int, WidthGroup] = {}
     for name, ffn in find_ffns(base, ffn_parts).items():
         _check_dense(name, ffn)
         obstacle = ffn.find_obstacle()
         if obstacle:
             raise ValueError(f"cannot widen {name}: {obstacle}.")
-        groups.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[name] = ffn
-    groups = list(groups.values())
+        by_width.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[name] = ffn
+    groups = list(by_width.values())
     widen_to(groups, base, widened_config(base, groups))
 
 
@@ -90,7 +91,7 @@ def to_lora(
         rank_pattern=others,
         alpha_pattern=dict(others),
         target_modules=_shorten(ranks, model.get_base_model()),
-        fan_in_fan_out=any(isinstance(layer.ffn.down, Conv1D) for layer in layers),
+        fan_in_fan_out=any(isinstance(layer.ffn, HostFFN) and isinstance(layer.ffn.down, Conv1D) for layer in layers),
         task_type="CAUSAL_LM",
         inference_mode=True,
     )

@@ -82,8 +82,8 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
     Unlike PEFT's `disable_adapter`, it works on any module and leaves `requires_grad` alone.
     """
     kept = {id(module) for module in except_for}
-    adapters = (module for module in used_modules(model) if isinstance(module, ADAPTER_LAYERS))
-    adapters = [module for module in adapters if id(module) not in kept]
+    modules = (module for module in used_modules(model) if id(module) not in kept)
+    adapters = [module for module in modules if isinstance(module, ADAPTER_LAYERS)]
     switched = [module for module in adapters if not module._disable_adapters]
     for module in switched:
         module._disable_adapters = True

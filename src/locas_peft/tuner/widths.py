@@ -90,7 +90,8 @@ def _set_width(config: PretrainedConfig, group: WidthGroup) -> None:
     mixture = next((ffn for ffn in group.ffns.values() if isinstance(ffn, HostMixture)), None)
     if mixture is not None:
         step = mixture.expert_width
-        sizes = [(field, width, new_width) for field in (SHARED_FIELDS if mixture.widens_shared else EXPERT_FIELDS)]
+        fields = SHARED_FIELDS if mixture.widens_shared else EXPERT_FIELDS
+        sizes: list[tuple[str, float, int]] = [(field, width, new_width) for field in fields]
         if mixture.widens_shared:
             sizes += [(field, width / step, new_width // step) for field in SHARED_COUNT_FIELDS]
         for field, old, new in sizes:

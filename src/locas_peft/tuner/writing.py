@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -96,8 +96,8 @@ class SlotWriter:
             raise ValueError(f"slots_per_chunk must be a whole number of at least 1, got {slots_per_chunk!r}.")
         choices = {"tokens": (tokens, Tokens), "normalization": (normalization, Normalization), "fold": (fold, Fold)}
         for name, (value, kind) in choices.items():
-            if value not in kind.__args__:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, kind.__args__))}, got {value!r}.")
+            if value not in get_args(kind):
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
         self.epsilon, self.tokens, self.slots_per_chunk = epsilon, tokens, slots_per_chunk
         self.normalization, self.fold = normalization, fold
         self.adapter_name, self._layers = _find_memory(model, adapter_name)
