@@ -47,7 +47,7 @@ def measure_reach(model: nn.Module, position: int, context) -> tuple[torch.Tenso
     return logits.detach(), embeddings.grad[0].abs().sum(dim=-1)
 
 
-@pytest.mark.parametrize("family", [*(family for family in FAMILIES if family != "lfm2"), *OTHERS])
+@pytest.mark.parametrize("family", [*(family for family in FAMILIES if "lfm2" not in family), *OTHERS])
 def test_a_tokens_loss_reaches_that_token_alone(family):
     model = make_plain(family)
     whole, far = measure_reach(model, 9, contextlib.nullcontext())
