@@ -19,9 +19,10 @@ from cyclopts import App, CycloptsError, Parameter
 
 from .. import __version__
 from ..files import is_disk_full
+from .asking import ask, chat, generate
 from .console import find_process, printable
 from .evaluate import forgetting, locomo, perplexity, report
-from .memories import ask, chat, combine, export, generate, inspect, merge, push, resize
+from .memories import combine, export, inspect, merge, push, resize
 from .page import app as open_page
 from .reading import compare, demo, memorize
 

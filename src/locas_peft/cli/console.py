@@ -153,3 +153,14 @@ def show_remarks() -> None:
 def printable(text: str) -> str:
     """Return a text on one line, with control characters and lone surrogates escaped."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split()))
+
+
+@contextmanager
+def warnings_as_lines() -> Iterator[None]:
+    """Print the warnings of the block to stderr when it ends, one line each."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        yield
+    _, stderr = open_consoles()
+    for warning in caught:
+        stderr.print(f"warning: {printable(str(warning.message))}")

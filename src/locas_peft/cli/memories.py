@@ -1,177 +1,39 @@
-"""Use memories that were saved: ask, chat, generate, merge, export, combine, resize, push, inspect."""
+"""Make something of memories that were saved: merge, export, combine, resize, push, inspect."""
 
 from __future__ import annotations
 
-import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import torch
-from cyclopts import Parameter
+from typing import Literal
 
 from ..conversion import combine_memories, export_memory, merge_memory, merge_to_gguf, save_adapter
-from ..evaluation import recall
 from ..files import check_output_directory
 from ..gguf_models import find_converter
-from ..loading import describe_memory, load_memory, load_memory_config
+from ..loading import describe_memory
 from ..memory_folder import set_license, upload_memory
 from ..report import tabulate_memory
-from ..text import encode_prompt, encode_turns, find_pad_token, load_text
+from ..text import load_text
 from ..ttt import count_positions
 from ..tuner import compress, grow, list_layers
-from .console import open_consoles, printable, write_result
+from .console import open_consoles, printable, warnings_as_lines, write_result
 from .options import (
     BASE,
     AtLeastTwo,
-    AtLeastZero,
-    Base,
     BaseBesideDevice,
-    BaseGroup,
     BaseOptions,
     Count,
     Device,
     JsonFile,
+    Memory,
     NamedPath,
     Overwrite,
-    Seed,
     Text,
-    load,
+    load_base_of,
+    load_onto,
 )
 
-Memory = Annotated[Path, Parameter(help="a memory's folder.")]
-Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM's --max-lora-rank can have."""
-
-
-def generate(
-    prompt: Prompt,
-    /,
-    *,
-    memory: Memory,
-    max_new_tokens: Count = 64,
-    temperature: AtLeastZero = 0.0,
-    raw: bool = False,
-    seed: Seed = 0,
-    json_file: JsonFile = None,
-    base: BaseGroup = BASE,
-) -> None:
-    """Continue a prompt without and with a memory.
-
-    Args:
-        prompt: the beginning of the text, or, for a model with a chat template, the user's message.
-        max_new_tokens: the most tokens to write.
-        temperature: 0 takes the likeliest token; above, tokens are drawn.
-        raw: continue the prompt as it is, without the chat template.
-        seed: of the tokens that are drawn.
-    """
-    stdout, _ = open_consoles(json_file)
-    if not prompt.strip():
-        raise ValueError("PROMPT must not be empty: give the beginning of a text")
-    if any("\ud800" <= char <= "\udfff" for char in prompt):
-        raise ValueError(f"PROMPT must be valid UTF-8, got {prompt!r}: convert it, for instance with iconv -t UTF-8")
-    loaded = _load_base_of(memory, base)
-    chat = not raw and getattr(loaded.tokenizer, "chat_template", None) is not None
-    ids = encode_prompt(loaded.tokenizer, prompt) if chat else loaded.tokenizer(prompt)["input_ids"]
-    if not _fits(loaded, ids, max_new_tokens):
-        raise _too_long("prompt", loaded, ids, max_new_tokens)
-    adapted = _load_memory(loaded, memory)
-    with adapted.disable_adapter():
-        without = _continue(adapted, loaded.tokenizer, ids, max_new_tokens, temperature, seed)
-    with_memory = _continue(adapted, loaded.tokenizer, ids, max_new_tokens, temperature, seed)
-    for title, continuation in (("without the memory", without), ("with the memory", with_memory)):
-        stdout.print(title, style="bold")
-        stdout.print(("" if chat else prompt) + continuation.strip("\n" if chat else "") + "\n")
-    write_result(json_file, {"prompt": prompt, "memory_dir": str(memory), "without": without, "with": with_memory})
-
-
-def ask(
-    *question: Annotated[str, Parameter(allow_leading_hyphen=False)],
-    memory: Memory | None = None,
-    questions: Path | None = None,
-    context: Path | None = None,
-    without_memory: bool = False,
-    max_new_tokens: Count = 32,
-    json_file: JsonFile = None,
-    base: BaseGroup = BASE,
-) -> None:
-    """Ask a model short questions about what it has read.
-
-    Args:
-        question: the questions.
-        questions: a JSON Lines file with more, an object a line: question and, if known, answer.
-        context: a text file that the model sees before each question.
-        without_memory: ask the base model alone; --memory then only names it.
-        max_new_tokens: the longest answer, in tokens.
-    """
-    stdout, _ = open_consoles(json_file)
-    asked = [recall.Question(text) for text in question]
-    asked += [] if questions is None else recall.load_questions(questions)
-    if not asked or any(not item.question.strip() for item in asked):
-        raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
-    text = None if context is None else load_text(context)
-    loaded, model = _load_to_ask(memory, without_memory, base)
-    answers = recall.ask(model, loaded.tokenizer, asked, context=text, max_new_tokens=max_new_tokens)
-    records = [
-        {
-            "question": item.question,
-            "answer": answer,
-            "gold": item.answer,
-            "right": None if item.answer is None else recall.is_right(answer, item.answer),
-        }
-        for item, answer in zip(asked, answers, strict=True)
-    ]
-    for record in records:
-        stdout.print(record["question"], style="bold")
-        stdout.print(record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})"))
-    graded = [record["right"] for record in records if record["right"] is not None]
-    if graded:
-        stdout.print(f"{sum(graded)} of {len(graded)} right")
-    write_result(json_file, records)
-
-
-def chat(
-    *,
-    memory: Memory | None = None,
-    without_memory: bool = False,
-    max_new_tokens: Count = 128,
-    temperature: AtLeastZero = 0.0,
-    seed: Seed = 0,
-    base: BaseGroup = BASE,
-) -> None:
-    """Talk with a model about what it has read: one message a line; /exit or the end of the input ends it.
-
-    Args:
-        without_memory: talk with the base model alone; --memory then only names it.
-        max_new_tokens: the longest reply, in tokens.
-        temperature: 0 takes the likeliest token; above, tokens are drawn.
-        seed: of the tokens that are drawn.
-    """
-    stdout, stderr = open_consoles()
-    loaded, model = _load_to_ask(memory, without_memory, base)
-    if getattr(loaded.tokenizer, "chat_template", None) is None:
-        raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
-    turns: list[dict[str, str]] = []
-    while True:
-        if sys.stdin.isatty():
-            stderr.print("> ", end="")
-        line = sys.stdin.readline()
-        if not line or line.strip() == "/exit":
-            return
-        if not line.strip():
-            continue
-        turns.append({"role": "user", "content": line.strip()})
-        while not _fits(loaded, ids := encode_turns(loaded.tokenizer, turns), max_new_tokens):
-            if len(turns) == 1:
-                raise _too_long("message", loaded, ids, max_new_tokens)
-            del turns[:2]  # the oldest message and its reply
-        reply = _continue(model, loaded.tokenizer, ids, max_new_tokens, temperature, seed).strip()
-        turns.append({"role": "assistant", "content": reply})
-        stdout.print(reply)
 
 
 def merge(
@@ -196,8 +58,8 @@ def merge(
         check_output_directory("--out", out)
     else:
         _check_empty(out, "choose another, or give --overwrite")
-    loaded = _load_base_of(memory, replace(base, device=device))
-    with _warnings_as_lines():
+    loaded = load_base_of(memory, replace(base, device=device))
+    with warnings_as_lines():
         merged = merge_memory(loaded.model, loaded.tokenizer, memory, out, **_padding(pad_to_multiple_of))
     width = getattr(merged.config, "intermediate_size", None)
     stdout.print(
@@ -269,8 +131,8 @@ def combine(
     except ValueError:
         raise ValueError(f"--weights must be numbers separated by commas, got {weights!r}: write 1,0.5, say") from None
     _check_empty(out, "choose another")
-    loaded = _load_base_of(memory[0], replace(base, device=device))
-    with _warnings_as_lines():
+    loaded = load_base_of(memory[0], replace(base, device=device))
+    with warnings_as_lines():
         slots = combine_memories(loaded.model, loaded.name, memory, numbers, out)
     stdout.print(f"The combined memory of {slots} slots is in {out}")
 
@@ -299,8 +161,8 @@ def resize(
     stdout, _ = open_consoles()
     _check_empty(out, "choose another")
     content = None if text is None else load_text(text)
-    loaded = _load_base_of(memory, replace(base, device=device))
-    model = _load_memory(loaded, memory)
+    loaded = load_base_of(memory, replace(base, device=device))
+    model = load_onto(loaded, memory)
     widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
     if not widths:
         raise ValueError(f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu")
@@ -349,8 +211,8 @@ def _export_gguf(memory: Path, out: Path, pad_to_multiple_of: int | None, base: 
     """Write the merged model as a GGUF file."""
     stdout, _ = open_consoles()
     converter = find_converter()
-    loaded = _load_base_of(memory, base)
-    with _warnings_as_lines():
+    loaded = load_base_of(memory, base)
+    with warnings_as_lines():
         merge_to_gguf(loaded.model, loaded.tokenizer, memory, out, converter, **_padding(pad_to_multiple_of))
     stdout.print(f"The merged model is in {out / 'model.gguf'}: llama.cpp loads it")
 
@@ -362,8 +224,8 @@ def _export_lora(
     stdout, _ = open_consoles()
     if no_base and base_only:
         raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
-    loaded = _load_base_of(memory, base)
-    with _warnings_as_lines():
+    loaded = load_base_of(memory, base)
+    with warnings_as_lines():
         neurons, rank = export_memory(
             loaded.model, loaded.tokenizer, memory, out,
             neurons=neurons, with_base=not no_base, with_adapter=not base_only,
@@ -388,70 +250,8 @@ def _padding(pad_to_multiple_of: int | None) -> dict[str, int]:
     return {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
 
 
-def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:
-    """Load a base and, unless it is asked alone, the memory; return the base and the model that is asked."""
-    if memory is None and not (without_memory and base.model):
-        raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
-    loaded = load(base) if memory is None else _load_base_of(memory, base)
-    return loaded, (loaded.model if without_memory else _load_memory(loaded, memory).eval())
-
-
 def _check_empty(out: Path, remedy: str) -> None:
     """Raise a `ValueError` where a folder cannot be written or holds something."""
     check_output_directory("--out", out)
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: {remedy}")
-
-
-def _load_base_of(memory: Path, options: BaseOptions) -> Base:
-    """Load the base model that the options name, or else the memory."""
-    name = options.model or load_memory_config(memory).get("base_model_name_or_path")
-    if not name:
-        raise ValueError(f"memory {str(memory)!r} does not name its base: give it with --model")
-    return load(replace(options, model=name))
-
-
-def _load_memory(base: Base, memory: Path, **fields: Any) -> Any:
-    """Load a memory onto its base (see `loading.load_memory`)."""
-    with _warnings_as_lines():
-        return load_memory(base.model, memory, **fields)
-
-
-@contextmanager
-def _warnings_as_lines() -> Iterator[None]:
-    """Print the warnings of the block to stderr when it ends, one line each."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        yield
-    _, stderr = open_consoles()
-    for warning in caught:
-        stderr.print(f"warning: {printable(str(warning.message))}")
-
-
-def _fits(base: Base, ids: list[int], max_new_tokens: int) -> bool:
-    limit = count_positions(base.model)
-    return limit is None or len(ids) + max_new_tokens <= limit
-
-
-def _too_long(name: str, base: Base, ids: list[int], max_new_tokens: int) -> ValueError:
-    return ValueError(
-        f"{name} and --max-new-tokens must fit the model's {count_positions(base.model)} positions, got {len(ids)} + "
-        f"{max_new_tokens}: shorten one of them"
-    )
-
-
-def _continue(model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> str:
-    """Return the text that a model writes after a prompt."""
-    torch.manual_seed(seed)
-    drawn = {"do_sample": True, "temperature": temperature}
-    likeliest = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    prompt = torch.tensor([ids], device=model.device)
-    with torch.inference_mode():
-        output = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=find_pad_token(tokenizer),
-            **(drawn if temperature else likeliest),
-        )
-    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)

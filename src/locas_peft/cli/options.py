@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone, loading, text
 from ..settings import ReadingSettings
-from .console import show_remarks, silence_libraries
+from .console import show_remarks, silence_libraries, warnings_as_lines
 
 LARGEST = 2**48  # the size in bytes of a tensor with so many rows fits 64 bits
 
@@ -85,6 +85,7 @@ BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
 BaseBesideDevice = Annotated[BaseOptions, Parameter(name="*", group="Base model", parse="^(?!device$)")]
 Device = Annotated[str, Parameter(group="Base model")]
 Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
+Memory = Annotated[Path, Parameter(help="a memory's folder.")]
 NamedPath = Annotated[Path, Parameter(converter=_parse_path)]
 JsonFile = Annotated[
     Path | None,
@@ -130,6 +131,20 @@ def load(options: BaseOptions) -> Base:
     name = options.model or backbone.NAME
     model, tokenizer = loading.load_base(name, options.dtype, options.device)
     return Base(backbone.name_of(name), model, tokenizer)
+
+
+def load_base_of(memory: Path, options: BaseOptions) -> Base:
+    """Load the base model that the options name, or else the memory."""
+    name = options.model or loading.load_memory_config(memory).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"memory {str(memory)!r} does not name its base: give it with --model")
+    return load(replace(options, model=name))
+
+
+def load_onto(base: Base, memory: Path, **fields: Any) -> Any:
+    """Load a memory onto its base (see `loading.load_memory`)."""
+    with warnings_as_lines():
+        return loading.load_memory(base.model, memory, **fields)
 
 
 def split_names(names: str, option: str) -> tuple[str, ...]:

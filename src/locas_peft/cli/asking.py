@@ -1,0 +1,194 @@
+"""Ask a model with a memory: ask, chat, generate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from cyclopts import Parameter
+
+from ..evaluation import recall
+from ..text import encode_prompt, encode_turns, find_pad_token, load_text
+from ..ttt import count_positions
+from .console import open_consoles, write_result
+from .options import (
+    BASE,
+    AtLeastZero,
+    Base,
+    BaseGroup,
+    BaseOptions,
+    Count,
+    JsonFile,
+    Memory,
+    Seed,
+    load,
+    load_base_of,
+    load_onto,
+)
+
+Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]
+
+
+def generate(
+    prompt: Prompt,
+    /,
+    *,
+    memory: Memory,
+    max_new_tokens: Count = 64,
+    temperature: AtLeastZero = 0.0,
+    raw: bool = False,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+    base: BaseGroup = BASE,
+) -> None:
+    """Continue a prompt without and with a memory.
+
+    Args:
+        prompt: the beginning of the text, or, for a model with a chat template, the user's message.
+        max_new_tokens: the most tokens to write.
+        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        raw: continue the prompt as it is, without the chat template.
+        seed: of the tokens that are drawn.
+    """
+    stdout, _ = open_consoles(json_file)
+    if not prompt.strip():
+        raise ValueError("PROMPT must not be empty: give the beginning of a text")
+    if any("\ud800" <= char <= "\udfff" for char in prompt):
+        raise ValueError(f"PROMPT must be valid UTF-8, got {prompt!r}: convert it, for instance with iconv -t UTF-8")
+    loaded = load_base_of(memory, base)
+    chat = not raw and getattr(loaded.tokenizer, "chat_template", None) is not None
+    ids = encode_prompt(loaded.tokenizer, prompt) if chat else loaded.tokenizer(prompt)["input_ids"]
+    if not _fits(loaded, ids, max_new_tokens):
+        raise _too_long("prompt", loaded, ids, max_new_tokens)
+    adapted = load_onto(loaded, memory)
+    with adapted.disable_adapter():
+        without = _continue(adapted, loaded.tokenizer, ids, max_new_tokens, temperature, seed)
+    with_memory = _continue(adapted, loaded.tokenizer, ids, max_new_tokens, temperature, seed)
+    for title, continuation in (("without the memory", without), ("with the memory", with_memory)):
+        stdout.print(title, style="bold")
+        stdout.print(("" if chat else prompt) + continuation.strip("\n" if chat else "") + "\n")
+    write_result(json_file, {"prompt": prompt, "memory_dir": str(memory), "without": without, "with": with_memory})
+
+
+def ask(
+    *question: Annotated[str, Parameter(allow_leading_hyphen=False)],
+    memory: Memory | None = None,
+    questions: Path | None = None,
+    context: Path | None = None,
+    without_memory: bool = False,
+    max_new_tokens: Count = 32,
+    json_file: JsonFile = None,
+    base: BaseGroup = BASE,
+) -> None:
+    """Ask a model short questions about what it has read.
+
+    Args:
+        question: the questions.
+        questions: a JSON Lines file with more, an object a line: question and, if known, answer.
+        context: a text file that the model sees before each question.
+        without_memory: ask the base model alone; --memory then only names it.
+        max_new_tokens: the longest answer, in tokens.
+    """
+    stdout, _ = open_consoles(json_file)
+    asked = [recall.Question(text) for text in question]
+    asked += [] if questions is None else recall.load_questions(questions)
+    if not asked or any(not item.question.strip() for item in asked):
+        raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
+    text = None if context is None else load_text(context)
+    loaded, model = _load_to_ask(memory, without_memory, base)
+    answers = recall.ask(model, loaded.tokenizer, asked, context=text, max_new_tokens=max_new_tokens)
+    records = [
+        {
+            "question": item.question,
+            "answer": answer,
+            "gold": item.answer,
+            "right": None if item.answer is None else recall.is_right(answer, item.answer),
+        }
+        for item, answer in zip(asked, answers, strict=True)
+    ]
+    for record in records:
+        stdout.print(record["question"], style="bold")
+        stdout.print(record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})"))
+    graded = [record["right"] for record in records if record["right"] is not None]
+    if graded:
+        stdout.print(f"{sum(graded)} of {len(graded)} right")
+    write_result(json_file, records)
+
+
+def chat(
+    *,
+    memory: Memory | None = None,
+    without_memory: bool = False,
+    max_new_tokens: Count = 128,
+    temperature: AtLeastZero = 0.0,
+    seed: Seed = 0,
+    base: BaseGroup = BASE,
+) -> None:
+    """Talk with a model about what it has read: one message a line; /exit or the end of the input ends it.
+
+    Args:
+        without_memory: talk with the base model alone; --memory then only names it.
+        max_new_tokens: the longest reply, in tokens.
+        temperature: 0 takes the likeliest token; above, tokens are drawn.
+        seed: of the tokens that are drawn.
+    """
+    stdout, stderr = open_consoles()
+    loaded, model = _load_to_ask(memory, without_memory, base)
+    if getattr(loaded.tokenizer, "chat_template", None) is None:
+        raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
+    turns: list[dict[str, str]] = []
+    while True:
+        if sys.stdin.isatty():
+            stderr.print("> ", end="")
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/exit":
+            return
+        if not line.strip():
+            continue
+        turns.append({"role": "user", "content": line.strip()})
+        while not _fits(loaded, ids := encode_turns(loaded.tokenizer, turns), max_new_tokens):
+            if len(turns) == 1:
+                raise _too_long("message", loaded, ids, max_new_tokens)
+            del turns[:2]  # the oldest message and its reply
+        reply = _continue(model, loaded.tokenizer, ids, max_new_tokens, temperature, seed).strip()
+        turns.append({"role": "assistant", "content": reply})
+        stdout.print(reply)
+
+
+def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:
+    """Load a base and, unless it is asked alone, the memory; return the base and the model that is asked."""
+    if memory is None and not (without_memory and base.model):
+        raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
+    loaded = load(base) if memory is None else load_base_of(memory, base)
+    return loaded, (loaded.model if without_memory else load_onto(loaded, memory).eval())
+
+
+def _fits(base: Base, ids: list[int], max_new_tokens: int) -> bool:
+    limit = count_positions(base.model)
+    return limit is None or len(ids) + max_new_tokens <= limit
+
+
+def _too_long(name: str, base: Base, ids: list[int], max_new_tokens: int) -> ValueError:
+    return ValueError(
+        f"{name} and --max-new-tokens must fit the model's {count_positions(base.model)} positions, got {len(ids)} + "
+        f"{max_new_tokens}: shorten one of them"
+    )
+
+
+def _continue(model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> str:
+    """Return the text that a model writes after a prompt."""
+    torch.manual_seed(seed)
+    drawn = {"do_sample": True, "temperature": temperature}
+    likeliest = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    prompt = torch.tensor([ids], device=model.device)
+    with torch.inference_mode():
+        output = model.generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=find_pad_token(tokenizer),
+            **(drawn if temperature else likeliest),
+        )
+    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)
