@@ -34,11 +34,12 @@ for name, tokens in texts.items():
     for _ in trainer.read(tokens):
         pass
     print(f"read the {name}: perplexity {trainer.perplexity:.2f}")
-model.add_weighted_adapter(["beginning", "end"], [1.0, 1.0], "both", combination_type="cat")  # 64 slots
+for name, weight in (("sum", 1.0), ("mean", 0.5)):  # 64 slots each
+    model.add_weighted_adapter(["beginning", "end"], [weight, weight], name, combination_type="cat")
 model.eval()
 
-# One batch, a row each: the same passage, read with each memory, with their sum, and with none.
-names = ["beginning", "end", "both", "__base__"]
+# One batch, a row each: the same passage, read with each memory, with their sum and their mean, and with none.
+names = ["beginning", "end", "sum", "mean", "__base__"]
 for passage_name, tokens in texts.items():
     batch = tokens[-500:].expand(len(names), -1)
     with torch.no_grad():
