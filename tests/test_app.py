@@ -433,6 +433,7 @@ def browser():
 @pytest.mark.slow
 def test_the_page_in_a_browser(browser, address, tmp_path, made):
     visit = browser.new_page(viewport={"width": 1200, "height": 820})
+    visit.set_default_timeout(120_000)
     requested = []
     visit.on("request", lambda request: requested.append(request.url))
     visit.goto(address)
@@ -441,7 +442,7 @@ def test_the_page_in_a_browser(browser, address, tmp_path, made):
         visit.get_by_role("button", name=name, exact=True).click()
 
     def shows(text: str, count: int = 1) -> None:
-        visit.get_by_text(text).nth(count - 1).wait_for(timeout=60_000)
+        visit.get_by_text(text).nth(count - 1).wait_for()
 
     def open_tab(name: str) -> None:
         visit.get_by_role("tab", name=name).click()
