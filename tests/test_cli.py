@@ -146,6 +146,11 @@ def test_reads_standard_input(run, monkeypatch):
     assert json.loads(stdout)["scored_tokens"] > 5
 
 
+def test_a_text_of_a_few_chunks_gives_a_remark(run):
+    few = ("memorize", "text.txt", "--out", "few", "--r", 2, "--max-tokens", 64, "--window", 64, "--stride", 32)
+    assert "learned from 2 chunks alone: the memory is nearly empty. Add --study" in run(*few, *NO_ANCHOR)[2]
+
+
 def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
     arguments = [
         "memorize",
@@ -795,7 +800,7 @@ def test_memorize_studies_given_exchanges(run, tmp_path):
     arguments = ("memorize", "text.txt", "--out", "m", "--r", 4, *FAST, *NO_ANCHOR, "--exchanges-file", "mine.jsonl")
     assert run(*arguments)[2].startswith("error: --exchanges-file needs --study, got 'mine.jsonl' without it")
     code, stdout, _ = run(*arguments, "--study", "--passes", 2, "--json", "r.json")
-    assert code == 0 and "asked 1, kept 1 exchanges" in stdout
+    assert code == 0 and "asked 1, kept 1 exchange;" in stdout
     assert json.loads((tmp_path / "r.json").read_text())["studied"]["steps"] == 2
     assert json.loads((tmp_path / "m" / "exchanges.jsonl").read_text())["answer"] == "The old man."
     assert "nothing is left to do" in run(*arguments, "--study", "--passes", 2, "--resume")[2]
@@ -882,7 +887,7 @@ def test_memories_are_combined_and_resized(run, memory, tmp_path):
         ("combine", memory, memory, "--out", "both"): "--out must be a new or empty folder, got 'both' with files",
         ("combine", memory, "text.txt", "--out", "x"): "memory must be a folder that holds a memory, got 'text.txt'",
         ("resize", memory, "--r", 20, "--out", "x"): "batches must be given for init_strategy='topk': give a text",
-        ("resize", memory, "--r", 8, "--out", "x"): "NL-SVD needs a memory of two layers, got one with gates",
+        ("resize", memory, "--r", 8, "--out", "x"): "--text must name a text for fewer slots beside gated FFNs, got",
     }
     for arguments, message in refusals.items():
         code, _, stderr = run(*arguments)

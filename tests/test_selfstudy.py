@@ -126,6 +126,8 @@ def test_a_sentence_longer_than_the_window_is_cut(loaded):
     assert " ".join(pieces) == " ".join(sentence.split())
     assert all(len(loaded[1](piece)["input_ids"]) <= 32 for piece in pieces)
     assert split_passages(loaded[1], "a b c d e " + "x" * 500, 32)  # no space to cut at
+    titled = ["The chair of the club is Dr. Ines B. Oyango.", "She came from St. Malo in 1911."]
+    assert split_passages(loaded[1], " ".join(titled), 64) == titled
 
 
 def test_a_text_shorter_than_a_passage_is_refused(loaded):

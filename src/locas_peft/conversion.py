@@ -94,7 +94,7 @@ def export_memory(
 
     Args:
         neurons: how many neurons the base gets; the memory's own r where None.
-        base_path: where the adapter's config says that the base is; `out/base` where None.
+        base_path: where the adapter's config says that the base is; `out/base` where None and it is saved.
 
     Returns:
         That number, and the rank of the LoRA.
@@ -106,7 +106,8 @@ def export_memory(
         parts = model.peft_config["default"].ffn_parts
     with staged(out) as folder:
         if with_adapter:
-            config.base_model_name_or_path = base_path or str(out / "base")
+            # An adapter alone names no base: which copy of the widened base it will be served with is not known.
+            config.base_model_name_or_path = base_path or (str(out / "base") if with_base else None)
             config.save_pretrained(str(folder / "adapter"))
             save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
         if with_base:
@@ -121,6 +122,7 @@ def save_adapter(model: PeftModel, adapter_name: str, base_name: str, out: Path)
     model.peft_config[adapter_name].base_model_name_or_path = base_name
     with staged(out) as folder:
         model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # PEFT's template, which says nothing and names a folder here
         if adapter_name != "default":  # PEFT saves it in a folder of its name
             for file in (folder / adapter_name).iterdir():
                 file.rename(folder / file.name)

@@ -65,6 +65,6 @@ def serve(
         announce(launch(page, host, port, open_browser))
         threading.Event().wait()
     finally:
-        page.close()
+        page.close(verbose=False)
         model.close()
         visitors.close()

@@ -166,6 +166,8 @@ def resize(
     widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
     if not widths:
         raise ValueError(f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu")
+    if content is None and r < max(widths) and any(layer.ffn.gated for layer in list_layers(model, "default")):
+        raise ValueError("--text must name a text for fewer slots beside gated FFNs, got none: give what was read")
     batches = None
     if content is not None:
         window = min(512, count_positions(loaded.model) or 512)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -49,6 +50,8 @@ DEMO_JSON, COMPARE_JSON, PLOT = "demo.json", "readings.json", "perplexity.png"
 DEMO_METHODS = "none,lora,locas-glu"
 REFERENCE = "the Python language reference"
 DEMO_PROMPT = "See also:"
+FEW_CHUNKS = 4
+"""Below, a reading is too short to be noticed in what the model writes."""
 
 
 def demo(
@@ -202,11 +205,19 @@ def memorize(
             if saves and has_checkpoint(out / CHECKPOINT_FOLDER):
                 stderr.print(f"{out} holds a checkpoint: the same command with --resume continues from there")
             raise
+        chunks = math.ceil(len(input_ids) / complete.stride) * complete.readings
+        if saves and not complete.study and chunks < FEW_CHUNKS:
+            stderr.print(
+                f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty. Add --study for "
+                "questions about a short text, or --readings and a shorter --window and --stride"
+            )
     _show([result], stdout, stderr, None, _name_text(text))
     _show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
-        stdout.print(f"The memory is in {out}. Next: locas generate PROMPT --memory {out}, or locas inspect {out}")
+        can_chat = getattr(loaded.tokenizer, "chat_template", None) is not None
+        then = "locas ask QUESTION" if can_chat else "locas generate PROMPT"
+        stdout.print(f"The memory is in {out}. Next: {then} --memory {out}, or locas inspect {out}")
 
 
 def compare(
@@ -298,10 +309,9 @@ def _read_each(
 def _show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console) -> None:
     if studied is None:
         return
-    stdout.print(
-        f"asked {studied['asked']}, kept {studied['kept']} exchanges; wrote {studied['writing_seconds']:.0f} s, "
-        f"learned {studied['learning_seconds']:.0f} s"
-    )
+    kept = "1 exchange" if studied["kept"] == 1 else f"{studied['kept']} exchanges"
+    wrote, learned = (f"{studied[name]:.0f} s" for name in ("writing_seconds", "learning_seconds"))
+    stdout.print(f"asked {studied['asked']}, kept {kept}; wrote {wrote}, learned {learned}")
     if not studied["kept"]:
         samples = " | ".join(printable(sample) for sample in studied["samples"])
         stderr.print(

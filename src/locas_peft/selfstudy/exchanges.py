@@ -18,7 +18,8 @@ EXCHANGES = "exchanges.jsonl"
 _FEWEST_WORDS = 5
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
 _DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
-_SENTENCE = re.compile(r"\n+|(?<=[.!?…])[\"')\]»”’]*\s+|(?<=[。！？])")
+_ABBREVIATION = "".join(rf"(?<!\b{each}\.)" for each in ("[A-Z]", "Dr", "Mr", "Mrs", "Ms", "St", "Prof", "vs"))
+_SENTENCE = re.compile(rf"\n+|(?<=[.!?…]){_ABBREVIATION}[\"')\]»”’]*\s+|(?<=[。！？])")
 
 
 @dataclass(frozen=True)
