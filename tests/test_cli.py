@@ -880,6 +880,9 @@ def test_memories_are_combined_and_resized(run, memory, tmp_path):
     assert run("resize", "both", "--r", 16, "--text", "text.txt", "--out", "narrow")[0] == 0
     assert torch.allclose(logits_of("narrow"), alone, atol=1e-2)
     assert json.loads((tmp_path / "narrow" / "adapter_config.json").read_text())["r"] == 16
+    both, narrow = ((tmp_path / name / "README.md").read_text() for name in ("both", "narrow"))
+    assert f"| sum | 0.75 {memory.name} + 0.25 {memory.name} |" in both and "| slots in a layer | 32 |" in both
+    assert "# A memory of both\n" in narrow and "| resized from | 32 slots in a layer |" in narrow
     refusals = {
         ("combine", memory, "--out", "x"): "MEMORY must be given for two or more, got 1: name the folders",
         ("combine", memory, memory, "--weights", "1", "--out", "x"): "weights must be a finite number for each of",

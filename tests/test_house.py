@@ -17,6 +17,7 @@ FLOORS = [
     ["memory_folder", "adapters"],
     ["settings", "loading", "peak_memory", "selfstudy"],
     ["ttt"],
+    ["model_card"],
     ["text", "gguf_models", "files", "backbone", "registration"],
     ["tuner"],
 ]

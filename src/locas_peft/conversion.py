@@ -19,6 +19,7 @@ from .adapters import memory_attached
 from .files import staged
 from .gguf_models import write_gguf
 from .loading import describe_memory, load_memory
+from .model_card import CARD, escape, make_card
 from .tuner import list_layers, to_lora, widen_base
 
 __all__ = ["combine_memories", "export_memory", "merge_memory", "merge_to_gguf", "save_adapter", "share_weights"]
@@ -48,7 +49,9 @@ def combine_memories(
     model.set_adapter("combined")
     for name in names:
         model.delete_adapter(name)
-    save_adapter(model, "combined", base_name, out)
+    names = [escape(memory.name) for memory in memories]
+    terms = " + ".join(f"{weight:g} {name}" for weight, name in zip(weights, names, strict=True))
+    save_adapter(model, "combined", base_name, out, " and ".join(names), {"sum": terms})
     return model.peft_config["combined"].r
 
 
@@ -117,13 +120,24 @@ def export_memory(
     return neurons, max([config.r, *config.rank_pattern.values()])
 
 
-def save_adapter(model: PeftModel, adapter_name: str, base_name: str, out: Path) -> None:
-    """Write one adapter's files into a folder, whole or not at all, with the base's name on other machines too."""
-    model.peft_config[adapter_name].base_model_name_or_path = base_name
+def save_adapter(
+    model: PeftModel, adapter_name: str, base_name: str, out: Path, title: str, rows: dict[str, str]
+) -> None:
+    """Write a memory that was made of others into a folder, whole or not at all.
+
+    Args:
+        base_name: the base's name on other machines too.
+        title: what the memory is of, in Markdown, for its model card.
+        rows: of the card's table.
+    """
+    config = model.peft_config[adapter_name]
+    config.base_model_name_or_path = base_name
+    rows = {"base": escape(base_name), "slots in a layer": str(config.r), **rows}
     with staged(out) as folder:
         model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
-        (folder / "README.md").unlink(missing_ok=True)  # PEFT's template, which says nothing and names a folder here
         if adapter_name != "default":  # PEFT saves it in a folder of its name
             for file in (folder / adapter_name).iterdir():
                 file.rename(folder / file.name)
             (folder / adapter_name).rmdir()
+        card = make_card(base_name, config.peft_type, title, "made of other memories", rows)
+        (folder / CARD).write_text(card, encoding="utf-8")  # in place of PEFT's template

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub import HfApi
 from peft import PeftConfig, PeftModel
 
-from . import __version__, backbone
-from .files import finish_replacement, load_json, staged, staged_file, write_json
-from .gguf_models import is_gguf
+from .files import finish_replacement, load_json, staged, write_json
 from .loading import MEMORY_CONFIG
+from .model_card import CARD, escape, make_card
 from .selfstudy import Exchange, save_exchanges
 from .selfstudy.exchanges import EXCHANGES, digest_exchanges
 from .settings import ReadingSettings
@@ -35,7 +33,6 @@ __all__ = [
     "check_vacant",
     "find_finished",
     "save_memory",
-    "set_license",
     "upload_memory",
 ]
 
@@ -43,7 +40,6 @@ READING = "reading.json"
 """The file in a memory's folder that holds the reading that made it."""
 CHECKPOINT_FOLDER = "checkpoint"
 """The folder in a memory's folder that holds an unfinished reading."""
-_CARD = "README.md"
 _CARD_SETTINGS = [
     *("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings", "anchor"),
     *("passes", "seed", "dtype"),
@@ -151,7 +147,7 @@ def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool
     is_memory = (folder / MEMORY_CONFIG).exists() and (folder / READING).exists()
     unfinished = has_checkpoint(folder / CHECKPOINT_FOLDER)
     if not is_memory:
-        for name in (MEMORY_CONFIG, READING, _CARD, EXCHANGES, "adapter_model.safetensors"):
+        for name in (MEMORY_CONFIG, READING, CARD, EXCHANGES, "adapter_model.safetensors"):
             if os.path.lexists(folder / name):
                 raise ValueError(
                     f"--out {str(folder)!r} holds a file {name} that no reading wrote: choose another folder, or move "
@@ -219,7 +215,7 @@ def save_memory(
         with staged(directory) as folder:
             # Embeddings are not trained here, and PEFT would ask the hub about them.
             model.save_pretrained(str(folder), save_embedding_layers=False)
-            (folder / _CARD).write_text(_make_card(config, reading), encoding="utf-8")
+            (folder / CARD).write_text(_make_card(config, reading), encoding="utf-8")
             write_json(folder / READING, reading.to_json())
             if exchanges is not None:
                 save_exchanges(folder / EXCHANGES, exchanges)
@@ -227,15 +223,6 @@ def save_memory(
             (Path(directory) / EXCHANGES).unlink(missing_ok=True)  # of the memory that this one replaces
     finally:
         config.base_model_name_or_path = name
-
-
-def set_license(directory: str | Path, license: str) -> None:
-    """Name the licence in the metadata of a memory's model card."""
-    path = Path(directory) / _CARD
-    card = ModelCard.load(path)
-    card.data.license = license
-    with staged_file(path) as temporary:
-        card.save(temporary)
 
 
 def upload_memory(directory: str | Path, repo: str, *, private: bool = False) -> str:
@@ -256,7 +243,7 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
     """
     try:
         url = HfApi().create_repo(repo, private=private, exist_ok=True)
-        files = [_CARD, MEMORY_CONFIG, "adapter_model.*", READING]
+        files = [CARD, MEMORY_CONFIG, "adapter_model.*", READING]
         HfApi().upload_folder(repo_id=url.repo_id, folder_path=directory, allow_patterns=files)
     except Exception as error:  # whatever the network and its libraries raise
         reason = one_line(" ".join(str(error).split()))
@@ -267,18 +254,11 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
 
 
 def _make_card(config: PeftConfig, reading: Reading) -> str:
-    """Return the model card that the hub renders: its metadata as YAML, then Markdown. No licence is claimed."""
-    settings = reading.settings
-    base, title = _escape(settings.model), _escape(reading.title or "a text")
-    data = ModelCardData(
-        base_model=settings.model if _is_on_hub(settings.model) else None,
-        library_name="peft",
-        pipeline_tag="text-generation",
-        tags=[config.peft_type.lower(), "test-time-training"],
-    )
+    """Return the model card of a reading's memory."""
+    settings, title = reading.settings, escape(reading.title or "a text")
     rows = {
         "text": f"{title}, {reading.curve[-1][0]:,} tokens",
-        "base": base,
+        "base": escape(settings.model),
         "method": f"{settings.method}, {reading.extra_parameters:,} parameters",
         "perplexity while reading, each token scored before it was learned": f"{reading.perplexity:.2f}",
         "time to read": f"{reading.seconds:,.0f} s",
@@ -290,52 +270,6 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
         seconds = reading.studied["writing_seconds"] + reading.studied["learning_seconds"]
         rows["self-study"] = f"{reading.studied['kept']} exchanges in {seconds:,.0f} s"
     rows |= {name: f"`{value}`" for name in _CARD_SETTINGS if (value := getattr(settings, name)) is not None}
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"""---
-{data.to_yaml()}
----
-
-# A memory of {title}
-
-A PEFT adapter for {base} that was trained by reading one text, with locas_peft {__version__}.
-
-| | |
-|---|---|
-{table}
-
-The perplexities are of this text alone. All settings and figures are in `{READING}`.
-
-```python
-from peft import PeftModel
-{_describe_loading(settings.model)}
-model = PeftModel.from_pretrained(base, "this folder")
-```
-
-```bash
-locas ask "What is the text about?" --memory "this folder"
-```
-"""
-
-
-def _escape(text: str) -> str:
-    """Return a text as one line of Markdown that renders as that text: no markup, HTML, links or formulas."""
-    return re.sub(r"[!-/:-@[-`{-~]", lambda found: f"&#{ord(found[0])};", one_line(text))
-
-
-def _is_on_hub(model: str) -> bool:
-    """Return whether a base's name can be one of the hub, and no folder or file."""
-    return not (backbone.is_embedded(model) or is_gguf(model) or Path(model).expanduser().exists())
-
-
-def _describe_loading(model: str) -> str:
-    """Return the lines of Python that load a base and register LOCAS."""
-    if backbone.is_embedded(model):
-        name = backbone.name_of(model)
-        argument = "" if name == backbone.NAME else f'name="{name}"'
-        return f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({argument})"
-    if is_gguf(model):
-        return f"from locas_peft.loading import load_base\n\nbase, tokenizer = load_base({model!r})"
-    return (
-        "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"
-        f"base = AutoModelForCausalLM.from_pretrained({model!r})"
-    )
+    made = "trained by reading one text"
+    note = f"The perplexities are of this text alone. All settings and figures are in `{READING}`."
+    return make_card(settings.model, config.peft_type, title, made, rows, note)

@@ -10,7 +10,8 @@ from ..conversion import combine_memories, export_memory, merge_memory, merge_to
 from ..files import check_output_directory
 from ..gguf_models import find_converter
 from ..loading import describe_memory
-from ..memory_folder import set_license, upload_memory
+from ..memory_folder import upload_memory
+from ..model_card import escape, set_license
 from ..report import tabulate_memory
 from ..text import load_text
 from ..ttt import count_positions
@@ -173,7 +174,8 @@ def resize(
         window = min(512, count_positions(loaded.model) or 512)
         batches = [part[None] for part in loaded.encode(content, max_tokens, None).split(window)]
     (grow if r > max(widths) else compress)(model, r, batches=batches)
-    save_adapter(model, "default", loaded.name, out)
+    resized = {"resized from": f"{max(widths)} slots in a layer"}
+    save_adapter(model, "default", loaded.name, out, escape(memory.name), resized)
     stdout.print(f"The memory of {r} slots a layer, {max(widths)} before, is in {out}")
 
 
