@@ -11,6 +11,7 @@ import torch
 
 __all__ = [
     "QUESTION_PROMPT",
+    "can_chat",
     "digest_ids",
     "encode_prompt",
     "encode_turns",
@@ -132,13 +133,18 @@ def _encode(tokenizer, text: str) -> list[int]:
     )["input_ids"]
 
 
+def can_chat(tokenizer) -> bool:
+    """Return whether a tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
 def encode_prompt(tokenizer, prompt: str, begin: str = "") -> list[int]:
     """Turn a prompt into token ids, as a user's message if the tokenizer has a chat template.
 
     Args:
         begin: the first words of the reply, which the model continues.
     """
-    if not getattr(tokenizer, "chat_template", None):
+    if not can_chat(tokenizer):
         return list(tokenizer(f"{prompt}\n\n{begin}" if begin else prompt, verbose=False)["input_ids"])
     return encode_turns(tokenizer, [{"role": "user", "content": prompt}], begin)
 

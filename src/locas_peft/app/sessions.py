@@ -27,11 +27,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import backbone
 from ..adapters import memory_attached
 from ..conversion import combine_memories, export_memory, merge_memory, share_weights
+from ..evaluation.answering import GREEDY
 from ..reading import StopReading, memorize
 from ..selfstudy import Exchange, StudyStep
 from ..selfstudy.decoding import pad_left
 from ..settings import ReadingSettings
-from ..text import encode_turns, find_pad_token, find_start_token, tokenize, unwrap
+from ..text import can_chat, encode_turns, find_pad_token, find_start_token, tokenize, unwrap
 from ..ttt import Chunk, TestTimeTrainer, count_positions, cumulative
 from ..tuner import find_ffns
 from .shelf import Shelf, pack
@@ -140,7 +141,7 @@ class SharedModel:
 
     def __init__(self, name: str, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.name, self._base, self._tokenizer = name, base, tokenizer
-        self.can_chat = bool(getattr(tokenizer, "chat_template", None))
+        self.can_chat = can_chat(tokenizer)
         self._work: queue.PriorityQueue = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._jobs: list[Job] = []
@@ -248,7 +249,7 @@ class SharedModel:
         """Answer one question that waits, before a forward pass of a reading; end a self-study within a step."""
         if job.stop.is_set() and job.phase in ("writing", "learning"):  # a step takes up to a minute
             raise StopReading
-        if self._work.queue and self._work.queue[0][0] == _ANSWER:  # nobody else takes work out
+        if self._work.queue and self._work.queue[0][0] == _ANSWER:  # only this thread takes work out
             with torch.random.fork_rng():  # the reading draws what it would have drawn
                 self._do_next()
 
@@ -338,10 +339,7 @@ class SharedModel:
                 max_new_tokens=ANSWER_TOKENS,
                 pad_token_id=find_pad_token(self._tokenizer),
                 stopping_criteria=[follow],
-                do_sample=False,
-                temperature=None,
-                top_p=None,
-                top_k=None,
+                **GREEDY,
                 **options,
             )
 

@@ -10,7 +10,8 @@ import torch
 from cyclopts import Parameter
 
 from ..evaluation import recall
-from ..text import encode_prompt, encode_turns, find_pad_token, load_text
+from ..evaluation.answering import GREEDY
+from ..text import can_chat, encode_prompt, encode_turns, find_pad_token, load_text
 from ..ttt import count_positions
 from .console import open_consoles, write_result
 from .options import (
@@ -58,7 +59,7 @@ def generate(
     if any("\ud800" <= char <= "\udfff" for char in prompt):
         raise ValueError(f"PROMPT must be valid UTF-8, got {prompt!r}: convert it, for instance with iconv -t UTF-8")
     loaded = load_base_of(memory, base)
-    chat = not raw and getattr(loaded.tokenizer, "chat_template", None) is not None
+    chat = not raw and can_chat(loaded.tokenizer)
     ids = encode_prompt(loaded.tokenizer, prompt) if chat else loaded.tokenizer(prompt)["input_ids"]
     if not _fits(loaded, ids, max_new_tokens):
         raise _too_long("prompt", loaded, ids, max_new_tokens)
@@ -136,7 +137,7 @@ def chat(
     """
     stdout, stderr = open_consoles()
     loaded, model = _load_to_ask(memory, without_memory, base)
-    if getattr(loaded.tokenizer, "chat_template", None) is None:
+    if not can_chat(loaded.tokenizer):
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
     turns: list[dict[str, str]] = []
     while True:
@@ -181,7 +182,6 @@ def _continue(model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int, t
     """Return the text that a model writes after a prompt."""
     torch.manual_seed(seed)
     drawn = {"do_sample": True, "temperature": temperature}
-    likeliest = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     prompt = torch.tensor([ids], device=model.device)
     with torch.inference_mode():
         output = model.generate(
@@ -189,6 +189,6 @@ def _continue(model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int, t
             attention_mask=torch.ones_like(prompt),
             max_new_tokens=max_new_tokens,
             pad_token_id=find_pad_token(tokenizer),
-            **(drawn if temperature else likeliest),
+            **(drawn if temperature else GREEDY),
         )
     return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)

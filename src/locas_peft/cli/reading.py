@@ -94,7 +94,7 @@ def demo(
         write_json(out / DEMO_JSON, [])  # after an interruption the same command may replace what this one wrote
 
     recalls = []
-    if getattr(base.tokenizer, "chat_template", None):
+    if texts.can_chat(base.tokenizer):
         stderr.print(
             f"Act 1, recall. {base.name} learns a page about a lighthouse that does not exist, and answers questions "
             "about it.\nThe methods lora and locas-glu no longer see the page then."
@@ -215,8 +215,7 @@ def memorize(
     _show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
-        can_chat = getattr(loaded.tokenizer, "chat_template", None) is not None
-        then = "locas ask QUESTION" if can_chat else "locas generate PROMPT"
+        then = "locas ask QUESTION" if texts.can_chat(loaded.tokenizer) else "locas generate PROMPT"
         stdout.print(f"The memory is in {out}. Next: {then} --memory {out}, or locas inspect {out}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Sequence
 from os.path import commonprefix
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,10 @@ from transformers import DynamicCache
 from ..text import find_pad_token
 from ..ttt.host import Host, count_positions
 
-__all__ = ["answer", "first_line"]
+__all__ = ["GREEDY", "answer", "first_line"]
+
+GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+"""Options of `generate` that take the likeliest token, whatever the model's own settings say."""
 
 _WORTH_KEEPING = 64
 """A shared beginning of at least this many tokens is computed once and kept."""
@@ -93,8 +97,7 @@ def _answer_batch(
         rest = length - (len(prompt) - kept)
         ids[row, :kept], mask[row, :kept] = prompt[:kept], 1
         ids[row, rest:], mask[row, rest:] = prompt[kept:], 1
-    options = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "do_sample": False, "num_beams": 1}
-    options |= {"temperature": None, "top_p": None, "top_k": None}
+    options = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "num_beams": 1, **GREEDY}
     if cache is not None:
         options["past_key_values"] = copy.deepcopy(cache)
         options["past_key_values"].batch_repeat_interleave(len(prompts))

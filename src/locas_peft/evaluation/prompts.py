@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..text import encode_prompt
+from ..text import can_chat, encode_prompt
 from ..ttt.host import count_positions
 from ..ttt.settings import check_choice
 from .conversations import Conversation, Question, dialogue, dialogue_lines, keep_evidence
@@ -76,7 +76,7 @@ def make_prompts(
 
 def encode_gold(tokenizer, question: Question) -> list[int]:
     """Turn a gold answer into token ids, as they follow the prompt: after a blank where there is no chat template."""
-    blank = "" if getattr(tokenizer, "chat_template", None) else " "
+    blank = "" if can_chat(tokenizer) else " "
     return list(tokenizer(blank + question.answer, add_special_tokens=False, verbose=False)["input_ids"])
 
 

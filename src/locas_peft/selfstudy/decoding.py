@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..text import QUESTION_PROMPT, encode_prompt, find_pad_token
+from ..text import QUESTION_PROMPT, can_chat, encode_prompt, find_pad_token
 from ..ttt.host import Host
 
 __all__ = [
@@ -48,7 +48,7 @@ def encode_question(tokenizer, question: str, form: str = QUESTION_PROMPT, conte
 
 def begin_answer(tokenizer, after: str = "") -> str:
     """Return what a base model without turns needs before its answer, and `after`; the empty text for a chat model."""
-    return "" if getattr(tokenizer, "chat_template", None) else after or "Answer:"
+    return "" if can_chat(tokenizer) else after or "Answer:"
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ Axes: B batch, T tokens, D hidden size, F host FFN width, R memory width.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -120,10 +120,6 @@ class HostFFN:
     def gated(self) -> bool:
         return self.parts.gate is not None or self.parts.gate_up is not None
 
-    @property
-    def activation_name(self) -> str:
-        return getattr(self.act, "__name__", None) or type(self.act).__name__
-
     def projection(self, part: str) -> nn.Module:
         """Return the host's own projection of that attribute name, without the adapters that wrap it."""
         module = getattr(self.owner, part)
@@ -194,16 +190,10 @@ class HostFFN:
             return adapter
         for part in self.parts.projections:
             module = self.projection(part)
-            weight = module.weight
-            if weight.is_meta or getattr(getattr(module, "_hf_hook", None), "offload", False):
-                return f"{part} is offloaded or on the meta device: load the base onto one device first"
-            if hasattr(weight, "full_tensor"):
-                return f"{part} is sharded across processes: gather the base first"
             # Quantisers subclass the layer, the parameter or the tensor; float8 weights come with scales.
-            plain = isinstance(module, nn.Linear | Conv1D) and type(weight) is nn.Parameter
-            if not plain or type(weight.data) is not torch.Tensor or weight.dtype not in WIDENABLE_DTYPES:
-                kind = f"{type(module).__name__} of {weight.dtype}"
-                return f"{part} is a {kind}, quantised or custom: load the base in full precision first"
+            obstacle = find_weight_obstacle(part, module, module.weight, isinstance(module, nn.Linear | Conv1D))
+            if obstacle:
+                return obstacle
         return None
 
     @torch.no_grad()
@@ -276,20 +266,23 @@ class HostFFN:
         return down(self.act(up))
 
 
-def find_dense(owner: nn.Module, name: str, parts: FFNParts | None = None) -> HostFFN | None:
-    """Return the FFN whose parts are attributes of a module, or `None` where it has none of the known parts.
+def list_known_parts() -> list[FFNParts]:
+    """Return `KNOWN_PARTS`, most projections first: an FFN with a gate also has the up and down of a two-layer FFN."""
+    return sorted(KNOWN_PARTS.values(), key=lambda known: -len(known.projections))
+
+
+def find_dense(owner: nn.Module, name: str, candidates: Sequence[FFNParts], given: bool = False) -> HostFFN | None:
+    """Return the FFN whose parts are attributes of a module, or `None` where it has those of no candidate.
 
     Raises:
-        ValueError: the module has the given parts, but they make no FFN.
+        ValueError: the candidates were given by a user, and the module has such parts, but they make no FFN.
     """
-    # An FFN with a gate also has the up and down of a two-layer FFN: most projections first.
-    candidates = [parts] if parts else sorted(KNOWN_PARTS.values(), key=lambda known: -len(known.projections))
     for candidate in candidates:
         if all(_is_projection(getattr(owner, part, None)) for part in candidate.projections):
             try:
                 return HostFFN(owner, candidate, name)
             except ValueError:
-                if parts is not None:
+                if given:
                     raise
     return None
 
@@ -351,6 +344,24 @@ def _count_required_inputs(module: nn.Module) -> int:
 
 
 # ---------------------------------------------------------------------- weights
+
+
+def find_weight_obstacle(part: str, module: nn.Module, weight: torch.Tensor, known: bool = True) -> str | None:
+    """Return the reason why rows cannot be appended to a weight of a module, or `None`.
+
+    Args:
+        part: the weight's name, for the message.
+        known: whether the module is of a kind that computes with its weight as it is.
+    """
+    if weight.is_meta or getattr(getattr(module, "_hf_hook", None), "offload", False):
+        return f"{part} is offloaded or on the meta device: load the base onto one device first"
+    if hasattr(weight, "full_tensor"):
+        return f"{part} is sharded across processes: gather the base first"
+    plain = known and type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
+    if not plain or weight.dtype not in WIDENABLE_DTYPES:
+        kind = f"{type(module).__name__} of {weight.dtype}"
+        return f"{part} is a {kind}, quantised or custom: load the base in full precision first"
+    return None
 
 
 def _rows_of(module: nn.Module) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import fields
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from .ffn import FFNParts, HostFFN, describe_children, find_dense
+from .ffn import FFNParts, HostFFN, describe_children, find_dense, list_known_parts
 from .mixture import HostMixture
 
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
@@ -32,7 +32,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
         From the name of the module that a memory wraps (the FFN, the mixture's block, or the down projection of a flat
         FFN) to the FFN, in the model's order.
     """
-    chosen = None if parts is None else to_parts(parts)
+    candidates = list_known_parts() if parts is None else [to_parts(parts)]
     found: dict[str, Host] = {}
     blocks: tuple[str, ...] = ()
     for name, module in model.named_modules():
@@ -46,7 +46,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
             except ValueError:
                 continue
             blocks += (f"{name}.",)
-        elif dense := find_dense(module, host, chosen):
+        elif dense := find_dense(module, host, candidates, given=parts is not None):
             found[f"{host}.{dense.parts.down}" if dense.is_flat else host] = dense
     found.pop("", None)
     first_of_class: dict[tuple, Host] = {}

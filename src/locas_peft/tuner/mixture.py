@@ -30,7 +30,7 @@ from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from .ffn import WIDENABLE_DTYPES, HostFFN, SumActivity, find_dense
+from .ffn import HostFFN, SumActivity, find_dense, find_weight_obstacle, list_known_parts
 from .passes import evaluating
 
 SHARED_EXPERTS = ("shared_expert", "shared_experts", "shared_mlp")
@@ -63,7 +63,8 @@ class HostMixture:
             raise ValueError(f"{self.name} ({type(owner).__name__}) has experts of an unknown structure.")
         self.hidden_size = down.shape[1]
         children = ((part, getattr(owner, part, None)) for part in SHARED_EXPERTS)
-        shared = (find_dense(child, f"{self.name}.{part}") for part, child in children if child is not None)
+        known = list_known_parts()
+        shared = (find_dense(child, f"{self.name}.{part}", known) for part, child in children if child is not None)
         self.shared: HostFFN | None = next(shared, None)
         self._shared_gate: nn.Module | None = getattr(owner, SHARED_GATE, None)
 
@@ -97,10 +98,6 @@ class HostMixture:
     def slots_at(self, width: int) -> int:
         """Return how many neurons there are when `width` has become this."""
         return self.slots + (width - self.width) * (1 if self.widens_shared else len(self.experts.down_proj))
-
-    @property
-    def activation_name(self) -> str:
-        return getattr(self.act, "__name__", None) or type(self.act).__name__
 
     # -------------------------------------------------------- weights, activations
 
@@ -194,13 +191,9 @@ class HostMixture:
         if adapter:
             return adapter
         for name in ("gate_up_proj", "down_proj"):
-            weight = getattr(self.experts, name)
-            if weight.is_meta or getattr(getattr(self.experts, "_hf_hook", None), "offload", False):
-                return f"{name} is offloaded or on the meta device: load the base onto one device first"
-            if hasattr(weight, "full_tensor"):
-                return f"{name} is sharded across processes: gather the base first"
-            if type(weight) is not nn.Parameter or weight.dtype not in WIDENABLE_DTYPES:
-                return f"{name} is quantised or custom: load the base in full precision first"
+            obstacle = find_weight_obstacle(name, self.experts, getattr(self.experts, name))
+            if obstacle:
+                return obstacle
         if self.routing_sum() is None:
             shared = "its shared expert is gated" if self.shared is not None else "it has no shared expert"
             return (
@@ -212,7 +205,7 @@ class HostMixture:
     def routing_sum(self) -> float | None:
         """Return the constant c that the routing weights of each token add up to, or `None` where they vary.
 
-        Tokens of very different lengths are routed: weights that are not normalised grow with the router's logits.
+        Tokens of different lengths are routed: weights that are not normalised grow with the router's logits.
         """
         _, record = self._run_random_tokens(256)
         sums = record["weights"].double().sum(dim=-1)

@@ -413,7 +413,7 @@ def _describe_host(model: nn.Module, ffns: dict[str, Host]) -> dict[str, Any]:
         "ffns": len(ffns),
         "hidden_size": ffn and ffn.hidden_size,
         "gated": ffn and ffn.gated,
-        "activation": ffn and ffn.activation_name,
+        "activation": ffn and (getattr(ffn.act, "__name__", None) or type(ffn.act).__name__),
         "weights": sample_weights(model),
     }
 
