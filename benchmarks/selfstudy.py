@@ -17,12 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from measuring import describe_machine, make_table
 
 from locas_peft import demo
 from locas_peft.adapters import memory_attached
-from locas_peft.evaluation.answering import answer
+from locas_peft.evaluation.forgetting import measure_drift
+from locas_peft.evaluation.own_answers import write_own_answers
 from locas_peft.evaluation.recall import Question, ask, count_right, encode_questions, load_questions
 from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
@@ -30,10 +30,8 @@ from locas_peft.loading import load_base
 from locas_peft.reading import memorize
 from locas_peft.selfstudy import StudyStep, split_passages, write_lessons
 from locas_peft.settings import ReadingSettings, parse_method
-from locas_peft.text import encode_prompt, load_text, tokenize
+from locas_peft.text import load_text, tokenize
 from locas_peft.ttt import Chunk
-from locas_peft.ttt.host import Host
-from locas_peft.ttt.objectives import divergences
 
 PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee")}
 METHODS = "locas-glu,lora@11,lora"
@@ -41,24 +39,6 @@ READING_ONLY = "locas-glu, reading only"
 READINGS = 32
 DEFAULTS = ReadingSettings(study=True).complete()
 PASSAGE_TOKENS = 384
-OTHER_QUESTIONS = (
-    "What is the capital of France?",
-    "How do I boil an egg?",
-    "Write a short poem about the sea.",
-    "What is photosynthesis?",
-    "Give me three tips for learning a language.",
-    "Who wrote Romeo and Juliet?",
-    "Explain what a computer program is.",
-    "What should I pack for a week in the mountains?",
-    "How does a bicycle stay upright?",
-    "Translate 'good morning' into Spanish.",
-    "What is 12 times 8?",
-    "Why is the sky blue?",
-    "Suggest a name for a cat.",
-    "What is the difference between a lake and a river?",
-    "How can I sleep better?",
-    "Tell me a fact about elephants.",
-)
 
 
 class Page:
@@ -94,25 +74,6 @@ def load_pages(tokenizer) -> dict[str, Page]:
     return pages
 
 
-class Drift:
-    """KL from the base on its own answers to `OTHER_QUESTIONS`, in nats a token."""
-
-    @torch.inference_mode()
-    def __init__(self, base, tokenizer, max_new_tokens: int = 48):
-        prompts = [encode_prompt(tokenizer, question) for question in OTHER_QUESTIONS]
-        self._rows = []
-        for batch, texts in answer(base, tokenizer, prompts, max_new_tokens=max_new_tokens):
-            for number, text in zip(batch, texts, strict=True):
-                reply = tokenizer(text, add_special_tokens=False)["input_ids"]
-                ids = torch.tensor([[*prompts[number], *reply]])
-                self._rows.append((ids[:, :-1], len(reply), Host(base).logits(ids[:, :-1], len(reply))[0]))
-
-    @torch.inference_mode()
-    def measure(self, model) -> float:
-        kls = [divergences(Host(model).logits(ids, count)[0], logits) for ids, count, logits in self._rows]
-        return torch.cat(kls).mean().item()
-
-
 class Curve:
     """What a method has reached after so many processor seconds, without those of measuring."""
 
@@ -137,7 +98,7 @@ class Curve:
 
 
 def study_page(
-    base, tokenizer, page: Page, other: Page, drift: Drift, methods: list[str], anchor: float | None
+    base, tokenizer, page: Page, other: Page, own_answers: list, methods: list[str], anchor: float | None
 ) -> dict:
     """Measure all methods on one page; return its results."""
     page.measure_base(base)
@@ -169,7 +130,8 @@ def study_page(
             memory = Path(folder) / "memory"
             reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer, **options)
             with memory_attached(base, memory) as model:
-                figures = {"right": ask_page(model, tokenizer, page), "kl_nats": drift.measure(model)}
+                drift = measure_drift(model, model.disable_adapter, own_answers)
+                figures = {"right": ask_page(model, tokenizer, page), "kl_nats": drift["kl_per_token"]}
         figures |= {"parameters": reading.extra_parameters, **curve.points[-1]}
         print(label, figures, flush=True)
         results["methods"][label] = {**figures, "curve": curve.points}
@@ -226,12 +188,12 @@ def main() -> None:
     base.eval()
     pages = load_pages(tokenizer)
     results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
-    drift, done = Drift(base, tokenizer), results.setdefault("pages", {})
+    own_answers, done = write_own_answers(base, tokenizer), results.setdefault("pages", {})
     names, methods = list(pages), arguments.methods.split(",")
     for name in arguments.pages.split(","):
         other = pages[names[(names.index(name) + 1) % len(names)]]
         if name not in done:
-            done[name] = study_page(base, tokenizer, pages[name], other, drift, methods, arguments.anchor)
+            done[name] = study_page(base, tokenizer, pages[name], other, own_answers, methods, arguments.anchor)
             write_json(arguments.out, results)
     print(tabulate(done))
     if arguments.plot is not None:

@@ -1253,7 +1253,10 @@ def test_commands_that_cannot_share_refuse_in_one_line(run, index, monkeypatch):
             ["perplexity", "text.txt", "--long-window", "4096"],
             "--long-window must be within the model's 2048 positions",
         ),
-        (["forgetting", "text.txt"], "something must be measured: give --unread TEXT, --blimp PATH or --tasks LIST"),
+        (
+            ["forgetting", "text.txt"],
+            "something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks LIST",
+        ),
         (["report", "."], "folders must hold figures of locas eval, got none in '.': run a study with --out first"),
     ],
 )

@@ -14,10 +14,12 @@ from peft import LoraConfig, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone, cli
 from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
-from locas_peft.evaluation.forgetting import Plan, measure_drift, perplexity_rise
+from locas_peft.evaluation.forgetting import Plan, cut_text, measure_drift, perplexity_rise
 from locas_peft.evaluation.harness import evaluate_tasks
 from locas_peft.evaluation.intervals import rise_interval
+from locas_peft.evaluation.own_answers import QUESTIONS, write_own_answers
 from locas_peft.evaluation.scoring import encode_pair, score_targets
+from locas_peft.text import encode_prompt
 
 PAIRS = {
     "agreement": [("The dogs bark.", "The dogs barks."), ("She sings.", "She sing."), ("We go.", "We goes.")],
@@ -109,7 +111,7 @@ def make_model(kind: str):
 @pytest.mark.parametrize("kind", ["lora", "locas"])
 def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
     ids, plain = make_tokens(1, 50)[0], make_host("llama")
-    before = measure_drift(plain, nullcontext, ids, 16, 8)
+    before = measure_drift(plain, nullcontext, cut_text(ids, 16, 8))
     assert before["kl_nats"] == 0 and before["nll_nats"] == before["reference_nll_nats"]
     assert before["tokens"] == 49 and set(before["chunk_kl_nats"]) == {0.0}
     model = make_model(kind)
@@ -117,7 +119,7 @@ def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
     for _ in trainer.read(make_tokens(1, 60, seed=9)[0]):
         pass
     model.eval()
-    after = measure_drift(model, model.disable_adapter, ids, 16, 8)
+    after = measure_drift(model, model.disable_adapter, cut_text(ids, 16, 8))
     assert after["kl_nats"] > 0 and after["nll_nats"] != before["nll_nats"]
     assert after["reference_sha256"] == before["reference_sha256"]
     assert after["reference_nll_nats"] == before["nll_nats"]
@@ -148,7 +150,7 @@ def test_the_rise_is_paired_over_chunks():
 
 def test_the_rise_needs_the_same_chunks():
     ids, model = make_tokens(1, 50)[0], make_host("llama")
-    one, two = (measure_drift(model, nullcontext, ids, 16, stride) for stride in (8, 16))
+    one, two = (measure_drift(model, nullcontext, cut_text(ids, 16, stride)) for stride in (8, 16))
     assert perplexity_rise(one, one)["mean"] == 0 and sum(one["chunk_nll_nats"]) == pytest.approx(one["nll_nats"])
     with pytest.raises(ValueError, match=r"^before and after must be of the same chunks, got 7 and 4 of them"):
         perplexity_rise(one, two)
@@ -164,12 +166,27 @@ def test_drift_is_the_kl_from_the_reference_to_the_model():
         with model.disable_adapter():
             p = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
     expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum").item()
-    assert measure_drift(model, model.disable_adapter, ids, 16, 16)["kl_nats"] == pytest.approx(expected, rel=1e-4)
+    assert measure_drift(model, model.disable_adapter, cut_text(ids, 16, 16))["kl_nats"] == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 def test_a_text_of_one_token_is_one_line():
     with pytest.raises(ValueError, match=r"^input_ids must be of shape \[T\] with T >= 2, got \[1\]: give more text$"):
-        measure_drift(make_host("llama"), nullcontext, torch.tensor([3]), 16, 8)
+        cut_text(torch.tensor([3]), 16, 8)
+
+
+def test_own_answers_are_the_bases_greedy_answers_and_drift_scores_nothing_else(embedded):
+    base, tokenizer = embedded
+    pieces = write_own_answers(base, tokenizer, max_new_tokens=4)
+    assert 0 < len(pieces) <= len(QUESTIONS)
+    ids, scored = pieces[0]
+    prompt = tokenizer.decode(ids[:-scored])
+    assert prompt in {tokenizer.decode(encode_prompt(tokenizer, question)) for question in QUESTIONS}
+    greedy = base.generate(ids[None, :-scored], max_new_tokens=4, do_sample=False)[0, len(ids) - scored :]
+    assert tokenizer.decode(greedy).strip().startswith(tokenizer.decode(ids[-scored:]).strip())
+    found = measure_drift(base, nullcontext, pieces)
+    assert found["chunk_tokens"] == [count for _, count in pieces] and found["kl_nats"] == 0
 
 
 def test_the_identity_of_pairs_is_their_text(folder):

@@ -14,7 +14,7 @@ from locas_peft import TestTimeTrainer, backbone
 from locas_peft.evaluation.answering import answer, first_line
 from locas_peft.evaluation.cloze import find_spans, score_spans
 from locas_peft.evaluation.conversations import Conversation, Question, Session, Turn
-from locas_peft.evaluation.forgetting import measure_drift
+from locas_peft.evaluation.forgetting import cut_text, measure_drift
 from locas_peft.evaluation.scoring import encode_pair, score_targets
 from locas_peft.text import encode_prompt
 
@@ -81,10 +81,10 @@ def test_a_target_is_tokenised_as_in_its_text(embedded):
 
 def test_documents_are_scored_as_the_trainer_scores_them():
     model, ids = make_host("llama"), make_tokens(1, 61)[0]
-    found = measure_drift(model, nullcontext, ids, 16, 8)
+    found = measure_drift(model, nullcontext, cut_text(ids, 16, 8))
     trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None)
     assert found["chunk_nll_nats"] == pytest.approx([chunk.nll_nats for chunk in trainer.read(ids)], rel=1e-5)
-    assert sum(measure_drift(model, nullcontext, ids, 8, 8)["chunk_tokens"]) == 60
+    assert sum(measure_drift(model, nullcontext, cut_text(ids, 8, 8))["chunk_tokens"]) == 60
 
 
 def test_only_logits_that_are_scored_are_computed():
@@ -93,7 +93,7 @@ def test_only_logits_that_are_scored_are_computed():
     score_targets(model, [([3] * 20, [4, 5]), ([3] * 19, [6])])
     assert widths == [3], "21 tokens are fed; the scored ones are predicted at the last three of them"
     widths.clear()
-    measure_drift(model, nullcontext, make_tokens(1, 40)[0], 32, 8)
+    measure_drift(model, nullcontext, cut_text(make_tokens(1, 40)[0], 32, 8))
     assert max(widths) == 8, "of windows of 32 tokens"
 
 

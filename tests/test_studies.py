@@ -184,7 +184,10 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["locomo", "talks.json", "--method", "none@4"], "error: r has no meaning for the method 'none', got 4"),
         (["locomo", "talks.json", "--method", "lora,lora"], "error: --method must name each once, got 'lora,lora'"),
         (["locomo", "talks.json", "--objective", "kl"], "error: objective must be one of nll, distill, got 'kl'"),
-        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT, --blimp PATH or --tasks"),
+        (
+            ["forgetting", "book.txt"],
+            "error: something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks",
+        ),
         (
             ["forgetting", "book.txt", "--blimp", "none.zip"],
             "error: BLiMP must be a zip file or a folder, got 'none.zip'",
@@ -250,7 +253,18 @@ def test_memories_that_were_studied_are_asked(run, tmp_path):
 
 
 def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
-    args = ["forgetting", "book.txt", "--unread", "other.txt", "--blimp", "blimp", "--out", "o", *FAST]
+    args = [
+        "forgetting",
+        "book.txt",
+        "--unread",
+        "other.txt",
+        "--own-answers",
+        "--blimp",
+        "blimp",
+        "--out",
+        "o",
+        *FAST,
+    ]
     code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")
     assert code == 0 and "equal to before, to the last bit" in out
     figures = read(tmp_path / "o/forgetting.json")
@@ -260,6 +274,7 @@ def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_pa
         assert found["disabled_perplexity"] == figures["before"]["unread_perplexity"]
         assert found["unread_perplexity"] != figures["before"]["unread_perplexity"]
         assert found["kl_per_token"]["other"]["mean_over_tokens"] > 0
+        assert found["kl_per_token"]["own answers"]["mean_over_tokens"] > 0
         rise = found["unread_rise"]["other"]
         difference = found["unread_perplexity"]["other"] - figures["before"]["unread_perplexity"]["other"]
         assert rise["mean"] == pytest.approx(difference)

@@ -171,6 +171,7 @@ def forgetting(
     *,
     unread: tuple[str, ...] | None = None,
     unread_tokens: AtLeastTwo = 50_000,
+    own_answers: bool = False,
     blimp: Path | None = None,
     limit_pairs: Count | None = None,
     tasks: str | None = None,
@@ -191,6 +192,7 @@ def forgetting(
         book: a UTF-8 text file, or - for stdin: what the memory reads.
         unread: a text that the memory does not read; may be given again.
         unread_tokens: the first tokens of each unread text.
+        own_answers: also measure the base's own answers to 16 everyday questions.
         blimp: BLiMP's zip file, or a folder with its .jsonl files.
         limit_pairs: the first pairs of each paradigm.
         tasks: tasks of lm-evaluation-harness, separated by commas: mmlu.
@@ -200,8 +202,8 @@ def forgetting(
         batch_tokens: tokens scored at once, padding included.
     """
     stdout, stderr = _open(out, base)
-    if not (unread or blimp or tasks):
-        raise ValueError("something must be measured: give --unread TEXT, --blimp PATH or --tasks LIST")
+    if not (unread or own_answers or blimp or tasks):
+        raise ValueError("something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks LIST")
     names = () if tasks is None else split_names(tasks, "--tasks")
     if names:
         find_tasks(names, include_path)
@@ -213,6 +215,7 @@ def forgetting(
     plan = forgetting_study.Plan(
         pairs=pairs,
         unread={name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()},
+        own_answers=own_answers,
         tasks=names,
         include_path=include_path,
         limit=limit,

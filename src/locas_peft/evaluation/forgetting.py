@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,8 @@ from ..ttt.objectives import divergences, token_losses
 from .blimp import MinimalPair, PairScore, score_pairs, summarize_pairs
 from .harness import evaluate_tasks, find_tasks
 from .intervals import Interval, mean_interval, rise_interval
+from .own_answers import NAME as OWN_ANSWERS
+from .own_answers import write_own_answers
 from .study import (
     Progress,
     Unit,
@@ -44,22 +46,26 @@ from .study import (
     summarize_reading,
 )
 
-__all__ = ["Plan", "measure_drift", "perplexity_rise", "run_forgetting"]
+__all__ = ["Plan", "cut_text", "measure_drift", "perplexity_rise", "run_forgetting"]
 
 STUDY = "forgetting"
 BASE = "base"
+Piece = tuple[Tensor, int]
+"""Token ids, LongTensor [T], and how many of the last ones are scored."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is measured before and after: pairs, texts that the memory does not read, and tasks of the harness.
 
-    `unread` has a LongTensor [T] by name. `batch_tokens` is for the pairs; `include_path`, `limit`, `batch_size` and
-    `seed` are for the tasks (see `harness.evaluate_tasks`).
+    `unread` has a LongTensor [T] by name. With `own_answers` the base's answers to everyday questions are measured as
+    one more unread text (see `own_answers`). `batch_tokens` is for the pairs; `include_path`, `limit`, `batch_size`
+    and `seed` are for the tasks (see `harness.evaluate_tasks`).
     """
 
     pairs: Sequence[MinimalPair] = ()
     unread: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    own_answers: bool = False
     tasks: tuple[str, ...] = ()
     include_path: Path | None = None
     limit: int | None = None
@@ -71,7 +77,8 @@ class Plan:
         """Return the fields that two runs in one folder must share."""
         unread = {name: describe_text(ids) for name, ids in self.unread.items()}
         pairs = {"pairs": len(self.pairs), "pairs_sha256": digest(self.pairs)}
-        return {**pairs, "unread": unread, "tasks": list(self.tasks), "limit": self.limit, "seed": self.seed}
+        tasks = {"tasks": list(self.tasks), "limit": self.limit, "seed": self.seed}
+        return {**pairs, "unread": unread, "own_answers": self.own_answers, **tasks}
 
 
 def run_forgetting(
@@ -114,8 +121,8 @@ def run_forgetting(
     readers |= {name: settings for name, settings in methods.items() if settings.method != "none"}
     folder = out / STUDY
     readings, states = {}, {}
-    # The methods share window and stride, which is all that a measure takes from its settings.
-    measure = partial(_measure, tokenizer=tokenizer, settings=first, progress=progress)
+    texts = {name: cut_text(ids, first.window, first.stride) for name, ids in plan.unread.items()}
+    measure = partial(_measure, tokenizer=tokenizer, texts=texts, progress=progress)
     for name, settings in readers.items():
         path, label = folder / "memories" / f"{name}.json", f"{name} reads the book"
         taught = name != BASE
@@ -127,6 +134,8 @@ def run_forgetting(
         states[name] = Unit(path, make, name, needs=readings[name])
     units = [*readings.values(), *states.values()]
     head = open_study(out, STUDY, shared, methods, overwrite, units)
+    if plan.own_answers and not all(unit.path.exists() for unit in units):
+        texts[OWN_ANSWERS] = write_own_answers(base.eval(), tokenizer)
     run_units(units, progress)
     teachings = {name: {"teaching": summarize_reading(unit.load())} for name, unit in readings.items()}
     found = {name: {**teachings[name], **state.load()} for name, state in states.items()}
@@ -147,7 +156,7 @@ def _measure_state(
         after = measure(model, model.disable_adapter, plan, name)
         with model.disable_adapter():
             # The unread texts were scored with the memory disabled above: as the reference.
-            disabled = measure(model, nullcontext, dataclasses.replace(plan, unread={}), f"{name}, disabled")
+            disabled = measure(model, nullcontext, plan, f"{name}, disabled", texts={})
     return {"after": after, "disabled": disabled}
 
 
@@ -158,13 +167,13 @@ def _measure(
     label: str,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    settings: ReadingSettings,
+    texts: dict[str, list[Piece]],
     progress: Progress,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"drift": {}, "pairs": [], "tasks": {}}
-    for text, ids in plan.unread.items():
-        advance = progress(f"{label}: {text}", len(ids))
-        found["drift"][text] = measure_drift(model, reference, ids, settings.window, settings.stride, advance)
+    for text, pieces in texts.items():
+        advance = progress(f"{label}: {text}", sum(scored for _, scored in pieces))
+        found["drift"][text] = measure_drift(model, reference, pieces, advance)
     if plan.pairs:
         advance = progress(f"{label}: minimal pairs", 2 * len(plan.pairs))
         found["pairs"] = score_pairs(model, tokenizer, plan.pairs, batch_tokens=plan.batch_tokens, on_batch=advance)
@@ -235,53 +244,56 @@ def _without_errors(tasks: dict[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- unread texts
 
 
-@torch.inference_mode()
-def measure_drift(
-    model: nn.Module,
-    reference: Callable[[], AbstractContextManager],
-    input_ids: Tensor,
-    window: int,
-    stride: int,
-    on_chunk: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """Score a text with frozen weights, chunk by chunk under the model and under its reference.
-
-    Args:
-        model: a causal language model in evaluation mode; not changed.
-        reference: makes a context within which the model is the reference: `model.disable_adapter` for the base of a
-            PEFT model, `contextlib.nullcontext` for the model itself.
-        input_ids: LongTensor [T], T >= 2; `window` and `stride` cut it into chunks (see `chunks.cut`).
-        on_chunk: called with the number of tokens that were scored.
-
-    Returns:
-        A record with `perplexity` and `reference_perplexity`; `kl_per_token`, the mean KL of the next-token
-        distributions from the reference's to the model's; `reference_sha256` over the bytes of all the reference's
-        logits, by which two references are equal to the last bit; the number of `tokens`, `nll_nats`,
-        `reference_nll_nats` and `kl_nats` in all; and of each chunk `chunk_tokens`, `chunk_nll_nats` under the model
-        and `chunk_kl_nats`, the mean KL a token.
+def cut_text(input_ids: Tensor, window: int, stride: int) -> list[Piece]:
+    """Cut a text, LongTensor [T], T >= 2, into the pieces that `measure_drift` scores; see `chunks.cut`.
 
     Raises:
         ValueError: the text has fewer than two tokens.
     """
     if input_ids.dim() != 1 or len(input_ids) < 2:
         raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
+    spans = cut(len(input_ids), window, stride)
+    return [(input_ids[span.begin : span.stop], span.scored) for span in spans if span.scored]
+
+
+@torch.inference_mode()
+def measure_drift(
+    model: nn.Module,
+    reference: Callable[[], AbstractContextManager],
+    pieces: Iterable[Piece],
+    on_chunk: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Score pieces of text with frozen weights, one by one under the model and under its reference.
+
+    Args:
+        model: a causal language model in evaluation mode; not changed.
+        reference: makes a context within which the model is the reference: `model.disable_adapter` for the base of a
+            PEFT model, `contextlib.nullcontext` for the model itself.
+        pieces: at least one: LongTensor [T] and how many of its last tokens are scored, fewer than T.
+        on_chunk: called with the number of tokens that were scored.
+
+    Returns:
+        A record with `perplexity` and `reference_perplexity`; `kl_per_token`, the mean KL of the next-token
+        distributions from the reference's to the model's; `reference_sha256` over the bytes of all the reference's
+        logits, by which two references are equal to the last bit; the number of `tokens`, `nll_nats`,
+        `reference_nll_nats` and `kl_nats` in all; and of each piece `chunk_tokens`, `chunk_nll_nats` under the model
+        and `chunk_kl_nats`, the mean KL a token.
+    """
     host = Host(model)
-    ids = input_ids.to(host.device)
     rows = []
     hashed = hashlib.sha256()
-    for span in cut(len(ids), window, stride):
-        if not span.scored:
-            continue
-        targets, read = ids[span.stop - span.scored : span.stop], ids[None, span.begin : span.stop - 1]
-        logits = host.logits(read, span.scored, use_cache=False)[0]  # [N, V]
+    for ids, scored in pieces:
+        ids = ids.to(host.device)
+        targets, read = ids[-scored:], ids[None, :-1]
+        logits = host.logits(read, scored, use_cache=False)[0]  # [N, V]
         with reference():
-            reference_logits = host.logits(read, span.scored, use_cache=False)[0]
+            reference_logits = host.logits(read, scored, use_cache=False)[0]
         hashed.update(reference_logits.contiguous().view(torch.uint8).cpu().numpy())
         losses = token_losses(logits, targets), token_losses(reference_logits, targets)
         kls = divergences(logits, reference_logits)
-        rows.append((span.scored, *(values.double().sum().item() for values in (*losses, kls))))
+        rows.append((scored, *(values.double().sum().item() for values in (*losses, kls))))
         if on_chunk is not None:
-            on_chunk(span.scored)
+            on_chunk(scored)
     counts, ours, theirs, kls = map(list, zip(*rows, strict=True))
     tokens, nll_nats, reference_nll_nats, kl_nats = sum(counts), math.fsum(ours), math.fsum(theirs), math.fsum(kls)
     return {
