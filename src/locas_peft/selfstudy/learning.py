@@ -9,14 +9,12 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from os.path import commonprefix
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..text import QUESTION_PROMPT
 from ..ttt import checkpoint
@@ -222,10 +220,7 @@ class SelfStudy:
         rows = [[*prompt, *lesson.answer.tolist()] for prompt, (lesson, *_) in zip(prompts, lessons, strict=True)]
         shared = commonprefix([prompt[:-1] for prompt in prompts])  # the system message of a chat template
         inputs = begin_rows(self._host, [row[:-1] for row in rows], [(len(shared), range(len(rows)))], 0)
-        # On a CPU the backward pass of torch's fused attention takes four times as long for short rows.
-        unfused = sdpa_kernel(SDPBackend.MATH) if self._host.device.type == "cpu" else nullcontext()
-        with unfused:
-            logits = self._host.logits(count=max(len(lesson.answer) for lesson, *_ in lessons), **inputs)
+        logits = self._host.logits(count=max(len(lesson.answer) for lesson, *_ in lessons), **inputs)
         losses = []
         for row, (lesson, *_) in zip(logits, lessons, strict=True):
             logs = row[-len(lesson.answer) :].float().log_softmax(-1)

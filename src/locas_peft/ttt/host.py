@@ -14,6 +14,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..tuner.passes import ADAPTER_LAYERS
+from .cpu_attention import CpuAttention
 
 __all__ = ["Host", "check_window", "count_positions"]
 
@@ -87,7 +88,8 @@ class Host:
         kwargs = {name: value for name, value in {"logits_to_keep": keep, **kwargs}.items() if name in self._accepts}
         if adapters is not None:
             kwargs["adapter_names"] = list(adapters)
-        return self.model(input_ids=ids, **kwargs)
+        with CpuAttention():
+            return self.model(input_ids=ids, **kwargs)
 
     def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:
         """Return a document, integers [T] or [1, T] with T >= 2 in the vocabulary, as LongTensor [T].
