@@ -28,17 +28,16 @@ from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
 from locas_peft.loading import load_base
 from locas_peft.reading import memorize
-from locas_peft.selfstudy import StudyStep, split_passages, write_lessons
+from locas_peft.selfstudy import StudyStep, find_subject, split_passages, write_exchanges
 from locas_peft.settings import ReadingSettings, parse_method
-from locas_peft.text import load_text, tokenize
+from locas_peft.text import SHORT_PROMPT, load_text, tokenize
 from locas_peft.ttt import Chunk
 
-PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee")}
+PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee", "orchard", "tram")}
 METHODS = "locas-glu,lora@11,lora"
 READING_ONLY = "locas-glu, reading only"
 READINGS = 32
 DEFAULTS = ReadingSettings(study=True).complete()
-PASSAGE_TOKENS = 384
 
 
 class Page:
@@ -50,7 +49,8 @@ class Page:
         self._pairs = {}
         golds = [tokenizer(each.answer, add_special_tokens=False)["input_ids"] for each in questions]
         for name, context in (("without", None), ("in context", text)):
-            self._pairs[name] = list(zip(encode_questions(tokenizer, questions, context), golds, strict=True))
+            prompts = encode_questions(tokenizer, questions, context, SHORT_PROMPT)  # gold answers are phrases
+            self._pairs[name] = list(zip(prompts, golds, strict=True))
 
     def measure_base(self, base) -> None:
         self._nats = {name: self._score(base, name) for name in self._pairs}
@@ -103,14 +103,14 @@ def study_page(
     """Measure all methods on one page; return its results."""
     page.measure_base(base)
     other.measure_base(base)
-    began, lessons = time.process_time(), []
-    passages = split_passages(tokenizer, page.text, PASSAGE_TOKENS)
-    for written in write_lessons(base, tokenizer, passages, DEFAULTS.exchanges):
-        lessons += written.lessons
+    began, exchanges = time.process_time(), []
+    passages, subject = split_passages(tokenizer, page.text), find_subject(page.text)
+    for written in write_exchanges(base, tokenizer, passages, DEFAULTS.exchanges, subject=subject):
+        exchanges += written.exchanges
     writing = time.process_time() - began
     results: dict[str, Any] = {
         "asked": len(page.questions),
-        "kept": len(lessons),
+        "kept": len(exchanges),
         "writing_cpu_seconds": writing,
         "right": ask_page(base, tokenizer, page),
         "right_in_context": ask_page(base, tokenizer, page, page.text),
@@ -122,7 +122,7 @@ def study_page(
         curve = Curve(base, page, other, writing if studies else 0.0)
         if studies:
             settings = ReadingSettings(method=name, study=True, anchor=anchor, **own)
-            options = {"exchanges": lessons, "on_study": curve.after_pass}
+            options = {"exchanges": exchanges, "on_study": curve.after_pass}
         else:
             settings = ReadingSettings(method=name, readings=READINGS, anchor=anchor, **own)
             options = {"on_chunk": curve.after_reading}
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--anchor", type=float, help="weight of the KL to the base; the method's own where not given")
     parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--pages", default="lighthouse,composer,bee")
+    parser.add_argument("--pages", default="lighthouse,composer,bee,orchard,tram")
     parser.add_argument("--out", type=Path, default=Path("selfstudy.json"))
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()

@@ -6,8 +6,8 @@ import pytest
 
 from locas_peft import backbone, demo
 from locas_peft.evaluation.recall import Question, ask, is_right, load_questions
-from locas_peft.selfstudy import Exchange, Lesson
-from locas_peft.settings import ReadingSettings
+from locas_peft.selfstudy import Exchange
+from locas_peft.settings import STUDY, ReadingSettings
 from locas_peft.text import tokenize
 
 
@@ -56,7 +56,7 @@ def test_the_questions_about_the_page_are_answered_by_it_and_not_by_themselves()
 
 
 def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "EXCHANGES", 2)
+    monkeypatch.setitem(STUDY, "exchanges", 2)
     model, tokenizer = backbone.load()
     settings = ReadingSettings(r=4, max_tokens=50, anchor=0.0).complete(model)
     lines = []
@@ -70,15 +70,15 @@ def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path, 
         return advance
 
     names = [name for name, _ in model.named_modules()]
-    assert demo.write_page_lessons(model, tokenizer, settings, progress=progress) == []  # a base that cannot ask
+    assert demo.write_page_exchanges(model, tokenizer, settings, progress=progress) == []  # a base that cannot ask
     assert lines == [["exchanges", 12, 12]]
-    lesson = Lesson.of(Exchange("Who?", "Elias Thorne"), tokenizer)
+    given = [Exchange("Who?", "Elias Thorne")]
     lines.clear()
-    reading = demo.teach_page(model, tokenizer, settings, [lesson], tmp_path / "memory", progress=progress)
+    reading = demo.teach_page(model, tokenizer, settings, given, tmp_path / "memory", progress=progress)
     assert reading.curve[-1][0] == len(tokenize(tokenizer, demo.load_page())) > 128
-    assert reading.studied["kept"] == 1 and reading.studied["steps"] == demo.PASSES
+    assert reading.studied["kept"] == 1 and reading.studied["steps"] == STUDY["passes"]
     tokens = reading.curve[-1][0]
-    assert lines == [["locas-glu", tokens, tokens], ["learn", demo.PASSES, demo.PASSES]]
+    assert lines == [["locas-glu", tokens, tokens], ["learn", STUDY["passes"], STUDY["passes"]]]
     assert names == [name for name, _ in model.named_modules()]
     assert (tmp_path / "memory" / "exchanges.jsonl").exists()
 

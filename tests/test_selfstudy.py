@@ -19,14 +19,18 @@ from locas_peft.reading import memorize
 from locas_peft.selfstudy import (
     Exchange,
     decoding,
+    find_subject,
     learning,
+    lessons,
     load_exchanges,
     others,
+    phrases,
     save_exchanges,
     split_passages,
     writing,
 )
 from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.selfstudy.phrases import Phrase
 from locas_peft.settings import ReadingSettings
 from locas_peft.ttt import Host, checkpoint
 
@@ -51,9 +55,9 @@ def input_ids(loaded):
 
 @pytest.fixture
 def keeps_all(monkeypatch):
-    """The embedded model writes nothing that is usable; and blocks of one passage, so that there are several."""
-    monkeypatch.setattr(writing, "is_poor", lambda *_: False)
+    """Every reply is a question, no phrase answers it, and a block has one passage, so that there are several."""
     monkeypatch.setattr(writing, "_ask", ask_without_filter)
+    monkeypatch.setattr(writing, "find_phrases", lambda *given: [Phrase("man", 99.0, 0.0) for _ in given[-1]])
     for module in (writing, learning):
         monkeypatch.setattr(module, "BLOCK", 1)
     monkeypatch.setattr(learning, "BATCH", 2)
@@ -65,10 +69,11 @@ def few_topics(monkeypatch):
     monkeypatch.setattr(others, "TOPICS", others.TOPICS[:4])
 
 
-def ask_without_filter(host, tokenizer, passages, per_passage, generator, dropped):
+def ask_without_filter(host, tokenizer, passages, per_passage, generator, subject, written):
     prompts = [text.encode_prompt(tokenizer, passage) for passage in passages for _ in range(per_passage)]
     replies = decoding.decode(host, tokenizer, prompts, 4, temperature=1.0, generator=generator)
     asked = [passage for passage in passages for _ in range(per_passage)]
+    written.asked += len(asked)
     return [(passage, tokenizer.decode(reply.ids) + "?") for passage, reply in zip(asked, replies, strict=True)]
 
 
@@ -113,6 +118,29 @@ It is a blue one with two sails."""
     ]
 
 
+def test_a_long_turn_is_split_into_its_sentences(loaded):
+    talk = "Ann: I moved to the town of Bergen. It rains there on most days of the year.\nBen: Is that so, Ann?"
+    assert split_passages(loaded[1], talk, 20) == [
+        'Ann said: "I moved to the town of Bergen."',
+        'Ann said: "It rains there on most days of the year."',
+        'Ben said: "Is that so, Ann?"',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page", "subject"),
+    [
+        ("The tower of Skarn Point was built in 1868 by Elias Thorne.", "The tower of Skarn Point"),
+        ("Its lamp burned whale oil.", ""),
+        ("It is said that in those days nobody dared to cross the Red Hill.", ""),  # the name comes late
+        ("Session 1\nAnn: I moved.\nBen: Where to?\nAnn: Bergen.", "Ann and Ben"),
+        (" \n", ""),
+    ],
+)
+def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject):
+    assert find_subject(page) == subject
+
+
 def test_a_page_with_a_list_is_no_dialogue(loaded):
     page = (
         "The contents of the box were as follows.\nFirst: a stone from the river bed.\nThe box was then closed again."
@@ -138,8 +166,7 @@ def test_a_text_shorter_than_a_passage_is_refused(loaded):
 
 
 def test_a_window_without_room_for_a_passage_is_refused(loaded, input_ids):
-    assert writing.longest_passage(Host(loaded[0]), 256) == 128
-    with pytest.raises(ValueError, match=r"^window must be at least 144 tokens to study a text, got 128: raise it"):
+    with pytest.raises(ValueError, match=r"^window must be at least 192 tokens to study a text, got 128: raise it"):
         memorize(loaded[0], input_ids, settings_of(window=128), tokenizer=loaded[1])
 
 
@@ -170,40 +197,67 @@ def test_each_broken_line_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("question", "answer", "gain", "second", "poor"),
+    ("question", "passage", "about"),
     [
-        ("Who built the tower?", "Elias Thorne built it.", 9.0, 0.5, False),
-        ("When was the tower built?", "In 1868.", 9.0, 0.5, False),
-        ("Who built the tower?", "The tower was built.", 9.0, 0.5, True),  # nothing that the question lacks
-        ("Who built the tower?", "Who built it? Elias Thorne", 9.0, 0.5, True),
-        ("Who built the tower?", "The answer to the question is Elias Thorne", 9.0, 0.5, True),
-        ("Who built the tower?", "Elias Thorne built it.", 0.5, 0.5, True),  # known without the passage
-        ("Who built the tower?", "Elias Thorne built it.", 9.0, 5.0, True),  # contradicted by the second reading
-        ("Who built the Eiffel tower?", "Elias Thorne built it.", 9.0, 0.5, True),  # a name that is not there
-        ("Who built the tower?", "Elias Thorne of Spain built it.", 9.0, 0.5, True),
-        ("When was the tower built?", "It was built in 1868 and 1911.", 9.0, 0.5, True),
-        ("Who built the Tower of Skarn?", "The mason was Elias Thorne.", 9.0, 0.5, False),  # the subject's own name
+        ("Who built the tower?", "The tower was built by Elias Thorne.", True),
+        ("Who is this?", "The tower was built by Elias Thorne.", False),
+        ("Who is Skarn?", "The mason was Elias Thorne, and Skarn was rich.", False),  # the subject alone
+        ("Who is Skarn?", "The tower of Skarn was built in 1868.", True),  # here it is introduced
+        ("", "The tower was built by Elias Thorne.", False),
     ],
 )
-def test_poor_exchanges_are_found(question, answer, gain, second, poor):
-    exchange = Exchange(question, answer, "tower of Skarn", "The tower was built in 1868 by Elias Thorne.")
-    assert writing.is_poor(exchange, gain, second) is poor
+def test_a_question_has_a_word_of_its_passage(question, passage, about):
+    assert writing.is_about(question, passage, "The tower of Skarn") is about
 
 
-def test_replies_without_a_question_and_near_duplicates_are_dropped(loaded, monkeypatch):
+@pytest.mark.parametrize(
+    ("phrase", "answer"),
+    [
+        (Phrase("Elias Thorne", 6.0, 12.0), "Elias Thorne"),
+        (Phrase("Elias Thorne", 6.0, 1.0), "passage"),  # known without the passage
+        (Phrase("Elias Thorne", 30.0, 12.0), "passage"),  # hardly an answer
+        (Phrase("the tower", 6.0, 12.0), "passage"),  # repeats the question
+    ],
+)
+def test_the_passage_is_the_answer_where_no_phrase_is(phrase, answer, loaded, monkeypatch):
+    passage = "The tower was built by Elias Thorne."
+    monkeypatch.setattr(writing, "_ask", lambda *_: [(passage, "Who built the tower?")])
+    monkeypatch.setattr(writing, "find_phrases", lambda *_: [phrase])
+    (written,) = writing.write_exchanges(*loaded, [passage], 1, subject="The tower")
+    expected = passage if answer == "passage" else answer
+    assert written.exchanges == [Exchange("Who built the tower?", expected, "The tower", passage)]
+
+
+def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, monkeypatch):
     _, tokenizer = loaded
-    replies = iter([" was old?", " was he.", " was  old? Yes", " came from the river?"])
+    first, second = "A passage {subject}.", "Another stone."
+    replies = {
+        first: iter([" passage was old?", " was he.", " passage was  old? Yes", " was the passage from here?"]),
+        second: iter([" stone is it?", " has that stone?"]),
+    }
+    rounds = []
 
     def decode(host, tokenizer, prompts, *_, **__):
-        ids = [torch.tensor(tokenizer(next(replies), add_special_tokens=False)["input_ids"]) for _ in prompts]
-        return [decoding.Decoded(each, each[:, None], torch.ones(len(each), 1), 0.0) for each in ids]
+        shown = [tokenizer.decode(prompt) for prompt in prompts]
+        rounds.append(["stone" in prompt for prompt in shown])
+        texts = [next(replies[second if "stone" in prompt else first], " more?") for prompt in shown]
+        ids = [torch.tensor(tokenizer(each, add_special_tokens=False)["input_ids"]) for each in texts]
+        return [decoding.Decoded(each, each[:, None], torch.ones(len(each), 1)) for each in ids]
 
     monkeypatch.setattr(writing, "decode", decode)
     monkeypatch.setattr(writing, "KINDS", ((writing._ASK, "Who", "{}"),))
-    dropped = []
-    questions = writing._ask(None, tokenizer, ["A passage {x}."], 4, None, dropped)
-    assert questions == [("A passage {x}.", "Who was old?"), ("A passage {x}.", "Who came from the river?")]
-    assert dropped == ["Who was he."]
+    written = writing.Written(2)
+    questions = writing._ask(None, tokenizer, [first, second], 2, None, "", written)
+    assert questions == [
+        (first, "Who passage was old?"),
+        (first, "Who was the passage from here?"),
+        (second, "Who stone is it?"),
+        (second, "Who has that stone?"),
+    ]
+    assert rounds == [[False, False, True, True], [False], [False]]  # a near-duplicate is asked for once more
+    assert written.asked == 6 and written.dropped == ["Who was he."]
+    assert len(writing._ask(None, tokenizer, [first], 2, None, "", writing.Written(1))) == 0  # it gives up
+    assert len(rounds) == 3 + writing.ROUNDS
 
 
 @pytest.mark.parametrize(
@@ -253,23 +307,65 @@ def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
         torch.testing.assert_close(found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4)
 
 
-def test_the_contrast_to_the_same_prompts_changes_nothing_and_gains_nothing(loaded):
-    model, tokenizer = loaded
-    prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone from the river was the")]
-    plain = decoding.decode(Host(model), tokenizer, prompts, 6)
-    for one, other in zip(plain, decoding.decode(Host(model), tokenizer, prompts, 6, without=prompts), strict=True):
-        assert torch.equal(one.ids, other.ids) and abs(other.gain_nats) < 1e-3
+# Phrases
 
 
-def test_the_score_of_an_answer_is_its_mean_nll(loaded):
+def test_phrases_lie_within_a_clause_and_have_at_most_eight_words(loaded):
+    passage = "In 1868, the mason built a tower of one two three four five six stones."
+    texts = {text for each in phrases._list_phrases(loaded[1], passage) for text in each.texts.values()}
+    assert {"1868", "the mason", "mason built a tower", "stones"} < texts
+    assert not any("1868, the" in text for text in texts)
+    assert max(len(text.split()) for text in texts) == phrases.MOST_WORDS
+
+
+def test_the_nats_of_a_phrase_are_those_of_its_tokens_and_the_answers_end(loaded):
     model, tokenizer = loaded
-    prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone")]
-    answers = [torch.tensor(tokenizer(end)["input_ids"]) for end in (" was here", " from the river was")]
-    scores = decoding.score_answers(Host(model), tokenizer, prompts, answers)
-    for prompt, answer, score in zip(prompts, answers, scores, strict=True):
-        ids = torch.tensor([[*prompt, *answer]])
-        logs = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        assert score == pytest.approx(-logs.gather(1, answer[:, None]).mean().item(), abs=1e-3)
+    asked = [("The old man built a house of stone by the river.", "Who built it?"), ("It rains in Bergen.", "Where?")]
+    found = phrases.find_phrases(Host(model), tokenizer, asked)
+    stops = decoding.list_stops(tokenizer)
+    for (passage, question), phrase in zip(asked, found, strict=True):
+        assert phrase.text in passage
+        nats = []
+        for context in (phrases._READ.format(passage), ""):
+            prompt = decoding.encode_question(tokenizer, question, context=context)
+            answer = tokenizer(decoding.begin_answer(tokenizer, " ") + phrase.text)["input_ids"]
+            logs = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 :].log_softmax(-1)
+            own = logs[:-1].gather(1, torch.tensor(answer)[:, None]).sum() + logs[-1, stops].logsumexp(0)
+            nats.append(-own.item())
+        assert (phrase.nats, phrase.gain_nats) == pytest.approx((nats[0], nats[1] - nats[0]), abs=1e-3)
+    alone = [phrases.find_phrases(Host(model), tokenizer, [each])[0] for each in asked]
+    assert [phrase.text for phrase in alone] == [phrase.text for phrase in found]
+
+
+# Lessons
+
+
+def test_a_short_answer_and_its_passage_are_learned_in_prompts_of_their_own(loaded):
+    tokenizer = loaded[1]
+    exchange = Exchange("Who built it?", "Elias Thorne", "The tower of Skarn", "It was built by Elias Thorne.")
+    short, sentence = lessons.make_lessons(exchange, tokenizer)
+    assert tokenizer.decode(short.answer[:-1]).strip() == "Elias Thorne" and short.forms == lessons.SHORT_FORMS
+    assert tokenizer.decode(sentence.answer[:-1]).strip() == exchange.passage
+    assert sentence.forms == lessons.SENTENCE_FORMS
+    worded = {short.word(number) for number in range(12)}
+    assert worded == {
+        (question, form)
+        for question in ("Who built it?", "The tower of Skarn: Who built it?")
+        for form in lessons.SHORT_FORMS
+    }
+    named = dataclasses.replace(exchange, question="Who built Skarn?")
+    assert {lesson.word(2)[0] for lesson in lessons.make_lessons(named, tokenizer)} == {"Who built Skarn?"}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "forms"),
+    [
+        (GIVEN[0], [lessons.FORMS]),  # a user's
+        (Exchange("Who?", "It was he.", "", "It was he."), [lessons.SENTENCE_FORMS]),
+    ],
+)
+def test_one_answer_is_one_lesson(exchange, forms, loaded):
+    assert [lesson.forms for lesson in lessons.make_lessons(exchange, loaded[1])] == forms
 
 
 # The whole
@@ -302,23 +398,20 @@ def test_given_exchanges_are_learned_with_any_adapter_and_the_base_is_untouched(
 def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keeps_all, monkeypatch):
     base, tokenizer = loaded
     passages = split_passages(tokenizer, PAGE, 64)[:1]
-    (alone,) = writing.write_lessons(base, tokenizer, passages, 2)
+    (alone,) = writing.write_exchanges(base, tokenizer, passages, 2)
     with attached(base, settings_of("lora")) as model:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
-        (written,) = writing.write_lessons(model, tokenizer, passages, 2)
-        assert [each.exchange for each in written.lessons] == [each.exchange for each in alone.lessons]
-        assert all(
-            torch.equal(one.targets, other.targets) for one, other in zip(written.lessons, alone.lessons, strict=True)
-        )
+        (written,) = writing.write_exchanges(model, tokenizer, passages, 2)
+        assert written.exchanges == alone.exchanges
         prompts = []
         encode = learning.encode_question
         monkeypatch.setattr(learning, "encode_question", lambda *given: prompts.append(encode(*given)) or prompts[-1])
         study = learning.SelfStudy(model, tokenizer, input_ids, per_passage=2, passes=3, learning_rate=1e-3)
         for _ in study.run():
             pass
-    assert len(prompts) == 3 * len(study.lessons) == 18
+    assert len(prompts) == 3 * len(study.exchanges) == 18
     shown = [tokenizer.decode(prompt) for prompt in prompts]
     assert not any(passage in prompt for passage in split_passages(tokenizer, PAGE, 64) for prompt in shown)
     assert all(sum(each.question in prompt for prompt in shown) >= 3 for each in study.exchanges)
@@ -332,7 +425,7 @@ def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids
         *(("write", done, 3) for done in (1, 2, 3)),
         *(("learn", done, 6) for done in range(1, 7)),  # 6 lessons in batches of 2, twice
     ]
-    assert [step.lessons for step in steps] == [2, 4, 6, *[6] * 6]
+    assert [step.exchanges for step in steps] == [2, 4, 6, *[6] * 6]
     assert [len(step.written) for step in steps] == [2, 2, 2, *[0] * 6]
     assert reading.studied["asked"] == reading.studied["kept"] == 6 and not reading.studied["samples"]
 
@@ -352,7 +445,7 @@ def test_an_interruption_changes_no_bit(at, anchor, loaded, input_ids, keeps_all
     with pytest.raises(KeyboardInterrupt):
         memorize(base, input_ids, settings, on_study=interrupt, **broken)
     state = checkpoint.load(tmp_path / "b" / CHECKPOINT_FOLDER)["study"]
-    assert len(state["lessons"]) == (4 if at[0] == "write" else 6)
+    assert len(state["exchanges"]) == (4 if at[0] == "write" else 6)
     steps = []
     torch.manual_seed(99)
     memorize(base, input_ids, settings, on_study=steps.append, resume=True, **broken)
@@ -370,7 +463,7 @@ def test_an_interruption_of_the_first_exchange_keeps_what_was_read(loaded, input
     with pytest.raises(KeyboardInterrupt):
         memorize(loaded[0], input_ids, settings_of(), tokenizer=loaded[1], checkpoint_dir=tmp_path)
     state = checkpoint.load(tmp_path)
-    assert state["chunks"] and state["study"]["lessons"] == []
+    assert state["chunks"] and state["study"]["exchanges"] == []
 
 
 def test_other_exchanges_than_those_of_the_checkpoint_are_refused(loaded, input_ids, tmp_path):
@@ -388,7 +481,7 @@ def test_other_exchanges_than_those_of_the_checkpoint_are_refused(loaded, input_
 
 def test_a_model_that_writes_nothing_usable_still_reads(loaded, input_ids, monkeypatch, tmp_path):
     base, tokenizer = loaded
-    monkeypatch.setattr(writing, "is_poor", lambda *_: True)
+    monkeypatch.setattr(writing, "is_about", lambda *_: False)
     reading = memorize(base, input_ids, settings_of(exchanges=8), tokenizer=tokenizer, out=tmp_path / "m")
     assert reading.studied["kept"] == reading.studied["steps"] == 0
     assert len(reading.studied["samples"]) == 3 and all(reading.studied["samples"])
@@ -416,10 +509,9 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
             )
             for _ in study.run():
                 pass
-            kept = others.write_other_lessons(model, tokenizer, learning.FORMS)
+            kept = others.write_other_lessons(model, tokenizer)
             with torch.no_grad():
-                prompts = [(other, other.exchange.question, "{question}") for other in kept]
-                divergence[anchor] = study._distill(prompts).item()
+                divergence[anchor] = study._distill([(other, 0) for other in kept]).item()
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from .adapters import attached
 from .memory_folder import Reading, check_vacant, save_memory
 from .peak_memory import PeakMemory
-from .selfstudy import Exchange, Lesson, SelfStudy, StudyStep
+from .selfstudy import Exchange, SelfStudy, StudyStep
 from .settings import ReadingSettings
 from .text import digest_ids
 from .ttt import (
@@ -63,7 +63,7 @@ def memorize(
     title: str | None = None,
     on_chunk: Callable[[Chunk], None] | None = None,
     tokenizer: Any = None,
-    exchanges: Sequence[Exchange | Lesson] | None = None,
+    exchanges: Sequence[Exchange] | None = None,
     on_study: Callable[[StudyStep], None] | None = None,
 ) -> Reading:
     """Read a text with one method, from a fresh adapter or a checkpoint to the figures and the saved memory.
@@ -177,7 +177,7 @@ def _make_study(
     tokenizer: Any,
     input_ids: torch.LongTensor,
     settings: ReadingSettings,
-    exchanges: Sequence[Exchange | Lesson] | None,
+    exchanges: Sequence[Exchange] | None,
 ) -> SelfStudy | None:
     """Return the self-study that the settings ask for, or None."""
     if not settings.study:

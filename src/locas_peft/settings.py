@@ -51,7 +51,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 METHODS = tuple(PRESETS["paper"])
 UPDATES = ("bp", "nlsvd")
-STUDY = {"exchanges": 24, "passes": 6}
+STUDY = {"exchanges": 16, "passes": 4}
 """The fields of a self-study, with their values where not given."""
 _STUDY_LEAST = tuple((name, 1) for name in STUDY)
 _SEEN = ("window", "stride", "context", "sinks", "start_token", "max_tokens", "seed", "model", "dtype", "preset")
@@ -93,8 +93,8 @@ class ReadingSettings(TrainingSettings):
         token_weighting: uniform, or loss: a token counts in proportion to its own loss.
         max_tokens: the first tokens of the text that are read; all where not given.
         study: after reading, the model asks itself about the text, and learns the answers without the text.
-        exchanges: questions about each sentence, before poor ones are dropped; 24 where not given.
-        passes: how often each exchange is learned; 6 where not given.
+        exchanges: questions wanted about each sentence; 16 where not given.
+        passes: how often each exchange is learned; 4 where not given.
         seed: of torch, set before the adapter is made.
         model: name of the base, for the record.
         dtype: of the base's weights, for the record.

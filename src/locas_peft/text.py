@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 __all__ = [
-    "QUESTION_PROMPT",
+    "SENTENCE_PROMPT",
+    "SHORT_PROMPT",
     "can_chat",
     "digest_ids",
     "encode_prompt",
@@ -24,8 +25,9 @@ __all__ = [
 ]
 
 _MARGIN_TOKENS = 256
-QUESTION_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
-"""The prompt of a question; `context` is empty, or a text and a blank line."""
+SENTENCE_PROMPT = "{context}{question} Answer in one sentence."
+SHORT_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
+"""The prompts of a question; `context` is empty, or a text and a blank line."""
 
 
 def unwrap(text: str) -> str:

@@ -79,7 +79,7 @@ def ask(
     questions: Path | None = None,
     context: Path | None = None,
     without_memory: bool = False,
-    max_new_tokens: Count = 32,
+    max_new_tokens: Count = 64,
     json_file: JsonFile = None,
     base: BaseGroup = BASE,
 ) -> None:

@@ -22,11 +22,9 @@ from ..gguf_models import PACKAGES, is_installed
 from ..memory_folder import Reading
 from ..reading import memorize
 from ..report import Sheet
-from ..selfstudy import Lesson, split_passages, write_lessons
-from ..selfstudy.writing import longest_passage
-from ..settings import ReadingSettings
+from ..selfstudy import Exchange, find_subject, split_passages, write_exchanges
+from ..settings import STUDY, ReadingSettings
 from ..text import load_text, tokenize
-from ..ttt import Host
 
 __all__ = [
     "CHAT_MODEL",
@@ -43,7 +41,7 @@ __all__ = [
     "recall",
     "tabulate_recall",
     "teach_page",
-    "write_page_lessons",
+    "write_page_exchanges",
 ]
 
 CHAT_MODEL = "smollm2"
@@ -55,8 +53,6 @@ RECALL = "recall"
 """The folder, in the demo's folder, for the memories of the page."""
 SHOWN = (0, 9, 17)
 """The questions whose answers are shown, right or wrong."""
-EXCHANGES, PASSES = 16, 5
-"""Of the self-study: questions about each sentence of the page, and how often each is learned."""
 _FOLDER = Path(__file__).parent
 
 
@@ -102,7 +98,7 @@ def teach_page(
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     settings: ReadingSettings,
-    lessons: Sequence[Lesson],
+    exchanges: Sequence[Exchange],
     out: Path,
     *,
     progress: Progress,
@@ -112,27 +108,30 @@ def teach_page(
 
     Args:
         base: a causal LM without adapters; restored at the end.
-        lessons: of `write_page_lessons`.
+        exchanges: of `write_page_exchanges`.
         progress: opens a line of progress.
         overwrite: replace a memory in `out`.
     """
     input_ids = tokenize(tokenizer, load_page())
-    settings = replace(settings, max_tokens=None, study=True, passes=PASSES)
+    settings = replace(settings, max_tokens=None, study=True)
     on_chunk = follow(progress(settings.method, len(input_ids)))
-    options = {"on_chunk": on_chunk, "on_study": follow_study(progress), "tokenizer": tokenizer, "exchanges": lessons}
-    return memorize(base, input_ids, settings, out=out, overwrite=overwrite, title="lighthouse.txt", **options)
+    options = {"on_chunk": on_chunk, "on_study": follow_study(progress), "tokenizer": tokenizer}
+    options |= {"exchanges": exchanges, "title": "lighthouse.txt"}
+    return memorize(base, input_ids, settings, out=out, overwrite=overwrite, **options)
 
 
-def write_page_lessons(
+def write_page_exchanges(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ReadingSettings, *, progress: Progress
-) -> list[Lesson]:
+) -> list[Exchange]:
     """Let the model write exchanges about the page, once for all methods: no adapter takes part in it."""
-    passages = split_passages(tokenizer, load_page(), longest_passage(Host(base), settings.window))
-    advance, lessons = progress("exchanges", len(passages)), []
-    for written in write_lessons(base, tokenizer, passages, EXCHANGES, seed=settings.seed):
-        lessons += written.lessons
-        advance(written.asked // EXCHANGES, f"{len(lessons)} exchanges")
-    return lessons
+    page = load_page()
+    passages = split_passages(tokenizer, page)
+    advance, exchanges = progress("exchanges", len(passages)), []
+    options = {"subject": find_subject(page), "seed": settings.seed}
+    for written in write_exchanges(base, tokenizer, passages, STUDY["exchanges"], **options):
+        exchanges += written.exchanges
+        advance(written.passages, f"{len(exchanges)} exchanges")
+    return exchanges
 
 
 def recall(
@@ -163,10 +162,11 @@ def recall(
 
     base.eval()
     recalls = [answer("none", base), answer(IN_CONTEXT, base, context=load_page())]
-    lessons = write_page_lessons(base, tokenizer, next(iter(settings.values())), progress=progress)
+    exchanges = write_page_exchanges(base, tokenizer, next(iter(settings.values())), progress=progress)
     for method, each in settings.items():
         if each.method != "none":
-            reading = teach_page(base, tokenizer, each, lessons, out / method, progress=progress, overwrite=overwrite)
+            options = {"progress": progress, "overwrite": overwrite}
+            reading = teach_page(base, tokenizer, each, exchanges, out / method, **options)
             with memory_attached(base, out / method) as model:
                 recalls.append(answer(method, model, reading))
     return recalls

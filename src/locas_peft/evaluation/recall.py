@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ..text import QUESTION_PROMPT, encode_prompt
+from ..text import SENTENCE_PROMPT, encode_prompt
 from .answering import answer
 
 __all__ = ["Question", "ask", "count_right", "encode_questions", "is_right", "load_questions"]
@@ -56,9 +56,9 @@ def ask(
     questions: Sequence[Question],
     *,
     context: str | None = None,
-    max_new_tokens: int = 32,
+    max_new_tokens: int = 64,
 ) -> list[str]:
-    """Ask a model questions, at least one; answers are greedy, and of at most `max_new_tokens` tokens.
+    """Ask a model questions, at least one, each for an answer in one sentence; answers are greedy.
 
     `context` is a text that stands before each question. The tokenizer's chat template is used where it has one. The
     model, with or without a memory, is only read.
@@ -73,10 +73,12 @@ def ask(
     return [answers[number] for number in range(len(prompts))]
 
 
-def encode_questions(tokenizer, questions: Sequence[Question], context: str | None = None) -> list[list[int]]:
+def encode_questions(
+    tokenizer, questions: Sequence[Question], context: str | None = None, form: str = SENTENCE_PROMPT
+) -> list[list[int]]:
     """Return the token ids of each question's prompt, by the chat template where there is one; see `ask`."""
     before = "" if context is None else f"Read this text.\n\n{context.strip()}\n\n"
-    prompts = (QUESTION_PROMPT.format(context=before, question=question.question) for question in questions)
+    prompts = (form.format(context=before, question=question.question) for question in questions)
     return [encode_prompt(tokenizer, prompt) for prompt in prompts]
 
 

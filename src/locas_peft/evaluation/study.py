@@ -68,7 +68,7 @@ def follow_study(progress: Progress) -> Callable[[StudyStep], None]:
 
     def on_study(step: StudyStep) -> None:
         advance, before = lines.get(step.phase) or (progress(step.phase, step.total), 0)
-        kept = f"{step.lessons} exchanges"
+        kept = f"{step.exchanges} exchanges"
         advance(step.done - before, kept if step.loss_nats is None else f"{kept}, KL {step.loss_nats:.2f}")
         lines[step.phase] = advance, step.done
 

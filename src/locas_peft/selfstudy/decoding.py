@@ -1,14 +1,10 @@
-"""Prompts of a self-study in batches: what rows share is computed once; decoding with a contrast; scoring.
-
-Small models often ignore a passage. Their answers are therefore taken from a contrastive distribution (context-aware
-decoding, arXiv:2305.14739): the next token's log-probabilities with the passage, pushed away from those without it.
+"""Prompts of a self-study in batches, of which what rows share is computed once, and their continuations.
 
 Axes: B rows of a batch, L their length, T tokens of an answer, K candidates for a token, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
@@ -17,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..text import QUESTION_PROMPT, can_chat, encode_prompt, find_pad_token
+from ..text import SHORT_PROMPT, can_chat, encode_prompt, find_pad_token
 from ..ttt.host import Host
 
 __all__ = [
@@ -28,20 +24,16 @@ __all__ = [
     "encode_question",
     "list_stops",
     "pad_left",
-    "score_answers",
     "share_prefixes",
 ]
 
-CONTRAST = 1.0
-"""How far the answers are pushed away from those without the passage."""
 CANDIDATES = 16
-"""K: the contrast leaves few plausible tokens."""
+"""K."""
 DRAWN = 64
 """The likeliest tokens that a question's next token is drawn from."""
-_PLAUSIBLE = math.log(0.1)  # of the likeliest token with the passage: below, the contrast is noise
 
 
-def encode_question(tokenizer, question: str, form: str = QUESTION_PROMPT, context: str = "") -> list[int]:
+def encode_question(tokenizer, question: str, form: str = SHORT_PROMPT, context: str = "") -> list[int]:
     """Return the ids of a prompt that an answer follows; `form` has {question} and may have {context}."""
     return encode_prompt(tokenizer, form.format(question=question, context=context), begin_answer(tokenizer))
 
@@ -106,12 +98,11 @@ def begin_rows(
 
 @dataclass
 class Decoded:
-    """Token ids LongTensor [T] with candidates and targets [T, K] on the CPU; the log-probability gained, in nats."""
+    """Token ids LongTensor [T], and at each place the likeliest tokens and their probabilities [T, K], on the CPU."""
 
     ids: Tensor
     candidates: Tensor
     targets: Tensor
-    gain_nats: float
 
 
 def decode(
@@ -120,15 +111,13 @@ def decode(
     prompts: Sequence[Sequence[int]],
     most_tokens: int,
     *,
-    without: Sequence[Sequence[int]] | None = None,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> list[Decoded]:
-    """Continue prompts in one batch, greedily or by sampling; with the contrast to the prompts `without`, if given."""
-    stops, count = torch.tensor(list_stops(tokenizer), dtype=torch.long, device=host.device), len(prompts)
-    rows = [*prompts, *(without or ())]
-    inputs = begin_rows(host, rows, share_prefixes(rows), find_pad_token(tokenizer))
-    done, steps = torch.zeros(count, dtype=torch.bool, device=host.device), []
+    """Continue prompts in one batch, greedily or by sampling."""
+    stops = torch.tensor(list_stops(tokenizer), dtype=torch.long, device=host.device)
+    inputs = begin_rows(host, prompts, share_prefixes(prompts), find_pad_token(tokenizer))
+    done, steps = torch.zeros(len(prompts), dtype=torch.bool, device=host.device), []
     for _ in range(most_tokens):
         outputs = host.outputs(count=1, use_cache=True, **inputs)
         cache = getattr(outputs, "past_key_values", None)
@@ -137,48 +126,29 @@ def decode(
                 f"model must keep the keys and values of its context to write exchanges, got {host.kind}: give "
                 "exchanges of your own"
             )
-        logs = outputs.logits[:, -1].float().log_softmax(-1)
-        scores, plain = logs[:count], logs[count:]
-        if without is not None:
-            peaks = scores.amax(-1, keepdim=True)
-            scores = torch.where(scores < peaks + _PLAUSIBLE, -torch.inf, (1 + CONTRAST) * scores - CONTRAST * plain)
-        top, candidates = scores.topk(min(DRAWN if temperature else CANDIDATES, scores.shape[1]))
-        choice = torch.zeros(count, 1, dtype=torch.long, device=host.device)
+        logits = outputs.logits[:, -1].float()
+        top, candidates = logits.topk(min(DRAWN if temperature else CANDIDATES, logits.shape[1]))
+        choice = torch.zeros(len(prompts), 1, dtype=torch.long, device=host.device)
         if temperature:  # among a few: over the whole vocabulary the drawing takes as long as the model
             choice = torch.multinomial((top / temperature).softmax(-1), 1, generator=generator)
         token = candidates.gather(1, choice)[:, 0]
-        gain = (logs[:count] - plain).gather(1, token[:, None])[:, 0] if without is not None else torch.zeros(count)
-        steps.append((token.cpu(), candidates.cpu(), top.softmax(-1).cpu(), gain.cpu(), done.cpu()))
+        steps.append((token.cpu(), candidates.cpu(), top.softmax(-1).cpu(), done.cpu()))
         done = done | torch.isin(token, stops)
         if done.all():
             break
         mask = inputs["attention_mask"]
         inputs = {
-            "ids": token.repeat(len(mask) // count)[:, None],
+            "ids": token[:, None],
             "attention_mask": torch.cat([mask, mask.new_ones(len(mask), 1)], 1),
             "position_ids": inputs["position_ids"][:, -1:] + 1,
             "past_key_values": cache,
         }
-    tokens, candidates, targets, gains, ended = (torch.stack(part, 1) for part in zip(*steps, strict=True))
+    tokens, candidates, targets, ended = (torch.stack(part, 1) for part in zip(*steps, strict=True))
     lengths = (~ended).sum(1).tolist()
     return [
-        Decoded(
-            tokens[row, :n].clone(), candidates[row, :n].clone(), targets[row, :n].clone(), gains[row, :n].sum().item()
-        )
+        Decoded(tokens[row, :n].clone(), candidates[row, :n].clone(), targets[row, :n].clone())
         for row, n in enumerate(lengths)
     ]
-
-
-def score_answers(host: Host, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[Tensor]) -> list[float]:
-    """Return the mean negative log-likelihood of each answer's tokens after a prompt, in nats."""
-    rows = [[*prompt, *answer.tolist()] for prompt, answer in zip(prompts, answers, strict=True)]
-    inputs = begin_rows(host, rows, share_prefixes(prompts), find_pad_token(tokenizer))
-    logits = host.logits(count=max(map(len, answers)) + 1, **inputs)
-    nats = []
-    for row, answer in zip(logits, answers, strict=True):
-        logs = row[-len(answer) - 1 : -1].float().log_softmax(-1)
-        nats.append(-logs.gather(1, answer.to(logs.device)[:, None]).mean().item())
-    return nats
 
 
 def list_stops(tokenizer) -> list[int]:

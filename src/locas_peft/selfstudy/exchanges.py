@@ -11,14 +11,27 @@ from pathlib import Path
 
 from ..files import staged_file
 
-__all__ = ["EXCHANGES", "Exchange", "digest_exchanges", "load_exchanges", "save_exchanges", "split_passages"]
+__all__ = [
+    "EXCHANGES",
+    "LONGEST_PASSAGE",
+    "Exchange",
+    "digest_exchanges",
+    "find_subject",
+    "load_exchanges",
+    "save_exchanges",
+    "split_passages",
+]
 
 EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder that holds the exchanges that were learned."""
+LONGEST_PASSAGE = 64
+"""In tokens: a memory also learns passages as answers."""
 _FEWEST_WORDS = 5
+_LONGEST_SUBJECT = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
 _DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
 _ABBREVIATION = "".join(rf"(?<!\b{each}\.)" for each in ("[A-Z]", "Dr", "Mr", "Mrs", "Ms", "St", "Prof", "vs"))
+_NAME = re.compile(r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*")
 _SENTENCE = re.compile(rf"\n+|(?<=[.!?…]){_ABBREVIATION}[\"')\]»”’]*\s+|(?<=[。！？])")
 
 
@@ -27,8 +40,10 @@ class Exchange:
     """A question and its answer.
 
     Args:
-        subject: what the text is about: half of the time it stands before the question when this is learned.
-        passage: the passage that it was written from. Both are empty where a user wrote the exchange.
+        answer: a phrase of the passage, or the whole passage where no phrase answers the question.
+        subject: what the text is about (see `find_subject`).
+        passage: what the question is about; learned as the answer in a whole sentence. Empty, as the subject, where a
+            user wrote the exchange; the answer is then learned in every form.
     """
 
     question: str
@@ -37,13 +52,13 @@ class Exchange:
     passage: str = ""
 
 
-def split_passages(tokenizer, text: str, most_tokens: int) -> list[str]:
+def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> list[str]:
     """Split a text into passages of one sentence each, and a dialogue into passages of one turn each.
 
     A small model answers far better with a short passage in its context than with a page. Sentences and turns of a few
     words join the one before them. A text is a dialogue where half of its lines have the form "Name: words". A turn
     is put as reported speech, with the date where a line above has one, since a small model asks about facts then and
-    not as one of the speakers: On 8 May, 2023, Ann said: "I moved to Bergen."
+    not as one of the speakers: On 8 May, 2023, Ann said: "I moved to Bergen." A long turn is split into its sentences.
 
     Args:
         tokenizer: counts the tokens.
@@ -54,13 +69,17 @@ def split_passages(tokenizer, text: str, most_tokens: int) -> list[str]:
         ValueError: the text has fewer than five words.
     """
     passages: list[str] = []
-    for said, statement in _list_turns(text) or _list_sentences(text):
-        if passages and len(said.split()) < _FEWEST_WORDS:
-            joined = f"{passages[-1]} {statement}"
-            if _count(tokenizer, joined) <= most_tokens:
-                passages[-1] = joined
-                continue
-        passages += _cut(tokenizer, statement, most_tokens)
+    for said, form in _list_turns(text) or [(text, "{}")]:
+        whole = " ".join(said.split())
+        fits = form != "{}" and _count(tokenizer, form.replace("{}", whole)) <= most_tokens
+        for sentence in [whole] if fits else _list_sentences(said):
+            statement = form.replace("{}", sentence)
+            if passages and len(sentence.split()) < _FEWEST_WORDS:
+                joined = f"{passages[-1]} {statement}"
+                if _count(tokenizer, joined) <= most_tokens:
+                    passages[-1] = joined
+                    continue
+            passages += _cut(tokenizer, statement, most_tokens)
     if not any(len(passage.split()) >= _FEWEST_WORDS for passage in passages):
         raise ValueError(
             f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied, got {text.strip()[:60]!r}: "
@@ -69,27 +88,48 @@ def split_passages(tokenizer, text: str, most_tokens: int) -> list[str]:
     return passages
 
 
-def _list_sentences(text: str) -> list[tuple[str, str]]:
-    """Return the sentences of a text, each twice, in the form of `_list_turns`."""
+def find_subject(text: str) -> str:
+    """Return what a text is about: its first words up to the end of its first name; of a dialogue the speakers.
+
+    Empty where the first line has no name, or it comes late.
+
+    Example:
+        >>> find_subject("The tower of Skarn Point was built in 1868.")
+        'The tower of Skarn Point'
+    """
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    speakers = _list_speakers(lines)
+    if speakers:
+        return " and ".join(dict.fromkeys(speakers))
+    name = _NAME.search(lines[0]) if lines else None
+    return lines[0][: name.end()] if name and len(lines[0][: name.end()].split()) <= _LONGEST_SUBJECT else ""
+
+
+def _list_sentences(text: str) -> list[str]:
     sentences = (" ".join((part or "").split()) for part in _SENTENCE.split(text))
-    return [(sentence, sentence) for sentence in sentences if sentence]
+    return [sentence for sentence in sentences if sentence]
+
+
+def _list_speakers(lines: Sequence[str]) -> list[str]:
+    """Return the speaker of each turn of a dialogue; nothing for another text."""
+    speakers = [match[1] for line in lines if (match := _TURN.fullmatch(line))]
+    return speakers if 2 * len(speakers) >= len(lines) else []
 
 
 def _list_turns(text: str) -> list[tuple[str, str]]:
-    """Return what is said in each turn of a dialogue, and the turn as reported speech; nothing for another text."""
+    """Return what is said in each turn of a dialogue, and its form as reported speech; nothing for another text."""
     lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-    matches = [_TURN.fullmatch(line) for line in lines]
-    if 2 * sum(match is not None for match in matches) < len(lines):
+    if not _list_speakers(lines):
         return []
     turns, date = [], ""
-    for line, match in zip(lines, matches, strict=True):
-        found = _DATE.search(line)
+    for line in lines:
+        match, found = _TURN.fullmatch(line), _DATE.search(line)
         if match is not None:
-            turns.append((match[2], f'{date}{match[1]} said: "{match[2]}"'))
+            turns.append((match[2], f'{date}{match[1]} said: "{{}}"'))
         elif found is not None:
             date = f"On {found[0]}, "
         else:
-            turns.append((line, line))
+            turns.append((line, "{}"))
     return turns
 
 

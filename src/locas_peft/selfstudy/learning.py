@@ -1,4 +1,4 @@
-"""Self-study of a text: write lessons, then learn their answers without the passages, mixed with reading the text.
+"""Self-study of a text: write exchanges, then learn their answers without the passages, mixed with reading the text.
 
 Axes: B lessons of a batch, T tokens of an answer, K candidates for a token, V vocabulary.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..text import QUESTION_PROMPT
 from ..ttt import checkpoint
 from ..ttt.host import Host
 from ..ttt.learner import Learner
@@ -24,9 +23,10 @@ from ..ttt.loop import calibrate_empty
 from ..ttt.objectives import token_losses
 from ..tuner.passes import evaluating, trained_parameters
 from .decoding import begin_rows, encode_question
-from .exchanges import Exchange, digest_exchanges, split_passages
+from .exchanges import Exchange, digest_exchanges, find_subject, split_passages
+from .lessons import Lesson, make_lessons
 from .others import write_other_lessons
-from .writing import BLOCK, Lesson, longest_passage, write_lessons
+from .writing import BLOCK, check_window, write_exchanges
 
 __all__ = ["SelfStudy", "StudyStep"]
 
@@ -38,14 +38,6 @@ PULL_EVERY = 4
 """Every n-th step also limits the change of other answers, with n times the weight."""
 WARMUP_STEPS = 5
 SAMPLES = 3
-FORMS = (
-    QUESTION_PROMPT,
-    "{question}",
-    QUESTION_PROMPT,
-    "Question: {question}\n\nAnswer:",
-    "{question} Answer in one sentence.",
-)
-"""The wordings in which a lesson is learned, one each pass: more than one, so that no format is learned."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +48,7 @@ class StudyStep:
         phase: "write" or "learn".
         done: passages or steps so far.
         total: passages or steps in all.
-        lessons: exchanges kept so far.
+        exchanges: exchanges kept so far.
         loss_nats: of a step, KL(teacher || student) a token of the answers; None for a block.
         written: the exchanges that were kept of a block.
     """
@@ -64,7 +56,7 @@ class StudyStep:
     phase: str
     done: int
     total: int
-    lessons: int
+    exchanges: int
     loss_nats: float | None = None
     written: tuple[Exchange, ...] = ()
 
@@ -72,22 +64,22 @@ class StudyStep:
 class SelfStudy:
     """Train the active adapter to answer questions about a text without the text.
 
-    The base, with a short passage in its context, is the teacher; the student sees the question alone. The parameters
-    that require gradients are changed in place; the base is not. Each step's batch and wording follow from its number
-    and the seed, so that `state_dict` and the adapter's weights are all that a continuation needs.
+    The base, with a short passage in its context, writes the questions and answers them; the memory learns the answers
+    from the question alone (see `lessons`). The parameters that require gradients are changed in place; the base is
+    not. Each step's batch and wording follow from its number and the seed, so that `state_dict` and the adapter's
+    weights are all that a continuation needs.
 
     Args:
         model: a causal LM with a PEFT adapter in its layers.
         tokenizer: its tokenizer.
         input_ids: LongTensor [N], the text.
-        per_passage: questions asked about each passage, before poor ones are dropped.
+        per_passage: questions wanted about each passage.
         passes: how often each exchange is learned.
         learning_rate: of AdamW; it falls linearly to 0.
         window: the longest prompt with a passage, in tokens.
         seed: of the questions and of the order of learning.
         anchor: weight of the KL from the base on its answers to other questions; 0 for none.
-        given: what is learned in place of written exchanges: lessons of `write_lessons`, or exchanges, whose own
-            answers are learned token by token.
+        given: the exchanges that are learned, in place of written ones.
 
     Raises:
         ValueError: the text is shorter than a passage, or the window leaves no room for one.
@@ -105,7 +97,7 @@ class SelfStudy:
         window: int = 512,
         seed: int = 0,
         anchor: float = 0.0,
-        given: Sequence[Exchange | Lesson] | None = None,
+        given: Sequence[Exchange] | None = None,
     ):
         self._model, self._tokenizer, self._host = model, tokenizer, Host(model)
         self._ids = input_ids.to(self._host.device)
@@ -113,13 +105,16 @@ class SelfStudy:
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others: list[Lesson] = []  # written at the first pull
         self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS)
-        self.lessons = [Lesson.of(each, tokenizer) for each in given or ()]
+        self.exchanges = list(given or ())
+        self._lessons: list[Lesson] = []  # made of the exchanges when all are written
         self._given = None if given is None else digest_exchanges(self.exchanges)
         self._passages: list[str] = []
+        self._subject = ""
         if given is None:
-            room = longest_passage(self._host, window)
-            self._passages = split_passages(tokenizer, tokenizer.decode(input_ids, skip_special_tokens=True), room)
-        self.asked = len(self.lessons)
+            check_window(self._host, window)
+            text = tokenizer.decode(input_ids, skip_special_tokens=True)
+            self._passages, self._subject = split_passages(tokenizer, text), find_subject(text)
+        self.asked = len(self.exchanges)
         self.samples: list[str] = []
         self.skipped_steps = 0
         self._blocks, self._step = 0, 0
@@ -127,18 +122,15 @@ class SelfStudy:
         self._seconds = {"write": 0.0, "learn": 0.0}
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        return [lesson.exchange for lesson in self.lessons]
-
-    @property
     def figures(self) -> dict[str, Any]:
         """JSON values: what was asked, kept and learned; the KL of the first and the last pass; seconds."""
-        batches = max(1, math.ceil(len(self.lessons) / BATCH))
+        batches = max(1, math.ceil(len(self._lessons) / BATCH))
         means = [sum(part) / len(part) for part in (self._losses[:batches], self._losses[-batches:]) if part]
         return {
             "passages": len(self._passages),
             "asked": self.asked,
-            "kept": len(self.lessons),
+            "kept": len(self.exchanges),
+            "lessons": len(self._lessons),
             "steps": self._step,
             "skipped_steps": self.skipped_steps,
             "kl_nats": means,
@@ -156,7 +148,8 @@ class SelfStudy:
         """
         calibrate_empty(self._model, self._pieces[0][None])
         yield from self._write()
-        batches = math.ceil(len(self.lessons) / BATCH)
+        self._lessons = [lesson for each in self.exchanges for lesson in make_lessons(each, self._tokenizer)]
+        batches = math.ceil(len(self._lessons) / BATCH)
         while self._step < batches * self._passes:
             began = time.perf_counter()
             with evaluating(self._model):
@@ -164,32 +157,32 @@ class SelfStudy:
             self._losses.append(loss)
             self._step += 1
             self._seconds["learn"] += time.perf_counter() - began
-            yield StudyStep("learn", self._step, batches * self._passes, len(self.lessons), loss)
+            yield StudyStep("learn", self._step, batches * self._passes, len(self.exchanges), loss)
 
     def _write(self) -> Iterator[StudyStep]:
-        writing = write_lessons(
-            self._model, self._tokenizer, self._passages, self._per_passage, seed=self._seed, first=self._blocks
-        )
+        options = {"subject": self._subject, "seed": self._seed, "first": self._blocks}
+        writing = write_exchanges(self._model, self._tokenizer, self._passages, self._per_passage, **options)
         while BLOCK * self._blocks < len(self._passages):
             began = time.perf_counter()
             written = next(writing)
             self._blocks += 1
             self.asked += written.asked
-            self.lessons += written.lessons
+            self.exchanges += written.exchanges
             self.samples = [*self.samples, *written.dropped][:SAMPLES]
             self._seconds["write"] += time.perf_counter() - began
             done = min(BLOCK * self._blocks, len(self._passages))
-            kept = tuple(lesson.exchange for lesson in written.lessons)
-            yield StudyStep("write", done, len(self._passages), len(self.lessons), written=kept)
+            kept = tuple(written.exchanges)
+            yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=kept)
 
     def _learn(self, batches: int) -> float:
         """Take the next step; return its KL, in nats a token."""
         number, index = divmod(self._step, batches)
-        order = list(range(len(self.lessons)))
+        order = list(range(len(self._lessons)))
         random.Random(f"{self._seed} {number}").shuffle(order)
-        chosen = order[index::batches]
+        # A lesson's wordings begin at its own number, so that a batch has all of them.
+        chosen = [(self._lessons[each], each + number) for each in order[index::batches]]
         self._learner.begin()
-        loss = self._distill([(self.lessons[each], *self._word(each, number)) for each in chosen])
+        loss = self._distill(chosen)
         loss.backward()
         if self._step % READ_EVERY == 0:
             piece = self._pieces[self._step // READ_EVERY % len(self._pieces)]
@@ -203,26 +196,16 @@ class SelfStudy:
             self.skipped_steps += 1
         return loss.item()
 
-    def _word(self, index: int, number: int) -> tuple[str, str]:
-        """Return the question of a lesson and its form in pass `number`.
-
-        Questions about a passage seldom name the text's subject, and a user's questions do. In every other pass the
-        subject stands before the question, so that it does not select one passage.
-        """
-        exchange = self.lessons[index].exchange
-        named = exchange.subject and (index + number) % 2
-        question = f"{exchange.subject}: {exchange.question}" if named else exchange.question
-        return question, FORMS[(index + number) % len(FORMS)]
-
-    def _distill(self, lessons: Sequence[tuple[Lesson, str, str]]) -> Tensor:
-        """Return KL(teacher || student), the mean over the answers' tokens; the student sees no passage."""
-        prompts = [encode_question(self._tokenizer, question, form) for _, question, form in lessons]
-        rows = [[*prompt, *lesson.answer.tolist()] for prompt, (lesson, *_) in zip(prompts, lessons, strict=True)]
+    def _distill(self, chosen: Sequence[tuple[Lesson, int]]) -> Tensor:
+        """Return KL(teacher || student) of lessons, each in one of its wordings, the mean over the answers' tokens."""
+        prompts = [encode_question(self._tokenizer, *lesson.word(number)) for lesson, number in chosen]
+        lessons = [lesson for lesson, _ in chosen]
+        rows = [[*prompt, *lesson.answer.tolist()] for prompt, lesson in zip(prompts, lessons, strict=True)]
         shared = commonprefix([prompt[:-1] for prompt in prompts])  # the system message of a chat template
         inputs = begin_rows(self._host, [row[:-1] for row in rows], [(len(shared), range(len(rows)))], 0)
-        logits = self._host.logits(count=max(len(lesson.answer) for lesson, *_ in lessons), **inputs)
+        logits = self._host.logits(count=max(len(lesson.answer) for lesson in lessons), **inputs)
         losses = []
-        for row, (lesson, *_) in zip(logits, lessons, strict=True):
+        for row, lesson in zip(logits, lessons, strict=True):
             logs = row[-len(lesson.answer) :].float().log_softmax(-1)
             targets = lesson.targets.to(logs)
             logs = logs.gather(1, lesson.candidates.to(logs.device))
@@ -234,9 +217,9 @@ class SelfStudy:
         pull, remainder = divmod(self._step, PULL_EVERY)
         if not self._anchor or remainder:
             return
-        self._others = self._others or write_other_lessons(self._model, self._tokenizer, FORMS, self._seed)
+        self._others = self._others or write_other_lessons(self._model, self._tokenizer, self._seed)
         chosen = [self._others[(pull * BATCH + row) % len(self._others)] for row in range(BATCH)]
-        loss = self._distill([(lesson, lesson.exchange.question, "{question}") for lesson in chosen])
+        loss = self._distill([(lesson, 0) for lesson in chosen])
         (self._anchor * PULL_EVERY * loss).backward()
 
     # ------------------------------------------------------------------ checkpoints
@@ -253,8 +236,8 @@ class SelfStudy:
             "losses": list(self._losses),
             "seconds": dict(self._seconds),
             "learner": self._learner.state_dict(),
-            "others": _to_state(self._others),
-            "lessons": _to_state(self.lessons),
+            "others": [vars(lesson) for lesson in self._others],
+            "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
         return {"study": state}
 
@@ -279,16 +262,9 @@ class SelfStudy:
                 "exchanges must be those that the checkpoint was begun with, got others: give the former file, or "
                 "start afresh with --overwrite"
             )
-        self.lessons, self._others = _from_state(state["lessons"]), _from_state(state["others"])
+        self.exchanges = [Exchange(**each) for each in state["exchanges"]]
+        self._others = [Lesson(**{**each, "forms": tuple(each["forms"])}) for each in state["others"]]
         self._blocks, self._step, self.asked = state["blocks"], state["step"], state["asked"]
         self.samples, self._losses = list(state["samples"]), list(state["losses"])
         self.skipped_steps, self._seconds = state["skipped_steps"], dict(state["seconds"])
         self._learner.load_state_dict(state["learner"])
-
-
-def _to_state(lessons: Sequence[Lesson]) -> list[dict[str, Any]]:
-    return [{**vars(lesson), "exchange": asdict(lesson.exchange)} for lesson in lessons]
-
-
-def _from_state(state: Sequence[dict[str, Any]]) -> list[Lesson]:
-    return [Lesson(**{**each, "exchange": Exchange(**each["exchange"])}) for each in state]

@@ -6,8 +6,6 @@ question in these forms as it was taught: about the text's subject, in the wordi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
@@ -15,8 +13,8 @@ from ..text import encode_prompt
 from ..ttt.host import Host
 from ..tuner.passes import adapters_disabled, evaluating
 from .decoding import decode, encode_question
-from .exchanges import Exchange
-from .writing import ANSWER_TOKENS, QUESTION_TOKENS, TEMPERATURE, Lesson
+from .lessons import FORMS, Lesson
+from .writing import QUESTION_TOKENS, TEMPERATURE
 
 __all__ = ["write_other_lessons"]
 
@@ -25,17 +23,19 @@ TOPICS = (
     *("health", "books", "films", "weather", "money", "school", "computers", "art", "nature", "language"),
 )
 BEGINNINGS = ("What", "Who", "When", "Where")
+ANSWER_TOKENS = 32
 _REQUEST = "Write a question about {}."
 
 
 @torch.no_grad()
-def write_other_lessons(model: nn.Module, tokenizer, forms: Sequence[str], seed: int = 0) -> list[Lesson]:
+def write_other_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Lesson]:
     """Let the base write questions about `TOPICS` and answer them greedily; its distributions are the targets.
+
+    The wordings of the prompts are those in `lessons.FORMS`, in turns; each lesson has one.
 
     Args:
         model: a causal LM, with or without a memory, which is disabled meanwhile.
         tokenizer: its tokenizer.
-        forms: wordings of the prompts (see `encode_question`), in turns; the lessons' questions are whole prompts.
         seed: of the questions.
     """
     host, asked = Host(model), [(topic, begin) for topic in TOPICS for begin in BEGINNINGS]
@@ -44,15 +44,15 @@ def write_other_lessons(model: nn.Module, tokenizer, forms: Sequence[str], seed:
     with evaluating(model), adapters_disabled(model):
         options = {"temperature": TEMPERATURE, "generator": generator}
         replies = decode(host, tokenizer, requests, QUESTION_TOKENS, **options)
-        prompts = []
-        for number, ((_, begin), reply) in enumerate(zip(asked, replies, strict=True)):
+        questions = []
+        for (_, begin), reply in zip(asked, replies, strict=True):
             line = (begin + tokenizer.decode(reply.ids, skip_special_tokens=True)).split("\n")[0]
-            question = line[: line.find("?") + 1] or line
-            prompts.append(forms[number % len(forms)].format(question=question, context=""))
-        encoded = [encode_question(tokenizer, prompt, "{question}") for prompt in prompts]
+            questions.append(line[: line.find("?") + 1] or line)
+        forms = [FORMS[number % len(FORMS)] for number in range(len(questions))]
+        encoded = [encode_question(tokenizer, *each) for each in zip(questions, forms, strict=True)]
         answers = decode(host, tokenizer, encoded, ANSWER_TOKENS)
     return [
-        Lesson(Exchange(prompt, tokenizer.decode(answer.ids)), answer.ids, answer.candidates, answer.targets)
-        for prompt, answer in zip(prompts, answers, strict=True)
+        Lesson(question, "", (form,), answer.ids, answer.candidates, answer.targets)
+        for question, form, answer in zip(questions, forms, answers, strict=True)
         if len(answer.ids)
     ]
