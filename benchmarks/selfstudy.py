@@ -34,8 +34,8 @@ from locas_peft.text import SHORT_PROMPT, load_text, tokenize
 from locas_peft.ttt import Chunk
 
 PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee", "orchard", "tram")}
-METHODS = "locas-glu,lora@11,lora"
-READING_ONLY = "locas-glu, reading only"
+READING_ONLY = "locas-glu:reading-only"
+METHODS = f"locas-glu,lora@11,{READING_ONLY}"
 READINGS = 32
 DEFAULTS = ReadingSettings(study=True).complete()
 
@@ -116,9 +116,9 @@ def study_page(
         "right_in_context": ask_page(base, tokenizer, page, page.text),
         "methods": {},
     }
-    for label in (*methods, READING_ONLY):
+    for label in methods:
         studies = label != READING_ONLY
-        name, own = parse_method(label.split(",")[0])
+        name, own = parse_method(label.removesuffix(":reading-only"))
         curve = Curve(base, page, other, writing if studies else 0.0)
         if studies:
             settings = ReadingSettings(method=name, study=True, anchor=anchor, **own)

@@ -58,6 +58,7 @@ def keeps_all(monkeypatch):
     """Every reply is a question, no phrase answers it, and a block has one passage, so that there are several."""
     monkeypatch.setattr(writing, "_ask", ask_without_filter)
     monkeypatch.setattr(writing, "find_phrases", lambda *given: [Phrase("man", 99.0, 0.0) for _ in given[-1]])
+    monkeypatch.setattr(writing, "_ask_by_words", lambda *_: [])
     for module in (writing, learning):
         monkeypatch.setattr(module, "BLOCK", 1)
     monkeypatch.setattr(learning, "BATCH", 2)
@@ -226,6 +227,19 @@ def test_the_passage_is_the_answer_where_no_phrase_is(phrase, answer, loaded, mo
     (written,) = writing.write_exchanges(*loaded, [passage], 1, subject="The tower")
     expected = passage if answer == "passage" else answer
     assert written.exchanges == [Exchange("Who built the tower?", expected, "The tower", passage)]
+    (written,) = writing.write_exchanges(*loaded, [passage], 4)
+    assert [each.answer for each in written.exchanges[1:]] == [passage] * 2, "asked for by its own words"
+
+
+def test_a_passage_is_asked_for_by_its_own_words(loaded):
+    passage = "The mason, an old man, built the tower of stone."
+    questions = writing._ask_by_words(passage, 5, torch.Generator().manual_seed(0))
+    assert len(set(questions)) == 5 and questions == writing._ask_by_words(
+        passage, 5, torch.Generator().manual_seed(0)
+    )
+    for question in questions:
+        (phrase,) = [text for texts in phrases.list_phrases(passage) for text in texts if question.endswith(f"about {text}?")]
+        assert len(phrase.split()) <= 4
 
 
 def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, monkeypatch):
@@ -312,7 +326,7 @@ def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
 
 def test_phrases_lie_within_a_clause_and_have_at_most_eight_words(loaded):
     passage = "In 1868, the mason built a tower of one two three four five six stones."
-    texts = {text for each in phrases._list_phrases(loaded[1], passage) for text in each.texts.values()}
+    texts = {text for each in phrases.list_phrases(passage) for text in each}
     assert {"1868", "the mason", "mason built a tower", "stones"} < texts
     assert not any("1868, the" in text for text in texts)
     assert max(len(text.split()) for text in texts) == phrases.MOST_WORDS

@@ -19,7 +19,7 @@ from ..text import find_pad_token
 from ..ttt.host import Host
 from .decoding import begin_answer, begin_rows, encode_question, list_stops, share_prefixes
 
-__all__ = ["Phrase", "find_phrases"]
+__all__ = ["Phrase", "find_phrases", "list_phrases"]
 
 BEGINNINGS = 4
 """Only phrases are compared that begin with one of the so many words with which the model begins its answer."""
@@ -62,7 +62,7 @@ def find_phrases(host: Host, tokenizer, asked: Sequence[tuple[str, str]]) -> lis
         asked: passages, each with at least one word, and a question about each. To keep questions about one passage
             together saves time.
     """
-    phrases = {passage: _list_phrases(tokenizer, passage) for passage, _ in asked}
+    phrases = {passage: _encode_phrases(tokenizer, passage) for passage, _ in asked}
     found = []
     for first in range(0, len(asked), ROWS):
         part = asked[first : first + ROWS]
@@ -76,22 +76,26 @@ def find_phrases(host: Host, tokenizer, asked: Sequence[tuple[str, str]]) -> lis
     return found
 
 
-def _list_phrases(tokenizer, passage: str) -> list[_Phrases]:
-    """Return the phrases of a passage, by the word that they begin with."""
+def list_phrases(passage: str) -> list[list[str]]:
+    """Return the phrases of a passage, by the word that they begin with, the shortest first."""
     words = list(_WORD.finditer(passage))
     gaps = (passage[one.end() : two.start()] for one, two in pairwise(words))
     ends = [number for number, gap in enumerate(gaps) if _CLAUSE_END.search(gap)] + [len(words) - 1]
     phrases = []
     for number, word in enumerate(words):
         last = min(number + MOST_WORDS - 1, next(end for end in ends if end >= number))
-        texts = [passage[word.start() : each.end()] for each in words[number : last + 1]]
-        before = begin_answer(tokenizer, " ")
-        encoded = tokenizer([before + text for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
-        longest = encoded[-1]
-        # A phrase whose tokens do not begin the longest one's is left out.
-        by_length = {len(ids): text for ids, text in zip(encoded, texts, strict=True) if ids == longest[: len(ids)]}
-        phrases.append(_Phrases(longest, by_length))
+        phrases.append([passage[word.start() : each.end()] for each in words[number : last + 1]])
     return phrases
+
+
+def _encode_phrases(tokenizer, passage: str) -> list[_Phrases]:
+    encoded, before = [], begin_answer(tokenizer, " ")
+    for texts in list_phrases(passage):
+        ids = tokenizer([before + text for text in texts], add_special_tokens=False, verbose=False)["input_ids"]
+        # A phrase whose tokens do not begin the longest one's is left out.
+        own = {len(each): text for each, text in zip(ids, texts, strict=True) if each == ids[-1][: len(each)]}
+        encoded.append(_Phrases(ids[-1], own))
+    return encoded
 
 
 def _choose_beginnings(

@@ -1,7 +1,8 @@
 """The model writes questions about passages and answers each with a phrase of its passage; poor questions are dropped.
 
 Half of the questions are asked about the passage alone, and half with the text's subject above it: then they name the
-subject, as a user's questions do, where the passage says "he" or "the tower".
+subject, as a user's questions do, where the passage says "he" or "the tower". Besides, each passage is asked for by
+some of its own words, which takes no model: questions in other words than the model's then find it too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..ttt.host import Host
 from ..tuner.passes import adapters_disabled, evaluating
 from .decoding import decode
 from .exchanges import LONGEST_PASSAGE, Exchange
-from .phrases import find_phrases
+from .phrases import find_phrases, list_phrases
 
 __all__ = ["BLOCK", "QUESTION_TOKENS", "TEMPERATURE", "Written", "check_window", "write_exchanges"]
 
@@ -39,6 +40,8 @@ _ASK = "{passage}\n\nWrite a question about this text."
 _ASK_NAMED = "{subject}\n\n{passage}\n\nWrite a question about this text."
 _NAME = "{passage}\n\nWhat is this text about? Answer with a name."
 _BEGINNINGS = ("Who", "What", "When", "Where", "How many", "Which", "Why")
+_ABOUT = ("Can you tell me about {}?", "What does the text say about {}?", "What do you know about {}?")
+_ABOUT_WORDS = 4
 KINDS: tuple[tuple[str, str, str], ...] = (
     *((_ASK_NAMED, begin, "{}") for begin in _BEGINNINGS),
     (_NAME, "", "Can you tell me about {}?"),
@@ -104,7 +107,19 @@ def _write(
         repeats = phrase.text.casefold() in question.casefold()
         answer = phrase.text if sure and not repeats else passage
         written.exchanges.append(Exchange(question, answer, subject, passage))
+    for passage in dict.fromkeys(passage for passage, _ in asked):
+        for question in _ask_by_words(passage, per_passage // 2, generator):
+            written.exchanges.append(Exchange(question, passage, subject, passage))
     return written
+
+
+def _ask_by_words(passage: str, count: int, generator: torch.Generator) -> list[str]:
+    """Return at most so many questions that name a phrase of a passage, of up to `_ABOUT_WORDS` words, at random."""
+    phrases = [
+        text for texts in list_phrases(passage) for text in texts[:_ABOUT_WORDS] if _list_words(text.split()[-1])
+    ]
+    chosen = torch.randperm(len(phrases), generator=generator, device=generator.device)[:count].tolist()
+    return [_ABOUT[number % len(_ABOUT)].format(phrases[each]) for number, each in enumerate(chosen)]
 
 
 def _ask(
