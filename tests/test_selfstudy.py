@@ -238,7 +238,8 @@ def test_a_passage_is_asked_for_by_its_own_words(loaded):
         passage, 5, torch.Generator().manual_seed(0)
     )
     for question in questions:
-        (phrase,) = [text for texts in phrases.list_phrases(passage) for text in texts if question.endswith(f"about {text}?")]
+        texts = [text for texts in phrases.list_phrases(passage) for text in texts]
+        (phrase,) = (text for text in texts if question.endswith(f"about {text}?"))
         assert len(phrase.split()) <= 4
 
 
