@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from families import make_host, make_tokens
 from torch.nn.functional import scaled_dot_product_attention as fused
 
-from locas_peft.ttt import cpu_attention
+from locas_peft.ttt import Host, TestTimeTrainer, cpu_attention
 from locas_peft.ttt.cpu_attention import CpuAttention
 
 
@@ -66,3 +67,16 @@ def test_torchs_own_kernel_is_kept_without_a_mask_in_other_dtypes_and_outside(us
         fused(draw(4, 5), draw(4, 7), draw(4, 7), attn_mask=mask, dropout_p=0.1)
     fused(draw(4, 5), draw(4, 7), draw(4, 7), attn_mask=mask)
     assert not used
+
+
+@pytest.mark.parametrize(("dtype", "uses"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_a_chunk_after_cached_tokens_uses_it_in_bfloat16(used, dtype, uses):
+    model = make_host("llama").to(dtype)
+    model.set_attn_implementation("sdpa")
+    trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None, context="cache")
+    for _ in trainer.read(make_tokens(1, 32)[0]):
+        pass
+    assert bool(used) is uses
+    before = len(used)
+    Host(model).logits(make_tokens(1, 8), 8, use_cache=False)  # no mask
+    assert len(used) == before

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from peft import PeftModel
@@ -88,7 +89,10 @@ class Host:
         kwargs = {name: value for name, value in {"logits_to_keep": keep, **kwargs}.items() if name in self._accepts}
         if adapters is not None:
             kwargs["adapter_names"] = list(adapters)
-        with CpuAttention():
+        weight = self.model.get_input_embeddings().weight
+        # Elsewhere the context would only cost time: each torch function passes through it.
+        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        with CpuAttention() if on_cpu else nullcontext():
             return self.model(input_ids=ids, **kwargs)
 
     def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:
