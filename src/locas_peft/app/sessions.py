@@ -49,8 +49,6 @@ __all__ = [
 ]
 
 ANSWER_TOKENS = 96
-PASSES = 5
-"""How often each exchange of a self-study is learned; as in the demo."""
 LEAST_CHUNKS = 12
 """Of a text: the stride is shorter for a short one, so that the perplexity can be seen to fall."""
 MOST_CHARACTERS = 2_000_000
@@ -309,7 +307,7 @@ class SharedModel:
             start_token=find_start_token(self._tokenizer),
             model=self.name,
             dtype=str(base.dtype).removeprefix("torch."),
-            **({"study": True, "exchanges": questions, "passes": PASSES} if questions else {}),
+            **({"study": True, "exchanges": questions} if questions else {}),
         ).complete(base)
 
     def _answer(self, answer: Answer, memory: Path | None, chats: Sequence[list[dict[str, str]]]) -> None:

@@ -83,7 +83,7 @@ def ask(
     json_file: JsonFile = None,
     base: BaseGroup = BASE,
 ) -> None:
-    """Ask a model short questions about what it has read.
+    """Ask a model questions about what it has read; it answers each in one sentence.
 
     Args:
         question: the questions.

@@ -1,4 +1,4 @@
-"""Recall: short answers to questions about a text, and how many of them are right."""
+"""Recall: answers to questions about a text, and how many of them are right."""
 
 from __future__ import annotations
 
