@@ -19,7 +19,7 @@ from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
-from locas_peft import backbone, cli, demo, files, gguf_models, loading, memory_folder, settings, text
+from locas_peft import backbone, cli, demo, files, gguf_models, loading, memory_folder, text
 from locas_peft.evaluation import study
 from locas_peft.ttt import checkpoint
 from locas_peft.tuner import STRATEGIES
@@ -1160,7 +1160,7 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
 
     page, teach_page = demo.load_page()[:600], demo.teach_page
     monkeypatch.setattr(demo, "load_page", lambda: page)
-    monkeypatch.setitem(settings.STUDY, "exchanges", 1)
+    monkeypatch.setattr(demo, "EXCHANGES", 1)
     monkeypatch.setattr(demo, "ask", ask)
     monkeypatch.setattr(demo, "teach_page", teach)
     arguments = ["demo", "--model", chat_model, "--out", "demo", "--max-tokens", 100, "--r", 4, "--device", "cpu"]

@@ -23,7 +23,7 @@ from ..memory_folder import Reading
 from ..reading import memorize
 from ..report import Sheet
 from ..selfstudy import Exchange, find_subject, split_passages, write_exchanges
-from ..settings import STUDY, ReadingSettings
+from ..settings import ReadingSettings
 from ..text import load_text, tokenize
 
 __all__ = [
@@ -53,6 +53,8 @@ RECALL = "recall"
 """The folder, in the demo's folder, for the memories of the page."""
 SHOWN = (0, 9, 17)
 """The questions whose answers are shown, right or wrong."""
+EXCHANGES = 12
+"""Questions about each sentence of the page, fewer than by default: the demo shall take less than ten minutes."""
 _FOLDER = Path(__file__).parent
 
 
@@ -128,7 +130,7 @@ def write_page_exchanges(
     passages = split_passages(tokenizer, page)
     advance, exchanges = progress("exchanges", len(passages)), []
     options = {"subject": find_subject(page), "seed": settings.seed}
-    for written in write_exchanges(base, tokenizer, passages, STUDY["exchanges"], **options):
+    for written in write_exchanges(base, tokenizer, passages, EXCHANGES, **options):
         exchanges += written.exchanges
         advance(written.passages, f"{len(exchanges)} exchanges")
     return exchanges
