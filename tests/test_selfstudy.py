@@ -227,6 +227,9 @@ def test_the_passage_is_the_answer_where_no_phrase_is(phrase, answer, loaded, mo
     (written,) = writing.write_exchanges(*loaded, [passage], 1, subject="The tower")
     expected = passage if answer == "passage" else answer
     assert written.exchanges == [Exchange("Who built the tower?", expected, "The tower", passage)]
+    writing_on = writing.write_exchanges(*loaded, [passage] * (writing.BLOCK + 1), 1)
+    next(writing_on)
+    assert torch.is_grad_enabled(), "between two blocks"
     (written,) = writing.write_exchanges(*loaded, [passage], 4)
     assert [each.answer for each in written.exchanges[1:]] == [passage] * 2, "asked for by its own words"
 

@@ -85,7 +85,8 @@ def write_exchanges(
     for block in range(first, math.ceil(len(passages) / BLOCK)):
         generator = torch.Generator(host.device).manual_seed((seed * 1_000_003 + block) % 2**63)
         with torch.no_grad(), evaluating(model), adapters_disabled(model):
-            yield _write(host, tokenizer, passages[block * BLOCK :][:BLOCK], per_passage, generator, subject)
+            written = _write(host, tokenizer, passages[block * BLOCK :][:BLOCK], per_passage, generator, subject)
+        yield written
 
 
 def check_window(host: Host, window: int) -> None:
@@ -145,9 +146,8 @@ def _ask(
                 asked.append((passage, KINDS[kinds[passage] % len(KINDS)]))
                 kinds[passage] += 1
         written.asked += len(asked)
-        for (passage, (_, _, form)), line in zip(
-            asked, _reply(host, tokenizer, asked, generator, subject), strict=True
-        ):
+        lines = _reply(host, tokenizer, asked, generator, subject)
+        for (passage, (_, _, form)), line in zip(asked, lines, strict=True):
             question = line[: line.find("?") + 1].strip()
             if form != "{}":
                 name = find_common(line, passage)
