@@ -109,8 +109,9 @@ def _write(
         answer = phrase.text if sure and not repeats else passage
         written.exchanges.append(Exchange(question, answer, subject, passage))
     for passage in dict.fromkeys(passage for passage, _ in asked):
-        for question in _ask_by_words(passage, per_passage // 2, generator):
-            written.exchanges.append(Exchange(question, passage, subject, passage))
+        by_words = _ask_by_words(passage, per_passage // 2, generator)
+        written.asked += len(by_words)
+        written.exchanges += [Exchange(question, passage, subject, passage) for question in by_words]
     return written
 
 
