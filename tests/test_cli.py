@@ -1286,6 +1286,8 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
         f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    raise ImportError\n"
     )
     path = [str(tmp_path), str(Path(cli.__file__).parents[2])]
-    script = f"import sys; sys.path[:0] = {path}; import locas_command; locas_command.main()"
+    # A shell starts what runs in its background with SIGINT ignored.
+    script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    script += f"sys.path[:0] = {path}; import locas_command; locas_command.main()"
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)

@@ -246,7 +246,7 @@ def test_memories_that_were_studied_are_asked(run, tmp_path):
     code, _, err = run(*args, "--study", "--exchanges", "1", "--limit-conversations", "1", "--no-wrong-memory")
     assert code == 0, err
     (taught,) = read(tmp_path / "o/locomo.json")["teachings"]["locas-glu"].values()
-    assert taught["studied"]["asked"] == taught["studied"]["passages"] > 0
+    assert taught["studied"]["asked"] >= taught["studied"]["passages"] > 0
     assert read(tmp_path / "o/locomo.json")["methods"]["none"]["study"] is False
     code, _, err = run("perplexity", "book.txt", "--study", "--out", "p")
     assert code != 0 and "--study" in err
