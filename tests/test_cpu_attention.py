@@ -65,6 +65,7 @@ def test_torchs_own_kernel_is_kept_without_a_mask_in_other_dtypes_and_outside(us
         fused(draw(4, 7), draw(4, 7), draw(4, 7), is_causal=True)
         fused(*(draw(4, tokens, torch.float32) for tokens in (5, 7, 7)), attn_mask=mask)
         fused(draw(4, 5), draw(4, 7), draw(4, 7), attn_mask=mask, dropout_p=0.1)
+        fused(draw(4, 5), draw(4, 7), draw(4, 7), attn_mask=mask, is_causal=True)
     fused(draw(4, 5), draw(4, 7), draw(4, 7), attn_mask=mask)
     assert not used
 

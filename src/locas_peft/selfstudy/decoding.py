@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 CANDIDATES = 16
-"""K."""
+"""K: the likeliest tokens, whose probabilities are kept."""
 DRAWN = 64
 """The likeliest tokens that a question's next token is drawn from."""
 

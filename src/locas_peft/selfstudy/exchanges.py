@@ -97,12 +97,16 @@ def find_subject(text: str) -> str:
         >>> find_subject("The tower of Skarn Point was built in 1868.")
         'The tower of Skarn Point'
     """
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    lines = _list_lines(text)
     speakers = _list_speakers(lines)
     if speakers:
         return " and ".join(dict.fromkeys(speakers))
     name = _NAME.search(lines[0]) if lines else None
     return lines[0][: name.end()] if name and len(lines[0][: name.end()].split()) <= _LONGEST_SUBJECT else ""
+
+
+def _list_lines(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
 def _list_sentences(text: str) -> list[str]:
@@ -118,7 +122,7 @@ def _list_speakers(lines: Sequence[str]) -> list[str]:
 
 def _list_turns(text: str) -> list[tuple[str, str]]:
     """Return what is said in each turn of a dialogue, and its form as reported speech; nothing for another text."""
-    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    lines = _list_lines(text)
     if not _list_speakers(lines):
         return []
     turns, date = [], ""
