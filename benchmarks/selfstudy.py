@@ -4,15 +4,18 @@
 
 Pages: the demo's, on which the settings were chosen, and those of the folder `pages`. The model writes the exchanges
 of a page once, for all methods. The gap is measured in nats a token of the gold answers: 0 without the page, 1 with
-the page in context. It is measured after each pass, for the page's own questions and for those of the next page (wrong
-memory), and after each reading for the method that only reads. At the end the questions are asked, and the KL from the
-base is measured on the base's own answers to questions about other things. A page with results is not read again.
+the page in context. "Recited" is the gap that the base closes with what the memory recites for each question, and
+"direct" what the memory closes without reciting. The first is measured after each pass of a study, and after some of
+the readings of the method that only reads. At the end both are measured, for the page's own questions and for those of
+the next page (wrong memory). The questions are asked in both ways, and the KL from the base is measured on the base's
+own answers to questions about other things. A page with results is not read again.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,20 +26,30 @@ from locas_peft import demo
 from locas_peft.adapters import memory_attached
 from locas_peft.evaluation.forgetting import measure_drift
 from locas_peft.evaluation.own_answers import write_own_answers
-from locas_peft.evaluation.recall import Question, ask, count_right, encode_questions, load_questions
+from locas_peft.evaluation.recall import (
+    Question,
+    ask,
+    ask_by_reciting,
+    count_right,
+    encode_questions,
+    load_questions,
+    recite_for,
+)
 from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
 from locas_peft.loading import load_base
 from locas_peft.reading import memorize
-from locas_peft.selfstudy import StudyStep, find_subject, split_passages, write_exchanges
+from locas_peft.selfstudy import StudyStep, split_passages, write_exchanges
 from locas_peft.settings import ReadingSettings, parse_method
 from locas_peft.text import SHORT_PROMPT, load_text, tokenize
 from locas_peft.ttt import Chunk
+from locas_peft.tuner.passes import adapters_disabled
 
 PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee", "orchard", "tram")}
 READING_ONLY = "locas-glu:reading-only"
 METHODS = f"locas-glu,lora@11,{READING_ONLY}"
-READINGS = 32
+READINGS = 16
+MEASURED_READINGS = 4
 DEFAULTS = ReadingSettings(study=True).complete()
 
 
@@ -46,22 +59,25 @@ class Page:
     def __init__(self, tokenizer, text: str, questions: list[Question]):
         self.text, self.questions = text, questions
         self.ids = tokenize(tokenizer, text)
-        self._pairs = {}
-        golds = [tokenizer(each.answer, add_special_tokens=False)["input_ids"] for each in questions]
-        for name, context in (("without", None), ("in context", text)):
-            prompts = encode_questions(tokenizer, questions, context, SHORT_PROMPT)  # gold answers are phrases
-            self._pairs[name] = list(zip(prompts, golds, strict=True))
+        self._tokenizer = tokenizer
+        self._golds = [tokenizer(each.answer, add_special_tokens=False)["input_ids"] for each in questions]
 
     def measure_base(self, base) -> None:
-        self._nats = {name: self._score(base, name) for name in self._pairs}
+        self._without, self._within = self._score(base), self._score(base, [self.text] * len(self.questions))
 
-    def gap_closed(self, model) -> float:
+    def gap_closed(self, model, recites: bool) -> float:
         """Return the share of the gap in nats a gold token, between without and in context, that a model closes."""
-        without, within = self._nats["without"], self._nats["in context"]
-        return (without - self._score(model, "without")) / (without - within)
+        contexts = None
+        if recites:
+            recited = recite_for(model, self._tokenizer, [each.question for each in self.questions])
+            contexts = ["\n".join(passages) for passages in recited]
+        with adapters_disabled(model) if recites else nullcontext():
+            return (self._without - self._score(model, contexts)) / (self._without - self._within)
 
-    def _score(self, model, name: str) -> float:
-        scores = score_targets(model, self._pairs[name], batch_tokens=2048)
+    def _score(self, model, contexts: list[str] | None = None) -> float:
+        # gold answers are phrases
+        prompts = encode_questions(self._tokenizer, self.questions, contexts, SHORT_PROMPT)
+        scores = score_targets(model, list(zip(prompts, self._golds, strict=True)), batch_tokens=2048)
         return sum(score.per_token for score in scores) / len(scores)
 
 
@@ -77,19 +93,19 @@ def load_pages(tokenizer) -> dict[str, Page]:
 class Curve:
     """What a method has reached after so many processor seconds, without those of measuring."""
 
-    def __init__(self, base, page: Page, other: Page, before: float):
+    def __init__(self, base, page: Page, before: float):
         self.points: list[dict[str, float]] = []
-        self._base, self._page, self._other, self._before = base, page, other, before
+        self._base, self._page, self._before = base, page, before
         self._began = time.process_time()
 
     def measure(self) -> None:
         now = time.process_time()
-        gaps = {"gap": self._page.gap_closed(self._base), "gap_other_page": self._other.gap_closed(self._base)}
-        self.points.append({"cpu_seconds": self._before + now - self._began, **gaps})
+        gap = self._page.gap_closed(self._base, recites=True)
+        self.points.append({"cpu_seconds": self._before + now - self._began, "gap": gap})
         self._began += time.process_time() - now
 
     def after_reading(self, chunk: Chunk) -> None:
-        if chunk.stop == len(self._page.ids):
+        if chunk.stop == len(self._page.ids) and (chunk.reading + 1) % MEASURED_READINGS == 0:
             self.measure()
 
     def after_pass(self, step: StudyStep) -> None:
@@ -104,8 +120,7 @@ def study_page(
     page.measure_base(base)
     other.measure_base(base)
     began, exchanges = time.process_time(), []
-    passages, subject = split_passages(tokenizer, page.text), find_subject(page.text)
-    for written in write_exchanges(base, tokenizer, passages, DEFAULTS.exchanges, subject=subject):
+    for written in write_exchanges(base, tokenizer, split_passages(tokenizer, page.text), DEFAULTS.exchanges):
         exchanges += written.exchanges
     writing = time.process_time() - began
     results: dict[str, Any] = {
@@ -119,7 +134,7 @@ def study_page(
     for label in methods:
         studies = label != READING_ONLY
         name, own = parse_method(label.removesuffix(":reading-only"))
-        curve = Curve(base, page, other, writing if studies else 0.0)
+        curve = Curve(base, page, writing if studies else 0.0)
         if studies:
             settings = ReadingSettings(method=name, study=True, anchor=anchor, **own)
             options = {"exchanges": exchanges, "on_study": curve.after_pass}
@@ -131,7 +146,15 @@ def study_page(
             reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer, **options)
             with memory_attached(base, memory) as model:
                 drift = measure_drift(model, model.disable_adapter, own_answers)
-                figures = {"right": ask_page(model, tokenizer, page), "kl_nats": drift["kl_per_token"]}
+                answers, _ = ask_by_reciting(model, tokenizer, page.questions)
+                figures = {
+                    "right": ask_page(model, tokenizer, page),
+                    "right_recited": count_right(answers, page.questions),
+                    "gap_direct": page.gap_closed(model, recites=False),
+                    "gap_other_page": other.gap_closed(model, recites=True),
+                    "gap_other_page_direct": other.gap_closed(model, recites=False),
+                    "kl_nats": drift["kl_per_token"],
+                }
         figures |= {"parameters": reading.extra_parameters, **curve.points[-1]}
         print(label, figures, flush=True)
         results["methods"][label] = {**figures, "curve": curve.points}
@@ -145,16 +168,18 @@ def ask_page(model, tokenizer, page: Page, context: str | None = None) -> int:
 
 def tabulate(pages: dict[str, dict[str, Any]]) -> str:
     """Return a row a page and method."""
-    head = ["page, method", "parameters", "right", "gap closed", "of the other page", "KL, nats", "processor s"]
+    head = ["page, method", "parameters", "right", "right, recited", "gap, recited", "direct"]
+    head += ["other page's, recited", "direct", "KL, nats", "processor s"]
     rows = []
     for name, page in pages.items():
         asked = page["asked"]
-        rows.append([f"{name}: none", "0", f"{page['right']} of {asked}", "0", "0", "0", "0"])
-        rows.append([f"{name}: in context", "0", f"{page['right_in_context']} of {asked}", "1", "", "", ""])
+        rows.append([f"{name}: none", "0", f"{page['right']} of {asked}", "", "", "0", "", "0", "0", "0"])
+        rows.append([f"{name}: in context", "0", f"{page['right_in_context']} of {asked}", "", "", "1", *[""] * 4])
         for label, row in page["methods"].items():
-            figures = [f"{row[key]:.2f}" for key in ("gap", "gap_other_page")]
-            figures += [f"{row['kl_nats']:.3f}", f"{row['cpu_seconds']:.0f}"]
-            rows.append([f"{name}: {label}", f"{row['parameters']:,}", f"{row['right']} of {asked}", *figures])
+            gaps = ("gap", "gap_direct", "gap_other_page", "gap_other_page_direct")
+            figures = [f"{row[key]} of {asked}" for key in ("right", "right_recited")]
+            figures += [*(f"{row[key]:.2f}" for key in gaps), f"{row['kl_nats']:.3f}", f"{row['cpu_seconds']:.0f}"]
+            rows.append([f"{name}: {label}", f"{row['parameters']:,}", *figures])
     return make_table(head, rows)
 
 

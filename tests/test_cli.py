@@ -1037,9 +1037,19 @@ def test_ask_answers_and_grades(run, memory, tmp_path):
     }
 
 
+def test_ask_recites_passages_and_answers_from_them(run, memory):
+    arguments = ("ask", "Who?", "--memory", memory, "--recite", "--max-new-tokens", 8)
+    (record,) = json.loads(run(*arguments, "--json", "-")[1])
+    assert 0 < len(record["recited"]) <= 5 and all(record["recited"])
+    code, stdout, _ = run(*arguments)
+    shown = [" ".join(passage.split()) for passage in [record["answer"], *record["recited"]]]
+    assert code == 0 and " ".join(stdout.split()) == " ".join(["Who?", *shown])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["Who?", "--memory", "m", "--recite", "--without-memory"], "--recite needs the memory and nothing else to "),
         (["--memory", "m"], "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
         ([" ", "--memory", "m"], "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
         (["Who?"], "--memory must name a memory's folder, got none: give it, or --without-memory with --model"),

@@ -5,10 +5,21 @@ from __future__ import annotations
 import pytest
 
 from locas_peft import backbone, demo
-from locas_peft.evaluation.recall import Question, ask, is_right, load_questions
+from locas_peft.adapters import memory_attached
+from locas_peft.evaluation.answering import answer as answer_all
+from locas_peft.evaluation.recall import (
+    RECITED,
+    Question,
+    ask,
+    ask_by_reciting,
+    encode_questions,
+    is_right,
+    load_questions,
+)
+from locas_peft.reading import memorize
 from locas_peft.selfstudy import Exchange
 from locas_peft.settings import STUDY, ReadingSettings
-from locas_peft.text import tokenize
+from locas_peft.text import SHORT_PROMPT, tokenize
 
 
 @pytest.mark.parametrize(
@@ -46,6 +57,20 @@ def test_answers_come_in_the_order_of_the_questions():
     together = ask(model, tokenizer, questions, max_new_tokens=4)
     assert together == [ask(model, tokenizer, [question], max_new_tokens=4)[0] for question in questions]
     assert ask(model, tokenizer, questions, context="The keeper was Anna.", max_new_tokens=4) != together
+
+
+def test_the_base_answers_from_what_its_memory_recites(tmp_path):
+    base, tokenizer = backbone.load()
+    passage = "The keeper of the old house was Anna."
+    settings = ReadingSettings(r=16, anchor=0.0, study=True, passes=60, learning_rate=1e-2).complete(base)
+    given = [Exchange("Who was the keeper?", passage)]
+    questions = [Question("Who was the keeper?")]
+    memorize(base, tokenize(tokenizer, passage), settings, out=tmp_path / "m", tokenizer=tokenizer, exchanges=given)
+    with memory_attached(base, tmp_path / "m") as model:
+        (answer,), (recited,) = ask_by_reciting(model, tokenizer, questions, max_new_tokens=8)
+    assert recited[0] == passage and len(recited) == len(set(recited)) <= RECITED
+    prompts = encode_questions(tokenizer, questions, ["\n".join(recited)], SHORT_PROMPT)
+    assert [answer] == [text for _, texts in answer_all(base, tokenizer, prompts, max_new_tokens=8) for text in texts]
 
 
 def test_the_questions_about_the_page_are_answered_by_it_and_not_by_themselves():

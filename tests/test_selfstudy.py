@@ -18,19 +18,17 @@ from locas_peft.memory_folder import CHECKPOINT_FOLDER, find_finished
 from locas_peft.reading import memorize
 from locas_peft.selfstudy import (
     Exchange,
+    Passage,
     decoding,
-    find_subject,
     learning,
     lessons,
     load_exchanges,
     others,
-    phrases,
     save_exchanges,
     split_passages,
     writing,
 )
 from locas_peft.selfstudy.exchanges import EXCHANGES
-from locas_peft.selfstudy.phrases import Phrase
 from locas_peft.settings import ReadingSettings
 from locas_peft.ttt import Host, checkpoint
 
@@ -55,9 +53,8 @@ def input_ids(loaded):
 
 @pytest.fixture
 def keeps_all(monkeypatch):
-    """Every reply is a question, no phrase answers it, and a block has one passage, so that there are several."""
+    """Every reply is a question, and a block has one passage, so that there are several."""
     monkeypatch.setattr(writing, "_ask", ask_without_filter)
-    monkeypatch.setattr(writing, "find_phrases", lambda *given: [Phrase("man", 99.0, 0.0) for _ in given[-1]])
     monkeypatch.setattr(writing, "_ask_by_words", lambda *_: [])
     for module in (writing, learning):
         monkeypatch.setattr(module, "BLOCK", 1)
@@ -70,8 +67,8 @@ def few_topics(monkeypatch):
     monkeypatch.setattr(others, "TOPICS", others.TOPICS[:4])
 
 
-def ask_without_filter(host, tokenizer, passages, per_passage, generator, subject, written):
-    prompts = [text.encode_prompt(tokenizer, passage) for passage in passages for _ in range(per_passage)]
+def ask_without_filter(host, tokenizer, passages, per_passage, generator, written):
+    prompts = [text.encode_prompt(tokenizer, passage.text) for passage in passages for _ in range(per_passage)]
     replies = decoding.decode(host, tokenizer, prompts, 4, temperature=1.0, generator=generator)
     asked = [passage for passage in passages for _ in range(per_passage)]
     written.asked += len(asked)
@@ -87,6 +84,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
+def texts_of(passages: list[Passage]) -> list[str]:
+    return [passage.text for passage in passages]
+
+
 def same(first: Path, second: Path) -> bool:
     one, other = weights(first), weights(second)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
@@ -97,14 +98,14 @@ def same(first: Path, second: Path) -> bool:
 
 def test_passages_are_sentences_and_short_ones_join_the_one_before(loaded):
     page = "The first house is made of stone. It fell. The second house is made of wood!\nAnd the third one of straw."
-    assert split_passages(loaded[1], page, 64) == [
+    assert texts_of(split_passages(loaded[1], page, 64)) == [
         "The first house is made of stone. It fell.",
         "The second house is made of wood!",
         "And the third one of straw.",
     ]
 
 
-def test_a_dialogue_becomes_reported_turns_with_their_dates(loaded):
+def test_a_dialogue_becomes_reported_turns_with_their_dates_and_speakers(loaded):
     talk = """Session 1, 1:56 pm on 8 May, 2023
 Ann: I moved to Bergen. It rains.
 Ben: Really?
@@ -113,15 +114,15 @@ Ben: Really?
 Ann: Yes, and I bought a boat for the summer.
 It is a blue one with two sails."""
     assert split_passages(loaded[1], talk, 64) == [
-        'On 8 May, 2023, Ann said: "I moved to Bergen. It rains." On 8 May, 2023, Ben said: "Really?"',
-        'On 2023-06-01, Ann said: "Yes, and I bought a boat for the summer."',
-        "It is a blue one with two sails.",
+        Passage('Ann said: "I moved to Bergen. It rains." on 8 May, 2023. Ben said: "Really?" on 8 May, 2023.', "Ann"),
+        Passage('Ann said: "Yes, and I bought a boat for the summer." on 2023-06-01.', "Ann"),
+        Passage("It is a blue one with two sails."),
     ]
 
 
 def test_a_long_turn_is_split_into_its_sentences(loaded):
     talk = "Ann: I moved to the town of Bergen. It rains there on most days of the year.\nBen: Is that so, Ann?"
-    assert split_passages(loaded[1], talk, 20) == [
+    assert texts_of(split_passages(loaded[1], talk, 20)) == [
         'Ann said: "I moved to the town of Bergen."',
         'Ann said: "It rains there on most days of the year."',
         'Ben said: "Is that so, Ann?"',
@@ -131,32 +132,32 @@ def test_a_long_turn_is_split_into_its_sentences(loaded):
 @pytest.mark.parametrize(
     ("page", "subject"),
     [
-        ("The tower of Skarn Point was built in 1868 by Elias Thorne.", "The tower of Skarn Point"),
-        ("Its lamp burned whale oil.", ""),
-        ("It is said that in those days nobody dared to cross the Red Hill.", ""),  # the name comes late
-        ("Session 1\nAnn: I moved.\nBen: Where to?\nAnn: Bergen.", "Ann and Ben"),
-        (" \n", ""),
+        ("The tower of Skarn Point was built in 1868. Its lamp burned whale oil.", "The tower of Skarn Point"),
+        ("Its lamp burned whale oil. Nobody remembers who had built it.", ""),
+        ("It is said that in those days nobody dared to cross the Red Hill. It is high and steep.", ""),  # comes late
     ],
 )
-def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject):
-    assert find_subject(page) == subject
+def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject, loaded):
+    first, second = split_passages(loaded[1], page)
+    assert first.subject == second.subject == subject
+    assert first.introduces == bool(subject) and not second.introduces
 
 
 def test_a_page_with_a_list_is_no_dialogue(loaded):
     page = (
         "The contents of the box were as follows.\nFirst: a stone from the river bed.\nThe box was then closed again."
     )
-    assert split_passages(loaded[1], page, 64) == page.split("\n")
+    assert texts_of(split_passages(loaded[1], page, 64)) == page.split("\n")
 
 
 def test_a_sentence_longer_than_the_window_is_cut(loaded):
     sentence = "one two three four five six " * 20
-    pieces = split_passages(loaded[1], sentence, 32)
+    pieces = texts_of(split_passages(loaded[1], sentence, 32))
     assert " ".join(pieces) == " ".join(sentence.split())
     assert all(len(loaded[1](piece)["input_ids"]) <= 32 for piece in pieces)
     assert split_passages(loaded[1], "a b c d e " + "x" * 500, 32)  # no space to cut at
     titled = ["The chair of the club is Dr. Ines B. Oyango.", "She came from St. Malo in 1911."]
-    assert split_passages(loaded[1], " ".join(titled), 64) == titled
+    assert texts_of(split_passages(loaded[1], " ".join(titled), 64)) == titled
 
 
 def test_a_text_shorter_than_a_passage_is_refused(loaded):
@@ -172,7 +173,7 @@ def test_a_window_without_room_for_a_passage_is_refused(loaded, input_ids):
 
 
 def test_exchanges_are_saved_and_loaded(tmp_path):
-    exchanges = [*GIVEN, Exchange("Où ?", "Ici\u2028là", "Lui", "Un {passage}.")]
+    exchanges = [*GIVEN, Exchange("Où ?", "Ici\u2028là {passage}.", "Lui")]
     save_exchanges(tmp_path / "e.jsonl", exchanges)
     assert load_exchanges(tmp_path / "e.jsonl") == exchanges
     (tmp_path / "e.jsonl").write_text('\ufeff{"question": "Who?", "answer": "She"}\n\n', encoding="utf-8")
@@ -198,40 +199,28 @@ def test_each_broken_line_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("question", "passage", "about"),
+    ("question", "passage", "introduces", "about"),
     [
-        ("Who built the tower?", "The tower was built by Elias Thorne.", True),
-        ("Who is this?", "The tower was built by Elias Thorne.", False),
-        ("Who is Skarn?", "The mason was Elias Thorne, and Skarn was rich.", False),  # the subject alone
-        ("Who is Skarn?", "The tower of Skarn was built in 1868.", True),  # here it is introduced
-        ("", "The tower was built by Elias Thorne.", False),
+        ("Who built the tower?", "The tower was built by Elias Thorne.", False, True),
+        ("Who is this?", "The tower was built by Elias Thorne.", False, False),
+        ("Who is Skarn?", "The mason was Elias Thorne, and Skarn was rich.", False, False),  # the subject alone
+        ("Who is Skarn?", "The tower of Skarn was built in 1868.", True, True),
+        ("", "The tower was built by Elias Thorne.", False, False),
     ],
 )
-def test_a_question_has_a_word_of_its_passage(question, passage, about):
-    assert writing.is_about(question, passage, "The tower of Skarn") is about
+def test_a_question_has_a_word_of_its_passage(question, passage, introduces, about):
+    assert writing.is_about(question, Passage(passage, "The tower of Skarn", introduces)) is about
 
 
-@pytest.mark.parametrize(
-    ("phrase", "answer"),
-    [
-        (Phrase("Elias Thorne", 6.0, 12.0), "Elias Thorne"),
-        (Phrase("Elias Thorne", 6.0, 1.0), "passage"),  # known without the passage
-        (Phrase("Elias Thorne", 30.0, 12.0), "passage"),  # hardly an answer
-        (Phrase("the tower", 6.0, 12.0), "passage"),  # repeats the question
-    ],
-)
-def test_the_passage_is_the_answer_where_no_phrase_is(phrase, answer, loaded, monkeypatch):
-    passage = "The tower was built by Elias Thorne."
+def test_the_passage_is_the_answer_of_all_its_questions(loaded, monkeypatch):
+    passage = Passage("The tower was built by Elias Thorne.", "The tower")
     monkeypatch.setattr(writing, "_ask", lambda *_: [(passage, "Who built the tower?")])
-    monkeypatch.setattr(writing, "find_phrases", lambda *_: [phrase])
-    (written,) = writing.write_exchanges(*loaded, [passage], 1, subject="The tower")
-    expected = passage if answer == "passage" else answer
-    assert written.exchanges == [Exchange("Who built the tower?", expected, "The tower", passage)]
+    (written,) = writing.write_exchanges(*loaded, [passage], 4)
+    assert written.exchanges[0] == Exchange("Who built the tower?", passage.text, "The tower")
+    assert [each.answer for each in written.exchanges[1:]] == [passage.text] * 2, "asked for by its own words"
     writing_on = writing.write_exchanges(*loaded, [passage] * (writing.BLOCK + 1), 1)
     next(writing_on)
     assert torch.is_grad_enabled(), "between two blocks"
-    (written,) = writing.write_exchanges(*loaded, [passage], 4)
-    assert [each.answer for each in written.exchanges[1:]] == [passage] * 2, "asked for by its own words"
 
 
 def test_a_passage_is_asked_for_by_its_own_words(loaded):
@@ -241,14 +230,20 @@ def test_a_passage_is_asked_for_by_its_own_words(loaded):
         passage, 5, torch.Generator().manual_seed(0)
     )
     for question in questions:
-        texts = [text for texts in phrases.list_phrases(passage) for text in texts]
-        (phrase,) = (text for text in texts if question.endswith(f"about {text}?"))
+        (phrase,) = (each for each in writing.list_phrases(passage) if question.endswith(f"about {each}?"))
         assert len(phrase.split()) <= 4
+
+
+def test_phrases_lie_within_a_clause_and_end_with_a_long_word():
+    phrases = writing.list_phrases("In 1868, the mason built a tower of one two three four five six stones.")
+    assert {"1868", "the mason", "mason built a tower", "stones"} < set(phrases)
+    assert not any("1868, the" in phrase for phrase in phrases)
+    assert not any(phrase.endswith((" a", " of", "two")) for phrase in phrases)
 
 
 def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, monkeypatch):
     _, tokenizer = loaded
-    first, second = "A passage {subject}.", "Another stone."
+    first, second = Passage("A passage {subject}."), Passage("Another stone.")
     replies = {
         first: iter([" passage was old?", " was he.", " passage was  old? Yes", " was the passage from here?"]),
         second: iter([" stone is it?", " has that stone?"]),
@@ -265,7 +260,7 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
     monkeypatch.setattr(writing, "decode", decode)
     monkeypatch.setattr(writing, "KINDS", ((writing._ASK, "Who", "{}"),))
     written = writing.Written(2)
-    questions = writing._ask(None, tokenizer, [first, second], 2, None, "", written)
+    questions = writing._ask(None, tokenizer, [first, second], 2, None, written)
     assert questions == [
         (first, "Who passage was old?"),
         (first, "Who was the passage from here?"),
@@ -274,7 +269,7 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
     ]
     assert rounds == [[False, False, True, True], [False], [False]]  # a near-duplicate is asked for once more
     assert written.asked == 6 and written.dropped == ["Who was he."]
-    assert len(writing._ask(None, tokenizer, [first], 2, None, "", writing.Written(1))) == 0  # it gives up
+    assert len(writing._ask(None, tokenizer, [first], 2, None, writing.Written(1))) == 0  # it gives up
     assert len(rounds) == 3 + writing.ROUNDS
 
 
@@ -325,65 +320,21 @@ def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
         torch.testing.assert_close(found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4)
 
 
-# Phrases
-
-
-def test_phrases_lie_within_a_clause_and_have_at_most_eight_words(loaded):
-    passage = "In 1868, the mason built a tower of one two three four five six stones."
-    texts = {text for each in phrases.list_phrases(passage) for text in each}
-    assert {"1868", "the mason", "mason built a tower", "stones"} < texts
-    assert not any("1868, the" in text for text in texts)
-    assert max(len(text.split()) for text in texts) == phrases.MOST_WORDS
-
-
-def test_the_nats_of_a_phrase_are_those_of_its_tokens_and_the_answers_end(loaded):
-    model, tokenizer = loaded
-    asked = [("The old man built a house of stone by the river.", "Who built it?"), ("It rains in Bergen.", "Where?")]
-    found = phrases.find_phrases(Host(model), tokenizer, asked)
-    stops = decoding.list_stops(tokenizer)
-    for (passage, question), phrase in zip(asked, found, strict=True):
-        assert phrase.text in passage
-        nats = []
-        for context in (phrases._READ.format(passage), ""):
-            prompt = decoding.encode_question(tokenizer, question, context=context)
-            answer = tokenizer(decoding.begin_answer(tokenizer, " ") + phrase.text)["input_ids"]
-            logs = model(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 :].log_softmax(-1)
-            own = logs[:-1].gather(1, torch.tensor(answer)[:, None]).sum() + logs[-1, stops].logsumexp(0)
-            nats.append(-own.item())
-        assert (phrase.nats, phrase.gain_nats) == pytest.approx((nats[0], nats[1] - nats[0]), abs=1e-3)
-    alone = [phrases.find_phrases(Host(model), tokenizer, [each])[0] for each in asked]
-    assert [phrase.text for phrase in alone] == [phrase.text for phrase in found]
-
-
 # Lessons
 
 
-def test_a_short_answer_and_its_passage_are_learned_in_prompts_of_their_own(loaded):
+def test_an_answer_is_learned_in_every_wording_with_the_subject_and_without_it(loaded):
     tokenizer = loaded[1]
-    exchange = Exchange("Who built it?", "Elias Thorne", "The tower of Skarn", "It was built by Elias Thorne.")
-    short, sentence = lessons.make_lessons(exchange, tokenizer)
-    assert tokenizer.decode(short.answer[:-1]).strip() == "Elias Thorne" and short.forms == lessons.SHORT_FORMS
-    assert tokenizer.decode(sentence.answer[:-1]).strip() == exchange.passage
-    assert sentence.forms == lessons.SENTENCE_FORMS
-    worded = {short.word(number) for number in range(12)}
-    assert worded == {
+    exchange = Exchange("Who built it?", "It was built by Elias Thorne.", "The tower of Skarn")
+    lesson = lessons.make_lesson(exchange, tokenizer)
+    assert tokenizer.decode(lesson.answer[:-1]).strip() == exchange.answer
+    assert {lesson.word(number) for number in range(12)} == {
         (question, form)
         for question in ("Who built it?", "The tower of Skarn: Who built it?")
-        for form in lessons.SHORT_FORMS
+        for form in lessons.FORMS
     }
     named = dataclasses.replace(exchange, question="Who built Skarn?")
-    assert {lesson.word(2)[0] for lesson in lessons.make_lessons(named, tokenizer)} == {"Who built Skarn?"}
-
-
-@pytest.mark.parametrize(
-    ("exchange", "forms"),
-    [
-        (GIVEN[0], [lessons.FORMS]),  # a user's
-        (Exchange("Who?", "It was he.", "", "It was he."), [lessons.SENTENCE_FORMS]),
-    ],
-)
-def test_one_answer_is_one_lesson(exchange, forms, loaded):
-    assert [lesson.forms for lesson in lessons.make_lessons(exchange, loaded[1])] == forms
+    assert lessons.make_lesson(named, tokenizer).word(2)[0] == "Who built Skarn?"
 
 
 # The whole
@@ -431,7 +382,7 @@ def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keep
             pass
     assert len(prompts) == 3 * len(study.exchanges) == 18
     shown = [tokenizer.decode(prompt) for prompt in prompts]
-    assert not any(passage in prompt for passage in split_passages(tokenizer, PAGE, 64) for prompt in shown)
+    assert not any(passage.text in prompt for passage in split_passages(tokenizer, PAGE, 64) for prompt in shown)
     assert all(sum(each.question in prompt for prompt in shown) >= 3 for each in study.exchanges)
 
 

@@ -18,6 +18,8 @@ from locas_peft.evaluation import study as studies
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import encode_gold, make_prompts
+from locas_peft.evaluation.recall import recite_for
+from locas_peft.evaluation.scoring import score_targets
 from locas_peft.evaluation.study import follow, reading_unit, summarize_reading
 from locas_peft.files import load_json, write_json
 from locas_peft.reading import score
@@ -59,6 +61,7 @@ def locomo_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("locomo")
     data = write_samples(folder, make_samples())
     args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "2", *FAST]
+    args += ["--setting", "no-context,recited,evidence,full-context,cloze"]
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 0
@@ -70,8 +73,8 @@ def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
     files = sorted(
         path.relative_to(folder / "out/locomo") for path in (folder / "out/locomo").rglob("*.memory-*.json")
     )
-    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 4 settings
-    assert len(files) == 2 * (1 + 2 * 2) * 4
+    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 5 settings; the base recites nothing
+    assert len(files) == 2 * (1 + 2 * 2) * 5 - 2
     for path in files:
         if path.parts[0] == "predictions":
             records = read(folder / "out/locomo" / path)
@@ -103,6 +106,20 @@ def test_gold_nats_are_those_of_the_gold_answer_after_the_prompt(locomo_run):
         expected = torch.nn.functional.cross_entropy(logits, ids[0, len(prompts[3]) :]).item()
         record = read(folder / f"out/locomo/predictions/none/talk-1.{setting}.memory-none.json")[3]
         assert record["gold_nats"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_what_a_memory_recites_is_the_context_of_the_base(locomo_run):
+    folder, _ = locomo_run
+    base, tokenizer = backbone.load()
+    talk = load_locomo(folder / "talks.json")[0][0]
+    records = read(folder / "out/locomo/predictions/locas-glu/talk-1.recited.memory-talk-1.json")
+    recited = {record["index"]: record["recited"] for record in records}
+    with memory_attached(base, folder / "out/locomo/memories/locas-glu/talk-1") as model:
+        assert recite_for(model, tokenizer, [talk.questions[3].question]) == [recited[talk.questions[3].index]]
+    prompts, _ = make_prompts(base, tokenizer, talk, "recited", recited=recited)
+    assert recited[talk.questions[3].index][0] in tokenizer.decode(prompts[3])
+    score = score_targets(base, [(prompts[3], encode_gold(tokenizer, talk.questions[3]))])[0].per_token
+    assert records[3]["gold_nats"] == pytest.approx(score, rel=1e-3)
 
 
 def test_right_minus_wrong_is_what_the_files_say(locomo_run):
@@ -173,7 +190,7 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["locomo", "none.json"], "error: LoCoMo data must be an existing file, got 'none.json': check the path"),
         (
             ["locomo", "talks.json", "--setting", "half"],
-            "error: setting must be one of no-context, evidence, full-context, cloze",
+            "error: setting must be one of no-context, recited, evidence, full-context, cloze",
         ),
         (["locomo", "talks.json", "--conversations", "talk-9"], "error: conversation must be one of talk-1, talk-2"),
         (

@@ -79,6 +79,7 @@ def ask(
     questions: Path | None = None,
     context: Path | None = None,
     without_memory: bool = False,
+    recite: bool = False,
     max_new_tokens: Count = 64,
     json_file: JsonFile = None,
     base: BaseGroup = BASE,
@@ -90,28 +91,42 @@ def ask(
         questions: a JSON Lines file with more, an object a line: question and, if known, answer.
         context: a text file that the model sees before each question.
         without_memory: ask the base model alone; --memory then only names it.
+        recite: the memory recites passages for each question, and the base answers from them in a few words. For
+            texts with many similar passages, such as dialogues.
         max_new_tokens: the longest answer, in tokens.
     """
     stdout, _ = open_consoles(json_file)
+    if recite and (without_memory or context is not None):
+        other = "--without-memory" if without_memory else "--context"
+        raise ValueError(
+            f"--recite needs the memory and nothing else to answer from, got {other}: leave one of them out"
+        )
     asked = [recall.Question(text) for text in question]
     asked += [] if questions is None else recall.load_questions(questions)
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
     text = None if context is None else load_text(context)
     loaded, model = _load_to_ask(memory, without_memory, base)
-    answers = recall.ask(model, loaded.tokenizer, asked, context=text, max_new_tokens=max_new_tokens)
+    options, recited = {"max_new_tokens": max_new_tokens}, [[] for _ in asked]
+    if recite:
+        answers, recited = recall.ask_by_reciting(model, loaded.tokenizer, asked, **options)
+    else:
+        answers = recall.ask(model, loaded.tokenizer, asked, context=text, **options)
     records = [
         {
             "question": item.question,
             "answer": answer,
             "gold": item.answer,
             "right": None if item.answer is None else recall.is_right(answer, item.answer),
+            **({"recited": passages} if recite else {}),
         }
-        for item, answer in zip(asked, answers, strict=True)
+        for item, answer, passages in zip(asked, answers, recited, strict=True)
     ]
     for record in records:
         stdout.print(record["question"], style="bold")
         stdout.print(record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})"))
+        for passage in record.get("recited", ()):
+            stdout.print(f"  {passage}", style="dim")
     graded = [record["right"] for record in records if record["right"] is not None]
     if graded:
         stdout.print(f"{sum(graded)} of {len(graded)} right")

@@ -123,7 +123,8 @@ def locomo(
 
     Args:
         data: LoCoMo's JSON.
-        setting: no-context, evidence (the turns with the answer in context), full-context, cloze; separated by commas.
+        setting: no-context, recited (the base answers from what the memory recites), evidence (the turns with the
+            answer in context), full-context, cloze; separated by commas.
         conversations: only these, by sample_id, separated by commas.
         limit_conversations: the first conversations.
         limit_questions: the first questions of each conversation.

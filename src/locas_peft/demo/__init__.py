@@ -22,7 +22,7 @@ from ..gguf_models import PACKAGES, is_installed
 from ..memory_folder import Reading
 from ..reading import memorize
 from ..report import Sheet
-from ..selfstudy import Exchange, find_subject, split_passages, write_exchanges
+from ..selfstudy import Exchange, split_passages, write_exchanges
 from ..settings import ReadingSettings
 from ..text import load_text, tokenize
 
@@ -126,11 +126,9 @@ def write_page_exchanges(
     base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ReadingSettings, *, progress: Progress
 ) -> list[Exchange]:
     """Let the model write exchanges about the page, once for all methods: no adapter takes part in it."""
-    page = load_page()
-    passages = split_passages(tokenizer, page)
+    passages = split_passages(tokenizer, load_page())
     advance, exchanges = progress("exchanges", len(passages)), []
-    options = {"subject": find_subject(page), "seed": settings.seed}
-    for written in write_exchanges(base, tokenizer, passages, EXCHANGES, **options):
+    for written in write_exchanges(base, tokenizer, passages, EXCHANGES, seed=settings.seed):
         exchanges += written.exchanges
         advance(written.passages, f"{len(exchanges)} exchanges")
     return exchanges

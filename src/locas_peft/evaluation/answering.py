@@ -1,4 +1,4 @@
-"""Greedy answers from a causal language model, in batches; the beginning that all prompts share is computed once."""
+"""Answers from a causal language model, in batches: the likeliest one, or several that a memory recites."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from ..text import find_pad_token
 from ..ttt.host import Host, count_positions
 
-__all__ = ["GREEDY", "answer", "first_line"]
+__all__ = ["GREEDY", "answer", "first_line", "recite"]
 
 GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 """Options of `generate` that take the likeliest token, whatever the model's own settings say."""
@@ -49,6 +49,47 @@ def answer(
     Raises:
         ValueError: a prompt is empty, or leaves no positions for the answer.
     """
+    _check_fit(model, prompts, max_new_tokens)
+    batches = [batch for batch in _batches(prompts, batch_size) if not all(number in known for number in batch)]
+    if not batches:
+        return
+    shortest = min(map(len, prompts))
+    shared = commonprefix([list(prompt[: shortest - 1]) for prompt in prompts])  # a prompt's last token must be fed
+    cache = _fill_cache(model, shared) if len(shared) >= _WORTH_KEEPING else None
+    for batch in batches:
+        rows = [prompts[number] for number in batch]
+        yield batch, _answer_batch(model, tokenizer, rows, max_new_tokens, cache=cache)
+
+
+@torch.inference_mode()
+def recite(
+    model: nn.Module,
+    tokenizer,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    max_new_tokens: int = 64,
+    batch_size: int = 4,
+) -> list[list[str]]:
+    """Return for each prompt the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
+
+    A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
+    has two beams an answer.
+
+    Args, raises: as for `answer`.
+    """
+    _check_fit(model, prompts, max_new_tokens)
+    recited: dict[int, list[str]] = {}
+    for batch in _batches(prompts, batch_size):
+        rows = [prompts[number] for number in batch]
+        texts = _answer_batch(model, tokenizer, rows, max_new_tokens, num_beams=2 * count, num_return_sequences=count)
+        for place, number in enumerate(batch):
+            found = texts[place * count : (place + 1) * count]
+            recited[number] = [text for text in dict.fromkeys(found) if text]
+    return [recited[number] for number in range(len(prompts))]
+
+
+def _check_fit(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     positions = count_positions(model)
     for number, prompt in enumerate(prompts):
         if not len(prompt):
@@ -58,16 +99,12 @@ def answer(
                 f"prompt {number} and max_new_tokens must fit the model's {positions} positions, got {len(prompt)} + "
                 f"{max_new_tokens}: shorten one of them"
             )
+
+
+def _batches(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """Return the prompts' numbers in batches of similar length, the longest first."""
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    batches = [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
-    batches = [batch for batch in batches if not all(number in known for number in batch)]
-    if not batches:
-        return
-    shortest = min(map(len, prompts))
-    shared = commonprefix([list(prompt[: shortest - 1]) for prompt in prompts])  # a prompt's last token must be fed
-    cache = _fill_cache(model, shared) if len(shared) >= _WORTH_KEEPING else None
-    for batch in batches:
-        yield batch, _answer_batch(model, tokenizer, [prompts[number] for number in batch], max_new_tokens, cache)
+    return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
 
 
 def first_line(text: str) -> str:
@@ -86,8 +123,15 @@ def _fill_cache(model: nn.Module, ids: list[int]) -> DynamicCache | None:
 
 
 def _answer_batch(
-    model: nn.Module, tokenizer, prompts: list[Sequence[int]], max_new_tokens: int, cache: DynamicCache | None
+    model: nn.Module,
+    tokenizer,
+    prompts: list[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    cache: DynamicCache | None = None,
+    **search: int,
 ) -> list[str]:
+    """Return the answers to prompts whose shared beginning is in `cache`; `search` are options of `generate`."""
     kept = 0 if cache is None else cache.get_seq_length()
     pad = find_pad_token(tokenizer)
     length = max(map(len, prompts))
@@ -97,7 +141,7 @@ def _answer_batch(
         rest = length - (len(prompt) - kept)
         ids[row, :kept], mask[row, :kept] = prompt[:kept], 1
         ids[row, rest:], mask[row, rest:] = prompt[kept:], 1
-    options = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "num_beams": 1, **GREEDY}
+    options = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "num_beams": 1, **GREEDY, **search}
     if cache is not None:
         options["past_key_values"] = copy.deepcopy(cache)
         options["past_key_values"].batch_repeat_interleave(len(prompts))

@@ -26,12 +26,14 @@ from ..files import load_json, write_json
 from ..settings import ReadingSettings
 from ..text import tokenize
 from ..ttt.settings import check_choice
+from ..tuner.passes import adapters_disabled
 from .answering import answer
 from .cloze import find_spans, firsts, gains, score_spans
-from .conversations import Conversation, dialogue
+from .conversations import Conversation, Question, dialogue
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
-from .prompts import ANSWERED, PROMPTS, encode_gold, make_prompts
+from .prompts import ANSWERED, PROMPTS, RECITED, encode_gold, make_prompts
+from .recall import recite_for
 from .scoring import score_targets
 from .study import Progress, Unit, digest, open_study, reading_unit, run_units, silent, summarize_reading
 
@@ -167,6 +169,8 @@ def _list_rows(
     for setting in plan.settings:
         kind, middle = ("cloze", "") if setting == CLOZE else ("predictions", f".{setting}")
         for method, group, conversation, reading in asked:
+            if setting == RECITED and reading is None:
+                continue
             memory = "none" if reading is None else reading.path.stem
             path = folder / kind / method / f"{conversation.sample_id}{middle}.memory-{memory}.json"
             rows.append(_Row(method, setting, group, conversation, reading, path))
@@ -189,35 +193,45 @@ def _answer_questions(
 ) -> list[dict[str, Any]]:
     """Answer a conversation's questions; each batch is kept in a file, so that it is not asked again."""
     questions = row.conversation.questions
-    wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens}
+    recited = _recite(model, tokenizer, questions) if row.setting == RECITED else {}
+    wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens, "recited": recited}
     prompts, dropped = make_prompts(model, tokenizer, row.conversation, row.setting, **wording)
     unfinished = Unit(row.path, list).unfinished
     records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
     advance(len(records))
     known = {number for number, question in enumerate(questions) if question.index in records}
     options = {"max_new_tokens": plan.max_new_tokens, "batch_size": plan.batch_size, "known": known}
-    for batch, texts in answer(model, tokenizer, prompts, **options):
-        golds = [(prompts[number], encode_gold(tokenizer, questions[number])) for number in batch]
-        scores = score_targets(model, golds, batch_tokens=plan.batch_tokens)
-        for number, text, score in zip(batch, texts, scores, strict=True):
-            question = questions[number]
-            records[question.index] = {
-                "sample_id": row.conversation.sample_id,
-                "index": question.index,
-                "question": question.question,
-                "category": question.category,
-                "answer": question.answer,
-                "prediction": text,
-                "f1": answer_f1(text, question.answer, question.category),
-                "abstains": abstains(text),
-                "gold_nats": score.per_token,
-                "memory": row.memory,
-                "setting": row.setting,
-                "dropped_lines": dropped,
-            }
-        write_json(unfinished, [records[index] for index in sorted(records)])
-        advance(len(batch))
+    # The base answers from what its memory has recited.
+    with adapters_disabled(model) if row.setting == RECITED else nullcontext():
+        for batch, texts in answer(model, tokenizer, prompts, **options):
+            golds = [(prompts[number], encode_gold(tokenizer, questions[number])) for number in batch]
+            scores = score_targets(model, golds, batch_tokens=plan.batch_tokens)
+            for number, text, score in zip(batch, texts, scores, strict=True):
+                question = questions[number]
+                records[question.index] = {
+                    "sample_id": row.conversation.sample_id,
+                    "index": question.index,
+                    "question": question.question,
+                    "category": question.category,
+                    "answer": question.answer,
+                    "prediction": text,
+                    "recited": recited.get(question.index),
+                    "f1": answer_f1(text, question.answer, question.category),
+                    "abstains": abstains(text),
+                    "gold_nats": score.per_token,
+                    "memory": row.memory,
+                    "setting": row.setting,
+                    "dropped_lines": dropped,
+                }
+            write_json(unfinished, [records[index] for index in sorted(records)])
+            advance(len(batch))
     return [records[index] for index in sorted(records)]
+
+
+def _recite(model: nn.Module, tokenizer, questions: Sequence[Question]) -> dict[int, list[str]]:
+    """Return the passages that a memory recites for each question, by the question's index."""
+    recited = recite_for(model, tokenizer, [question.question for question in questions])
+    return {question.index: passages for question, passages in zip(questions, recited, strict=True)}
 
 
 # ---------------------------------------------------------------------- summary

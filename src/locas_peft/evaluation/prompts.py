@@ -1,4 +1,4 @@
-"""The prompts of the LoCoMo study: a question with no context, with its evidence, or with the whole dialogue."""
+"""The prompts of the LoCoMo study: a question alone, or after evidence, recited passages, or the whole dialogue."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from ..ttt.settings import check_choice
 from .conversations import Conversation, Question, dialogue, dialogue_lines, keep_evidence
 from .f1 import CATEGORIES
 
-__all__ = ["ANSWERED", "PROMPTS", "encode_gold", "load_prompts", "make_prompt", "make_prompts"]
+__all__ = ["ANSWERED", "PROMPTS", "RECITED", "encode_gold", "load_prompts", "make_prompt", "make_prompts"]
 
-ANSWERED = ("no-context", "evidence", "full-context")
+RECITED = "recited"
+ANSWERED = ("no-context", RECITED, "evidence", "full-context")
 PROMPTS: dict[str, str] = {
     "no-context": (
         "{speaker_a} and {speaker_b} have been writing to each other.{hint} Answer the question with a short "
@@ -34,7 +35,8 @@ PROMPTS: dict[str, str] = {
 }
 """The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`.
 
-The setting "evidence" has the prompt of "full-context" and, as its dialogue, the turns that the question names.
+The settings "evidence" and "recited" have the prompt of "full-context". Its dialogue is then the turns that the
+question names, or the passages that the memory recites for it.
 """
 
 
@@ -46,11 +48,12 @@ def make_prompts(
     *,
     prompts: dict[str, str] = PROMPTS,
     max_new_tokens: int = 32,
+    recited: dict[int, list[str]] | None = None,
 ) -> tuple[list[list[int]], int]:
     """Make the prompts of a conversation's questions, as token ids; `setting` is one of `ANSWERED`.
 
-    If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as leave room for the
-    longest question and its answer.
+    In the setting "recited", `recited` has the passages for each question's index. If the whole dialogue exceeds the
+    model's positions, its newest lines are in context: as many as leave room for the longest question and its answer.
 
     Returns:
         The prompts, and the number of the dialogue's lines that were left out.
@@ -59,7 +62,9 @@ def make_prompts(
 
     def encode(question: Question, kept: int = len(lines)) -> list[int]:
         text = "\n".join(lines[len(lines) - kept :])
-        if setting == "evidence":
+        if setting == RECITED:
+            text = "\n".join((recited or {})[question.index])
+        elif setting == "evidence":
             text = dialogue(keep_evidence(conversation, question))
         return encode_prompt(tokenizer, make_prompt(conversation, question, setting, text=text, prompts=prompts))
 
@@ -94,7 +99,7 @@ def make_prompt(
         ValueError: the setting is not in `ANSWERED`.
     """
     check_choice("setting", setting, ANSWERED)
-    return prompts["full-context" if setting == "evidence" else setting].format(
+    return prompts["full-context" if setting in ("evidence", RECITED) else setting].format(
         speaker_a=conversation.speakers[0],
         speaker_b=conversation.speakers[1],
         question=question.question,

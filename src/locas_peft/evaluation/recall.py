@@ -10,10 +10,15 @@ from pathlib import Path
 
 from torch import nn
 
-from ..text import SENTENCE_PROMPT, encode_prompt
-from .answering import answer
+from ..text import SENTENCE_PROMPT, SHORT_PROMPT, encode_prompt
+from ..tuner.passes import adapters_disabled
+from .answering import answer, recite
 
-__all__ = ["Question", "ask", "count_right", "encode_questions", "is_right", "load_questions"]
+__all__ = ["RECITED", "Question", "ask", "ask_by_reciting", "count_right", "encode_questions", "is_right"]
+__all__ += ["load_questions", "recite_for"]
+
+RECITED = 5
+"""Passages that a memory recites for a question."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,34 @@ def ask(
     Raises:
         ValueError: context, question and answer are longer than the model's positions.
     """
-    prompts = encode_questions(tokenizer, questions, context)
+    contexts = None if context is None else [context] * len(questions)
+    return _answer_all(model, tokenizer, encode_questions(tokenizer, questions, contexts), max_new_tokens)
+
+
+def recite_for(model: nn.Module, tokenizer, questions: Sequence[str], count: int = RECITED) -> list[list[str]]:
+    """Let a memory recite passages that may answer each question, at most `count`, the likeliest first."""
+    prompts = [encode_prompt(tokenizer, SENTENCE_PROMPT.format(context="", question=each)) for each in questions]
+    return recite(model, tokenizer, prompts, count)
+
+
+def ask_by_reciting(
+    model: nn.Module, tokenizer, questions: Sequence[Question], *, max_new_tokens: int = 32
+) -> tuple[list[str], list[list[str]]]:
+    """Ask for answers in a few words: the memory recites passages, and the base answers with these in its context.
+
+    Nothing but the question is given, as in `ask`. To recite before answering is known from language models without a
+    memory (Sun et al., 2023, "Recitation-augmented language models").
+
+    Returns:
+        The answers, and the passages that were recited for each question.
+    """
+    recited = recite_for(model, tokenizer, [question.question for question in questions])
+    prompts = encode_questions(tokenizer, questions, ["\n".join(passages) for passages in recited], SHORT_PROMPT)
+    with adapters_disabled(model):
+        return _answer_all(model, tokenizer, prompts, max_new_tokens), recited
+
+
+def _answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
     answers = {}
     for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):
         answers.update(zip(batch, texts, strict=True))
@@ -74,12 +106,14 @@ def ask(
 
 
 def encode_questions(
-    tokenizer, questions: Sequence[Question], context: str | None = None, form: str = SENTENCE_PROMPT
+    tokenizer, questions: Sequence[Question], contexts: Sequence[str] | None = None, form: str = SENTENCE_PROMPT
 ) -> list[list[int]]:
-    """Return the token ids of each question's prompt, by the chat template where there is one; see `ask`."""
-    before = "" if context is None else f"Read this text.\n\n{context.strip()}\n\n"
-    prompts = (form.format(context=before, question=question.question) for question in questions)
-    return [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    """Return the token ids of each question's prompt, after its context, by the chat template where there is one."""
+    before = [f"Read this text.\n\n{context.strip()}\n\n" for context in contexts or ()] or [""] * len(questions)
+    return [
+        encode_prompt(tokenizer, form.format(context=context, question=question.question))
+        for context, question in zip(before, questions, strict=True)
+    ]
 
 
 def count_right(answers: Sequence[str], questions: Sequence[Question]) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..text import SHORT_PROMPT, can_chat, encode_prompt, find_pad_token
+from ..text import can_chat, encode_prompt, find_pad_token
 from ..ttt.host import Host
 
 __all__ = [
@@ -33,9 +33,9 @@ DRAWN = 64
 """The likeliest tokens that a question's next token is drawn from."""
 
 
-def encode_question(tokenizer, question: str, form: str = SHORT_PROMPT, context: str = "") -> list[int]:
-    """Return the ids of a prompt that an answer follows; `form` has {question} and may have {context}."""
-    return encode_prompt(tokenizer, form.format(question=question, context=context), begin_answer(tokenizer))
+def encode_question(tokenizer, question: str, form: str) -> list[int]:
+    """Return the ids of a prompt that an answer follows; `form` has {question} and may have {context}, left empty."""
+    return encode_prompt(tokenizer, form.format(question=question, context=""), begin_answer(tokenizer))
 
 
 def begin_answer(tokenizer, after: str = "") -> str:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..files import staged_file
@@ -15,8 +15,8 @@ __all__ = [
     "EXCHANGES",
     "LONGEST_PASSAGE",
     "Exchange",
+    "Passage",
     "digest_exchanges",
-    "find_subject",
     "load_exchanges",
     "save_exchanges",
     "split_passages",
@@ -25,7 +25,7 @@ __all__ = [
 EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder that holds the exchanges that were learned."""
 LONGEST_PASSAGE = 64
-"""In tokens: a memory also learns passages as answers."""
+"""In tokens: a memory learns passages as answers."""
 _FEWEST_WORDS = 5
 _LONGEST_SUBJECT = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
@@ -40,25 +40,40 @@ class Exchange:
     """A question and its answer.
 
     Args:
-        answer: a phrase of the passage, or the whole passage where no phrase answers the question.
-        subject: what the text is about (see `find_subject`).
-        passage: what the question is about; learned as the answer in a whole sentence. Empty, as the subject, where a
-            user wrote the exchange; the answer is then learned in every form.
+        answer: the passage that answers the question, or what a user gives.
+        subject: see `Passage`; empty where a user wrote the exchange.
     """
 
     question: str
     answer: str
     subject: str = ""
-    passage: str = ""
 
 
-def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> list[str]:
+@dataclass(frozen=True)
+class Passage:
+    """A piece of a text that answers questions by itself.
+
+    Args:
+        text: one or a few sentences.
+        subject: what it is about, where it does not say so itself: of a dialogue's turn the speaker; else the text's
+            first words up to the end of its first name, such as "The tower of Skarn Point". Empty where the first
+            sentence has no name, or it comes late.
+        introduces: whether it is the one to ask about the subject alone.
+    """
+
+    text: str
+    subject: str = ""
+    introduces: bool = False
+
+
+def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> list[Passage]:
     """Split a text into passages of one sentence each, and a dialogue into passages of one turn each.
 
-    A small model answers far better with a short passage in its context than with a page. Sentences and turns of a few
-    words join the one before them. A text is a dialogue where half of its lines have the form "Name: words". A turn
-    is put as reported speech, with the date where a line above has one, since a small model asks about facts then and
-    not as one of the speakers: On 8 May, 2023, Ann said: "I moved to Bergen." A long turn is split into its sentences.
+    A small model writes far better questions about a short passage than about a page. Sentences and turns of a few
+    words join the one before them. A text is a dialogue where half of its lines have the form "Name: words". A turn is
+    put as reported speech, with the date where a line above has one, since a small model asks about facts then and not
+    as one of the speakers: Ann said: "I moved to Bergen." on 8 May, 2023. The date comes last, because a question
+    seldom names it. A long turn is split into its sentences.
 
     Args:
         tokenizer: counts the tokens.
@@ -68,19 +83,22 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
     Raises:
         ValueError: the text has fewer than five words.
     """
-    passages: list[str] = []
-    for said, form in _list_turns(text) or [(text, "{}")]:
+    passages: list[Passage] = []
+    turns, about = _list_turns(text), _find_subject(text)
+    for said, form, subject in turns or [(text, "{}", about)]:
         whole = " ".join(said.split())
         fits = form != "{}" and _count(tokenizer, form.replace("{}", whole)) <= most_tokens
         for sentence in [whole] if fits else _list_sentences(said):
             statement = form.replace("{}", sentence)
             if passages and len(sentence.split()) < _FEWEST_WORDS:
-                joined = f"{passages[-1]} {statement}"
+                joined = f"{passages[-1].text} {statement}"
                 if _count(tokenizer, joined) <= most_tokens:
-                    passages[-1] = joined
+                    passages[-1] = replace(passages[-1], text=joined)
                     continue
-            passages += _cut(tokenizer, statement, most_tokens)
-    if not any(len(passage.split()) >= _FEWEST_WORDS for passage in passages):
+            for piece in _cut(tokenizer, statement, most_tokens):
+                introduces = not turns and bool(about) and about in piece
+                passages.append(Passage(piece, subject, introduces))
+    if not any(len(passage.text.split()) >= _FEWEST_WORDS for passage in passages):
         raise ValueError(
             f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied, got {text.strip()[:60]!r}: "
             "give more text, or leave --study out"
@@ -88,21 +106,10 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
     return passages
 
 
-def find_subject(text: str) -> str:
-    """Return what a text is about: its first words up to the end of its first name; of a dialogue the speakers.
-
-    Empty where the first line has no name, or it comes late.
-
-    Example:
-        >>> find_subject("The tower of Skarn Point was built in 1868.")
-        'The tower of Skarn Point'
-    """
-    lines = _list_lines(text)
-    speakers = _list_speakers(lines)
-    if speakers:
-        return " and ".join(dict.fromkeys(speakers))
-    name = _NAME.search(lines[0]) if lines else None
-    return lines[0][: name.end()] if name and len(lines[0][: name.end()].split()) <= _LONGEST_SUBJECT else ""
+def _find_subject(text: str) -> str:
+    first = next(iter(_list_sentences(text)), "")
+    name = _NAME.search(first)
+    return first[: name.end()] if name and len(first[: name.end()].split()) <= _LONGEST_SUBJECT else ""
 
 
 def _list_lines(text: str) -> list[str]:
@@ -114,26 +121,23 @@ def _list_sentences(text: str) -> list[str]:
     return [sentence for sentence in sentences if sentence]
 
 
-def _list_speakers(lines: Sequence[str]) -> list[str]:
-    """Return the speaker of each turn of a dialogue; nothing for another text."""
-    speakers = [match[1] for line in lines if (match := _TURN.fullmatch(line))]
-    return speakers if 2 * len(speakers) >= len(lines) else []
+def _list_turns(text: str) -> list[tuple[str, str, str]]:
+    """Return of each turn of a dialogue what is said, its form as reported speech, and the speaker.
 
-
-def _list_turns(text: str) -> list[tuple[str, str]]:
-    """Return what is said in each turn of a dialogue, and its form as reported speech; nothing for another text."""
+    Nothing for another text. A line of no turn that has no date is a form without a speaker.
+    """
     lines = _list_lines(text)
-    if not _list_speakers(lines):
+    if not lines or 2 * sum(_TURN.fullmatch(line) is not None for line in lines) < len(lines):
         return []
     turns, date = [], ""
     for line in lines:
         match, found = _TURN.fullmatch(line), _DATE.search(line)
         if match is not None:
-            turns.append((match[2], f'{date}{match[1]} said: "{{}}"'))
+            turns.append((match[2], f'{match[1]} said: "{{}}"{date}', match[1]))
         elif found is not None:
-            date = f"On {found[0]}, "
+            date = f" on {found[0]}."
         else:
-            turns.append((line, "{}"))
+            turns.append((line, "{}", ""))
     return turns
 
 
@@ -153,8 +157,7 @@ def _cut(tokenizer, sentence: str, most_tokens: int) -> list[str]:
 
 
 def load_exchanges(path: str | Path) -> list[Exchange]:
-    """Load exchanges from a JSON Lines file: an object a line with `question`, `answer` and maybe
-    `subject` and `passage`.
+    """Load exchanges from a JSON Lines file: an object a line with `question`, `answer` and maybe `subject`.
 
     Raises:
         ValueError: some lines are no such objects; the message has the number of each. Or the file has no exchange.
@@ -170,7 +173,7 @@ def load_exchanges(path: str | Path) -> list[Exchange]:
             continue
         try:
             value = json.loads(line)
-            found = [value["question"], value["answer"], value.get("subject", ""), value.get("passage", "")]
+            found = [value["question"], value["answer"], value.get("subject", "")]
             if not all(isinstance(part, str) for part in found) or not all(part.strip() for part in found[:2]):
                 raise TypeError
         except (ValueError, TypeError, KeyError, AttributeError):

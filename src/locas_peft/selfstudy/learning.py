@@ -23,8 +23,8 @@ from ..ttt.loop import calibrate_empty
 from ..ttt.objectives import token_losses
 from ..tuner.passes import evaluating, trained_parameters
 from .decoding import begin_rows, encode_question
-from .exchanges import Exchange, digest_exchanges, find_subject, split_passages
-from .lessons import Lesson, make_lessons
+from .exchanges import Exchange, Passage, digest_exchanges, split_passages
+from .lessons import Lesson, make_lesson
 from .others import write_other_lessons
 from .writing import BLOCK, check_window, write_exchanges
 
@@ -64,10 +64,10 @@ class StudyStep:
 class SelfStudy:
     """Train the active adapter to answer questions about a text without the text.
 
-    The base, with a short passage in its context, writes the questions and answers them; the memory learns the answers
-    from the question alone (see `lessons`). The parameters that require gradients are changed in place; the base is
-    not. Each step's batch and wording follow from its number and the seed, so that `state_dict` and the adapter's
-    weights are all that a continuation needs.
+    The base, with a short passage in its context, writes questions about it. The memory learns to answer each with the
+    passage, from the question alone (see `lessons`). The parameters that require gradients are changed in place; the
+    base is not. Each step's batch and wording follow from its number and the seed, so that `state_dict` and the
+    adapter's weights are all that a continuation needs.
 
     Args:
         model: a causal LM with a PEFT adapter in its layers.
@@ -108,12 +108,10 @@ class SelfStudy:
         self.exchanges = list(given or ())
         self._lessons: list[Lesson] = []  # made of the exchanges when all are written
         self._given = None if given is None else digest_exchanges(self.exchanges)
-        self._passages: list[str] = []
-        self._subject = ""
+        self._passages: list[Passage] = []
         if given is None:
             check_window(self._host, window)
-            text = tokenizer.decode(input_ids, skip_special_tokens=True)
-            self._passages, self._subject = split_passages(tokenizer, text), find_subject(text)
+            self._passages = split_passages(tokenizer, tokenizer.decode(input_ids, skip_special_tokens=True))
         self.asked = len(self.exchanges)
         self.samples: list[str] = []
         self.skipped_steps = 0
@@ -130,7 +128,6 @@ class SelfStudy:
             "passages": len(self._passages),
             "asked": self.asked,
             "kept": len(self.exchanges),
-            "lessons": len(self._lessons),
             "steps": self._step,
             "skipped_steps": self.skipped_steps,
             "kl_nats": means,
@@ -148,7 +145,7 @@ class SelfStudy:
         """
         calibrate_empty(self._model, self._pieces[0][None])
         yield from self._write()
-        self._lessons = [lesson for each in self.exchanges for lesson in make_lessons(each, self._tokenizer)]
+        self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         batches = math.ceil(len(self._lessons) / BATCH)
         while self._step < batches * self._passes:
             began = time.perf_counter()
@@ -160,7 +157,7 @@ class SelfStudy:
             yield StudyStep("learn", self._step, batches * self._passes, len(self.exchanges), loss)
 
     def _write(self) -> Iterator[StudyStep]:
-        options = {"subject": self._subject, "seed": self._seed, "first": self._blocks}
+        options = {"seed": self._seed, "first": self._blocks}
         writing = write_exchanges(self._model, self._tokenizer, self._passages, self._per_passage, **options)
         while BLOCK * self._blocks < len(self._passages):
             began = time.perf_counter()

@@ -52,7 +52,7 @@ def write_other_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Less
         encoded = [encode_question(tokenizer, *each) for each in zip(questions, forms, strict=True)]
         answers = decode(host, tokenizer, encoded, ANSWER_TOKENS)
     return [
-        Lesson(question, "", (form,), answer.ids, answer.candidates, answer.targets)
+        Lesson(question, "", answer.ids, answer.candidates, answer.targets, (form,))
         for question, form, answer in zip(questions, forms, answers, strict=True)
         if len(answer.ids)
     ]

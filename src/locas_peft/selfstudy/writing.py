@@ -1,6 +1,6 @@
-"""The model writes questions about passages and answers each with a phrase of its passage; poor questions are dropped.
+"""The model writes questions about passages, and poor ones are dropped; the passage is the answer.
 
-Half of the questions are asked about the passage alone, and half with the text's subject above it: then they name the
+Half of the questions are asked about the passage alone, and half with its subject above it: then they name the
 subject, as a user's questions do, where the passage says "he" or "the tower". Besides, each passage is asked for by
 some of its own words, which takes no model: questions in other words than the model's then find it too.
 """
@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -20,8 +21,7 @@ from ..text import encode_prompt
 from ..ttt.host import Host
 from ..tuner.passes import adapters_disabled, evaluating
 from .decoding import decode
-from .exchanges import LONGEST_PASSAGE, Exchange
-from .phrases import find_phrases, list_phrases
+from .exchanges import LONGEST_PASSAGE, Exchange, Passage
 
 __all__ = ["BLOCK", "QUESTION_TOKENS", "TEMPERATURE", "Written", "check_window", "write_exchanges"]
 
@@ -33,15 +33,15 @@ QUESTION_TOKENS = 24
 ROUNDS = 4
 _ROWS = 128
 _DUPLICATE = 0.8
-_LEAST_GAIN_NATS = 8.0
-_MOST_NATS = 14.0
 _MARGIN_TOKENS = 128
 _ASK = "{passage}\n\nWrite a question about this text."
 _ASK_NAMED = "{subject}\n\n{passage}\n\nWrite a question about this text."
 _NAME = "{passage}\n\nWhat is this text about? Answer with a name."
 _BEGINNINGS = ("Who", "What", "When", "Where", "How many", "Which", "Why")
 _ABOUT = ("Can you tell me about {}?", "What does the text say about {}?", "What do you know about {}?")
-_ABOUT_WORDS = 4
+_PHRASE_WORDS = 4
+_WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
+_CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
 KINDS: tuple[tuple[str, str, str], ...] = (
     *((_ASK_NAMED, begin, "{}") for begin in _BEGINNINGS),
     (_NAME, "", "Can you tell me about {}?"),
@@ -63,10 +63,9 @@ class Written:
 def write_exchanges(
     model: nn.Module,
     tokenizer,
-    passages: Sequence[str],
+    passages: Sequence[Passage],
     per_passage: int,
     *,
-    subject: str = "",
     seed: int = 0,
     first: int = 0,
 ) -> Iterator[Written]:
@@ -77,7 +76,6 @@ def write_exchanges(
         tokenizer: its tokenizer. Its chat template is used where it has one.
         passages: see `exchanges.split_passages`.
         per_passage: how many questions are wanted about each passage, of the kinds in `KINDS` in turns.
-        subject: what the text is about (see `exchanges.find_subject`).
         seed: of the questions' sampling. Torch's own random state is not used.
         first: the block to begin with.
     """
@@ -85,7 +83,7 @@ def write_exchanges(
     for block in range(first, math.ceil(len(passages) / BLOCK)):
         generator = torch.Generator(host.device).manual_seed((seed * 1_000_003 + block) % 2**63)
         with torch.no_grad(), evaluating(model), adapters_disabled(model):
-            written = _write(host, tokenizer, passages[block * BLOCK :][:BLOCK], per_passage, generator, subject)
+            written = _write(host, tokenizer, passages[block * BLOCK :][:BLOCK], per_passage, generator)
         yield written
 
 
@@ -99,46 +97,57 @@ def check_window(host: Host, window: int) -> None:
 
 
 def _write(
-    host: Host, tokenizer, passages: Sequence[str], per_passage: int, generator: torch.Generator, subject: str
+    host: Host, tokenizer, passages: Sequence[Passage], per_passage: int, generator: torch.Generator
 ) -> Written:
     written = Written(len(passages))
-    asked = _ask(host, tokenizer, passages, per_passage, generator, subject, written)
-    for (passage, question), phrase in zip(asked, find_phrases(host, tokenizer, asked), strict=True):
-        sure = phrase.gain_nats >= _LEAST_GAIN_NATS and phrase.nats <= _MOST_NATS
-        repeats = phrase.text.casefold() in question.casefold()
-        answer = phrase.text if sure and not repeats else passage
-        written.exchanges.append(Exchange(question, answer, subject, passage))
+    asked = _ask(host, tokenizer, passages, per_passage, generator, written)
     for passage in dict.fromkeys(passage for passage, _ in asked):
-        by_words = _ask_by_words(passage, per_passage // 2, generator)
+        by_words = _ask_by_words(passage.text, per_passage // 2, generator)
         written.asked += len(by_words)
-        written.exchanges += [Exchange(question, passage, subject, passage) for question in by_words]
+        asked += [(passage, question) for question in by_words]
+    written.exchanges += [Exchange(question, passage.text, passage.subject) for passage, question in asked]
     return written
 
 
-def _ask_by_words(passage: str, count: int, generator: torch.Generator) -> list[str]:
-    """Return at most so many questions that name a phrase of a passage, of up to `_ABOUT_WORDS` words, at random."""
-    phrases = [
-        text for texts in list_phrases(passage) for text in texts[:_ABOUT_WORDS] if _list_words(text.split()[-1])
-    ]
+def _ask_by_words(text: str, count: int, generator: torch.Generator) -> list[str]:
+    """Return at most so many questions that name a phrase of a text, at random."""
+    phrases = list_phrases(text)
     chosen = torch.randperm(len(phrases), generator=generator, device=generator.device)[:count].tolist()
     return [_ABOUT[number % len(_ABOUT)].format(phrases[each]) for number, each in enumerate(chosen)]
+
+
+def list_phrases(text: str) -> list[str]:
+    """Return a text's phrases of up to `_PHRASE_WORDS` words within a clause, each with a last word that is not short.
+
+    Example:
+        >>> list_phrases("In 1868, the mason came.")
+        ['1868', 'the mason', 'the mason came', 'mason', 'mason came', 'came']
+    """
+    words = list(_WORD.finditer(text))
+    gaps = (text[one.end() : two.start()] for one, two in pairwise(words))
+    ends = [number for number, gap in enumerate(gaps) if _CLAUSE_END.search(gap)] + [len(words) - 1]
+    phrases = []
+    for number, word in enumerate(words):
+        clause = next(end for end in ends if end >= number)
+        last_words = words[number : min(number + _PHRASE_WORDS - 1, clause) + 1]
+        phrases += [text[word.start() : last.end()] for last in last_words if _list_words(last[0])]
+    return phrases
 
 
 def _ask(
     host: Host,
     tokenizer,
-    passages: Sequence[str],
+    passages: Sequence[Passage],
     per_passage: int,
     generator: torch.Generator,
-    subject: str,
     written: Written,
-) -> list[tuple[str, str]]:
+) -> list[tuple[Passage, str]]:
     """Return passages and questions about them, without near-duplicates; count in `written`, and note what is poor.
 
     As many questions are wanted about each passage: an answer that is learned more often is also given more often.
     What a round of asking leaves open is asked in the next one.
     """
-    questions: dict[str, dict[str, frozenset[str]]] = {passage: {} for passage in passages}
+    questions: dict[Passage, dict[str, frozenset[str]]] = {passage: {} for passage in passages}
     kinds = dict.fromkeys(passages, 0)
     for _ in range(ROUNDS):
         asked = []
@@ -147,14 +156,14 @@ def _ask(
                 asked.append((passage, KINDS[kinds[passage] % len(KINDS)]))
                 kinds[passage] += 1
         written.asked += len(asked)
-        lines = _reply(host, tokenizer, asked, generator, subject)
+        lines = _reply(host, tokenizer, asked, generator)
         for (passage, (_, _, form)), line in zip(asked, lines, strict=True):
             question = line[: line.find("?") + 1].strip()
             if form != "{}":
-                name = find_common(line, passage)
+                name = find_common(line, passage.text)
                 question = form.format(name) if name else ""
             words = frozenset(re.findall(r"\w+", question.casefold()))
-            if not is_about(question, passage, subject):
+            if not is_about(question, passage):
                 written.dropped.append(line)
             elif all(len(words & other) < _DUPLICATE * len(words | other) for other in questions[passage].values()):
                 questions[passage][question] = words
@@ -164,14 +173,13 @@ def _ask(
 def _reply(
     host: Host,
     tokenizer,
-    asked: Sequence[tuple[str, tuple[str, str, str]]],
+    asked: Sequence[tuple[Passage, tuple[str, str, str]]],
     generator: torch.Generator,
-    subject: str,
 ) -> Iterator[str]:
     """Yield the first line of the model's reply to each request, about a passage and of a kind in `KINDS`."""
     prompts = [
-        encode_prompt(tokenizer, request.replace("{subject}", subject).replace("{passage}", passage).strip(), begin)
-        for passage, (request, begin, _) in asked
+        encode_prompt(tokenizer, request.replace("{subject}", of.subject).replace("{passage}", of.text).strip(), begin)
+        for of, (request, begin, _) in asked
     ]
     for first in range(0, len(prompts), _ROWS):
         batch = prompts[first : first + _ROWS]
@@ -180,11 +188,10 @@ def _reply(
             yield (begin + tokenizer.decode(reply.ids, skip_special_tokens=True)).strip().split("\n")[0]
 
 
-def is_about(question: str, passage: str, subject: str) -> bool:
-    """Return whether a question has a word of its passage that is more than the text's subject."""
-    own = _list_words(question) & _list_words(passage)
-    # In the passage that introduces the subject, a question may be about the subject alone.
-    return bool(own if subject and subject in passage else own - _list_words(subject))
+def is_about(question: str, passage: Passage) -> bool:
+    """Return whether a question has a word of its passage, which is more than a subject that others share."""
+    own = _list_words(question) & _list_words(passage.text)
+    return bool(own if passage.introduces else own - _list_words(passage.subject))
 
 
 def find_common(reply: str, passage: str) -> str:
