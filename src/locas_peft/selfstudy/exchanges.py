@@ -14,6 +14,7 @@ from ..files import staged_file
 __all__ = [
     "EXCHANGES",
     "LONGEST_PASSAGE",
+    "REPORTED",
     "Exchange",
     "Passage",
     "digest_exchanges",
@@ -26,6 +27,8 @@ EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder that holds the exchanges that were learned."""
 LONGEST_PASSAGE = 64
 """In tokens: a memory learns passages as answers."""
+REPORTED = "said"
+"""The word after the speaker in a turn that is put as reported speech."""
 _FEWEST_WORDS = 5
 _LONGEST_SUBJECT = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
@@ -133,7 +136,7 @@ def _list_turns(text: str) -> list[tuple[str, str, str]]:
     for line in lines:
         match, found = _TURN.fullmatch(line), _DATE.search(line)
         if match is not None:
-            turns.append((match[2], f'{match[1]} said: "{{}}"{date}', match[1]))
+            turns.append((match[2], f'{match[1]} {REPORTED}: "{{}}"{date}', match[1]))
         elif found is not None:
             date = f" on {found[0]}."
         else:

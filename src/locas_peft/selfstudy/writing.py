@@ -21,7 +21,7 @@ from ..text import encode_prompt
 from ..ttt.host import Host
 from ..tuner.passes import adapters_disabled, evaluating
 from .decoding import decode
-from .exchanges import LONGEST_PASSAGE, Exchange, Passage
+from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
 
 __all__ = ["BLOCK", "QUESTION_TOKENS", "TEMPERATURE", "Written", "check_window", "write_exchanges"]
 
@@ -39,7 +39,7 @@ _ASK_NAMED = "{subject}\n\n{passage}\n\nWrite a question about this text."
 _NAME = "{passage}\n\nWhat is this text about? Answer with a name."
 _BEGINNINGS = ("Who", "What", "When", "Where", "How many", "Which", "Why")
 _ABOUT = ("Can you tell me about {}?", "What does the text say about {}?", "What do you know about {}?")
-_PHRASE_WORDS = 4
+_PHRASE_WORDS = 3
 _WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
 _CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
 KINDS: tuple[tuple[str, str, str], ...] = (
@@ -110,27 +110,31 @@ def _write(
 
 
 def _ask_by_words(text: str, count: int, generator: torch.Generator) -> list[str]:
-    """Return at most so many questions that name a phrase of a text, at random."""
-    phrases = list_phrases(text)
-    chosen = torch.randperm(len(phrases), generator=generator, device=generator.device)[:count].tolist()
-    return [_ABOUT[number % len(_ABOUT)].format(phrases[each]) for number, each in enumerate(chosen)]
+    """Return at most so many questions that name phrases of a text, at random: one phrase and two in turns."""
+    phrases, questions = list_phrases(text), {}
+    for number in range(count if phrases else 0):
+        order = torch.randperm(len(phrases), generator=generator, device=generator.device)
+        named = dict.fromkeys(phrases[each] for each in sorted(order[: 1 + number % 2].tolist()))
+        questions[_ABOUT[number % len(_ABOUT)].format(" and ".join(named))] = None
+    return list(questions)
 
 
 def list_phrases(text: str) -> list[str]:
-    """Return a text's phrases of up to `_PHRASE_WORDS` words within a clause, each with a last word that is not short.
+    """Return a text's phrases of up to `_PHRASE_WORDS` words within a clause, whose first and last word are not short.
 
     Example:
         >>> list_phrases("In 1868, the mason came.")
-        ['1868', 'the mason', 'the mason came', 'mason', 'mason came', 'came']
+        ['1868', 'mason', 'mason came', 'came']
     """
     words = list(_WORD.finditer(text))
     gaps = (text[one.end() : two.start()] for one, two in pairwise(words))
-    ends = [number for number, gap in enumerate(gaps) if _CLAUSE_END.search(gap)] + [len(words) - 1]
+    clauses = [number for number, gap in enumerate(gaps) if _CLAUSE_END.search(gap)] + [len(words) - 1]
+    bounds = [bool(_list_words(word[0])) and word[0] != REPORTED for word in words]
     phrases = []
     for number, word in enumerate(words):
-        clause = next(end for end in ends if end >= number)
-        last_words = words[number : min(number + _PHRASE_WORDS - 1, clause) + 1]
-        phrases += [text[word.start() : last.end()] for last in last_words if _list_words(last[0])]
+        last = min(number + _PHRASE_WORDS - 1, next(end for end in clauses if end >= number))
+        ends = (words[end].end() for end in range(number, last + 1) if bounds[number] and bounds[end])
+        phrases += [text[word.start() : end] for end in ends]
     return phrases
 
 
