@@ -44,6 +44,8 @@ ANCHOR_TOKENS = 128
 """The most tokens of a text that the base writes for the anchor."""
 STUDY_RATE = 1.5
 """The learning rate at the start of a self-study, relative to the reading's; it falls to 0."""
+STUDY_ANCHOR = 3.0
+"""The weight of the anchor in a self-study, relative to the reading's."""
 
 
 class StopReading(Exception):
@@ -195,7 +197,7 @@ def _make_study(
         learning_rate=STUDY_RATE * settings.learning_rate,
         window=settings.window,
         seed=settings.seed,
-        anchor=settings.anchor or 0.0,
+        anchor=STUDY_ANCHOR * (settings.anchor or 0.0),
         given=exchanges,
     )
 
