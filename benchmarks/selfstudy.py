@@ -43,7 +43,7 @@ from locas_peft.selfstudy import StudyStep, split_passages, write_exchanges
 from locas_peft.settings import ReadingSettings, parse_method
 from locas_peft.text import SHORT_PROMPT, load_text, tokenize
 from locas_peft.ttt import Chunk
-from locas_peft.tuner.passes import adapters_disabled
+from locas_peft.tuner import adapters_disabled
 
 PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee", "orchard", "tram")}
 READING_ONLY = "locas-glu:reading-only"
