@@ -1170,7 +1170,7 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
 
     page, teach_page = demo.load_page()[:600], demo.teach_page
     monkeypatch.setattr(demo, "load_page", lambda: page)
-    monkeypatch.setattr(demo, "EXCHANGES", 1)
+    monkeypatch.setitem(demo.STUDY, "exchanges", 1)
     monkeypatch.setattr(demo, "ask", ask)
     monkeypatch.setattr(demo, "teach_page", teach)
     arguments = ["demo", "--model", chat_model, "--out", "demo", "--max-tokens", 100, "--r", 4, "--device", "cpu"]

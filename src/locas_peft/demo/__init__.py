@@ -23,7 +23,7 @@ from ..memory_folder import Reading
 from ..reading import memorize
 from ..report import Sheet
 from ..selfstudy import Exchange, split_passages, write_exchanges
-from ..settings import ReadingSettings
+from ..settings import STUDY, ReadingSettings
 from ..text import load_text, tokenize
 
 __all__ = [
@@ -53,8 +53,6 @@ RECALL = "recall"
 """The folder, in the demo's folder, for the memories of the page."""
 SHOWN = (0, 9, 17)
 """The questions whose answers are shown, right or wrong."""
-EXCHANGES = 12
-"""Questions about each sentence of the page, fewer than by default: the demo shall take less than ten minutes."""
 _FOLDER = Path(__file__).parent
 
 
@@ -128,7 +126,7 @@ def write_page_exchanges(
     """Let the model write exchanges about the page, once for all methods: no adapter takes part in it."""
     passages = split_passages(tokenizer, load_page())
     advance, exchanges = progress("exchanges", len(passages)), []
-    for written in write_exchanges(base, tokenizer, passages, EXCHANGES, seed=settings.seed):
+    for written in write_exchanges(base, tokenizer, passages, STUDY["exchanges"], seed=settings.seed):
         exchanges += written.exchanges
         advance(written.passages, f"{len(exchanges)} exchanges")
     return exchanges
