@@ -134,7 +134,7 @@ def test_a_long_turn_is_split_into_its_sentences(loaded):
     [
         ("The tower of Skarn Point was built in 1868. Its lamp burned whale oil.", "The tower of Skarn Point"),
         ("Its lamp burned whale oil. Nobody remembers who had built it.", ""),
-        ("It is said that in those days nobody dared to cross the Red Hill. It is high and steep.", ""),  # comes late
+        ("It is said that in those days nobody dared to cross the Red Hill. It is high and steep.", ""),  # a late name
     ],
 )
 def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject, loaded):

@@ -77,7 +77,7 @@ def ask(
 
 def recite_for(model: nn.Module, tokenizer, questions: Sequence[str], count: int = RECITED) -> list[list[str]]:
     """Let a memory recite passages that may answer each question, at most `count`, the likeliest first."""
-    prompts = [encode_prompt(tokenizer, SENTENCE_PROMPT.format(context="", question=each)) for each in questions]
+    prompts = encode_questions(tokenizer, [Question(question) for question in questions])
     return recite(model, tokenizer, prompts, count)
 
 

@@ -87,8 +87,8 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
         ValueError: the text has fewer than five words.
     """
     passages: list[Passage] = []
-    turns, about = _list_turns(text), _find_subject(text)
-    for said, form, subject in turns or [(text, "{}", about)]:
+    turns = _list_turns(text)
+    for said, form, subject in turns or [(text, "{}", _find_subject(text))]:
         whole = " ".join(said.split())
         fits = form != "{}" and _count(tokenizer, form.replace("{}", whole)) <= most_tokens
         for sentence in [whole] if fits else _list_sentences(said):
@@ -99,7 +99,7 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
                     passages[-1] = replace(passages[-1], text=joined)
                     continue
             for piece in _cut(tokenizer, statement, most_tokens):
-                introduces = not turns and bool(about) and about in piece
+                introduces = not turns and subject != "" and subject in piece
                 passages.append(Passage(piece, subject, introduces))
     if not any(len(passage.text.split()) >= _FEWEST_WORDS for passage in passages):
         raise ValueError(
