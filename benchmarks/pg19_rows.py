@@ -208,10 +208,10 @@ def measured(r: int = 64, rate: float = 4e-3, **given: Any) -> Row:
 
 _PRETRAINED_ROWS = (
     *(NONE_RECOMPUTE, NONE, lora(64, 1e-3), measured(), lora(11, 2e-3), measured(anchor=0.3)),
+    *(measured(16), measured(**TOKENWISE), measured(256), measured(**UPPER), paper(64)),
     *(measured(init=name) for name in ("gaussian", "random", "bottomk")),
-    *(measured(16), measured(256), measured(**TOKENWISE), measured(**UPPER), paper(64), lora(64, 5e-4, **PUBLISHED)),
+    lora(64, 5e-4, **PUBLISHED),
 )
-_PRETRAINED_LONG = (NONE_RECOMPUTE, NONE, lora(64, 1e-3), measured(), lora(11, 2e-3), measured(anchor=0.3))
 _PRETRAINED_SWEEP = (
     NONE,
     *_sweep(lora, 64, 5e-4, 1e-3, 2e-3),
@@ -226,8 +226,7 @@ TABLES: dict[str, Table] = {
     "sweep": Table(_SWEEP_ROWS, (TUNING,), 40_000),
     "curves": Table(_CURVES_ROWS, (TUNING,), 60_000, unread=("5274", "36235"), unread_tokens=10_000),
     "sweep-training": Table(_SWEEP_ROWS, (TRAINING,), 20_000),
-    "pretrained": Table(_PRETRAINED_ROWS, ("3649", "36235"), 12_288, unread=("5274",), unread_tokens=4_096),
-    "pretrained-long": Table(_PRETRAINED_LONG, ("3649", "36235"), 50_000, unread=("5274",), unread_tokens=4_096),
+    "pretrained": Table(_PRETRAINED_ROWS, ("3649", "36235"), 50_000, unread=("5274",), unread_tokens=4_096),
     "pretrained-sweep": Table(_PRETRAINED_SWEEP, (TUNING,), 12_288),
 }
 

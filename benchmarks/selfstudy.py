@@ -31,7 +31,6 @@ from locas_peft.evaluation.recall import (
     ask,
     ask_by_reciting,
     count_right,
-    encode_questions,
     load_questions,
     recite_for,
 )
@@ -41,7 +40,7 @@ from locas_peft.loading import load_base
 from locas_peft.reading import memorize
 from locas_peft.selfstudy import StudyStep, split_passages, write_exchanges
 from locas_peft.settings import ReadingSettings, parse_method
-from locas_peft.text import SHORT_PROMPT, load_text, tokenize
+from locas_peft.text import SHORT_PROMPT, encode_answer, encode_question, load_text, tokenize
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import adapters_disabled
 
@@ -60,23 +59,28 @@ class Page:
         self.text, self.questions = text, questions
         self.ids = tokenize(tokenizer, text)
         self._tokenizer = tokenizer
-        self._golds = [tokenizer(each.answer, add_special_tokens=False)["input_ids"] for each in questions]
+        self._golds = [encode_answer(tokenizer, each.answer) for each in questions]
 
     def measure_base(self, base) -> None:
-        self._without, self._within = self._score(base), self._score(base, [self.text] * len(self.questions))
+        self._without, self._within = (
+            self._score(base, [""] * len(self.questions)),
+            self._score(base, [self.text] * len(self.questions)),
+        )
 
     def gap_closed(self, model, recites: bool) -> float:
         """Return the share of the gap in nats a gold token, between without and in context, that a model closes."""
-        contexts = None
+        contexts = [""] * len(self.questions)
         if recites:
             recited = recite_for(model, self._tokenizer, [each.question for each in self.questions])
             contexts = ["\n".join(passages) for passages in recited]
         with adapters_disabled(model) if recites else nullcontext():
             return (self._without - self._score(model, contexts)) / (self._without - self._within)
 
-    def _score(self, model, contexts: list[str] | None = None) -> float:
-        # gold answers are phrases
-        prompts = encode_questions(self._tokenizer, self.questions, contexts, SHORT_PROMPT)
+    def _score(self, model, contexts: list[str]) -> float:
+        prompts = [
+            encode_question(self._tokenizer, asked.question, SHORT_PROMPT, context)  # gold answers are phrases
+            for asked, context in zip(self.questions, contexts, strict=True)
+        ]
         scores = score_targets(model, list(zip(prompts, self._golds, strict=True)), batch_tokens=2048)
         return sum(score.per_token for score in scores) / len(scores)
 

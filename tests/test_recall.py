@@ -12,14 +12,13 @@ from locas_peft.evaluation.recall import (
     Question,
     ask,
     ask_by_reciting,
-    encode_questions,
     is_right,
     load_questions,
 )
 from locas_peft.reading import memorize
 from locas_peft.selfstudy import Exchange
 from locas_peft.settings import STUDY, ReadingSettings
-from locas_peft.text import SHORT_PROMPT, tokenize
+from locas_peft.text import SHORT_PROMPT, encode_question, tokenize
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_the_base_answers_from_what_its_memory_recites(tmp_path):
     with memory_attached(base, tmp_path / "m") as model:
         (answer,), (recited,) = ask_by_reciting(model, tokenizer, questions, max_new_tokens=8)
     assert recited[0] == passage and len(recited) == len(set(recited)) <= RECITED
-    prompts = encode_questions(tokenizer, questions, ["\n".join(recited)], SHORT_PROMPT)
+    prompts = [encode_question(tokenizer, questions[0].question, SHORT_PROMPT, "\n".join(recited))]
     assert [answer] == [text for _, texts in answer_all(base, tokenizer, prompts, max_new_tokens=8) for text in texts]
 
 

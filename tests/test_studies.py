@@ -17,13 +17,14 @@ from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo
 from locas_peft.evaluation import study as studies
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
-from locas_peft.evaluation.prompts import encode_gold, make_prompts
+from locas_peft.evaluation.prompts import make_prompts
 from locas_peft.evaluation.recall import recite_for
 from locas_peft.evaluation.scoring import score_targets
 from locas_peft.evaluation.study import follow, reading_unit, summarize_reading
 from locas_peft.files import load_json, write_json
 from locas_peft.reading import score
 from locas_peft.settings import ReadingSettings
+from locas_peft.text import encode_answer
 from locas_peft.ttt.chunks import Chunk
 
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
@@ -99,7 +100,7 @@ def test_gold_nats_are_those_of_the_gold_answer_after_the_prompt(locomo_run):
     talk = load_locomo(folder / "talks.json")[0][0]
     for setting in ("no-context", "evidence"):
         prompts, _ = make_prompts(base, tokenizer, talk, setting)
-        gold = encode_gold(tokenizer, talk.questions[3])
+        gold = encode_answer(tokenizer, talk.questions[3].answer)
         ids = torch.tensor([prompts[3] + gold])
         with torch.no_grad():
             logits = base(ids).logits[0, len(prompts[3]) - 1 : -1]
@@ -118,7 +119,7 @@ def test_what_a_memory_recites_is_the_context_of_the_base(locomo_run):
         assert recite_for(model, tokenizer, [talk.questions[3].question]) == [recited[talk.questions[3].index]]
     prompts, _ = make_prompts(base, tokenizer, talk, "recited", recited=recited)
     assert recited[talk.questions[3].index][0] in tokenizer.decode(prompts[3])
-    score = score_targets(base, [(prompts[3], encode_gold(tokenizer, talk.questions[3]))])[0].per_token
+    score = score_targets(base, [(prompts[3], encode_answer(tokenizer, talk.questions[3].answer))])[0].per_token
     assert records[3]["gold_nats"] == pytest.approx(score, rel=1e-3)
 
 

@@ -8,9 +8,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from locas_peft.demo import load_page_questions
-from locas_peft.evaluation.recall import encode_questions
 from locas_peft.loading import load_base, load_memory, load_memory_config
-from locas_peft.text import find_pad_token
+from locas_peft.text import encode_question, find_pad_token
 
 
 def answer(memories: dict[str, Path | None], max_tokens: int) -> tuple[list[list[int]], dict[str, list[list[int]]]]:
@@ -21,7 +20,7 @@ def answer(memories: dict[str, Path | None], max_tokens: int) -> tuple[list[list
     """
     (name,) = {load_memory_config(memory)["base_model_name_or_path"] for memory in memories.values() if memory}
     base, tokenizer = load_base(name, dtype="float32", device="cpu")
-    prompts = encode_questions(tokenizer, load_page_questions())
+    prompts = [encode_question(tokenizer, asked.question) for asked in load_page_questions()]
     answers = {}
     for each, memory in memories.items():
         model = base if memory is None else load_memory(base, memory).eval()

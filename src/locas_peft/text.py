@@ -14,7 +14,9 @@ __all__ = [
     "SHORT_PROMPT",
     "can_chat",
     "digest_ids",
+    "encode_answer",
     "encode_prompt",
+    "encode_question",
     "encode_turns",
     "find_pad_token",
     "find_start_token",
@@ -27,7 +29,7 @@ __all__ = [
 _MARGIN_TOKENS = 256
 SENTENCE_PROMPT = "{context}{question} Answer in one sentence."
 SHORT_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
-"""The prompts of a question; `context` is empty, or a text and a blank line."""
+"""The forms of a question's prompt; `context` is empty, or a text and a blank line."""
 
 
 def unwrap(text: str) -> str:
@@ -149,6 +151,24 @@ def encode_prompt(tokenizer, prompt: str, begin: str = "") -> list[int]:
     if not can_chat(tokenizer):
         return list(tokenizer(f"{prompt}\n\n{begin}" if begin else prompt, verbose=False)["input_ids"])
     return encode_turns(tokenizer, [{"role": "user", "content": prompt}], begin)
+
+
+def encode_question(tokenizer, question: str, form: str = SENTENCE_PROMPT, context: str = "") -> list[int]:
+    """Turn a question into the token ids of a prompt, which ends where the answer begins.
+
+    Args:
+        form: has {question} and may have {context}, such as `SENTENCE_PROMPT`.
+        context: a text that stands before the question.
+    """
+    before = f"Read this text.\n\n{context.strip()}\n\n" if context.strip() else ""
+    begin = "" if can_chat(tokenizer) else "Answer:"
+    return encode_prompt(tokenizer, form.format(question=question, context=before), begin)
+
+
+def encode_answer(tokenizer, answer: str) -> list[int]:
+    """Turn an answer into token ids, as they follow its prompt: after a blank where there is no chat template."""
+    blank = "" if can_chat(tokenizer) else " "
+    return list(tokenizer(blank + answer, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> list[int]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..adapters import memory_attached
 from ..files import load_json, write_json
 from ..settings import ReadingSettings
-from ..text import tokenize
+from ..text import encode_answer, tokenize
 from ..ttt.settings import check_choice
 from ..tuner.passes import adapters_disabled
 from .answering import answer
@@ -32,7 +32,7 @@ from .cloze import find_spans, firsts, gains, score_spans
 from .conversations import Conversation, Question, dialogue
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
-from .prompts import ANSWERED, PROMPTS, RECITED, encode_gold, make_prompts
+from .prompts import ANSWERED, PROMPTS, RECITED, make_prompts
 from .recall import recite_for
 from .scoring import score_targets
 from .study import Progress, Unit, digest, open_study, reading_unit, run_units, silent, summarize_reading
@@ -204,7 +204,7 @@ def _answer_questions(
     # The base answers from what its memory has recited.
     with adapters_disabled(model) if row.setting == RECITED else nullcontext():
         for batch, texts in answer(model, tokenizer, prompts, **options):
-            golds = [(prompts[number], encode_gold(tokenizer, questions[number])) for number in batch]
+            golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
             scores = score_targets(model, golds, batch_tokens=plan.batch_tokens)
             for number, text, score in zip(batch, texts, scores, strict=True):
                 question = questions[number]

@@ -11,13 +11,13 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..text import can_chat, encode_prompt
+from ..text import encode_prompt
 from ..ttt.host import count_positions
 from ..ttt.settings import check_choice
 from .conversations import Conversation, Question, dialogue, dialogue_lines, keep_evidence
 from .f1 import CATEGORIES
 
-__all__ = ["ANSWERED", "PROMPTS", "RECITED", "encode_gold", "load_prompts", "make_prompt", "make_prompts"]
+__all__ = ["ANSWERED", "PROMPTS", "RECITED", "load_prompts", "make_prompt", "make_prompts"]
 
 RECITED = "recited"
 ANSWERED = ("no-context", RECITED, "evidence", "full-context")
@@ -77,12 +77,6 @@ def make_prompts(
     fitting = bisect_right(range(len(lines) + 1), room, key=lambda kept: len(encode(longest, kept)))
     kept = max(0, fitting - 1)  # 0 even if that does not fit: `answer` refuses the question then
     return [encode(question, kept) for question in conversation.questions], len(lines) - kept
-
-
-def encode_gold(tokenizer, question: Question) -> list[int]:
-    """Turn a gold answer into token ids, as they follow the prompt: after a blank where there is no chat template."""
-    blank = "" if can_chat(tokenizer) else " "
-    return list(tokenizer(blank + question.answer, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def make_prompt(

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch import nn
 
-from ..text import SENTENCE_PROMPT, SHORT_PROMPT, encode_prompt
+from ..text import SHORT_PROMPT, encode_question
 from ..tuner.passes import adapters_disabled
 from .answering import answer, recite
 
-__all__ = ["RECITED", "Question", "ask", "ask_by_reciting", "count_right", "encode_questions", "is_right"]
-__all__ += ["load_questions", "recite_for"]
+__all__ = ["RECITED", "Question", "ask", "ask_by_reciting", "count_right", "is_right", "load_questions"]
+__all__ += ["recite_for"]
 
 RECITED = 5
 """Passages that a memory recites for a question."""
@@ -71,14 +71,13 @@ def ask(
     Raises:
         ValueError: context, question and answer are longer than the model's positions.
     """
-    contexts = None if context is None else [context] * len(questions)
-    return _answer_all(model, tokenizer, encode_questions(tokenizer, questions, contexts), max_new_tokens)
+    prompts = [encode_question(tokenizer, asked.question, context=context or "") for asked in questions]
+    return _answer_all(model, tokenizer, prompts, max_new_tokens)
 
 
 def recite_for(model: nn.Module, tokenizer, questions: Sequence[str], count: int = RECITED) -> list[list[str]]:
     """Let a memory recite passages that may answer each question, at most `count`, the likeliest first."""
-    prompts = encode_questions(tokenizer, [Question(question) for question in questions])
-    return recite(model, tokenizer, prompts, count)
+    return recite(model, tokenizer, [encode_question(tokenizer, question) for question in questions], count)
 
 
 def ask_by_reciting(
@@ -93,7 +92,10 @@ def ask_by_reciting(
         The answers, and the passages that were recited for each question.
     """
     recited = recite_for(model, tokenizer, [question.question for question in questions])
-    prompts = encode_questions(tokenizer, questions, ["\n".join(passages) for passages in recited], SHORT_PROMPT)
+    prompts = [
+        encode_question(tokenizer, asked.question, SHORT_PROMPT, "\n".join(passages))
+        for asked, passages in zip(questions, recited, strict=True)
+    ]
     with adapters_disabled(model):
         return _answer_all(model, tokenizer, prompts, max_new_tokens), recited
 
@@ -103,17 +105,6 @@ def _answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_n
     for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):
         answers.update(zip(batch, texts, strict=True))
     return [answers[number] for number in range(len(prompts))]
-
-
-def encode_questions(
-    tokenizer, questions: Sequence[Question], contexts: Sequence[str] | None = None, form: str = SENTENCE_PROMPT
-) -> list[list[int]]:
-    """Return the token ids of each question's prompt, after its context, by the chat template where there is one."""
-    before = [f"Read this text.\n\n{context.strip()}\n\n" for context in contexts or ()] or [""] * len(questions)
-    return [
-        encode_prompt(tokenizer, form.format(context=context, question=question.question))
-        for context, question in zip(before, questions, strict=True)
-    ]
 
 
 def count_right(answers: Sequence[str], questions: Sequence[Question]) -> int:

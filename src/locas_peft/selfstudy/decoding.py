@@ -13,15 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..text import can_chat, encode_prompt, find_pad_token
+from ..text import can_chat, find_pad_token
 from ..ttt.host import Host
 
 __all__ = [
     "Decoded",
-    "begin_answer",
     "begin_rows",
     "decode",
-    "encode_question",
     "list_stops",
     "pad_left",
     "share_prefixes",
@@ -31,16 +29,6 @@ CANDIDATES = 16
 """K: the likeliest tokens, whose probabilities are kept."""
 DRAWN = 64
 """The likeliest tokens that a question's next token is drawn from."""
-
-
-def encode_question(tokenizer, question: str, form: str) -> list[int]:
-    """Return the ids of a prompt that an answer follows; `form` has {question} and may have {context}, left empty."""
-    return encode_prompt(tokenizer, form.format(question=question, context=""), begin_answer(tokenizer))
-
-
-def begin_answer(tokenizer, after: str = "") -> str:
-    """Return what a base model without turns needs before its answer, and `after`; the empty text for a chat model."""
-    return "" if can_chat(tokenizer) else after or "Answer:"
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
@@ -154,7 +142,7 @@ def decode(
 def list_stops(tokenizer) -> list[int]:
     """Return the tokens that end an answer; for a base model the tokens of a line's end as well."""
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if begin_answer(tokenizer):
+    if not can_chat(tokenizer):
         ends += [
             ids[0] for end in ("\n", "\n\n") if len(ids := tokenizer(end, add_special_tokens=False)["input_ids"]) == 1
         ]

@@ -16,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..text import encode_question
 from ..ttt import checkpoint
 from ..ttt.host import Host
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..ttt.objectives import token_losses
 from ..tuner.passes import evaluating, trained_parameters
-from .decoding import begin_rows, encode_question
+from .decoding import begin_rows
 from .exchanges import Exchange, Passage, digest_exchanges, split_passages
 from .lessons import Lesson, make_lesson
 from .others import write_other_lessons

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..text import SENTENCE_PROMPT
-from .decoding import begin_answer, list_stops
+from ..text import SENTENCE_PROMPT, encode_answer
+from .decoding import list_stops
 from .exchanges import Exchange
 
 __all__ = ["FORMS", "Lesson", "make_lesson"]
@@ -31,7 +31,7 @@ class Lesson:
         answer: LongTensor [T], the answer's tokens, and the end of the turn where the answer reached it.
         candidates: LongTensor [T, K], the tokens that may stand at each place.
         targets: float32 [T, K], their probabilities.
-        forms: wordings of the prompt, one each pass (see `decoding.encode_question`).
+        forms: wordings of the prompt, one each pass (see `text.encode_question`).
     """
 
     question: str
@@ -54,7 +54,5 @@ class Lesson:
 
 def make_lesson(exchange: Exchange, tokenizer) -> Lesson:
     """Return what is learned of an exchange: its answer, each token of it for certain."""
-    text = begin_answer(tokenizer, " ") + exchange.answer
-    ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    ids = torch.tensor([*ids, *list_stops(tokenizer)[:1]])
+    ids = torch.tensor([*encode_answer(tokenizer, exchange.answer), *list_stops(tokenizer)[:1]])
     return Lesson(exchange.question, exchange.subject, ids, ids[:, None], torch.ones(len(ids), 1))

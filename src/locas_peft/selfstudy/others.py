@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..text import encode_prompt
+from ..text import encode_prompt, encode_question
 from ..ttt.host import Host
 from ..tuner.passes import adapters_disabled, evaluating
-from .decoding import decode, encode_question
+from .decoding import decode
 from .lessons import FORMS, Lesson
 from .writing import QUESTION_TOKENS, TEMPERATURE
 
