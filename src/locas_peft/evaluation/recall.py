@@ -17,7 +17,7 @@ from .answering import answer, recite
 __all__ = ["RECITED", "Question", "ask", "ask_by_reciting", "count_right", "is_right", "load_questions"]
 __all__ += ["recite_for"]
 
-RECITED = 5
+RECITED = 10
 """Passages that a memory recites for a question."""
 
 
