@@ -25,10 +25,8 @@ __all__ = [
     "share_prefixes",
 ]
 
-CANDIDATES = 16
-"""K: the likeliest tokens, whose probabilities are kept."""
-DRAWN = 64
-"""The likeliest tokens that a question's next token is drawn from."""
+CANDIDATES = 64
+"""K: the likeliest tokens, whose probabilities are kept, and which a question's next token is drawn from."""
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
@@ -115,12 +113,13 @@ def decode(
                 "exchanges of your own"
             )
         logits = outputs.logits[:, -1].float()
-        top, candidates = logits.topk(min(DRAWN if temperature else CANDIDATES, logits.shape[1]))
+        top, candidates = logits.topk(min(CANDIDATES, logits.shape[1]))
         choice = torch.zeros(len(prompts), 1, dtype=torch.long, device=host.device)
         if temperature:  # among a few: over the whole vocabulary the drawing takes as long as the model
             choice = torch.multinomial((top / temperature).softmax(-1), 1, generator=generator)
         token = candidates.gather(1, choice)[:, 0]
-        steps.append((token.cpu(), candidates.cpu(), top.softmax(-1).cpu(), done.cpu()))
+        targets = (top - logits.logsumexp(-1, keepdim=True)).exp()
+        steps.append((token.cpu(), candidates.cpu(), targets.cpu(), done.cpu()))
         done = done | torch.isin(token, stops)
         if done.all():
             break

@@ -204,10 +204,7 @@ class SelfStudy:
         logits = self._host.logits(count=max(len(lesson.answer) for lesson in lessons), **inputs)
         losses = []
         for row, lesson in zip(logits, lessons, strict=True):
-            logs = row[-len(lesson.answer) :].float().log_softmax(-1)
-            targets = lesson.targets.to(logs)
-            logs = logs.gather(1, lesson.candidates.to(logs.device))
-            losses.append((torch.xlogy(targets, targets) - targets * logs).sum(-1))
+            losses.append(_divergences(row[-len(lesson.answer) :], lesson))
         return torch.cat(losses).mean()
 
     def _pull(self) -> None:
@@ -266,3 +263,17 @@ class SelfStudy:
         self.samples, self._losses = list(state["samples"]), list(state["losses"])
         self.skipped_steps, self._seconds = state["skipped_steps"], dict(state["seconds"])
         self._learner.load_state_dict(state["learner"])
+
+
+def _divergences(logits: Tensor, lesson: Lesson) -> Tensor:
+    """Return KL(teacher || student) at each token of an answer, [T], from the student's logits [T, V].
+
+    It is over the lesson's candidates and one more outcome, which stands for all other tokens. Over the candidates
+    alone, the least KL would need a student that never says anything else.
+    """
+    logs = logits.float().log_softmax(-1).gather(1, lesson.candidates.to(logits.device))
+    targets = lesson.targets.to(logs)
+    others = torch.log1p(-logs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    logs = torch.cat([logs, others], -1)
+    targets = torch.cat([targets, (1 - targets.sum(-1, keepdim=True)).clamp(min=0)], -1)
+    return (torch.xlogy(targets, targets) - targets * logs).sum(-1)
