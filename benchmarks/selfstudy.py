@@ -5,10 +5,10 @@
 Pages: the demo's, on which the settings were chosen, and those of the folder `pages`. The model writes the exchanges
 of a page once, for all methods. The gap is measured in nats a token of the gold answers: 0 without the page, 1 with
 the page in context. "Recited" is the gap that the base closes with what the memory recites for each question, and
-"direct" what the memory closes without reciting. The first is measured after each pass of a study, and after some of
-the readings of the method that only reads. At the end both are measured, for the page's own questions and for those of
-the next page (wrong memory). The questions are asked in both ways, and the KL from the base is measured on the base's
-own answers to questions about other things. A page with results is not read again.
+"direct" what the memory closes without reciting. The first is also measured in the middle of a study, and after some
+of the readings of the method that only reads. At the end both are measured, for the page's own questions and for those
+of the next page (wrong memory). The questions are asked in both ways, and the KL from the base is measured on the
+base's own answers to questions about other things. A page with results is not read again.
 """
 
 from __future__ import annotations
@@ -62,18 +62,19 @@ class Page:
         self._golds = [encode_answer(tokenizer, each.answer) for each in questions]
 
     def measure_base(self, base) -> None:
-        self._without, self._within = (
-            self._score(base, [""] * len(self.questions)),
-            self._score(base, [self.text] * len(self.questions)),
-        )
+        self._without, self._within = (self._score(base, [text] * len(self.questions)) for text in ("", self.text))
 
-    def gap_closed(self, model, recites: bool) -> float:
-        """Return the share of the gap in nats a gold token, between without and in context, that a model closes."""
-        contexts = [""] * len(self.questions)
-        if recites:
-            recited = recite_for(model, self._tokenizer, [each.question for each in self.questions])
-            contexts = ["\n".join(passages) for passages in recited]
-        with adapters_disabled(model) if recites else nullcontext():
+    def recite(self, model) -> list[list[str]]:
+        """Let a memory recite passages for each question."""
+        return recite_for(model, self._tokenizer, [each.question for each in self.questions])
+
+    def gap_closed(self, model, recited: list[list[str]] | None = None) -> float:
+        """Return the share of the gap in nats a gold token, between without and in context, that a model closes.
+
+        With what its memory has recited for each question, the share that its base closes.
+        """
+        contexts = ["\n".join(passages) for passages in recited or [[]] * len(self.questions)]
+        with adapters_disabled(model) if recited else nullcontext():
             return (self._without - self._score(model, contexts)) / (self._without - self._within)
 
     def _score(self, model, contexts: list[str]) -> float:
@@ -104,16 +105,22 @@ class Curve:
 
     def measure(self) -> None:
         now = time.process_time()
-        gap = self._page.gap_closed(self._base, recites=True)
-        self.points.append({"cpu_seconds": self._before + now - self._began, "gap": gap})
+        self.add(self.seconds(), self._page.gap_closed(self._base, self._page.recite(self._base)))
         self._began += time.process_time() - now
 
+    def seconds(self) -> float:
+        return self._before + time.process_time() - self._began
+
+    def add(self, seconds: float, gap: float) -> None:
+        self.points.append({"cpu_seconds": seconds, "gap": gap})
+
     def after_reading(self, chunk: Chunk) -> None:
-        if chunk.stop == len(self._page.ids) and (chunk.reading + 1) % MEASURED_READINGS == 0:
+        done = chunk.reading + 1
+        if chunk.stop == len(self._page.ids) and done % MEASURED_READINGS == 0 and done < READINGS:
             self.measure()
 
-    def after_pass(self, step: StudyStep) -> None:
-        if step.phase == "learn" and step.done % (step.total // DEFAULTS.passes) == 0:
+    def after_step(self, step: StudyStep) -> None:
+        if step.phase == "learn" and step.done == step.total // 2:
             self.measure()
 
 
@@ -141,22 +148,24 @@ def study_page(
         curve = Curve(base, page, writing if studies else 0.0)
         if studies:
             settings = ReadingSettings(method=name, study=True, anchor=anchor, **own)
-            options = {"exchanges": exchanges, "on_study": curve.after_pass}
+            options = {"exchanges": exchanges, "on_study": curve.after_step}
         else:
             settings = ReadingSettings(method=name, readings=READINGS, anchor=anchor, **own)
             options = {"on_chunk": curve.after_reading}
         with TemporaryDirectory() as folder:
             memory = Path(folder) / "memory"
             reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer, **options)
+            seconds = curve.seconds()
             with memory_attached(base, memory) as model:
                 drift = measure_drift(model, model.disable_adapter, own_answers)
-                answers, _ = ask_by_reciting(model, tokenizer, page.questions)
+                answers, recited = ask_by_reciting(model, tokenizer, page.questions)
+                curve.add(seconds, page.gap_closed(model, recited))
                 figures = {
                     "right": ask_page(model, tokenizer, page),
                     "right_recited": count_right(answers, page.questions),
-                    "gap_direct": page.gap_closed(model, recites=False),
-                    "gap_other_page": other.gap_closed(model, recites=True),
-                    "gap_other_page_direct": other.gap_closed(model, recites=False),
+                    "gap_direct": page.gap_closed(model),
+                    "gap_other_page": other.gap_closed(model, other.recite(model)),
+                    "gap_other_page_direct": other.gap_closed(model),
                     "kl_nats": drift["kl_per_token"],
                 }
         figures |= {"parameters": reading.extra_parameters, **curve.points[-1]}
