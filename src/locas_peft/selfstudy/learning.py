@@ -79,7 +79,8 @@ class SelfStudy:
         learning_rate: of AdamW; it falls linearly to 0.
         window: the longest prompt with a passage, in tokens.
         seed: of the questions and of the order of learning.
-        anchor: weight of the KL from the base on its answers to other questions; 0 for none.
+        anchor: weight of the KL from the base on its answers to other questions at the end; it grows linearly from 0.
+            0 for none.
         given: the exchanges that are learned, in place of written ones.
 
     Raises:
@@ -187,10 +188,10 @@ class SelfStudy:
             token_losses(
                 self._host.logits(piece[None, :-1], len(piece) - 1, use_cache=False)[0], piece[1:]
             ).mean().backward()
-        self._pull()
+        done = self._step / (batches * self._passes)
+        self._pull(done)
         # The rate falls to 0: at a constant one the batches of the last steps would count more than the others.
-        left = 1 - self._step / (batches * self._passes)
-        if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=left):
+        if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=1 - done):
             self.skipped_steps += 1
         return loss.item()
 
@@ -207,15 +208,19 @@ class SelfStudy:
             losses.append(_divergences(row[-len(lesson.answer) :], lesson))
         return torch.cat(losses).mean()
 
-    def _pull(self) -> None:
-        """Add the gradient of the KL from the base on its answers to other questions, where this step has one."""
+    def _pull(self, done: float) -> None:
+        """Add the gradient of the KL from the base on its answers to other questions, where this step has one.
+
+        The weight grows with the share of the study that is done: first the memory learns its own answers, then their
+        effect on others is undone.
+        """
         pull, remainder = divmod(self._step, PULL_EVERY)
         if not self._anchor or remainder:
             return
         self._others = self._others or write_other_lessons(self._model, self._tokenizer, self._seed)
         chosen = [self._others[(pull * BATCH + row) % len(self._others)] for row in range(BATCH)]
         loss = self._distill([(lesson, 0) for lesson in chosen])
-        (self._anchor * PULL_EVERY * loss).backward()
+        (done * self._anchor * PULL_EVERY * loss).backward()
 
     # ------------------------------------------------------------------ checkpoints
 
