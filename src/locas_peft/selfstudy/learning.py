@@ -203,10 +203,8 @@ class SelfStudy:
         shared = commonprefix([prompt[:-1] for prompt in prompts])  # the system message of a chat template
         inputs = begin_rows(self._host, [row[:-1] for row in rows], [(len(shared), range(len(rows)))], 0)
         logits = self._host.logits(count=max(len(lesson.answer) for lesson in lessons), **inputs)
-        losses = []
-        for row, lesson in zip(logits, lessons, strict=True):
-            losses.append(_divergences(row[-len(lesson.answer) :], lesson))
-        return torch.cat(losses).mean()
+        of_each = zip(logits, lessons, strict=True)
+        return torch.cat([_divergences(row[-len(lesson.answer) :], lesson) for row, lesson in of_each]).mean()
 
     def _pull(self, done: float) -> None:
         """Add the gradient of the KL from the base on its answers to other questions, where this step has one.
@@ -215,12 +213,13 @@ class SelfStudy:
         effect on others is undone.
         """
         pull, remainder = divmod(self._step, PULL_EVERY)
-        if not self._anchor or remainder:
+        weight = done * self._anchor * PULL_EVERY
+        if remainder or not weight:
             return
         self._others = self._others or write_other_lessons(self._model, self._tokenizer, self._seed)
         chosen = [self._others[(pull * BATCH + row) % len(self._others)] for row in range(BATCH)]
         loss = self._distill([(lesson, 0) for lesson in chosen])
-        (done * self._anchor * PULL_EVERY * loss).backward()
+        (weight * loss).backward()
 
     # ------------------------------------------------------------------ checkpoints
 
