@@ -208,7 +208,7 @@ def plot(pages: dict[str, dict[str, Any]], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), marker=".", label=label)
         axes.axhline(1, color="grey", linewidth=0.8, label="page in context")
         axes.set(title=name, xlabel="processor seconds", ylabel="share of the gap closed")
-    axes.legend()
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)
 
 
