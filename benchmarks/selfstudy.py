@@ -47,8 +47,8 @@ from locas_peft.tuner import adapters_disabled
 PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee", "orchard", "tram")}
 READING_ONLY = "locas-glu:reading-only"
 METHODS = f"locas-glu,lora@11,{READING_ONLY}"
-READINGS = 16
-MEASURED_READINGS = 4
+READINGS = 120  # about the processor time of a study
+MEASURED_READINGS = 40
 DEFAULTS = ReadingSettings(study=True).complete()
 
 

@@ -111,7 +111,7 @@ def test_the_backbone_and_its_twins_learn_the_same():
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
 @pytest.mark.parametrize(("row_norm", "r"), [(1.0, 8), (3.0, 8), (1.0, 2)])
-def test_unit_slots_add_the_share_together(family, row_norm, r):
+def test_slots_together_add_a_share_of_the_elements(family, row_norm, r):
     model = get_peft_model(make_host(family), LocasConfig(r=r, row_norm=row_norm, max_slot_norm=None))
     seen = {}
     for layer in list_layers(model):
@@ -125,15 +125,15 @@ def test_unit_slots_add_the_share_together(family, row_norm, r):
         gate, up = (weights_in(layer)[0], weights_in(layer)[-2])
         slots = layer.ffn.act(k * inputs @ gate.T) * (k * inputs @ up.T if layer.ffn.gated else 1)
         shares = tau * slots.abs().mean(dim=0) / outputs.norm(dim=1).median()
-        torch.testing.assert_close(shares.sum(), torch.tensor(ALPHA))
+        torch.testing.assert_close(shares.sum(), torch.tensor(ALPHA / 16**0.5))
 
 
 def test_one_token_with_a_huge_output_does_not_matter():
     outputs, slots = torch.ones(100), torch.ones(100, 4)
     outputs[0] = 1e5
     otherwise = torch.tensor(7.0)
-    assert measure_output_scale(slots, outputs, otherwise) == pytest.approx(ALPHA / 4)
-    assert measure_output_scale(0 * slots, outputs, otherwise) == 7.0
+    assert measure_output_scale(slots, outputs, 25, otherwise) == pytest.approx(ALPHA / 5 / 4)
+    assert measure_output_scale(0 * slots, outputs, 25, otherwise) == 7.0
     assert measure_input_scale(torch.zeros(5, 3)) == 1.0
 
 

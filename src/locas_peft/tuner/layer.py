@@ -182,7 +182,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             tau = self.locas_tau[adapter_name]
             self.locas_input_scale[adapter_name].copy_(measure_input_scale(statistics.inputs))
             activations = self.activate([adapter_name], statistics.inputs)
-            tau.copy_(measure_output_scale(activations, statistics.output_norms, otherwise=tau))
+            tau.copy_(measure_output_scale(activations, statistics.output_norms, self.ffn.hidden_size, otherwise=tau))
         if rows is not None and self.is_written(adapter_name):
             up.zero_()
 

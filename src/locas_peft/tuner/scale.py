@@ -4,12 +4,14 @@ With A `[tokens, D]` a sample of an FFN's inputs from the calibration text and M
 on it, which are computed from k A in place of A:
 
     input scale   k   = KAPPA sqrt(D) / median over tokens of |A|
-    output scale  tau = (ALPHA / R) (median over tokens of |FFN(A)|) / (mean over tokens and slots of |M|)
+    output scale  tau = (ALPHA / R) (median over tokens of |FFN(A)|) / sqrt(D) / (mean over tokens and slots of |M|)
 
-The elements of k A have the size KAPPA, and R slots whose values have norm 1 add, their lengths summed, the share
-ALPHA of the FFN's own output. Both hold whatever the norm's weight and the host's projections are multiplied by. The
-division by R, which is also in the paper's tau, lets one learning rate suit all widths. The medians leave out single
-tokens whose FFN output is hundreds of times as long as the others' (attention sinks of pretrained models).
+The elements of k A have the size KAPPA. R slots whose values have elements of the size v add at most ALPHA v times the
+size of the FFN's own output's elements: a step of AdamW moves each element of the values by the learning rate, so that
+its effect is the same share of the output in a host of any width D. Both hold whatever the norm's weight and the host's
+projections are multiplied by. The division by R, which is also in the paper's tau, lets one learning rate suit memories
+of all widths. The medians leave out single tokens whose FFN output is hundreds of times as long as the others'
+(attention sinks of pretrained models).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import torch
 
 KAPPA = 0.5
-ALPHA = 0.192
+ALPHA = 4.608
 SAMPLED_TOKENS = 256
 
 
@@ -27,10 +29,13 @@ def measure_input_scale(inputs: torch.Tensor) -> torch.Tensor:
     return torch.where(norm > 0, KAPPA * inputs.shape[-1] ** 0.5 / norm, 1.0)
 
 
-def measure_output_scale(activations: torch.Tensor, output_norms: torch.Tensor, otherwise: torch.Tensor):
+def measure_output_scale(
+    activations: torch.Tensor, output_norms: torch.Tensor, hidden_size: int, otherwise: torch.Tensor
+) -> torch.Tensor:
     """Return tau, a scalar, from M `[tokens, R]`, with k applied, and |FFN(A)| `[tokens]`.
 
-    `otherwise` is the value where no slot is active.
+    `hidden_size` is D. `otherwise` is the value where no slot is active.
     """
     activity = activations.float().abs().mean()
-    return torch.where(activity > 0, ALPHA / activations.shape[-1] * output_norms.median() / activity, otherwise)
+    share = ALPHA / hidden_size**0.5
+    return torch.where(activity > 0, share / activations.shape[-1] * output_norms.median() / activity, otherwise)
