@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from locas_peft import backbone, cli, demo, files, gguf_models, loading, memory_folder, text
 from locas_peft.evaluation import study
 from locas_peft.ttt import checkpoint
-from locas_peft.tuner import STRATEGIES
+from locas_peft.tuner import STRATEGIES, list_layers
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
@@ -769,6 +769,24 @@ def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memo
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n\nAnd you?\n/exit\nlost\n"))
     assert run("chat", "--memory", memory, "--model", chat_model, "--device", "cpu")[:2] == (0, "Fine.\nFine.\n")
     assert seen == ["user: Hello?\nassistant:", "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"]
+
+
+def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch):
+    seen = []
+
+    def reply(model, tokenizer, ids, *options):
+        seen.append(tokenizer.decode(ids))
+        assert all(layer.disable_adapters for layer in list_layers(model)), "the base replies"
+        return "Fine."
+
+    monkeypatch.setattr(cli.asking, "_continue", reply)
+    monkeypatch.setattr(cli.asking.recall, "recite_for", lambda m, t, asked: [[f"About {asked[0]}", "More."]])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\nAnd you?\n"))
+    arguments = ("chat", "--recite", "--memory", memory, "--model", chat_model, "--device", "cpu")
+    assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
+    read = "user: Read this text.\n\nAbout {0}\nMore.\n\n{0}\nassistant:"
+    assert seen == [read.format("Hello?"), "user: Hello?\nassistant: Fine.\n" + read.format("And you?")]
+    assert "--recite needs the memory and nothing else" in run(*arguments, "--without-memory")[2]
 
 
 def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, monkeypatch):

@@ -21,6 +21,7 @@ __all__ = [
     "find_pad_token",
     "find_start_token",
     "load_text",
+    "put_before",
     "python_reference",
     "tokenize",
     "unwrap",
@@ -160,9 +161,13 @@ def encode_question(tokenizer, question: str, form: str = SENTENCE_PROMPT, conte
         form: has {question} and may have {context}, such as `SENTENCE_PROMPT`.
         context: a text that stands before the question.
     """
-    before = f"Read this text.\n\n{context.strip()}\n\n" if context.strip() else ""
     begin = "" if can_chat(tokenizer) else "Answer:"
-    return encode_prompt(tokenizer, form.format(question=question, context=before), begin)
+    return encode_prompt(tokenizer, form.format(question=question, context=put_before(context)), begin)
+
+
+def put_before(context: str) -> str:
+    """Return a text as it stands before a question or a message in a prompt, and a blank line; "" for no text."""
+    return f"Read this text.\n\n{context.strip()}\n\n" if context.strip() else ""
 
 
 def encode_answer(tokenizer, answer: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +12,9 @@ from cyclopts import Parameter
 
 from ..evaluation import recall
 from ..evaluation.answering import GREEDY
-from ..text import can_chat, encode_prompt, encode_turns, find_pad_token, load_text
+from ..text import can_chat, encode_prompt, encode_turns, find_pad_token, load_text, put_before
 from ..ttt import count_positions
+from ..tuner import adapters_disabled
 from .console import open_consoles, write_result
 from .options import (
     BASE,
@@ -96,11 +98,7 @@ def ask(
         max_new_tokens: the longest answer, in tokens.
     """
     stdout, _ = open_consoles(json_file)
-    if recite and (without_memory or context is not None):
-        other = "--without-memory" if without_memory else "--context"
-        raise ValueError(
-            f"--recite needs the memory and nothing else to answer from, got {other}: leave one of them out"
-        )
+    _check_recite(recite, without_memory, context)
     asked = [recall.Question(text) for text in question]
     asked += [] if questions is None else recall.load_questions(questions)
     if not asked or any(not item.question.strip() for item in asked):
@@ -137,6 +135,7 @@ def chat(
     *,
     memory: Memory | None = None,
     without_memory: bool = False,
+    recite: bool = False,
     max_new_tokens: Count = 128,
     temperature: AtLeastZero = 0.0,
     seed: Seed = 0,
@@ -146,11 +145,13 @@ def chat(
 
     Args:
         without_memory: talk with the base model alone; --memory then only names it.
+        recite: the memory recites passages for each message, and the base replies with these before it.
         max_new_tokens: the longest reply, in tokens.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: of the tokens that are drawn.
     """
     stdout, stderr = open_consoles()
+    _check_recite(recite, without_memory)
     loaded, model = _load_to_ask(memory, without_memory, base)
     if not can_chat(loaded.tokenizer):
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
@@ -163,14 +164,26 @@ def chat(
             return
         if not line.strip():
             continue
-        turns.append({"role": "user", "content": line.strip()})
-        while not _fits(loaded, ids := encode_turns(loaded.tokenizer, turns), max_new_tokens):
-            if len(turns) == 1:
+        message, passages = line.strip(), []
+        if recite:
+            (passages,) = recall.recite_for(model, loaded.tokenizer, [message])
+        asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
+        while not _fits(loaded, ids := encode_turns(loaded.tokenizer, [*turns, asked]), max_new_tokens):
+            if not turns:
                 raise _too_long("message", loaded, ids, max_new_tokens)
             del turns[:2]  # the oldest message and its reply
-        reply = _continue(model, loaded.tokenizer, ids, max_new_tokens, temperature, seed).strip()
-        turns.append({"role": "assistant", "content": reply})
+        with adapters_disabled(model) if recite else nullcontext():
+            reply = _continue(model, loaded.tokenizer, ids, max_new_tokens, temperature, seed).strip()
+        turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
         stdout.print(reply)
+
+
+def _check_recite(recite: bool, without_memory: bool, context: Path | None = None) -> None:
+    if recite and (without_memory or context is not None):
+        other = "--without-memory" if without_memory else "--context"
+        raise ValueError(
+            f"--recite needs the memory and nothing else to answer from, got {other}: leave one of them out"
+        )
 
 
 def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:

@@ -7,11 +7,11 @@ on it, which are computed from k A in place of A:
     output scale  tau = (ALPHA / R) (median over tokens of |FFN(A)|) / sqrt(D) / (mean over tokens and slots of |M|)
 
 The elements of k A have the size KAPPA. R slots whose values have elements of the size v add at most ALPHA v times the
-size of the FFN's own output's elements: a step of AdamW moves each element of the values by the learning rate, so that
-its effect is the same share of the output in a host of any width D. Both hold whatever the norm's weight and the host's
-projections are multiplied by. The division by R, which is also in the paper's tau, lets one learning rate suit memories
-of all widths. The medians leave out single tokens whose FFN output is hundreds of times as long as the others'
-(attention sinks of pretrained models).
+size of the elements of the FFN's own output. A step of AdamW moves each element of the values by the learning rate, so
+that its effect is the same share of the output on hosts of every width D. Both hold whatever the norm's weight and the
+host's projections are multiplied by. The division by R, which is also in the paper's tau, lets one learning rate suit
+memories of every width. The medians leave out single tokens whose FFN output is hundreds of times as long as the
+others' (attention sinks of pretrained models).
 """
 
 from __future__ import annotations
