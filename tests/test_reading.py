@@ -137,6 +137,23 @@ def test_a_callback_can_stop_a_reading_and_what_was_learned_is_kept(base, input_
         find_finished(tmp_path / "stopped", settings, input_ids)
 
 
+def test_a_callback_can_stop_at_a_chunk_of_the_checkpoint(base, input_ids, tmp_path):
+    options = {"out": tmp_path / "memory", "checkpoint_dir": tmp_path / "memory" / CHECKPOINT_FOLDER}
+
+    def interrupt(chunk):
+        if chunk.index == 2:
+            raise KeyboardInterrupt
+
+    def stop(chunk):
+        raise StopReading
+
+    with pytest.raises(KeyboardInterrupt):
+        memorize(base, input_ids, small(), on_chunk=interrupt, **options)
+    reading = memorize(base, input_ids, small(), on_chunk=stop, resume=True, **options)
+    assert reading.stopped and [tokens for tokens, _ in reading.curve] == [64, 128, 192]
+    assert (tmp_path / "memory" / WEIGHTS).exists()
+
+
 def test_a_second_reading_that_is_stopped_counts_its_own_tokens(base, input_ids):
     def stop(chunk):
         if (chunk.reading, chunk.index) == (1, 0):

@@ -41,6 +41,8 @@ def test_questions_are_loaded_and_bad_lines_are_named(tmp_path):
     path = tmp_path / "questions.jsonl"
     path.write_text('{"question": "Who?", "answer": "She"}\n\n{"question": "When?"}\n')
     assert load_questions(path) == [Question("Who?", "She"), Question("When?")]
+    path.write_text('\ufeff{"question": "Who\u2028came?"}\n')
+    assert load_questions(path) == [Question("Who\u2028came?")]
     for line in ("{", '{"answer": "x"}', '{"question": 3}', "[]"):
         path.write_text(f'{{"question": "Who?"}}\n{line}\n')
         with pytest.raises(ValueError, match=r"^line 2 of .* must be a JSON object with `question`"):
@@ -56,6 +58,14 @@ def test_answers_come_in_the_order_of_the_questions():
     together = ask(model, tokenizer, questions, max_new_tokens=4)
     assert together == [ask(model, tokenizer, [question], max_new_tokens=4)[0] for question in questions]
     assert ask(model, tokenizer, questions, context="The keeper was Anna.", max_new_tokens=4) != together
+
+
+def test_answers_are_the_likeliest_tokens_whatever_the_models_own_settings_say():
+    model, tokenizer = backbone.load()
+    questions = [Question("He said that he said that he said")]
+    expected = ask(model, tokenizer, questions, max_new_tokens=12)
+    model.generation_config.update(repetition_penalty=3.0, no_repeat_ngram_size=1, do_sample=True, temperature=9.0)
+    assert ask(model, tokenizer, questions, max_new_tokens=12) == expected
 
 
 def test_the_base_answers_from_what_its_memory_recites(tmp_path):

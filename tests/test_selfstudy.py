@@ -121,11 +121,13 @@ It is a blue one with two sails."""
 
 
 def test_a_long_turn_is_split_into_its_sentences(loaded):
-    talk = "Ann: I moved to the town of Bergen. It rains there on most days of the year.\nBen: Is that so, Ann?"
+    said = "I moved to the town of Bergen. It rains there on most days of the year."
+    talk = f"Ann: {said}\nBen: Is that so, Ann?\nAnn: It has rained for nine weeks."
     assert texts_of(split_passages(loaded[1], talk, 20)) == [
         'Ann said: "I moved to the town of Bergen."',
         'Ann said: "It rains there on most days of the year."',
         'Ben said: "Is that so, Ann?"',
+        'Ann said: "It has rained for nine weeks."',
     ]
 
 
@@ -148,6 +150,21 @@ def test_a_page_with_a_list_is_no_dialogue(loaded):
         "The contents of the box were as follows.\nFirst: a stone from the river bed.\nThe box was then closed again."
     )
     assert texts_of(split_passages(loaded[1], page, 64)) == page.split("\n")
+
+
+def test_notes_with_colons_are_no_dialogue(loaded):
+    notes = "Plumber: Nils Berg is the one to call.\nBakery: the one at the old bridge is open."
+    assert texts_of(split_passages(loaded[1], notes, 64)) == notes.split("\n")
+
+
+def test_a_statement_with_a_date_between_turns_is_kept(loaded):
+    story = "On 5 May 2023 the brother of Ann died at the sea."
+    talk = f"Ann: Hello to you, my dear old friend.\n{story}\nAnn: I miss him more than I can say."
+    assert texts_of(split_passages(loaded[1], talk, 64)) == [
+        'Ann said: "Hello to you, my dear old friend."',
+        story,
+        'Ann said: "I miss him more than I can say." on 5 May 2023.',
+    ]
 
 
 def test_a_sentence_longer_than_the_window_is_cut(loaded):
@@ -178,6 +195,12 @@ def test_exchanges_are_saved_and_loaded(tmp_path):
     assert load_exchanges(tmp_path / "e.jsonl") == exchanges
     (tmp_path / "e.jsonl").write_text('\ufeff{"question": "Who?", "answer": "She"}\n\n', encoding="utf-8")
     assert load_exchanges(tmp_path / "e.jsonl") == [Exchange("Who?", "She")]
+
+
+def test_the_space_around_a_subject_does_not_count(tmp_path):
+    path = tmp_path / EXCHANGES
+    path.write_text('{"question": "Who?", "answer": "He.", "subject": "  "}')
+    assert load_exchanges(path) == [Exchange("Who?", "He.")]
 
 
 def test_each_broken_line_is_named(tmp_path):
@@ -218,6 +241,9 @@ def test_the_passage_is_the_answer_of_all_its_questions(loaded, monkeypatch):
     (written,) = writing.write_exchanges(*loaded, [passage], 4)
     assert written.exchanges[0] == Exchange("Who built the tower?", passage.text, "The tower")
     assert [each.answer for each in written.exchanges[1:]] == [passage.text] * 2, "asked for by its own words"
+    other = Passage("The lamp burned whale oil.")
+    (written,) = writing.write_exchanges(*loaded, [passage, other], 4)
+    assert {each.answer for each in written.exchanges} == {passage.text, other.text}, "by its words alone"
     writing_on = writing.write_exchanges(*loaded, [passage] * (writing.BLOCK + 1), 1)
     next(writing_on)
     assert torch.is_grad_enabled(), "between two blocks"
@@ -317,6 +343,16 @@ def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
     logits = host.logits(count=1, **decoding.begin_rows(host, rows, groups, 0))
     for row, found in zip(rows, logits, strict=True):
         torch.testing.assert_close(found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mistral", "mpt"])
+def test_rows_are_whole_where_padding_inside_them_counts(family):
+    model = make_host("llama")
+    model.config.sliding_window, model.config.model_type = {"mistral": (6, "mistral"), "mpt": (None, "mpt")}[family]
+    rows = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8]]
+    assert "past_key_values" not in decoding.begin_rows(Host(model), rows, [(3, range(2))], 0)
+    model.config.sliding_window, model.config.model_type = 7, "mistral"
+    assert "past_key_values" in decoding.begin_rows(Host(model), rows, [(3, range(2))], 0)
 
 
 # Lessons
@@ -508,6 +544,21 @@ def test_settings_that_do_not_fit_are_refused(loaded, input_ids):
     with pytest.raises(ValueError, match="^exchanges have no meaning without study"):
         memorize(base, input_ids, ReadingSettings(method="none"), tokenizer=tokenizer, exchanges=GIVEN)
     assert settings_of().complete() == settings_of()
+
+
+def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_read(loaded, input_ids, monkeypatch):
+    base, tokenizer = loaded
+    long = Exchange("Who came?", "A man. " * 2000)
+    with pytest.raises(ValueError, match=r"^exchange 2 must fit the model's \d+ positions, got \d+ tokens: shorten"):
+        memorize(base, input_ids, settings_of(), tokenizer=tokenizer, exchanges=[GIVEN[0], long])
+
+
+def test_a_memory_of_given_exchanges_is_not_one_of_written_ones(loaded, input_ids, tmp_path):
+    base, tokenizer = loaded
+    memorize(base, input_ids, settings_of(), out=tmp_path, tokenizer=tokenizer, exchanges=GIVEN)
+    assert find_finished(tmp_path, settings_of(), input_ids, GIVEN) is not None
+    with pytest.raises(ValueError, match="holds the memory of exchanges that were given"):
+        find_finished(tmp_path, settings_of(), input_ids)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from locomo_data import make_samples, write_samples
 
 from locas_peft import backbone, cli
 from locas_peft.adapters import memory_attached
-from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo, open_study, run_units
+from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo, locomo, open_study, run_units
 from locas_peft.evaluation import study as studies
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
@@ -23,6 +23,7 @@ from locas_peft.evaluation.scoring import score_targets
 from locas_peft.evaluation.study import follow, reading_unit, summarize_reading
 from locas_peft.files import load_json, write_json
 from locas_peft.reading import score
+from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.settings import ReadingSettings
 from locas_peft.text import encode_answer
 from locas_peft.ttt.chunks import Chunk
@@ -134,7 +135,7 @@ def test_right_minus_wrong_is_what_the_files_say(locomo_run):
     assert mean == pytest.approx(sum(differences) / len(differences))
 
 
-def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp_path):
+def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp_path, monkeypatch):
     folder, args = locomo_run
     again = tmp_path / "again"
     shutil.copytree(folder / "out", again)
@@ -143,6 +144,12 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     lost.unlink()
     lost.with_suffix(".unfinished").write_text(json.dumps(json.loads(expected)[:2]))
     shutil.rmtree(again / "locomo/memories/lora")
+    stopped = again / "locomo/predictions/locas-glu/talk-1.recited.memory-talk-1.json"
+    answered = stopped.read_bytes()
+    stopped.unlink()  # stopped after it had recited
+    left = [{"index": record["index"], "recited": record["recited"]} for record in json.loads(answered)]
+    stopped.with_suffix(".unfinished").write_text(json.dumps(left))
+    monkeypatch.setattr(locomo, "recite_for", lambda model, tokenizer, questions: questions and pytest.fail("again"))
     kept = again / "locomo/predictions/none/talk-1.no-context.memory-none.json"
     stamp = kept.stat().st_mtime_ns
     before = read(again / "locomo.json")
@@ -154,6 +161,7 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
         cli.main([str(again) if arg == str(folder / "out") else arg for arg in args])
     assert ended.value.code == 0
     assert lost.read_bytes() == expected and not lost.with_suffix(".unfinished").exists()
+    assert stopped.read_bytes() == answered
     assert kept.stat().st_mtime_ns == stamp, "a result that exists is not made again"
     assert made.exists() and memory.stat().st_mtime_ns == memory_stamp, "nor is a memory"
     after = read(again / "locomo.json")
@@ -490,6 +498,7 @@ def test_a_new_study_is_a_table_of_units_and_a_summary(tmp_path):
     assert run_transfer(base, texts, target, settings, tmp_path) == found
     with pytest.raises(ValueError, match=r"^texts must be \['own', 'other'\] as in the results in "):
         run_transfer(base, {"own": texts["own"]}, target, settings, tmp_path)
+    (tmp_path / "transfer" / "memories" / "other" / EXCHANGES).write_text("")  # of a study
     run_transfer(base, {"own": texts["own"]}, target, settings, tmp_path, overwrite=True)
     assert not list((tmp_path / "transfer").rglob("other*"))
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from peft import PeftConfig, PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
 from .files import finish_replacement, load_json, staged, write_json
 from .loading import MEMORY_CONFIG
@@ -37,6 +38,8 @@ __all__ = [
 ]
 
 READING = "reading.json"
+FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES)
+"""The files of a memory."""
 """The file in a memory's folder that holds the reading that made it."""
 CHECKPOINT_FOLDER = "checkpoint"
 """The folder in a memory's folder that holds an unfinished reading."""
@@ -147,7 +150,7 @@ def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool
     is_memory = (folder / MEMORY_CONFIG).exists() and (folder / READING).exists()
     unfinished = has_checkpoint(folder / CHECKPOINT_FOLDER)
     if not is_memory:
-        for name in (MEMORY_CONFIG, READING, CARD, EXCHANGES, "adapter_model.safetensors"):
+        for name in FILES:
             if os.path.lexists(folder / name):
                 raise ValueError(
                     f"--out {str(folder)!r} holds a file {name} that no reading wrote: choose another folder, or move "
@@ -198,7 +201,10 @@ def find_finished(
         raise ValueError(f"--out {str(folder)!r} holds the memory of another text: {remedy}")
     if reading.stopped:
         raise ValueError(f"--out {str(folder)!r} holds the memory of a reading that was stopped early: {remedy}")
-    if exchanges is not None and (reading.studied or {}).get("exchanges_sha256") != digest_exchanges(exchanges):
+    studied = reading.studied or {}
+    if exchanges is None and studied.get("given"):
+        raise ValueError(f"--out {str(folder)!r} holds the memory of exchanges that were given: {remedy}")
+    if exchanges is not None and studied.get("exchanges_sha256") != digest_exchanges(exchanges):
         raise ValueError(f"--out {str(folder)!r} holds the memory of other exchanges: {remedy}")
     return reading
 

@@ -117,10 +117,10 @@ def memorize(
         study = _make_study(model, tokenizer, input_ids, settings, exchanges)
         if resuming and study is not None:
             study.resume(lock)
-        for chunk in trainer.chunks if on_chunk is not None else ():
-            on_chunk(chunk)
         checkpoints, stopped = _Checkpoints(lock, checkpoint_seconds, trainer, study), False
         try:
+            for chunk in trainer.chunks if on_chunk is not None else ():
+                on_chunk(chunk)
             for chunk in trainer.read(input_ids):
                 checkpoints.after(chunk, on_chunk)
             if study is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ __all__ = [
     "SENTENCE_PROMPT",
     "SHORT_PROMPT",
     "can_chat",
+    "decode_after",
     "digest_ids",
     "encode_answer",
     "encode_prompt",
@@ -20,6 +22,7 @@ __all__ = [
     "encode_turns",
     "find_pad_token",
     "find_start_token",
+    "find_turn_end",
     "load_text",
     "put_before",
     "python_reference",
@@ -174,6 +177,25 @@ def encode_answer(tokenizer, answer: str) -> list[int]:
     """Turn an answer into token ids, as they follow its prompt: after a blank where there is no chat template."""
     blank = "" if can_chat(tokenizer) else " "
     return list(tokenizer(blank + answer, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def decode_after(tokenizer, begin: str, ids: Sequence[int]) -> str:
+    """Return the beginning of a text and the tokens that continue it as one text.
+
+    They are decoded together, since some tokenizers leave out the blank before the first token.
+    """
+    own = tokenizer(begin, add_special_tokens=False, verbose=False)["input_ids"] if begin else []
+    return tokenizer.decode([*own, *ids], skip_special_tokens=True)
+
+
+def find_turn_end(tokenizer) -> int | None:
+    """Return the special token that ends a reply in a tokenizer's chat template; None where it ends with none."""
+    turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Reply"}]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    end = tokenizer(rendered.rpartition("Reply")[2].lstrip(), add_special_tokens=False, verbose=False)["input_ids"]
+    added = tokenizer.added_tokens_decoder
+    is_special = end and (end[0] in tokenizer.all_special_ids or (end[0] in added and added[end[0]].special))
+    return end[0] if is_special else None
 
 
 def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> list[int]:

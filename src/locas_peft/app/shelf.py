@@ -17,20 +17,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
-
 from ..files import staged
 from ..loading import MEMORY_CONFIG, describe_memory
-from ..memory_folder import READING
-from ..selfstudy.exchanges import EXCHANGES
+from ..memory_folder import FILES
 
 __all__ = ["MOST_BYTES", "MOST_MEMORIES", "Shelf", "check_name", "pack"]
 
 MOST_MEMORIES = 100
 MOST_BYTES = 2**30
 """Of an uploaded archive, and of the files in it."""
-FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, "README.md", READING, EXCHANGES)
-"""The files of a memory; no other is packed, unpacked or deleted."""
 _NAME = re.compile(r"[^\W_][\w .()-]{0,58}[\w)]|[^\W_]")
 _PIECE = 2**20
 

@@ -16,7 +16,10 @@ from ..ttt.host import Host, count_positions
 
 __all__ = ["GREEDY", "answer", "first_line", "recite"]
 
-GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+GREEDY: dict[str, Any] = {
+    **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
+    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+}
 """Options of `generate` that take the likeliest token, whatever the model's own settings say."""
 
 _WORTH_KEEPING = 64
@@ -55,7 +58,9 @@ def answer(
         return
     shortest = min(map(len, prompts))
     shared = commonprefix([list(prompt[: shortest - 1]) for prompt in prompts])  # a prompt's last token must be fed
-    cache = _fill_cache(model, shared) if len(shared) >= _WORTH_KEEPING else None
+    longest = max(map(len, prompts)) + max_new_tokens
+    keeps = len(shared) >= _WORTH_KEEPING and Host(model).can_pad_inside(longest)
+    cache = _fill_cache(model, shared) if keeps else None
     for batch in batches:
         rows = [prompts[number] for number in batch]
         yield batch, _answer_batch(model, tokenizer, rows, max_new_tokens, cache=cache)
@@ -74,7 +79,7 @@ def recite(
     """Return for each prompt the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
 
     A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
-    has two beams an answer.
+    has two beams an answer, and orders answers by their mean log-probability a token.
 
     Args, raises: as for `answer`.
     """

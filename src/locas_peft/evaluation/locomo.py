@@ -191,15 +191,17 @@ def _ask(
 def _answer_questions(
     model: nn.Module, tokenizer, row: _Row, plan: Plan, advance: Callable[..., None]
 ) -> list[dict[str, Any]]:
-    """Answer a conversation's questions; each batch is kept in a file, so that it is not asked again."""
-    questions = row.conversation.questions
-    recited = _recite(model, tokenizer, questions) if row.setting == RECITED else {}
+    """Answer a conversation's questions; what is recited and each batch are kept in a file, not to be asked again."""
+    questions, unfinished = row.conversation.questions, Unit(row.path, list).unfinished
+    records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
+    if row.setting == RECITED:
+        records |= _recite(model, tokenizer, [question for question in questions if question.index not in records])
+        write_json(unfinished, [records[index] for index in sorted(records)])
+    recited = {index: record["recited"] for index, record in records.items()}
     wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens, "recited": recited}
     prompts, dropped = make_prompts(model, tokenizer, row.conversation, row.setting, **wording)
-    unfinished = Unit(row.path, list).unfinished
-    records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
-    advance(len(records))
-    known = {number for number, question in enumerate(questions) if question.index in records}
+    known = {number for number, each in enumerate(questions) if "prediction" in records.get(each.index, ())}
+    advance(len(known))
     options = {"max_new_tokens": plan.max_new_tokens, "batch_size": plan.batch_size, "known": known}
     # The base answers from what its memory has recited.
     with adapters_disabled(model) if row.setting == RECITED else nullcontext():
@@ -228,10 +230,13 @@ def _answer_questions(
     return [records[index] for index in sorted(records)]
 
 
-def _recite(model: nn.Module, tokenizer, questions: Sequence[Question]) -> dict[int, list[str]]:
-    """Return the passages that a memory recites for each question, by the question's index."""
+def _recite(model: nn.Module, tokenizer, questions: Sequence[Question]) -> dict[int, dict[str, Any]]:
+    """Return records of what a memory recites for each question, by the question's index."""
     recited = recite_for(model, tokenizer, [question.question for question in questions])
-    return {question.index: passages for question, passages in zip(questions, recited, strict=True)}
+    return {
+        question.index: {"index": question.index, "recited": passages}
+        for question, passages in zip(questions, recited, strict=True)
+    }
 
 
 # ---------------------------------------------------------------------- summary

@@ -37,7 +37,7 @@ def load_questions(path: str | Path) -> list[Question]:
         OSError: the file cannot be opened.
     """
     questions = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -22,8 +22,7 @@ from filelock import FileLock, Timeout
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import load_json, write_json
-from ..loading import MEMORY_CONFIG
-from ..memory_folder import READING, Reading, find_finished
+from ..memory_folder import FILES, Reading, find_finished
 from ..reading import memorize
 from ..selfstudy import StudyStep
 from ..settings import ReadingSettings
@@ -243,8 +242,7 @@ def _is_locked(unit: Unit) -> bool:
 
 def _remove(unit: Unit, folder: Path) -> None:
     """Remove a unit's files from the study's folder, and the folders that are empty then."""
-    memory = (unit.memory / name for name in (MEMORY_CONFIG, "adapter_model.safetensors", "README.md", READING))
-    for file in (unit.path, _lock_path(unit.path), *memory):
+    for file in (unit.path, _lock_path(unit.path), *(unit.memory / name for name in FILES)):
         file.unlink(missing_ok=True)
     _remove_unfinished(unit)
     for directory in (unit.memory, *unit.path.parents):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..text import can_chat, find_pad_token
+from ..text import can_chat, find_pad_token, find_turn_end
 from ..ttt.host import Host
 
 __all__ = [
@@ -61,7 +61,8 @@ def begin_rows(
     """Return rows as the model's inputs, as `pad_left` does, after the tokens that the rows of a group share.
 
     The keys and values of these tokens are computed once a group, without gradients. The inputs are whole rows where
-    a group shares nothing, and for a model whose context is more than keys and values.
+    a group shares nothing, and for a model whose context is more than keys and values, or which counts the padding
+    after the shared tokens.
 
     Args:
         host: the model, with the adapter that is to take part.
@@ -69,7 +70,8 @@ def begin_rows(
         groups: see `share_prefixes`.
         pad: any token.
     """
-    if not host.can_cache() or not all(count for count, _ in groups):
+    shared = host.can_cache() and host.can_pad_inside(max(map(len, rows)))
+    if not shared or not all(count for count, _ in groups):
         return pad_left(rows, pad, host.device)
     prefixes = pad_left([rows[numbers[0]][:count] for count, numbers in groups], pad, host.device)
     cache = host.outputs(count=1, use_cache=True, **prefixes).past_key_values
@@ -139,8 +141,9 @@ def decode(
 
 
 def list_stops(tokenizer) -> list[int]:
-    """Return the tokens that end an answer; for a base model the tokens of a line's end as well."""
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    """Return the tokens that end an answer, first the chat template's own; for a base model also a line's end."""
+    ends = [find_turn_end(tokenizer)] if can_chat(tokenizer) else []
+    ends = [end for end in dict.fromkeys([*ends, tokenizer.eos_token_id]) if end is not None]
     if not can_chat(tokenizer):
         ends += [
             ids[0] for end in ("\n", "\n\n") if len(ids := tokenizer(end, add_special_tokens=False)["input_ids"]) == 1

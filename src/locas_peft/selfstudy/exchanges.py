@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -73,10 +74,10 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
     """Split a text into passages of one sentence each, and a dialogue into passages of one turn each.
 
     A small model writes far better questions about a short passage than about a page. Sentences and turns of a few
-    words join the one before them. A text is a dialogue where half of its lines have the form "Name: words". A turn is
-    put as reported speech, with the date where a line above has one, since a small model asks about facts then and not
-    as one of the speakers: Ann said: "I moved to Bergen." on 8 May, 2023. The date comes last, because a question
-    seldom names it. A long turn is split into its sentences.
+    words join the one before them. A text is a dialogue where half of its lines have the form "Name: words" and some
+    name occurs twice. A turn is put as reported speech, with the date where a line above has one, since a small model
+    asks about facts then and not as one of the speakers: Ann said: "I moved to Bergen." on 8 May, 2023. The date comes
+    last, because a question seldom names it. A long turn is split into its sentences.
 
     Args:
         tokenizer: counts the tokens.
@@ -127,19 +128,21 @@ def _list_sentences(text: str) -> list[str]:
 def _list_turns(text: str) -> list[tuple[str, str, str]]:
     """Return of each turn of a dialogue what is said, its form as reported speech, and the speaker.
 
-    Nothing for another text. A line of no turn that has no date is a form without a speaker.
+    Nothing for another text. A line of no turn is a form without a speaker, unless it is a heading with a date.
     """
     lines = _list_lines(text)
-    if not lines or 2 * sum(_TURN.fullmatch(line) is not None for line in lines) < len(lines):
+    speakers = Counter(match[1] for match in map(_TURN.fullmatch, lines) if match)
+    if 2 * speakers.total() < len(lines) or max(speakers.values(), default=0) < 2:
         return []
     turns, date = [], ""
     for line in lines:
         match, found = _TURN.fullmatch(line), _DATE.search(line)
         if match is not None:
             turns.append((match[2], f'{match[1]} {REPORTED}: "{{}}"{date}', match[1]))
-        elif found is not None:
+            continue
+        if found is not None:
             date = f" on {found[0]}."
-        else:
+        if found is None or line[-1] in ".!?…":
             turns.append((line, "{}", ""))
     return turns
 
@@ -182,7 +185,7 @@ def load_exchanges(path: str | Path) -> list[Exchange]:
         except (ValueError, TypeError, KeyError, AttributeError):
             broken.append(number)
         else:
-            exchanges.append(Exchange(*found))
+            exchanges.append(Exchange(*found[:2], found[2].strip()))
     if broken:
         shown = ", ".join(map(str, broken[:20])) + (f" and {len(broken) - 20} more" if len(broken) > 20 else "")
         raise ValueError(

@@ -25,7 +25,7 @@ from ..ttt.objectives import token_losses
 from ..tuner.passes import evaluating, trained_parameters
 from .decoding import begin_rows
 from .exchanges import Exchange, Passage, digest_exchanges, split_passages
-from .lessons import Lesson, make_lesson
+from .lessons import FORMS, Lesson, make_lesson
 from .others import write_other_lessons
 from .writing import BLOCK, check_window, write_exchanges
 
@@ -77,14 +77,15 @@ class SelfStudy:
         per_passage: questions wanted about each passage.
         passes: how often each exchange is learned.
         learning_rate: of AdamW; it falls linearly to 0.
-        window: the longest prompt with a passage, in tokens.
+        window: the longest piece of the text that is read at once, in tokens.
         seed: of the questions and of the order of learning.
         anchor: weight of the KL from the base on its answers to other questions at the end; it grows linearly from 0.
             0 for none.
         given: the exchanges that are learned, in place of written ones.
 
     Raises:
-        ValueError: the text is shorter than a passage, or the window leaves no room for one.
+        ValueError: the text is shorter than a passage, the window leaves no room for one, or a given exchange is
+            longer than the model's positions.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class SelfStudy:
         self._lessons: list[Lesson] = []  # made of the exchanges when all are written
         self._given = None if given is None else digest_exchanges(self.exchanges)
         self._passages: list[Passage] = []
+        self._check_lengths()
         if given is None:
             check_window(self._host, window)
             self._passages = split_passages(tokenizer, tokenizer.decode(input_ids, skip_special_tokens=True))
@@ -121,6 +123,17 @@ class SelfStudy:
         self._losses: list[float] = []
         self._seconds = {"write": 0.0, "learn": 0.0}
 
+    def _check_lengths(self) -> None:
+        for number, exchange in enumerate(self.exchanges, 1):
+            question = f"{exchange.subject}: {exchange.question}"
+            prompts = (encode_question(self._tokenizer, question, form) for form in FORMS)
+            length = max(map(len, prompts)) + len(make_lesson(exchange, self._tokenizer).answer)
+            if length > (self._host.positions or length):
+                raise ValueError(
+                    f"exchange {number} must fit the model's {self._host.positions} positions, got {length} tokens: "
+                    "shorten its question or answer"
+                )
+
     @property
     def figures(self) -> dict[str, Any]:
         """JSON values: what was asked, kept and learned; the KL of the first and the last pass; seconds."""
@@ -130,6 +143,7 @@ class SelfStudy:
             "passages": len(self._passages),
             "asked": self.asked,
             "kept": len(self.exchanges),
+            "given": self._given is not None,
             "steps": self._step,
             "skipped_steps": self.skipped_steps,
             "kl_nats": means,

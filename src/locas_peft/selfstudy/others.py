@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..text import encode_prompt, encode_question
+from ..text import decode_after, encode_prompt, encode_question
 from ..ttt.host import Host
 from ..tuner.passes import adapters_disabled, evaluating
 from .decoding import decode
@@ -46,7 +46,7 @@ def write_other_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Less
         replies = decode(host, tokenizer, requests, QUESTION_TOKENS, **options)
         questions = []
         for (_, begin), reply in zip(asked, replies, strict=True):
-            line = (begin + tokenizer.decode(reply.ids, skip_special_tokens=True)).split("\n")[0]
+            line = decode_after(tokenizer, begin, reply.ids.tolist()).split("\n")[0]
             questions.append(line[: line.find("?") + 1] or line)
         forms = [FORMS[number % len(FORMS)] for number in range(len(questions))]
         encoded = [encode_question(tokenizer, *each) for each in zip(questions, forms, strict=True)]
@@ -54,5 +54,4 @@ def write_other_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Less
     return [
         Lesson(question, "", answer.ids, answer.candidates, answer.targets, (form,))
         for question, form, answer in zip(questions, forms, answers, strict=True)
-        if len(answer.ids)
     ]

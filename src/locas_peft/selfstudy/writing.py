@@ -17,7 +17,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ..text import encode_prompt
+from ..text import decode_after, encode_prompt
 from ..ttt.host import Host
 from ..tuner.passes import adapters_disabled, evaluating
 from .decoding import decode
@@ -101,7 +101,7 @@ def _write(
 ) -> Written:
     written = Written(len(passages))
     asked = _ask(host, tokenizer, passages, per_passage, generator, written)
-    for passage in dict.fromkeys(passage for passage, _ in asked):
+    for passage in dict.fromkeys(passages if asked else ()):
         by_words = _ask_by_words(passage.text, per_passage // 2, generator)
         written.asked += len(by_words)
         asked += [(passage, question) for question in by_words]
@@ -189,7 +189,7 @@ def _reply(
         batch = prompts[first : first + _ROWS]
         replies = decode(host, tokenizer, batch, QUESTION_TOKENS, temperature=TEMPERATURE, generator=generator)
         for (_, (_, begin, _)), reply in zip(asked[first:], replies, strict=False):
-            yield (begin + tokenizer.decode(reply.ids, skip_special_tokens=True)).strip().split("\n")[0]
+            yield decode_after(tokenizer, begin, reply.ids.tolist()).strip().split("\n")[0]
 
 
 def is_about(question: str, passage: Passage) -> bool:

@@ -134,6 +134,14 @@ class Host:
         relative = self._config.model_type in ("bloom", "mpt")  # ALiBi: distances instead of positions
         return slides and ("position_ids" in self._accepts or relative)
 
+    def can_pad_inside(self, length: int) -> bool:
+        """Return whether padding may lie between the tokens of rows of `length`, padding included.
+
+        A sliding window that is shorter, and distances by place as in MPT, count it.
+        """
+        window = getattr(self._config, "sliding_window", None)
+        return self._config.model_type != "mpt" and (not isinstance(window, int) or length <= window)
+
     def check_cache(self) -> None:
         """Raise a `ValueError` where `can_cache` is False."""
         if not self.can_cache():
