@@ -154,7 +154,7 @@ def test_an_anchored_memory_learns_the_text_and_leaves_another_alone():
         ("free", None),
         ("held", Anchor(write_own_text(base, texts=16, tokens=64), weight=1.0, every=1)),
     ):
-        model = get_peft_model(backbone.load()[0], LocasConfig(r=32, scaling=32.0))
+        model = get_peft_model(backbone.load()[0], LocasConfig(r=32, scaling=21.0))
         trainer = TestTimeTrainer(model, window=256, stride=128, learning_rate=4e-3, context="cache", anchor=anchor)
         read(trainer, book)
         model.requires_grad_(False)

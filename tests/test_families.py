@@ -14,7 +14,7 @@ from locas_peft import LocasConfig, LocasLayer, calibrate
 from locas_peft.tuner import find_ffns
 
 R = 4
-SCALING = 500.0  # large enough that a memory is seen
+SCALING = 80.0  # large enough that a memory is seen
 
 
 def make_memory(family: str, **kwargs) -> PeftModel:
