@@ -38,9 +38,9 @@ __all__ = [
 ]
 
 READING = "reading.json"
-FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES)
-"""The files of a memory."""
 """The file in a memory's folder that holds the reading that made it."""
+FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES)
+"""The files of a memory; no other is packed, unpacked or deleted."""
 CHECKPOINT_FOLDER = "checkpoint"
 """The folder in a memory's folder that holds an unfinished reading."""
 _CARD_SETTINGS = [

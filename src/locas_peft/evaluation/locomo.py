@@ -197,7 +197,7 @@ def _answer_questions(
     if row.setting == RECITED:
         records |= _recite(model, tokenizer, [question for question in questions if question.index not in records])
         write_json(unfinished, [records[index] for index in sorted(records)])
-    recited = {index: record["recited"] for index, record in records.items()}
+    recited = {index: record.get("recited") for index, record in records.items()}
     wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens, "recited": recited}
     prompts, dropped = make_prompts(model, tokenizer, row.conversation, row.setting, **wording)
     known = {number for number, each in enumerate(questions) if "prediction" in records.get(each.index, ())}
