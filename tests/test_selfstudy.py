@@ -546,7 +546,7 @@ def test_settings_that_do_not_fit_are_refused(loaded, input_ids):
     assert settings_of().complete() == settings_of()
 
 
-def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_read(loaded, input_ids, monkeypatch):
+def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_read(loaded, input_ids):
     base, tokenizer = loaded
     long = Exchange("Who came?", "A man. " * 2000)
     with pytest.raises(ValueError, match=r"^exchange 2 must fit the model's \d+ positions, got \d+ tokens: shorten"):

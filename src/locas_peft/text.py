@@ -193,9 +193,8 @@ def find_turn_end(tokenizer) -> int | None:
     turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Reply"}]
     rendered = tokenizer.apply_chat_template(turns, tokenize=False)
     end = tokenizer(rendered.rpartition("Reply")[2].lstrip(), add_special_tokens=False, verbose=False)["input_ids"]
-    added = tokenizer.added_tokens_decoder
-    is_special = end and (end[0] in tokenizer.all_special_ids or (end[0] in added and added[end[0]].special))
-    return end[0] if is_special else None
+    token = tokenizer.added_tokens_decoder.get(end[0]) if end else None
+    return end[0] if token is not None and token.special else None
 
 
 def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> list[int]:

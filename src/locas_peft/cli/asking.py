@@ -164,9 +164,8 @@ def chat(
             return
         if not line.strip():
             continue
-        message, passages = line.strip(), []
-        if recite:
-            (passages,) = recall.recite_for(model, loaded.tokenizer, [message])
+        message = line.strip()
+        passages = recall.recite_for(model, loaded.tokenizer, [message])[0] if recite else []
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
         while not _fits(loaded, ids := encode_turns(loaded.tokenizer, [*turns, asked]), max_new_tokens):
             if not turns:

@@ -59,8 +59,7 @@ def answer(
     shortest = min(map(len, prompts))
     shared = commonprefix([list(prompt[: shortest - 1]) for prompt in prompts])  # a prompt's last token must be fed
     longest = max(map(len, prompts)) + max_new_tokens
-    keeps = len(shared) >= _WORTH_KEEPING and Host(model).can_pad_inside(longest)
-    cache = _fill_cache(model, shared) if keeps else None
+    cache = _fill_cache(model, shared, longest) if len(shared) >= _WORTH_KEEPING else None
     for batch in batches:
         rows = [prompts[number] for number in batch]
         yield batch, _answer_batch(model, tokenizer, rows, max_new_tokens, cache=cache)
@@ -117,12 +116,16 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def _fill_cache(model: nn.Module, ids: list[int]) -> DynamicCache | None:
-    """Run tokens through the model and return their keys and values; None for a model that keeps something else."""
-    config = model.config.get_text_config()
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
-        return None  # the state of such layers cannot be followed by padding
-    cache, host = DynamicCache(), Host(model)
+def _fill_cache(model: nn.Module, ids: list[int], longest: int) -> DynamicCache | None:
+    """Run tokens through the model and return their keys and values; None where padding cannot follow them.
+
+    `longest` is the length of the longest row that begins with them, with its padding and its answer.
+    """
+    config, host = model.config.get_text_config(), Host(model)
+    only_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    if not only_full or not host.can_pad_inside(longest):
+        return None
+    cache = DynamicCache()
     host.logits(torch.tensor([ids], device=host.device), 1, past_key_values=cache, use_cache=True)
     return cache if cache.get_seq_length() == len(ids) else None
 

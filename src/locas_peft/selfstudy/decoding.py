@@ -70,8 +70,8 @@ def begin_rows(
         groups: see `share_prefixes`.
         pad: any token.
     """
-    shared = host.can_cache() and host.can_pad_inside(max(map(len, rows)))
-    if not shared or not all(count for count, _ in groups):
+    can_share = host.can_cache() and host.can_pad_inside(max(map(len, rows)))
+    if not can_share or not all(count for count, _ in groups):
         return pad_left(rows, pad, host.device)
     prefixes = pad_left([rows[numbers[0]][:count] for count, numbers in groups], pad, host.device)
     cache = host.outputs(count=1, use_cache=True, **prefixes).past_key_values
@@ -142,10 +142,9 @@ def decode(
 
 def list_stops(tokenizer) -> list[int]:
     """Return the tokens that end an answer, first the chat template's own; for a base model also a line's end."""
-    ends = [find_turn_end(tokenizer)] if can_chat(tokenizer) else []
-    ends = [end for end in dict.fromkeys([*ends, tokenizer.eos_token_id]) if end is not None]
-    if not can_chat(tokenizer):
-        ends += [
-            ids[0] for end in ("\n", "\n\n") if len(ids := tokenizer(end, add_special_tokens=False)["input_ids"]) == 1
-        ]
-    return ends
+    if can_chat(tokenizer):
+        ends = [find_turn_end(tokenizer), tokenizer.eos_token_id]
+    else:
+        lines = (tokenizer(end, add_special_tokens=False)["input_ids"] for end in ("\n", "\n\n"))
+        ends = [tokenizer.eos_token_id, *(ids[0] for ids in lines if len(ids) == 1)]
+    return [end for end in dict.fromkeys(ends) if end is not None]
