@@ -72,6 +72,7 @@ class Row:
             values["anchor"] = 0.0  # not the preset's
         if self.method != "none":
             values["brake"] = False  # as in the published tables
+            values["decay_steps"] = None if self.given.get("update") == "nlsvd" else 0
         if self.method.startswith("locas") and self.given.get("preset") != "paper":
             # The scale of the published tables: tau undivided.
             values |= {"output_scale": "paper", "scaling": float(self.given.get("r", 64))}
@@ -132,7 +133,7 @@ def lora(r: int, rate: float | None = None, **given: Any) -> Row:
 _NAMES = {
     **{"context": "{}", "gradient": "{}", "layers_to_transform": "{} layers", "init": "{}"},
     **{"scaling": "scaling {:g}", "row_norm": "row norm {:g}, no clip"},
-    **{"anchor": "anchor {:g}", "anchor_every": "every {}"},
+    **{"anchor": "anchor {:g}", "anchor_every": "every {}", "decay_steps": "decay {}"},
 }
 """How a setting appears in a row's name."""
 
@@ -152,6 +153,7 @@ UPPER = {"layers_to_transform": "upper"}
 ANCHOR = {"anchor": 1.0}
 SHARP = {"row_norm": 4.0, "max_slot_norm": 0.0}
 TOKENWISE = {"gradient": "tokenwise"}
+FALLING = {"decay_steps": 100}
 ANCHORED = locas(64, 4e-3, anchor=0.3)
 
 
@@ -212,6 +214,7 @@ _PRETRAINED_ROWS = (
     *(measured(16), measured(**TOKENWISE), measured(256), measured(**UPPER), paper(64)),
     *(measured(init=name) for name in ("gaussian", "random", "bottomk")),
     lora(64, 5e-4, **PUBLISHED),
+    *(measured(**FALLING), measured(**FALLING, anchor=0.3), lora(11, 2e-3, **FALLING), lora(64, 1e-3, **FALLING)),
 )
 _PRETRAINED_SWEEP = (
     NONE,

@@ -84,8 +84,8 @@ def test_each_setting_is_an_option_with_help(run):
         "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling --row-norm "
         "--max-slot-norm "
         "--update --epsilon --slots-per-chunk --gradient --anchor --anchor-every --window --stride --context --epochs "
-        "--seed --readings --objective --teacher-window --token-weighting --warmup-steps --model --dtype --device "
-        "--unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
+        "--seed --readings --objective --teacher-window --token-weighting --warmup-steps --decay-steps --model --dtype "
+        "--device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
     )
     assert [option for option in options.split() if f"{option} " not in stdout] == []
 
@@ -355,6 +355,7 @@ def test_each_shared_option_arrives_in_the_settings(run):
         "--max-tokens": ("max_tokens", 40),
         "--readings": ("readings", 2),
         "--warmup-steps": ("warmup_steps", 1),
+        "--decay-steps": ("decay_steps", 7),
         "--objective": ("objective", "distill"),
         "--teacher-window": ("teacher_window", 128),
         "--token-weighting": ("token_weighting", "loss"),

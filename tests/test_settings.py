@@ -30,6 +30,8 @@ def complete(method: str, preset: str = "tuned", **given) -> ReadingSettings:
         ({"epochs": None}, TypeError, "epochs must be an int, got NoneType: give a whole number"),
         ({"readings": 0}, ValueError, "readings must be at least 1, got 0: raise it"),
         ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, got -1: raise it"),
+        ({"decay_steps": -1}, ValueError, "decay_steps must be at least 0, got -1: raise it"),
+        ({"decay_steps": 0.5}, TypeError, "decay_steps must be an int, got float: give a whole number"),
         (
             {"stride": 17},
             ValueError,
@@ -130,6 +132,8 @@ def test_presets_fill_in_what_is_not_given():
     )  # fmt: skip
     assert (paper.learning_rate, paper.scaling, paper.init, paper.anchor) == (4e-3, 1.0, "topk", None)
     assert (tuned.output_scale, paper.output_scale) == ("measured", "paper")
+    assert (tuned.decay_steps, paper.decay_steps, complete("lora").decay_steps) == (100, 0, 100)
+    assert complete("locas-glu", decay_steps=0).decay_steps == 0
     assert complete("locas-mlp", "paper", r=16).scaling == 16.0
     assert complete("locas-glu", scaling=2.5).scaling == 2.5
     lora, none = complete("lora"), complete("none")
@@ -141,7 +145,7 @@ def test_what_a_written_memory_does_not_use_is_left_out():
     bp, nlsvd = (complete("locas-mlp", "paper", update=update) for update in (None, "nlsvd"))
     topk = complete("locas-mlp")
     assert (bp.init, bp.update) == ("write", "bp") and bp.learning_rate and bp.epsilon
-    assert nlsvd.learning_rate is None and nlsvd.epsilon
+    assert nlsvd.learning_rate is nlsvd.decay_steps is None and nlsvd.epsilon
     assert topk.learning_rate and (topk.update, topk.epsilon, topk.slots_per_chunk) == (None, None, None)
 
 

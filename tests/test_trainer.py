@@ -38,6 +38,7 @@ from transformers import AutoModelForCausalLM
 from locas_peft import SlotWriter, backbone
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import TestTimeTrainer, TrainingSettings, checkpoint, loop, read_many
+from locas_peft.ttt.learner import Learner
 
 KINDS = ("plain", "lora", "locas")
 ADAPTERS = ("lora", "locas")
@@ -231,6 +232,26 @@ def test_the_rate_warms_up_step_by_step_and_each_epoch_is_a_step():
     read(make_trainer("lora", learning_rate=None, optimizer=make, epochs=2), make_ids(16))
     assert len(optimizers) == 1
     assert rates == [[1.0, 2.0], [2.0, 4.0], [3.0, 6.0], [3.0, 6.0]]
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.25])
+def test_the_rate_falls_with_the_root_of_the_steps_also_after_the_memory_was_taken_back(fraction):
+    model = make_model("locas")
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    learner = Learner(lambda: weights, 0.5, warmup_steps=0, decay_steps=3)
+
+    def step():
+        learner.begin()
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+        learner.finish()
+        return learner.optimizer.param_groups[0]["lr"]
+
+    learner.keep_good()
+    rates = [step() for _ in range(10)]
+    assert rates == pytest.approx([0.5 * (3 / (3 + steps)) ** 0.5 for steps in range(10)])
+    learner.take_back(fraction)
+    assert step() == pytest.approx(0.5 * fraction * (3 / 13) ** 0.5)
 
 
 def test_an_optimizer_trains_a_written_memory_without_a_rate():

@@ -23,7 +23,8 @@ from .tuner import STRATEGIES
 
 __all__ = ["METHODS", "PRESETS", "UPDATES", "ReadingSettings", "complete_all", "label_method", "parse_method"]
 
-_LEARNING = {"layers_to_transform": None, "gradient": "full", "anchor": None, "anchor_every": 4, "brake": True}
+_LEARNING = {"decay_steps": 0, "layers_to_transform": None, "gradient": "full"}
+_LEARNING |= {"anchor": None, "anchor_every": 4, "brake": True}
 _MEMORY = {"r": 64, "init": "topk", "output_scale": "measured", "row_norm": None, "max_slot_norm": None, **_LEARNING}
 _PAPER = {"output_scale": "paper", "brake": False}
 _WRITTEN = {"update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
@@ -38,13 +39,13 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
         # "r" is replaced by the width.
         "locas-mlp": {**_MEMORY, **_PAPER, "init": "write", "learning_rate": 5e-4, "scaling": "r", **_WRITTEN},
     },
-    # The measured output scale, so that one rate serves all hosts; an anchor, which limits changes on other texts; the
-    # brake; cloned rows for every memory.
+    # The measured output scale, so that one rate serves all hosts; a falling rate, so that one serves texts of all
+    # lengths; an anchor, which limits changes on other texts; the brake; cloned rows for every memory.
     "tuned": {
         "none": {},
-        "lora": {"r": 64, "learning_rate": 1e-3, **_LEARNING},
-        "locas-glu": {**_MEMORY, "learning_rate": 4e-3, "scaling": 1.0, "anchor": 0.3},
-        "locas-mlp": {**_MEMORY, "learning_rate": 8e-3, "scaling": 4.0, **_WRITTEN},
+        "lora": {"r": 64, "learning_rate": 1e-3, **_LEARNING, "decay_steps": 100},
+        "locas-glu": {**_MEMORY, "learning_rate": 4e-3, "decay_steps": 100, "scaling": 1.0, "anchor": 0.3},
+        "locas-mlp": {**_MEMORY, "learning_rate": 8e-3, "decay_steps": 100, "scaling": 4.0, **_WRITTEN},
     },
 }
 """For each preset and method the values of the fields that the method has."""
@@ -68,7 +69,7 @@ class ReadingSettings(TrainingSettings):
         preset: where the values that are not given come from: tuned or paper.
         r: memory width, or LoRA rank.
         init: how a memory's rows are made: topk, bottomk, random, gaussian, activation, or write (locas-mlp).
-        learning_rate: of AdamW.
+        learning_rate: of AdamW, after the warm-up.
         output_scale: measured: from the calibration text, so that one rate serves all hosts; paper: tau divided by r.
         scaling: multiplies the output scale.
         row_norm: norm of a memory's rows at the start; above 1 its slots are sharper.
@@ -88,6 +89,7 @@ class ReadingSettings(TrainingSettings):
         epochs: optimizer steps on each chunk.
         readings: how often the text is read.
         warmup_steps: optimizer steps with a smaller rate at the start.
+        decay_steps: the rate is divided by the root of 1 + steps / this; 0 for a constant rate.
         objective: nll, or distill: learn the distributions of the base with a longer window.
         teacher_window: tokens that the teacher of distill sees.
         token_weighting: uniform, or loss: a token counts in proportion to its own loss.
@@ -108,6 +110,7 @@ class ReadingSettings(TrainingSettings):
     r: int | None = None
     init: str | None = None
     learning_rate: float | None = None
+    decay_steps: int | None = None
     output_scale: str | None = None
     scaling: float | None = None
     row_norm: float | None = None
@@ -260,7 +263,7 @@ def _drop_unused(values: dict[str, Any], given: dict[str, Any]) -> None:
     """Set to None the preset's values that another setting makes meaningless; refuse given ones."""
     rules = [
         ("init", values["init"] != "write", ("update", "epsilon", "slots_per_chunk")),
-        ("update", values["update"] == "nlsvd", ("learning_rate", "anchor")),
+        ("update", values["update"] == "nlsvd", ("learning_rate", "decay_steps", "anchor")),
         ("anchor", not values["anchor"], ("anchor_every",)),
     ]
     for field, applies, unused in rules:

@@ -19,7 +19,7 @@ class Learner:
     Args:
         list_parameters: returns what is trained; called at each chunk, so that a switch of adapters is noticed.
         learning_rate: the rate of AdamW after the warm-up.
-        warmup_steps: see `TrainingSettings`.
+        warmup_steps, decay_steps: see `TrainingSettings`.
         make_optimizer: makes another optimizer, with its own rates; None for AdamW without weight decay.
 
     Attributes:
@@ -33,11 +33,12 @@ class Learner:
         list_parameters: Callable[[], list[nn.Parameter]],
         learning_rate: float | None,
         warmup_steps: int,
+        decay_steps: int = 0,
         make_optimizer: OptimizerFactory | None = None,
     ):
         self.parameters = list_parameters
         self.trains = learning_rate is not None or make_optimizer is not None
-        self._learning_rate, self._warmup_steps = learning_rate, warmup_steps
+        self._learning_rate, self._warmup_steps, self._decay_steps = learning_rate, warmup_steps, decay_steps
         self._make_optimizer = make_optimizer or self._make_adamw
         self.optimizer: torch.optim.Optimizer | None = None
         self._rates: list[float] = []
@@ -72,6 +73,9 @@ class Learner:
             )
         self.optimizer.zero_grad(set_to_none=True)
 
+    def _decay(self) -> float:
+        return (1.0 + self.steps / self._decay_steps) ** -0.5 if self._decay_steps else 1.0
+
     def finish(self, step: bool = True, rate_factor: float = 1.0) -> bool:
         """Take the step, unless `step` is False or a gradient is not finite; return whether it was taken.
 
@@ -85,7 +89,7 @@ class Learner:
         if finite:
             warmup = min(1.0, (self.steps + 1) / (self._warmup_steps + 1))
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * warmup * rate_factor
+                group["lr"] = rate * warmup * self._decay() * rate_factor
             self.optimizer.step()
             self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -131,10 +135,11 @@ class Learner:
 
     @torch.no_grad()
     def take_back(self, rate_factor: float) -> None:
-        """Bring the parameters back to the good state; the next optimizer starts afresh, with its rates multiplied."""
+        """Bring the parameters back to the good state; the next optimizer starts afresh, with the rates multiplied."""
         for parameter, value in zip(self.parameters(), self.good, strict=True):
             parameter.copy_(value)
-        self.optimizer, self.steps, self._rate_factor = None, 0, self._rate_factor * rate_factor
+        self._rate_factor *= self._decay() * rate_factor
+        self.optimizer, self.steps = None, 0
 
     def load_good(self, good: list[Tensor] | None) -> None:
         """Take over the good state of another learner; raise a `ValueError` where its tensors are of other shapes."""

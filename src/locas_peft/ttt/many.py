@@ -114,7 +114,8 @@ class ManyReading:
 
     def _make_row(self, name: str, ids: Tensor) -> Row:
         settings = self._loop.settings
-        learner = Learner(lambda: self._list_weights(name), settings.learning_rate, settings.warmup_steps)
+        rates = settings.learning_rate, settings.warmup_steps, settings.decay_steps
+        learner = Learner(lambda: self._list_weights(name), *rates)
         return Row(ids.to(self._loop.host.device), learner, name)
 
     def _list_weights(self, name: str) -> list[nn.Parameter]:

@@ -13,6 +13,7 @@ __all__ = ["CONTEXTS", "GRADIENTS", "TrainingSettings"]
 
 CONTEXTS = ("recompute", "cache")
 GRADIENTS = ("full", "tokenwise")
+_LEAST_IF_GIVEN = {"window": 1, "stride": 1, "teacher_window": 1, "start_token": 0, "decay_steps": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,8 @@ class TrainingSettings:
         gradient: "full" backpropagates through the whole model, as in the paper. "tokenwise" leaves out the paths
             through attention: about three quarters of the time, slightly less is learned (`attention_bypass`).
         warmup_steps: the first n steps use 1/(n+1), 2/(n+1), ..., n/(n+1) of the rate.
+        decay_steps: the rate falls with the inverse square root of the steps: step t, counted from 0, uses
+            1 / sqrt(1 + t / decay_steps) of it. 0 for a constant rate.
         objective: a name in `objectives.OBJECTIVES`. "nll" teaches the text's own next tokens, "distill" the
             next-token distributions of the base with a longer context, at the cost of one more forward pass a chunk.
         teacher_window: the longest stretch that the teacher's predictions rest on, in tokens; from `window` to the
@@ -58,6 +61,7 @@ class TrainingSettings:
     start_token: int | None = None
     gradient: str = "full"
     warmup_steps: int = 2
+    decay_steps: int = 0
     objective: str = "nll"
     teacher_window: int | None = None
     token_weighting: str = "uniform"
@@ -66,7 +70,7 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         for name, least in (("epochs", 1), ("readings", 1), ("warmup_steps", 0), ("sinks", 0)):
             check_whole(name, getattr(self, name), least)
-        for name, least in (("window", 1), ("stride", 1), ("teacher_window", 1), ("start_token", 0)):
+        for name, least in _LEAST_IF_GIVEN.items():
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least)
         if self.window is not None and self.stride is not None and self.stride > self.window:

@@ -88,7 +88,8 @@ class TestTimeTrainer:
         self.model = model
         self._host = Host(model)
         settings = TrainingSettings(**fields) if settings is None else replace(settings, **fields)
-        self._learner = Learner(self._list_trained, settings.learning_rate, settings.warmup_steps, optimizer)
+        rates = settings.learning_rate, settings.warmup_steps, settings.decay_steps
+        self._learner = Learner(self._list_trained, *rates, optimizer)
         if optimizer is not None and not callable(optimizer):
             raise TypeError(
                 f"optimizer must be a callable that takes the parameters, got {optimizer!r}: give one, such as "
