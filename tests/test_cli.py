@@ -84,8 +84,8 @@ def test_each_setting_is_an_option_with_help(run):
         "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling --row-norm "
         "--max-slot-norm "
         "--update --epsilon --slots-per-chunk --gradient --anchor --anchor-every --window --stride --context --epochs "
-        "--seed --readings --objective --teacher-window --token-weighting --warmup-steps --decay-steps --model --dtype "
-        "--device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
+        "--seed --readings --objective --teacher-window --token-weighting --warmup-steps --decay-steps --model "
+        "--dtype --device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
     )
     assert [option for option in options.split() if f"{option} " not in stdout] == []
 
