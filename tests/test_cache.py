@@ -7,12 +7,13 @@ import math
 import pytest
 import torch
 from training import make_ids, make_model, read
+from transformers import AutoModelForCausalLM, Phi3Config
 
 from locas_peft.demo import INSTALL
 from locas_peft.gguf_models import is_installed
 from locas_peft.loading import load_base
 from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import Host, TestTimeTrainer
+from locas_peft.ttt import Host, TestTimeTrainer, loop
 from locas_peft.ttt.cache import SlidingCache
 
 
@@ -62,6 +63,60 @@ def test_every_window_begins_with_the_start_token(context):
     # The cache's window is as long as the text that has been read so far in its first two chunks only.
     count = 5 if context == "recompute" else 2
     assert read(trainer, ids)[:count] == pytest.approx(expected[:count], rel=1e-5)
+
+
+@pytest.mark.parametrize("stride", [15, 16])
+@pytest.mark.parametrize("context", ["recompute", "cache"])
+def test_chunks_without_context_begin_with_the_start_token_too(stride, context):
+    model, ids = make_model("plain"), make_ids(40)
+    expected = []
+    with torch.no_grad():
+        for start in range(0, 40, stride):
+            fed = torch.cat([torch.tensor([1]), ids[max(start - 1, 0) : start + stride]])
+            losses = torch.nn.functional.cross_entropy(model(fed[None, :-1]).logits[0], fed[1:], reduction="none")
+            expected.append(losses[1:].sum().item())  # the token before the chunk is not scored again
+    trainer = TestTimeTrainer(model, window=16, stride=stride, learning_rate=None, context=context, start_token=1)
+    assert read(trainer, ids) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_start_token_stays_in_a_cache_without_sinks():
+    options = {"window": 16, "stride": 4, "learning_rate": None, "context": "cache"}
+    one, none = (
+        read(TestTimeTrainer(make_model("plain"), **options, start_token=1, sinks=sinks), make_ids(60))
+        for sinks in (1, 0)
+    )
+    assert none == one
+
+
+def test_a_memory_is_calibrated_after_the_start_token(monkeypatch):
+    seen, calibrate_empty = [], loop.calibrate_empty
+    monkeypatch.setattr(loop, "calibrate_empty", lambda model, ids: (seen.append(ids), calibrate_empty(model, ids)))
+    ids = make_ids(24)
+    trainer = TestTimeTrainer(make_model("locas"), window=16, stride=8, learning_rate=1e-3, start_token=1)
+    read(trainer, ids)
+    (first,) = seen
+    assert first.tolist() == [[1, *ids[:8].tolist()]]
+
+
+def test_the_start_token_needs_a_position():
+    with pytest.raises(ValueError, match="^stride must be below a window of all 64 positions, got 64: lower it"):
+        TestTimeTrainer(make_model("plain"), window=64, stride=64, learning_rate=None, start_token=1)
+
+
+def test_positions_stay_where_longrope_keeps_its_frequencies():
+    torch.manual_seed(0)
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"vocab_size": 99, "max_position_embeddings": 96, "original_max_position_embeddings": 24}
+    config = Phi3Config(**sizes, rope_parameters=rope, pad_token_id=0, eos_token_id=0)
+    model, seen = AutoModelForCausalLM.from_config(config).eval(), []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True)
+    options = {"stride": 8, "learning_rate": None, "context": "cache"}
+    read(TestTimeTrainer(model, window=16, **options), make_ids(90))
+    assert 16 <= max(positions.max().item() for positions in seen) < 24
+    with pytest.raises(ValueError, match="^context must be 'recompute' with a window above 24"):
+        TestTimeTrainer(model, window=32, **options)
 
 
 def test_a_text_that_begins_with_the_start_token_does_not_get_a_second_one():

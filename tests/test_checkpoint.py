@@ -134,7 +134,7 @@ def damage(path) -> None:
         ),
         (
             lambda path: torch.save({"kind": "locas-checkpoint", "version": 2, "state": {}}, path),
-            "checkpoint must be of version 5, got 2 in '{}': load it with the locas_peft that wrote it, or delete it "
+            "checkpoint must be of version 6, got 2 in '{}': load it with the locas_peft that wrote it, or delete it "
             "to start afresh",
         ),
         (

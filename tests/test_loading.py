@@ -93,6 +93,30 @@ def test_a_broken_base_is_one_line(tmp_path):
     assert "\n" not in str(raised.value)
 
 
+def test_a_base_that_lacks_weights_is_refused(tmp_path):
+    model, tokenizer = backbone.load()
+    state = {name: value for name, value in model.state_dict().items() if name != "model.norm.weight"}
+    model.save_pretrained(tmp_path, state_dict=state)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"it lacks 1 tensors, such as 'model\.norm\.weight'"):
+        loading.load_base(str(tmp_path))
+
+
+@pytest.mark.parametrize("error", [ImportError("bitsandbytes is missing"), RuntimeError("a GPU is needed")])
+def test_what_a_quantised_base_needs_is_one_line(error, tmp_path, monkeypatch):
+    model, tokenizer = backbone.load()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(ValueError) as caught:
+        loading.load_base(str(tmp_path))
+    assert str(error) in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_an_unreachable_hub_is_one_line(monkeypatch):
     import huggingface_hub
 

@@ -8,6 +8,7 @@ import logging
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Collection
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -190,14 +191,20 @@ def _load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
     return None if any(found.values()) else (model, tokenizer)  # keys that are missing, unexpected or of other shapes
 
 
+def check_complete(missing: Collection[str]) -> None:
+    """Raise a `ValueError` where a checkpoint lacks weights: transformers gives them random values."""
+    if missing:
+        raise ValueError(f"it lacks {len(missing)} tensors, such as {min(missing)!r}; give all its parts as one file")
+
+
 def _convert(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the file itself, or raise a `ValueError`."""
     try:
         from transformers import GgufConfig  # since 5.17
 
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=dtype
-        )
+        options = {"quantization_config": GgufConfig(dequantize=True), "dtype": dtype, "output_loading_info": True}
+        model, found = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
+        check_complete(found["missing_keys"])
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # a damaged or unknown file raises errors of many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__

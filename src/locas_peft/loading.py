@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from . import backbone
 from .files import finish_replacement, load_json
-from .gguf_models import find_gguf, load_gguf
+from .gguf_models import check_complete, find_gguf, load_gguf
 from .ttt.settings import check_choice
 from .tuner.memory_file import find_memory_file, list_replacements, load_tensors, one_line
 from .tuner.passes import remember_modules
@@ -63,9 +63,16 @@ def load_base(
     else:
         source = _find_source(name)
         try:
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch_dtype or "auto")
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source, dtype=torch_dtype or "auto", output_loading_info=True
+            )
+            check_complete(found["missing_keys"])
             tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except (OSError, ValueError, KeyError, SafetensorError, ImportError, RuntimeError) as error:
+            if "can't allocate memory" in str(error):
+                raise
             raise ValueError(
                 f"model {name!r} cannot be loaded ({_first_line(error)}): give a causal LM with its tokenizer"
             ) from error

@@ -269,7 +269,8 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
         "perplexity while reading, each token scored before it was learned": f"{reading.perplexity:.2f}",
         "time to read": f"{reading.seconds:,.0f} s",
     }
-    if reading.final_nats is not None and reading.final_base_nats is not None:
+    kept = reading.final_nats is not None and reading.final_nats <= reading.final_base_nats
+    if kept and reading.studied is None:  # the chunk was compared before a study
         rows["perplexity of one chunk, without the memory"] = f"{perplexity(reading.final_base_nats, 1):.2f}"
         rows["perplexity of the same chunk at the end, with the memory"] = f"{perplexity(reading.final_nats, 1):.2f}"
     if reading.studied is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..text import encode_question
+from ..text import encode_question, find_start_token
 from ..ttt import checkpoint
 from ..ttt.host import Host
 from ..ttt.learner import Learner
@@ -104,7 +104,7 @@ class SelfStudy:
     ):
         self._model, self._tokenizer, self._host = model, tokenizer, Host(model)
         self._ids = input_ids.to(self._host.device)
-        self._pieces = [piece for piece in self._ids.split(min(window, READ_TOKENS)) if len(piece) > 1]
+        self._pieces = _split(self._ids, min(window, READ_TOKENS), find_start_token(tokenizer))
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others: list[Lesson] = []  # written at the first pull
         self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS)
@@ -295,3 +295,11 @@ def _divergences(logits: Tensor, lesson: Lesson) -> Tensor:
     logs = torch.cat([logs, others], -1)
     targets = torch.cat([targets, (1 - targets.sum(-1, keepdim=True)).clamp(min=0)], -1)
     return (torch.xlogy(targets, targets) - targets * logs).sum(-1)
+
+
+def _split(ids: Tensor, length: int, start_token: int | None) -> list[Tensor]:
+    """Return the pieces of a text, LongTensor [T], each of at most `length` tokens with the start token before it."""
+    if start_token is None:
+        return [piece for piece in ids.split(length) if len(piece) > 1]
+    text = ids[1:] if ids[0] == start_token else ids
+    return [torch.cat([ids.new_tensor([start_token]), piece]) for piece in text.split(max(length - 1, 1))]

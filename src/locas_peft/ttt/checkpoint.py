@@ -22,7 +22,7 @@ __all__ = ["CHECKPOINT", "InUse", "Lock", "damaged", "has_checkpoint", "load", "
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
-_KIND, _VERSION = "locas-checkpoint", 5
+_KIND, _VERSION = "locas-checkpoint", 6
 
 
 def has_checkpoint(directory: str | Path) -> bool:

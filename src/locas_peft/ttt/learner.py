@@ -24,7 +24,7 @@ class Learner:
 
     Attributes:
         trains: whether there are steps: False where neither a rate nor an optimizer was given.
-        steps: how many steps were taken.
+        steps: how many steps were taken since the start, or since the parameters were last taken back.
         good: copies of the parameters in their last good state (`brake.py`), or None.
     """
 
@@ -43,7 +43,7 @@ class Learner:
         self.optimizer: torch.optim.Optimizer | None = None
         self._rates: list[float] = []
         self._rate_factor = 1.0
-        self.steps = 0
+        self.steps = self._earlier_steps = 0
         self._snapshot: Any = None
         self.good: list[Tensor] | None = None
 
@@ -74,7 +74,8 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def _decay(self) -> float:
-        return (1.0 + self.steps / self._decay_steps) ** -0.5 if self._decay_steps else 1.0
+        steps = self._earlier_steps + self.steps
+        return (1.0 + steps / self._decay_steps) ** -0.5 if self._decay_steps else 1.0
 
     def finish(self, step: bool = True, rate_factor: float = 1.0) -> bool:
         """Take the step, unless `step` is False or a gradient is not finite; return whether it was taken.
@@ -138,8 +139,8 @@ class Learner:
         """Bring the parameters back to the good state; the next optimizer starts afresh, with the rates multiplied."""
         for parameter, value in zip(self.parameters(), self.good, strict=True):
             parameter.copy_(value)
-        self._rate_factor *= self._decay() * rate_factor
-        self.optimizer, self.steps = None, 0
+        self._earlier_steps += self.steps
+        self.optimizer, self.steps, self._rate_factor = None, 0, self._rate_factor * rate_factor
 
     def load_good(self, good: list[Tensor] | None) -> None:
         """Take over the good state of another learner; raise a `ValueError` where its tensors are of other shapes."""
@@ -154,11 +155,13 @@ class Learner:
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
-        return {"steps": self.steps, "rate_factor": self._rate_factor, "optimizer": optimizer}
+        steps = {"steps": self.steps, "earlier_steps": self._earlier_steps}
+        return {**steps, "rate_factor": self._rate_factor, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned; raise a `ValueError` where it does not fit the parameters."""
-        self.steps, self._rate_factor = int(state["steps"]), float(state["rate_factor"])
+        self.steps, self._earlier_steps = int(state["steps"]), int(state["earlier_steps"])
+        self._rate_factor = float(state["rate_factor"])
         if state["optimizer"] is None:
             self.optimizer = None
             return

@@ -115,8 +115,15 @@ class Loop:
 
     def make_batch(self, rows: list[Row]) -> Batch:
         """Return a batch of rows whose context is not known yet."""
-        keep = max(self.settings.window - self.settings.stride, 1) - 1
-        return Batch(rows, SlidingCache(self.host, keep, self.settings.sinks, restart=2 * self.settings.window))
+        settings = self.settings
+        keep = max(settings.window - settings.stride, 1) - 1
+        sinks = max(settings.sinks, settings.start_token is not None)
+        restart = min(2 * settings.window, self.host.rope_positions or sys.maxsize)
+        return Batch(rows, SlidingCache(self.host, keep, sinks, restart))
+
+    def first_chunk(self, row: Row) -> Tensor:
+        """Return the tokens of a row's first chunk after the start token, where there is one, [1, N]."""
+        return self._window(self.make_batch([row]), 0, min(self.settings.stride, len(row.ids)))
 
     def step(self, batch: Batch, span: Span, reading: int = 0) -> list[Batch]:
         """Score a chunk, which each row's document has, and learn it; append its record to each row.
@@ -130,7 +137,7 @@ class Loop:
         with evaluating(self.host.model), bypassing(self._bypassed):
             if learning and not batch.rows[0].chunks:
                 if batch.adapters is None:
-                    calibrate_empty(self.host.model, batch.tokens(span.start, span.stop))
+                    calibrate_empty(self.host.model, self.first_chunk(batch.rows[0]))
                 for row in batch.rows if self.settings.brake else ():
                     row.learner.keep_good()
             if learning and self.settings.epochs > 1:
@@ -315,8 +322,20 @@ def _fit(settings: TrainingSettings, host: Host) -> TrainingSettings:
             raise ValueError(f"{name} must be given for training, got None: give one, or call complete() first")
     limit = sys.maxsize if host.positions is None else host.positions
     check_window(settings.window, host.positions)
+    if settings.start_token is not None and settings.stride == settings.window == host.positions:
+        raise ValueError(
+            f"stride must be below a window of all {host.positions} positions, got {settings.stride}: lower it, since "
+            "the start token takes one"
+        )
     if settings.context == "cache":
         host.check_cache()
+        if settings.window > (host.rope_positions or sys.maxsize):
+            raise ValueError(
+                f"context must be 'recompute' with a window above {host.rope_positions}, where {host.kind} changes "
+                f"its positions' frequencies, got 'cache' with {settings.window}: give it, or lower window"
+            )
+        if settings.start_token is not None and settings.window - settings.stride <= 1:
+            settings = replace(settings, context="recompute")  # the start token is all the context that there is
     if settings.gradient == "tokenwise" and not is_tokenwise(host, list_attention(host.model)):
         raise ValueError(
             f"gradient must be 'full' for {host.kind}, got 'tokenwise': its tokens interact outside the attention "

@@ -168,7 +168,7 @@ class ManyReading:
                 for layer, dtype in dtypes.items():
                     for part in layer.projections(name):
                         part.to(dtype)
-                calibrate_empty(self._model, row.ids[None, : self._loop.settings.stride], name)
+                calibrate_empty(self._model, self._loop.first_chunk(row), name)
         except BaseException:
             for name in self._rows.keys() & self._model.peft_config.keys():
                 self._model.delete_adapter(name)
