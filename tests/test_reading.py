@@ -377,6 +377,17 @@ def test_a_model_card_says_what_was_read(base, input_ids, tmp_path):
     assert Reading.from_json(json.loads((tmp_path / READING).read_text())).title == title
 
 
+@pytest.mark.parametrize("name", ["", "someone/model"])
+def test_a_memory_names_the_base_that_read(name, tmp_path):
+    host = make_two_layer_host().to(torch.bfloat16)
+    host.name_or_path = name
+    settings = ReadingSettings(method="locas-mlp", r=2, window=32)
+    read = memorize(host, make_ids(40), settings, out=tmp_path / "m").settings
+    assert (read.model, read.dtype, read.window) == (name, "bfloat16", 32)
+    assert json.loads((tmp_path / "m" / "adapter_config.json").read_text())["base_model_name_or_path"] == name
+    assert ReadingSettings(r=2).complete(host).window == 64, "its positions, not the embedded model's window"
+
+
 def test_a_local_base_is_not_named_as_one_of_the_hub(base, input_ids, tmp_path):
     for model in (str(tmp_path), "x.gguf", backbone.NAME):
         memorize(base, input_ids[:100], small(r=2, model=model), out=tmp_path / "m", overwrite=True)

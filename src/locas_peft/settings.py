@@ -98,7 +98,7 @@ class ReadingSettings(TrainingSettings):
         exchanges: questions wanted about each sentence; 16 where not given.
         passes: how often each exchange is learned; 4 where not given.
         seed: of torch, set before the adapter is made.
-        model: name of the base, for the record.
+        model: name of the base, which the memory records; where not given, that of the base itself.
         dtype: of the base's weights, for the record.
 
     Raises:
@@ -131,8 +131,8 @@ class ReadingSettings(TrainingSettings):
     exchanges: int | None = None
     passes: int | None = None
     seed: int = 0
-    model: str = backbone.NAME
-    dtype: str = "float32"
+    model: str | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -179,13 +179,16 @@ class ReadingSettings(TrainingSettings):
         values |= self._complete_study(values["learning_rate"])
         if values["scaling"] == "r":
             values["scaling"] = float(values["r"])
-        embedded = base is None or backbone.is_embedded(self.model)
+        model = self.model or (backbone.NAME if base is None else backbone.name_of(base.name_or_path))
+        embedded = base is None or backbone.is_embedded(model)
         positions = None if base is None else count_positions(base)
         window = self.window or min(512 if embedded else 2048, positions or 2048)
         check_window(window, positions)
         return dataclasses.replace(
             self,
             **values,
+            model=model,
+            dtype=self.dtype or ("float32" if base is None else str(base.dtype).removeprefix("torch.")),
             window=window,
             stride=self.stride or max(1, window // 2),
             context=self.context or ("cache" if base is None or Host(base).can_cache() else "recompute"),
