@@ -62,7 +62,7 @@ class Host:
         # With LongRoPE (Phi-3, Phi-4) the frequencies change where a text goes beyond these positions.
         rope = getattr(self._config, "rope_parameters", None) or {}
         longrope = rope.get("rope_type") == "longrope"
-        self.rope_positions: int | None = rope["original_max_position_embeddings"] if longrope else None
+        self.rope_positions: int | None = rope.get("original_max_position_embeddings") if longrope else None
         self._accepts = inspect.signature(base.forward).parameters.keys()
 
     @property
