@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
@@ -375,6 +375,14 @@ def test_a_model_card_says_what_was_read(base, input_ids, tmp_path):
     for value in (f"{reading.perplexity:.2f}", f"{math.exp(reading.final_base_nats):.2f}", "locas-glu, 18,432 parame"):
         assert f"<td>{value}" in page
     assert Reading.from_json(json.loads((tmp_path / READING).read_text())).title == title
+
+
+def test_a_card_has_no_comparison_of_another_state_of_the_memory(base, input_ids):
+    reading = memorize(base, input_ids[:200], small(r=4))
+    taken_back = dataclasses.replace(reading, final_nats=reading.final_base_nats + 1)
+    studied = dataclasses.replace(reading, studied={"writing_seconds": 1, "learning_seconds": 1, "kept": 2})
+    cards = [memory_folder._make_card(PeftConfig(peft_type="LOCAS"), each) for each in (reading, taken_back, studied)]
+    assert ["the same chunk at the end" in card for card in cards] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", ["", "someone/model"])
