@@ -1,6 +1,6 @@
 """Two memories on one model: read two texts, switch between them, mix them in one batch, add them up, forget one.
 
-python examples/two_memories.py                       # the embedded backbone, a minute on a CPU
+python examples/two_memories.py                       # the embedded backbone, half a minute on a CPU
 python examples/two_memories.py --model Qwen/Qwen3-0.6B-Base
 """
 

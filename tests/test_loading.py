@@ -117,6 +117,22 @@ def test_what_a_quantised_base_needs_is_one_line(error, tmp_path, monkeypatch):
     assert str(error) in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")])
+def test_too_little_memory_is_not_called_a_damaged_model(error, memory, tmp_path, monkeypatch):
+    base, _ = backbone.load()
+    base.save_pretrained(tmp_path)
+
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(loading.PeftModel, "from_pretrained", fail)
+    for load in (lambda: loading.load_base(str(tmp_path)), lambda: loading.load_memory(base, memory)):
+        with pytest.raises(type(error)) as caught:
+            load()
+        assert caught.value is error
+
+
 def test_an_unreachable_hub_is_one_line(monkeypatch):
     import huggingface_hub
 

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = [
     "finish_replacement",
     "format_json",
     "is_disk_full",
+    "is_out_of_memory",
     "load_json",
     "staged",
     "staged_file",
@@ -183,6 +185,13 @@ def check_output_directory(option: str, path: str | Path) -> None:
 def is_disk_full(error: OSError) -> bool:
     """Return whether an error means that the disk, or the user's quota, is used up."""
     return error.errno in (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that the memory of the machine, or of its device, is used up."""
+    torch = sys.modules.get("torch")
+    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    return on_device or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 def _move_in(moving: Path) -> None:

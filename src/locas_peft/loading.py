@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import backbone
-from .files import finish_replacement, load_json
+from .files import finish_replacement, is_out_of_memory, load_json
 from .gguf_models import check_complete, find_gguf, load_gguf
 from .ttt.settings import check_choice
 from .tuner.memory_file import find_memory_file, list_replacements, load_tensors, one_line
@@ -68,10 +68,8 @@ def load_base(
             )
             check_complete(found["missing_keys"])
             tokenizer = AutoTokenizer.from_pretrained(source)
-        except torch.OutOfMemoryError:
-            raise
         except (OSError, ValueError, KeyError, SafetensorError, ImportError, RuntimeError) as error:
-            if "can't allocate memory" in str(error):
+            if is_out_of_memory(error):
                 raise
             raise ValueError(
                 f"model {name!r} cannot be loaded ({_first_line(error)}): give a causal LM with its tokenizer"
@@ -107,11 +105,10 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(base, str(directory), config=config)
-    except (OSError, MemoryError, torch.OutOfMemoryError):
-        restore()
-        raise
     except Exception as error:
         restore()
+        if isinstance(error, OSError) or is_out_of_memory(error):
+            raise
         names_modules = isinstance(error, ValueError) and str(error).startswith("Target module")
         if isinstance(error, ValueError) and not names_modules and "\n" not in str(error):
             raise

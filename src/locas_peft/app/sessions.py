@@ -306,7 +306,6 @@ class SharedModel:
             stride=max(min(tokens // LEAST_CHUNKS, window // 2), window // 16),
             start_token=find_start_token(self._tokenizer),
             model=self.name,
-            dtype=str(base.dtype).removeprefix("torch."),
             **({"study": True, "exchanges": questions} if questions else {}),
         ).complete(base)
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from cyclopts import App, CycloptsError, Parameter
 
 from .. import __version__
-from ..files import is_disk_full
+from ..files import is_disk_full, is_out_of_memory
 from .asking import ask, chat, generate
 from .console import find_process, printable
 from .evaluate import forgetting, locomo, perplexity, report
@@ -128,10 +128,8 @@ def _print_error(line: str, index: int) -> None:
 
 def _explain(error: Exception) -> str | None:
     """Return one line for an error that input or machine can cause; None for a defect of the program."""
-    torch = sys.modules.get("torch")
-    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
-    if on_device or isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-        place = "device" if on_device else "machine"
+    if is_out_of_memory(error):
+        place = "device" if type(error).__name__ == "OutOfMemoryError" else "machine"
         return f"the {place} is out of memory: lower the width or the window, or choose another model, dtype or device"
     if isinstance(error, OSError):
         where = repr(str(error.filename)) if error.filename else ""

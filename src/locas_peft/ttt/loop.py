@@ -117,13 +117,13 @@ class Loop:
         """Return a batch of rows whose context is not known yet."""
         settings = self.settings
         keep = max(settings.window - settings.stride, 1) - 1
-        sinks = max(settings.sinks, settings.start_token is not None)
+        sinks = settings.sinks if settings.start_token is None else max(settings.sinks, 1)
         restart = min(2 * settings.window, self.host.rope_positions or sys.maxsize)
         return Batch(rows, SlidingCache(self.host, keep, sinks, restart))
 
     def first_chunk(self, row: Row) -> Tensor:
         """Return the tokens of a row's first chunk after the start token, where there is one, [1, N]."""
-        return self._window(self.make_batch([row]), 0, min(self.settings.stride, len(row.ids)))
+        return self._put_start(row.ids[None, : self.settings.stride], 0)
 
     def step(self, batch: Batch, span: Span, reading: int = 0) -> list[Batch]:
         """Score a chunk, which each row's document has, and learn it; append its record to each row.
@@ -262,7 +262,11 @@ class Loop:
 
     def _window(self, batch: Batch, begin: int, stop: int) -> Tensor:
         """Return the tokens [begin, stop) of each row's document after the start token, where there is one."""
-        ids, start = batch.tokens(begin, stop), self.settings.start_token
+        return self._put_start(batch.tokens(begin, stop), begin)
+
+    def _put_start(self, ids: Tensor, begin: int) -> Tensor:
+        """Return the start token, where there is one, and tokens [B, n] of documents from the place `begin` on."""
+        start = self.settings.start_token
         if start is None or (begin == 0 and bool((ids[:, 0] == start).all())):
             return ids
         return torch.cat([ids.new_full((len(ids), 1), start), ids], dim=1)
