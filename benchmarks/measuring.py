@@ -16,7 +16,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from locas_peft.loading import DTYPES, choose_device
+from locas_peft.bases import DTYPES, choose_device
 
 _QWEN3 = {"num_hidden_layers": 28, "vocab_size": 151936, "num_attention_heads": 16, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, int]] = {

@@ -36,15 +36,14 @@ from measuring import SHAPES, describe_machine, draw_tokens, load_shape
 from pg19_rows import BLOCKS, HEADLINE, NONE, NONE_RECOMPUTE, TABLES, TRAINING, TUNING, Row, Table
 
 from locas_peft import backbone
-from locas_peft.adapters import memory_attached
+from locas_peft.bases import choose_device, load_base
 from locas_peft.evaluation.documents import load_column, load_documents
 from locas_peft.evaluation.study import Unit, run_units
 from locas_peft.files import check_output_directory, load_json, write_json
-from locas_peft.loading import choose_device, load_base
-from locas_peft.reading import memorize, score
-from locas_peft.settings import ReadingSettings
+from locas_peft.memories import memory_attached
+from locas_peft.model import count_positions
+from locas_peft.reading import ReadingSettings, memorize, score
 from locas_peft.text import digest_ids, tokenize, unwrap
-from locas_peft.ttt import count_positions
 from locas_peft.ttt.checkpoint import has_checkpoint
 
 QUICK_TOKENS = 1_000

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from locas_peft.settings import ReadingSettings
+from locas_peft.reading import ReadingSettings
 
 HEADLINE = ("3649", "5274", "36235")
 TUNING = "1684"

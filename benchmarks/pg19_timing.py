@@ -31,11 +31,10 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from locas_peft import Anchor, Chunk, SlotWriter, TestTimeTrainer, write_own_text
-from locas_peft.adapters import attached
-from locas_peft.peak_memory import PeakMemory
-from locas_peft.reading import memorize
-from locas_peft.settings import ReadingSettings
-from locas_peft.ttt import at_marks, count_positions, perplexity_of
+from locas_peft.model import count_positions
+from locas_peft.reading import ReadingSettings, attached, memorize
+from locas_peft.reading.peak_memory import PeakMemory
+from locas_peft.ttt import at_marks, perplexity_of
 
 TURN_CHUNKS = 4
 MOST_COUNTED_CHUNKS = 16

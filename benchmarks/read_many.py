@@ -25,7 +25,7 @@ from peft import PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone, read_many
-from locas_peft.loading import load_base
+from locas_peft.bases import load_base
 from locas_peft.text import load_text, python_reference, tokenize, unwrap
 
 Documents = dict[str, torch.Tensor]

@@ -23,24 +23,17 @@ from typing import Any
 from measuring import describe_machine, make_table
 
 from locas_peft import demo
-from locas_peft.adapters import memory_attached
+from locas_peft.asking.answers import Question, ask, ask_by_reciting, count_right, load_questions, recite_for
+from locas_peft.asking.prompts import SHORT_PROMPT, encode_answer, encode_question
+from locas_peft.bases import load_base
 from locas_peft.evaluation.forgetting import measure_drift
 from locas_peft.evaluation.own_answers import write_own_answers
-from locas_peft.evaluation.recall import (
-    Question,
-    ask,
-    ask_by_reciting,
-    count_right,
-    load_questions,
-    recite_for,
-)
 from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
-from locas_peft.loading import load_base
-from locas_peft.reading import memorize
+from locas_peft.memories import memory_attached
+from locas_peft.reading import ReadingSettings, memorize, parse_method
 from locas_peft.selfstudy import StudyStep, split_passages, write_exchanges
-from locas_peft.settings import ReadingSettings, parse_method
-from locas_peft.text import SHORT_PROMPT, encode_answer, encode_question, load_text, tokenize
+from locas_peft.text import load_text, tokenize
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import adapters_disabled
 

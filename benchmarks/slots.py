@@ -27,12 +27,12 @@ from torch import nn
 from torch.nn.functional import cosine_similarity
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone, compress
-from locas_peft.loading import load_base
-from locas_peft.reading import score
-from locas_peft.settings import ReadingSettings
+from locas_peft.bases import load_base
+from locas_peft.reading import ReadingSettings, score
+from locas_peft.slots import nl_svd
 from locas_peft.text import load_text, tokenize, unwrap
 from locas_peft.ttt.attention_bypass import bypassing, list_attention
-from locas_peft.tuner import list_layers, nl_svd
+from locas_peft.tuner import list_layers
 
 Load = Callable[[str, int], torch.Tensor]
 """Loads the first tokens of the book for a backbone: (name, tokens) -> LongTensor [T]."""

@@ -13,7 +13,7 @@ from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
 from locas_peft import LocasConfig
-from locas_peft.loading import load_base
+from locas_peft.bases import load_base
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--model", default="smollm2", help="a chat model, by folder or hub name")

@@ -9,8 +9,8 @@ from peft import get_peft_model
 from training import SETTINGS, assert_same, make_ids, make_model, make_trainer, read, sgd, trained_weights, weights_of
 
 from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone
-from locas_peft.reading import score
-from locas_peft.settings import ReadingSettings
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import score
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Anchor, OwnText, checkpoint, divergences, write_own_text
 

@@ -9,11 +9,12 @@ import torch
 from training import make_ids, make_model, read
 from transformers import AutoModelForCausalLM, Phi3Config
 
+from locas_peft.bases.gguf import is_installed
+from locas_peft.bases.loading import load_base
 from locas_peft.demo import INSTALL
-from locas_peft.gguf_models import is_installed
-from locas_peft.loading import load_base
+from locas_peft.model import CausalLM
 from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import Host, TestTimeTrainer, loop
+from locas_peft.ttt import TestTimeTrainer, loop
 from locas_peft.ttt.cache import SlidingCache
 
 
@@ -28,7 +29,7 @@ def feed(cache: SlidingCache, ids: torch.Tensor, step: int) -> list[torch.Tensor
 
 
 def test_the_first_and_the_last_tokens_are_kept():
-    host, ids = Host(make_model("plain")), make_ids(24)[None]
+    host, ids = CausalLM(make_model("plain")), make_ids(24)[None]
     everything = feed(SlidingCache(host, keep=24), ids, 8)[-1]
     kept = feed(SlidingCache(host, keep=5, sinks=3), ids[:, :8], 8)[-1]
     torch.testing.assert_close(kept, torch.cat([everything[..., :3, :], everything[..., 3:8, :]], dim=-2))
@@ -38,7 +39,7 @@ def test_the_first_and_the_last_tokens_are_kept():
 
 
 def test_the_context_is_fed_again_when_the_positions_reach_the_restart():
-    host, ids = Host(make_model("plain")), make_ids(40)[None]
+    host, ids = CausalLM(make_model("plain")), make_ids(40)[None]
     cache = SlidingCache(host, keep=7, sinks=2, restart=24)
     for stop in range(8, 41, 8):
         logits = cache.forward(ids[:, max(0, stop - 15) : stop], 8)

@@ -19,8 +19,11 @@ from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
-from locas_peft import backbone, cli, demo, files, gguf_models, loading, memory_folder, text
+from locas_peft import backbone, cli, demo, files, text
+from locas_peft.bases import gguf as gguf_models
+from locas_peft.bases import loading
 from locas_peft.evaluation import study
+from locas_peft.reading import record as memory_folder
 from locas_peft.ttt import checkpoint
 from locas_peft.tuner import STRATEGIES, list_layers
 

@@ -7,8 +7,9 @@ import torch
 from families import make_host, make_tokens
 from torch.nn.functional import scaled_dot_product_attention as fused
 
-from locas_peft.ttt import Host, TestTimeTrainer, cpu_attention
-from locas_peft.ttt.cpu_attention import CpuAttention
+from locas_peft.model import CausalLM, cpu_attention
+from locas_peft.model.cpu_attention import CpuAttention
+from locas_peft.ttt import TestTimeTrainer
 
 
 def draw(heads: int, tokens: int, dtype=torch.bfloat16) -> torch.Tensor:
@@ -79,5 +80,5 @@ def test_a_chunk_after_cached_tokens_uses_it_in_bfloat16(used, dtype, uses):
         pass
     assert bool(used) is uses
     before = len(used)
-    Host(model).logits(make_tokens(1, 8), 8, use_cache=False)  # no mask
+    CausalLM(model).logits(make_tokens(1, 8), 8, use_cache=False)  # no mask
     assert len(used) == before

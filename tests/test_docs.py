@@ -16,9 +16,9 @@ from cyclopts.exceptions import MissingArgumentError
 
 import locas_peft
 from locas_peft import backbone
+from locas_peft.bases.gguf import is_installed
 from locas_peft.cli import app
 from locas_peft.demo import INSTALL
-from locas_peft.gguf_models import is_installed
 from locas_peft.text import python_reference, tokenize, unwrap
 
 ROOT = Path(__file__).parents[1]

@@ -13,13 +13,13 @@ from families import make_host, make_tokens
 from peft import LoraConfig, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone, cli
+from locas_peft.asking.prompts import encode_prompt
 from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
 from locas_peft.evaluation.forgetting import Plan, cut_text, measure_drift, perplexity_rise
 from locas_peft.evaluation.harness import evaluate_tasks
 from locas_peft.evaluation.intervals import rise_interval
 from locas_peft.evaluation.own_answers import QUESTIONS, write_own_answers
 from locas_peft.evaluation.scoring import encode_pair, score_targets
-from locas_peft.text import encode_prompt
 
 PAIRS = {
     "agreement": [("The dogs bark.", "The dogs barks."), ("She sings.", "She sing."), ("We go.", "We goes.")],

@@ -15,12 +15,14 @@ import torch
 from huggingface_hub import cached_assets_path
 from peft import get_peft_model
 
-from locas_peft import LocasConfig, TestTimeTrainer, cli, demo, gguf_models
-from locas_peft.evaluation.recall import ask
-from locas_peft.gguf_models import find_gguf, is_installed, load_gguf
-from locas_peft.loading import load_base, load_memory
-from locas_peft.reading import memorize
-from locas_peft.settings import ReadingSettings
+from locas_peft import LocasConfig, TestTimeTrainer, cli, demo
+from locas_peft.asking.answers import ask
+from locas_peft.bases import gguf as gguf_models
+from locas_peft.bases.gguf import find_gguf, is_installed, load_gguf
+from locas_peft.bases.loading import load_base
+from locas_peft.memories.loading import load_memory
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import memorize
 from locas_peft.text import tokenize
 
 CPU = torch.device("cpu")

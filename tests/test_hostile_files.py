@@ -27,8 +27,8 @@ from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from locas_peft import LocasConfig, calibrate
-from locas_peft.loading import describe_memory, load_memory
-from locas_peft.tuner.passes import remember_modules
+from locas_peft.memories.loading import describe_memory, load_memory
+from locas_peft.tuner.modes import remember_modules
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CASES = 240

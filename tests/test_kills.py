@@ -37,11 +37,11 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locas_peft import backbone, text
-from locas_peft.loading import describe_memory
-from locas_peft.memory_folder import CHECKPOINT_FOLDER, find_finished
-from locas_peft.reading import memorize
+from locas_peft.memories.loading import describe_memory
+from locas_peft.reading.record import CHECKPOINT_FOLDER, find_finished
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import Exchange
-from locas_peft.settings import ReadingSettings
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright")
 

@@ -12,7 +12,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from locas_peft import LocasConfig, backbone, calibrate, loading
+from locas_peft import LocasConfig, backbone, calibrate
+from locas_peft.bases import loading
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from locas_peft import LocasConfig, LocasLayer, LocasModel, TestTimeTrainer, calibrate, empty_memories, rescale
 from locas_peft.tuner import adapters_disabled, find_ffns
-from locas_peft.tuner.passes import used_modules
+from locas_peft.tuner.modes import used_modules
 from locas_peft.tuner.weight_sample import may_be_same_weights, sample_weights
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import gelu, normalize
 
-from locas_peft.tuner.nlsvd import nl_svd
+from locas_peft.slots.nlsvd import nl_svd
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 

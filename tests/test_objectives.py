@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from training import CONTEXTS, SETTINGS, make_ids, make_model, make_trainer, read, sgd
 
 from locas_peft import TestTimeTrainer, backbone
-from locas_peft.reading import memorize
-from locas_peft.settings import ReadingSettings
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import memorize
 from locas_peft.ttt import OBJECTIVES, WEIGHTINGS, Objective, divergences, objectives, token_losses
 
 

@@ -13,8 +13,8 @@ import torch
 from filelock import FileLock
 
 from locas_peft import backbone, text
-from locas_peft.reading import score
-from locas_peft.settings import ReadingSettings
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import score
 from locas_peft.ttt.learner import Learner
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"

@@ -72,7 +72,7 @@ def test_only_public_names_are_used(source):
         ("from locas_peft import __version__", "__version__ is not in locas_peft.__all__"),
         ("from locas_peft.reading import _detach", "_detach is not in locas_peft.reading.__all__"),
         ("from locas_peft import reading\nreading._detach", "_detach is not in locas_peft.reading.__all__"),
-        ("import locas_peft.reading as r\nr.dataclasses", "dataclasses is not in locas_peft.reading.__all__"),
+        ("import locas_peft.text as r\nr.hashlib", "hashlib is not in locas_peft.text.__all__"),
         ("import locas_peft\nlocas_peft.register()", "register is not in locas_peft.__all__"),
         ("import locas_peft\nlocas_peft.LocasConfig()", None),
         ("from locas_peft import LocasConfig, reading", None),

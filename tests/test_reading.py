@@ -20,12 +20,16 @@ from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
-from locas_peft import backbone, loading, memory_folder, reading, text
-from locas_peft.adapters import attached, find_layers, memory_attached
+from locas_peft import backbone, text
+from locas_peft.bases import loading
 from locas_peft.files import format_json
-from locas_peft.memory_folder import CHECKPOINT_FOLDER, READING, Reading, check_vacant, find_finished
-from locas_peft.reading import StopReading, memorize, score
-from locas_peft.settings import ReadingSettings
+from locas_peft.memories.loading import memory_attached
+from locas_peft.reading import record as memory_folder
+from locas_peft.reading import teaching as reading
+from locas_peft.reading.adapters import attached, find_layers
+from locas_peft.reading.record import CHECKPOINT_FOLDER, READING, Reading, check_vacant, find_finished
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import StopReading, memorize, score
 from locas_peft.ttt import anchor, checkpoint, write_own_text
 
 CONTRACT = {

@@ -9,8 +9,8 @@ import pytest
 
 import locas_peft
 from locas_peft import cli
+from locas_peft.bases.gguf import is_installed
 from locas_peft.demo import INSTALL
-from locas_peft.gguf_models import is_installed
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -5,20 +5,14 @@ from __future__ import annotations
 import pytest
 
 from locas_peft import backbone, demo
-from locas_peft.adapters import memory_attached
-from locas_peft.evaluation.answering import answer as answer_all
-from locas_peft.evaluation.recall import (
-    RECITED,
-    Question,
-    ask,
-    ask_by_reciting,
-    is_right,
-    load_questions,
-)
-from locas_peft.reading import memorize
+from locas_peft.asking.answers import RECITED, Question, ask, ask_by_reciting, is_right, load_questions
+from locas_peft.asking.continuation import answer as answer_all
+from locas_peft.asking.prompts import SHORT_PROMPT, encode_question
+from locas_peft.memories import memory_attached
+from locas_peft.reading.settings import STUDY, ReadingSettings
+from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import Exchange
-from locas_peft.settings import STUDY, ReadingSettings
-from locas_peft.text import SHORT_PROMPT, encode_question, tokenize
+from locas_peft.text import tokenize
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from locas_peft import report
-from locas_peft.memory_folder import Reading
-from locas_peft.settings import ReadingSettings
+from locas_peft.reading.record import Reading
+from locas_peft.reading.settings import ReadingSettings
 
 
 def make_reading(method: str, perplexity: float, seconds: float, tokens: int = 2500) -> Reading:

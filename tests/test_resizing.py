@@ -6,8 +6,8 @@ from families import make_host, make_tokens, weights_in
 from peft import PeftModel, get_peft_model
 
 from locas_peft import LocasConfig, LocasLayer, TestTimeTrainer, calibrate, compress, grow
-from locas_peft.tuner.nlsvd import nl_svd
-from locas_peft.tuner.resizing import refit_slots
+from locas_peft.slots.nlsvd import nl_svd
+from locas_peft.slots.resizing import refit_slots
 from locas_peft.tuner.scale import KAPPA
 
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from families import make_host, make_tokens
 
 from locas_peft import TestTimeTrainer, backbone
-from locas_peft.evaluation.answering import answer, first_line
+from locas_peft.asking.continuation import answer, first_line
+from locas_peft.asking.prompts import encode_prompt
 from locas_peft.evaluation.cloze import find_spans, score_spans
 from locas_peft.evaluation.conversations import Conversation, Question, Session, Turn
 from locas_peft.evaluation.forgetting import cut_text, measure_drift
 from locas_peft.evaluation.scoring import encode_pair, score_targets
-from locas_peft.text import encode_prompt
 
 
 @pytest.fixture(scope="module")

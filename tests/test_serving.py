@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from locas_peft.gguf_models import CONVERTERS, is_installed
+from locas_peft.bases.gguf import CONVERTERS, is_installed
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"lighthouse": (ROOT / "src" / "locas_peft" / "demo", 8), "bee": (ROOT / "benchmarks" / "pages", 16)}

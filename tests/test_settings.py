@@ -8,7 +8,7 @@ import pytest
 from families import make_host
 
 from locas_peft import backbone
-from locas_peft.settings import METHODS, PRESETS, ReadingSettings, complete_all
+from locas_peft.reading.settings import METHODS, PRESETS, ReadingSettings, complete_all
 from locas_peft.ttt import TrainingSettings
 from locas_peft.tuner import STRATEGIES
 

@@ -18,7 +18,7 @@ from filelock import FileLock
 from locas_peft import cli
 from locas_peft.evaluation import study
 from locas_peft.evaluation.study import Unit, open_study, run_units
-from locas_peft.settings import ReadingSettings
+from locas_peft.reading.settings import ReadingSettings
 
 TEXTS = {
     "long": "The door of the house was old, and nobody went there. " * 12,

@@ -12,20 +12,21 @@ import torch
 from locomo_data import make_samples, write_samples
 
 from locas_peft import backbone, cli
-from locas_peft.adapters import memory_attached
+from locas_peft.asking.answers import recite_for
+from locas_peft.asking.prompts import encode_answer
 from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo, locomo, open_study, run_units
 from locas_peft.evaluation import study as studies
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
-from locas_peft.evaluation.recall import recite_for
 from locas_peft.evaluation.scoring import score_targets
-from locas_peft.evaluation.study import follow, reading_unit, summarize_reading
+from locas_peft.evaluation.study import reading_unit, summarize_reading
 from locas_peft.files import load_json, write_json
-from locas_peft.reading import score
+from locas_peft.memories import memory_attached
+from locas_peft.progress import follow
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import score
 from locas_peft.selfstudy.exchanges import EXCHANGES
-from locas_peft.settings import ReadingSettings
-from locas_peft.text import encode_answer
 from locas_peft.ttt.chunks import Chunk
 
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]

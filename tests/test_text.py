@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import locas_peft
-from locas_peft.text import decode_after, find_turn_end, load_text, python_reference, tokenize, unwrap
+from locas_peft.asking.prompts import decode_after, find_turn_end
+from locas_peft.text import load_text, python_reference, tokenize, unwrap
 
 BACKBONE = Path(locas_peft.__file__).parent / "backbone"
 

@@ -9,7 +9,7 @@ from peft import PeftModel, get_peft_model
 from torch.nn.functional import cosine_similarity, normalize
 
 from locas_peft import LocasConfig, LocasLayer, SlotWriter, TestTimeTrainer, calibrate, empty_memories, write_tokens
-from locas_peft.tuner.writing import make_slots
+from locas_peft.slots.writing import make_slots
 
 TWO_LAYER = [family for family in FAMILIES if family not in GATED]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from locas_peft.asking.prompts import encode_question, find_pad_token
+from locas_peft.bases import load_base
 from locas_peft.demo import load_page_questions
-from locas_peft.loading import load_base, load_memory, load_memory_config
-from locas_peft.text import encode_question, find_pad_token
+from locas_peft.memories import load_memory, load_memory_config
 
 
 def answer(memories: dict[str, Path | None], max_tokens: int) -> tuple[list[list[int]], dict[str, list[list[int]]]]:

@@ -30,7 +30,7 @@ from urllib.error import HTTPError, URLError
 
 from transformers_answers import answer
 
-from locas_peft.loading import describe_memory
+from locas_peft.memories import describe_memory
 
 START_SECONDS = 600
 

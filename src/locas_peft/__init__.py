@@ -4,21 +4,9 @@ Importing this package registers `PeftType.LOCAS` with PEFT and does nothing els
 """
 
 from .registration import register
+from .slots import SlotWriter, compress, grow, to_lora, widen_base, write_tokens
 from .ttt import Anchor, Chunk, OwnText, TestTimeTrainer, TrainingSettings, read_many, write_own_text
-from .tuner import (
-    LocasConfig,
-    LocasLayer,
-    LocasModel,
-    SlotWriter,
-    calibrate,
-    compress,
-    empty_memories,
-    grow,
-    rescale,
-    to_lora,
-    widen_base,
-    write_tokens,
-)
+from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
 
 register()
 

@@ -13,13 +13,13 @@ from rich.text import Text
 
 from .evaluation.f1 import CATEGORIES
 from .files import load_json, staged_file
-from .settings import METHOD_FIELDS
+from .reading.settings import METHOD_FIELDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from .memory_folder import Reading
+    from .reading.record import Reading
 
 __all__ = [
     "Sheet",

@@ -14,8 +14,8 @@ import gradio as gr
 import pandas as pd
 
 from .. import demo
-from ..loading import describe_memory
-from ..settings import STUDY
+from ..memories.loading import describe_memory
+from ..reading.settings import STUDY
 from ..text import load_text, python_reference
 from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors, describe_refusal
 from .shelf import MOST_BYTES, Shelf

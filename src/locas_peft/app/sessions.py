@@ -25,15 +25,17 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
-from ..adapters import memory_attached
-from ..conversion import combine_memories, export_memory, merge_memory, share_weights
-from ..evaluation.answering import GREEDY
-from ..reading import StopReading, memorize
+from ..asking.continuation import GREEDY
+from ..asking.decoding import pad_left
+from ..asking.prompts import can_chat, encode_turns, find_pad_token
+from ..memories.conversion import combine_memories, export_memory, merge_memory, share_weights
+from ..memories.loading import memory_attached
+from ..model import count_positions
+from ..reading.settings import ReadingSettings
+from ..reading.teaching import StopReading, memorize
 from ..selfstudy import Exchange, StudyStep
-from ..selfstudy.decoding import pad_left
-from ..settings import ReadingSettings
-from ..text import can_chat, encode_turns, find_pad_token, find_start_token, tokenize, unwrap
-from ..ttt import Chunk, TestTimeTrainer, count_positions, cumulative
+from ..text import find_start_token, tokenize, unwrap
+from ..ttt import Chunk, TestTimeTrainer, cumulative
 from ..tuner import find_ffns
 from .shelf import Shelf, pack
 

@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..files import staged
-from ..loading import MEMORY_CONFIG, describe_memory
-from ..memory_folder import FILES
+from ..memories.loading import MEMORY_CONFIG, describe_memory
+from ..reading.record import FILES
 
 __all__ = ["MOST_BYTES", "MOST_MEMORIES", "Shelf", "check_name", "pack"]
 

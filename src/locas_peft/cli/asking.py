@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import torch
 from cyclopts import Parameter
 
-from ..evaluation import recall
-from ..evaluation.answering import GREEDY
-from ..text import can_chat, encode_prompt, encode_turns, find_pad_token, load_text, put_before
-from ..ttt import count_positions
+from ..asking import answers as recall
+from ..asking.continuation import GREEDY
+from ..asking.prompts import can_chat, encode_prompt, encode_turns, find_pad_token, put_before
+from ..model import count_positions
+from ..text import load_text
 from ..tuner import adapters_disabled
 from .console import open_consoles, write_result
 from .options import (

@@ -22,9 +22,9 @@ from ..evaluation.harness import find_tasks
 from ..evaluation.perplexity import run_perplexity
 from ..evaluation.prompts import PROMPTS, load_prompts
 from ..files import check_output_directory, check_output_file
-from ..settings import ReadingSettings, complete_all
+from ..model import count_positions
+from ..reading.settings import ReadingSettings, complete_all
 from ..text import load_text
-from ..ttt import count_positions
 from .console import find_process, open_consoles, show_progress
 from .options import (
     BASE,

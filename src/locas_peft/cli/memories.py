@@ -6,16 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from ..conversion import combine_memories, export_memory, merge_memory, merge_to_gguf, save_adapter
+from ..bases.gguf import find_converter
 from ..files import check_output_directory
-from ..gguf_models import find_converter
-from ..loading import describe_memory
-from ..memory_folder import upload_memory
-from ..model_card import escape, set_license
+from ..memories.card import escape, set_license
+from ..memories.conversion import combine_memories, export_memory, merge_memory, merge_to_gguf, save_adapter
+from ..memories.loading import describe_memory
+from ..model import count_positions
+from ..reading.record import upload_memory
 from ..report import tabulate_memory
+from ..slots import compress, grow
 from ..text import load_text
-from ..ttt import count_positions
-from ..tuner import compress, grow, list_layers
+from ..tuner import list_layers
 from .console import open_consoles, printable, warnings_as_lines, write_result
 from .options import (
     BASE,

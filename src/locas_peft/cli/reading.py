@@ -13,15 +13,17 @@ import torch
 from cyclopts import Parameter
 from rich.console import Console
 
-from .. import backbone, loading, reading, report
+from .. import backbone, report
 from .. import demo as acts
 from .. import text as texts
+from ..bases import loading
 from ..evaluation import study
 from ..files import check_output_directory, check_output_file, write_json
-from ..memory_folder import CHECKPOINT_FOLDER, Reading, check_vacant, find_finished
+from ..model import count_positions
+from ..reading import teaching as reading
+from ..reading.record import CHECKPOINT_FOLDER, Reading, check_vacant, find_finished
+from ..reading.settings import ReadingSettings, complete_all, label_method
 from ..selfstudy import load_exchanges
-from ..settings import ReadingSettings, complete_all, label_method
-from ..ttt import count_positions
 from ..ttt.checkpoint import has_checkpoint
 from .console import deferring_signals, open_consoles, printable, show_progress, write_result
 from .options import (

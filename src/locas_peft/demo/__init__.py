@@ -15,15 +15,15 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
-from ..adapters import memory_attached
-from ..evaluation.recall import Question, ask, count_right, load_questions
-from ..evaluation.study import Progress, follow, follow_study
-from ..gguf_models import PACKAGES, is_installed
-from ..memory_folder import Reading
-from ..reading import memorize
+from ..asking.answers import Question, ask, count_right, load_questions
+from ..bases.gguf import PACKAGES, is_installed
+from ..memories.loading import memory_attached
+from ..progress import Progress, follow, follow_study
+from ..reading.record import Reading
+from ..reading.settings import STUDY, ReadingSettings
+from ..reading.teaching import memorize
 from ..report import Sheet
 from ..selfstudy import Exchange, split_passages, write_exchanges
-from ..settings import STUDY, ReadingSettings
 from ..text import load_text, tokenize
 
 __all__ = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..ttt.settings import check_choice
+from ..checks import check_choice
 from .f1 import ADVERSARIAL, CATEGORIES
 
 __all__ = ["Conversation", "Question", "Session", "Turn", "choose_conversations", "dialogue", "dialogue_lines"]

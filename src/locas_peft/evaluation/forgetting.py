@@ -23,28 +23,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..adapters import memory_attached
 from ..files import write_json
-from ..settings import ReadingSettings
+from ..memories.loading import memory_attached
+from ..model.causal_lm import CausalLM
+from ..progress import Progress, silent
+from ..reading.settings import ReadingSettings
 from ..ttt.chunks import cut, perplexity
-from ..ttt.host import Host
 from ..ttt.objectives import divergences, token_losses
 from .blimp import MinimalPair, PairScore, score_pairs, summarize_pairs
 from .harness import evaluate_tasks, find_tasks
 from .intervals import Interval, mean_interval, rise_interval
 from .own_answers import NAME as OWN_ANSWERS
 from .own_answers import write_own_answers
-from .study import (
-    Progress,
-    Unit,
-    describe_text,
-    digest,
-    open_study,
-    reading_unit,
-    run_units,
-    silent,
-    summarize_reading,
-)
+from .study import Unit, describe_text, digest, open_study, reading_unit, run_units, summarize_reading
 
 __all__ = ["Plan", "cut_text", "measure_drift", "perplexity_rise", "run_forgetting"]
 
@@ -279,7 +270,7 @@ def measure_drift(
         `reference_nll_nats` and `kl_nats` in all; and of each piece `chunk_tokens`, `chunk_nll_nats` under the model
         and `chunk_kl_nats`, the mean KL a token.
     """
-    host = Host(model)
+    host = CausalLM(model)
     rows = []
     hashed = hashlib.sha256()
     for ids, scored in pieces:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..ttt.host import count_positions
+from ..model.causal_lm import count_positions
 from .extras import import_extra
 
 if TYPE_CHECKING:

@@ -21,21 +21,23 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..adapters import memory_attached
+from ..asking.answers import recite_for
+from ..asking.continuation import answer
+from ..asking.prompts import encode_answer
+from ..checks import check_choice
 from ..files import load_json, write_json
-from ..settings import ReadingSettings
-from ..text import encode_answer, tokenize
-from ..ttt.settings import check_choice
-from ..tuner.passes import adapters_disabled
-from .answering import answer
+from ..memories.loading import memory_attached
+from ..progress import Progress, silent
+from ..reading.settings import ReadingSettings
+from ..text import tokenize
+from ..tuner.modes import adapters_disabled
 from .cloze import find_spans, firsts, gains, score_spans
 from .conversations import Conversation, Question, dialogue
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, PROMPTS, RECITED, make_prompts
-from .recall import recite_for
 from .scoring import score_targets
-from .study import Progress, Unit, digest, open_study, reading_unit, run_units, silent, summarize_reading
+from .study import Unit, digest, open_study, reading_unit, run_units, summarize_reading
 
 __all__ = ["SETTINGS", "Plan", "f1_by_category", "run_locomo"]
 

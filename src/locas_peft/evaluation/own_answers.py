@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..text import encode_prompt
-from .answering import answer
+from ..asking.continuation import answer
+from ..asking.prompts import encode_prompt
 
 __all__ = ["NAME", "write_own_answers"]
 

@@ -13,11 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from ..files import write_json
-from ..memory_folder import Reading
-from ..settings import ReadingSettings
+from ..progress import Progress, silent
+from ..reading.record import Reading
+from ..reading.settings import ReadingSettings
 from ..ttt.chunks import perplexity
 from .intervals import mean_interval
-from .study import Progress, describe_text, open_study, reading_unit, run_units, silent
+from .study import describe_text, open_study, reading_unit, run_units
 
 __all__ = ["run_perplexity"]
 

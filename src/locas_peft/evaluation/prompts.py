@@ -11,9 +11,9 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..text import encode_prompt
-from ..ttt.host import count_positions
-from ..ttt.settings import check_choice
+from ..asking.prompts import encode_prompt
+from ..checks import check_choice
+from ..model.causal_lm import count_positions
 from .conversations import Conversation, Question, dialogue, dialogue_lines, keep_evidence
 from .f1 import CATEGORIES
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..ttt.host import Host
+from ..model.causal_lm import CausalLM
 from ..ttt.objectives import token_losses
 
 __all__ = ["Score", "encode_pair", "score_targets"]
@@ -67,7 +67,7 @@ def score_targets(
     Raises:
         ValueError: a target is empty, or a pair is longer than the model's positions.
     """
-    host = Host(model)
+    host = CausalLM(model)
     for number, (prompt, target) in enumerate(pairs):
         tokens = len(prompt) + len(target)
         if not len(target):

@@ -21,57 +21,19 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checks import describe_difference
 from ..files import load_json, write_json
-from ..memory_folder import FILES, Reading, find_finished
-from ..reading import memorize
-from ..selfstudy import StudyStep
-from ..settings import ReadingSettings
+from ..progress import Progress, follow, follow_study, silent
+from ..reading.record import FILES, Reading, find_finished
+from ..reading.settings import ReadingSettings
+from ..reading.teaching import memorize
 from ..text import digest_ids
 from ..ttt import checkpoint
-from ..ttt.chunks import Chunk, perplexity
-from ..ttt.run_state import describe_difference
 
-__all__ = ["Progress", "Unit", "describe_text", "digest", "follow", "follow_study", "open_study", "reading_unit"]
-__all__ += ["run_units", "silent", "summarize_reading"]
+__all__ = ["Unit", "describe_text", "digest", "open_study", "reading_unit"]
+__all__ += ["run_units", "summarize_reading"]
 
 POLL_SECONDS = 1.0
-
-Progress = Callable[[str, int], Callable[..., None]]
-"""Opens a line of progress: (description, total steps) -> advance(steps, note="")."""
-
-
-def silent(description: str, total: int) -> Callable[..., None]:
-    """Show no progress."""
-    return lambda steps, note="": None
-
-
-def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
-    """Make an `on_chunk` for `memorize` that advances by a chunk's tokens, with perplexity and speed as the note."""
-    totals: dict[int, tuple[float, int, float]] = {}  # by reading
-
-    def on_chunk(chunk: Chunk) -> None:
-        nll_nats, tokens, seconds = totals.get(chunk.reading, (0.0, 0, 0.0))
-        nll_nats, tokens, seconds = nll_nats + chunk.nll_nats, tokens + chunk.tokens, seconds + chunk.seconds
-        totals[chunk.reading] = nll_nats, tokens, seconds
-        note = f"perplexity {perplexity(nll_nats, tokens):.2f}" if tokens else ""
-        if note and seconds:
-            note += f", {tokens / seconds:,.0f} tokens/s"
-        advance(chunk.stop - chunk.start, note)
-
-    return on_chunk
-
-
-def follow_study(progress: Progress) -> Callable[[StudyStep], None]:
-    """Make an `on_study` for `memorize` that shows a line of progress for writing and one for learning."""
-    lines: dict[str, tuple[Callable[..., None], int]] = {}
-
-    def on_study(step: StudyStep) -> None:
-        advance, before = lines.get(step.phase) or (progress(step.phase, step.total), 0)
-        kept = f"{step.exchanges} exchanges"
-        advance(step.done - before, kept if step.loss_nats is None else f"{kept}, KL {step.loss_nats:.2f}")
-        lines[step.phase] = advance, step.done
-
-    return on_study
 
 
 @dataclass(frozen=True)

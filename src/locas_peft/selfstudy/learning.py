@@ -16,14 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..text import encode_question, find_start_token
+from ..asking.decoding import begin_rows
+from ..asking.prompts import encode_question
+from ..model.causal_lm import CausalLM
+from ..text import find_start_token
 from ..ttt import checkpoint
-from ..ttt.host import Host
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..ttt.objectives import token_losses
-from ..tuner.passes import evaluating, trained_parameters
-from .decoding import begin_rows
+from ..tuner.modes import evaluating, trained_parameters
 from .exchanges import Exchange, Passage, digest_exchanges, split_passages
 from .lessons import FORMS, Lesson, make_lesson
 from .others import write_other_lessons
@@ -102,7 +103,7 @@ class SelfStudy:
         anchor: float = 0.0,
         given: Sequence[Exchange] | None = None,
     ):
-        self._model, self._tokenizer, self._host = model, tokenizer, Host(model)
+        self._model, self._tokenizer, self._host = model, tokenizer, CausalLM(model)
         self._ids = input_ids.to(self._host.device)
         self._pieces = _split(self._ids, min(window, READ_TOKENS), find_start_token(tokenizer))
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor

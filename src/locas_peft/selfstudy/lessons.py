@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..text import SENTENCE_PROMPT, encode_answer
-from .decoding import list_stops
+from ..asking.decoding import list_stops
+from ..asking.prompts import SENTENCE_PROMPT, encode_answer
 from .exchanges import Exchange
 
 __all__ = ["FORMS", "Lesson", "make_lesson"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..text import decode_after, encode_prompt, encode_question
-from ..ttt.host import Host
-from ..tuner.passes import adapters_disabled, evaluating
-from .decoding import decode
+from ..asking.decoding import decode
+from ..asking.prompts import decode_after, encode_prompt, encode_question
+from ..model.causal_lm import CausalLM
+from ..tuner.modes import adapters_disabled, evaluating
 from .lessons import FORMS, Lesson
 from .writing import QUESTION_TOKENS, TEMPERATURE
 
@@ -38,7 +38,7 @@ def write_other_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Less
         tokenizer: its tokenizer.
         seed: of the questions.
     """
-    host, asked = Host(model), [(topic, begin) for topic in TOPICS for begin in BEGINNINGS]
+    host, asked = CausalLM(model), [(topic, begin) for topic in TOPICS for begin in BEGINNINGS]
     requests = [encode_prompt(tokenizer, _REQUEST.format(topic), begin) for topic, begin in asked]
     generator = torch.Generator(host.device).manual_seed(seed)
     with evaluating(model), adapters_disabled(model):

@@ -17,10 +17,10 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ..text import decode_after, encode_prompt
-from ..ttt.host import Host
-from ..tuner.passes import adapters_disabled, evaluating
-from .decoding import decode
+from ..asking.decoding import decode
+from ..asking.prompts import decode_after, encode_prompt
+from ..model.causal_lm import CausalLM
+from ..tuner.modes import adapters_disabled, evaluating
 from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
 
 __all__ = ["BLOCK", "QUESTION_TOKENS", "TEMPERATURE", "Written", "check_window", "write_exchanges"]
@@ -79,7 +79,7 @@ def write_exchanges(
         seed: of the questions' sampling. Torch's own random state is not used.
         first: the block to begin with.
     """
-    host = Host(model)
+    host = CausalLM(model)
     for block in range(first, math.ceil(len(passages) / BLOCK)):
         generator = torch.Generator(host.device).manual_seed((seed * 1_000_003 + block) % 2**63)
         with torch.no_grad(), evaluating(model), adapters_disabled(model):
@@ -87,7 +87,7 @@ def write_exchanges(
         yield written
 
 
-def check_window(host: Host, window: int) -> None:
+def check_window(host: CausalLM, window: int) -> None:
     """Raise a `ValueError` where a window, or the model's positions, leave no room for a passage and its prompt."""
     least = LONGEST_PASSAGE + _MARGIN_TOKENS
     if min(window, host.positions or window) < least:
@@ -97,7 +97,7 @@ def check_window(host: Host, window: int) -> None:
 
 
 def _write(
-    host: Host, tokenizer, passages: Sequence[Passage], per_passage: int, generator: torch.Generator
+    host: CausalLM, tokenizer, passages: Sequence[Passage], per_passage: int, generator: torch.Generator
 ) -> Written:
     written = Written(len(passages))
     asked = _ask(host, tokenizer, passages, per_passage, generator, written)
@@ -139,7 +139,7 @@ def list_phrases(text: str) -> list[str]:
 
 
 def _ask(
-    host: Host,
+    host: CausalLM,
     tokenizer,
     passages: Sequence[Passage],
     per_passage: int,
@@ -175,7 +175,7 @@ def _ask(
 
 
 def _reply(
-    host: Host,
+    host: CausalLM,
     tokenizer,
     asked: Sequence[tuple[Passage, tuple[str, str, str]]],
     generator: torch.Generator,

@@ -7,7 +7,6 @@ in one batch, each into a LOCAS memory of its own.
 from .anchor import Anchor, OwnText, write_own_text
 from .checkpoint import InUse
 from .chunks import Chunk, Span, at_marks, choose_marks, cumulative, cut, per_segment, perplexity, perplexity_of
-from .host import Host, count_positions
 from .many import ManyReading, read_many
 from .objectives import OBJECTIVES, WEIGHTINGS, Objective, divergences, token_losses
 from .settings import TrainingSettings
@@ -18,7 +17,6 @@ __all__ = [
     "WEIGHTINGS",
     "Anchor",
     "Chunk",
-    "Host",
     "InUse",
     "ManyReading",
     "Objective",
@@ -28,7 +26,6 @@ __all__ = [
     "TrainingSettings",
     "at_marks",
     "choose_marks",
-    "count_positions",
     "cumulative",
     "cut",
     "divergences",

@@ -20,10 +20,10 @@ from peft import PeftModel
 from torch import Tensor, nn
 from transformers import GenerationConfig
 
-from ..tuner.passes import adapters_disabled, evaluating
-from .host import Host
+from ..checks import check_whole
+from ..model.causal_lm import CausalLM
+from ..tuner.modes import adapters_disabled, evaluating
 from .objectives import divergences
-from .settings import check_whole
 
 __all__ = ["Anchor", "OwnText", "write_own_text"]
 
@@ -64,10 +64,10 @@ class Anchor:
         pull, remainder = divmod(step, self.every)
         return self.texts[pull % len(self.texts)][None] if remainder == self.every - 1 else None
 
-    def losses(self, host: Host, text: Tensor, adapters: Sequence[str] | None = None, rows: int = 1) -> Tensor:
+    def losses(self, host: CausalLM, text: Tensor, adapters: Sequence[str] | None = None, rows: int = 1) -> Tensor:
         """Return the loss of a pull for each row of a batch, [B]: the weighted divergence from the base, in nats.
 
-        `text` is a LongTensor [1, L] of `text_of`, `rows` is B; for `adapters` see `Host.logits`.
+        `text` is a LongTensor [1, L] of `text_of`, `rows` is B; for `adapters` see `CausalLM.logits`.
         """
         ids, count = text.to(host.device)[:, :-1], text.shape[1] - 1
         with torch.no_grad(), adapters_disabled(host.model):
@@ -95,7 +95,7 @@ class Anchor:
         texts = texts.to(self.known_texts)
         return replace(self, texts=self.texts.with_written(texts) if lazy else texts)
 
-    def check(self, host: Host) -> None:
+    def check(self, host: CausalLM) -> None:
         """Raise a `ValueError` where the texts do not fit a model's vocabulary or positions."""
         if len(self.known_texts):
             host.check_tokens(self.known_texts, "anchor texts", "write them with this model")
@@ -132,7 +132,7 @@ class OwnText:
         _start_of_text(base)
         self._model, self._seed, self._batch_size = model, seed, batch_size
         self.shape = torch.Size((texts, tokens))
-        self.written = torch.empty(0, tokens, dtype=torch.long, device=Host(base).device)
+        self.written = torch.empty(0, tokens, dtype=torch.long, device=CausalLM(base).device)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -190,7 +190,7 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
     check_whole("tokens", tokens, 2)
     base = _base_of(model)
     first = _start_of_text(base)
-    start = torch.full((texts, 1), first, dtype=torch.long, device=Host(base).device)
+    start = torch.full((texts, 1), first, dtype=torch.long, device=CausalLM(base).device)
     # No end of text: after the end of one sample, another one follows, as in training text.
     sampling = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens - 1, pad_token_id=first

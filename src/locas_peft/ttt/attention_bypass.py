@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..tuner.passes import evaluating
-from .host import Host
+from ..model.causal_lm import CausalLM
+from ..tuner.modes import evaluating
 
 __all__ = ["bypassing", "is_tokenwise", "list_attention"]
 
@@ -50,7 +50,7 @@ def _detach_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tu
     return args, kwargs if tokens is None else {**kwargs, "hidden_states": tokens.detach()}
 
 
-def is_tokenwise(host: Host, attention: list[nn.Module]) -> bool:
+def is_tokenwise(host: CausalLM, attention: list[nn.Module]) -> bool:
     """Test with three tokens whether the gradient of a prediction, bypassing attention, reaches its own token only.
 
     It does not where tokens interact outside attention (convolutions, state spaces, linear attention), where attention

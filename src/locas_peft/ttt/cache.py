@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .host import Host
+from ..model.causal_lm import CausalLM
 
 __all__ = ["SlidingCache"]
 
@@ -28,7 +28,7 @@ class SlidingCache:
     position `restart`, or the model's last one, the context is fed again, from position 0.
     """
 
-    def __init__(self, host: Host, keep: int, sinks: int = 0, restart: int | None = None):
+    def __init__(self, host: CausalLM, keep: int, sinks: int = 0, restart: int | None = None):
         self._host, self._keep, self._sinks = host, keep, sinks
         limits = [limit for limit in (restart, host.positions) if limit is not None]
         self._limit = min(limits) if limits else None
@@ -42,7 +42,7 @@ class SlidingCache:
         """Feed the last `count` tokens of `ids` [B, n] after the kept context, and return their logits [B, count, V].
 
         The tokens before them are the context, which is fed where it is not kept. The same tokens may be fed again;
-        `advance` adds those that were fed last to the context. For `adapters` see `Host.logits`.
+        `advance` adds those that were fed last to the context. For `adapters` see `CausalLM.logits`.
         """
         if self._position is None or (self._limit is not None and self._position + count > self._limit):
             context = ids[:, :-count]

@@ -17,14 +17,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..tuner import SlotWriter, calibrate, empty_memories
-from ..tuner.passes import adapters_disabled, evaluating
+from ..model.causal_lm import CausalLM, check_window
+from ..slots import SlotWriter
+from ..tuner import calibrate, empty_memories
+from ..tuner.modes import adapters_disabled, evaluating
 from .anchor import Anchor
 from .attention_bypass import bypassing, is_tokenwise, list_attention
 from .brake import RATE_FACTOR, is_due, is_worse
 from .cache import SlidingCache
 from .chunks import Chunk, Span, cut, perplexity_of
-from .host import Host, check_window
 from .learner import Learner
 from .objectives import OBJECTIVES, WEIGHTINGS, token_losses
 from .settings import TrainingSettings
@@ -106,7 +107,11 @@ class Loop:
     """
 
     def __init__(
-        self, host: Host, settings: TrainingSettings, writer: SlotWriter | None = None, anchor: Anchor | None = None
+        self,
+        host: CausalLM,
+        settings: TrainingSettings,
+        writer: SlotWriter | None = None,
+        anchor: Anchor | None = None,
     ):
         self.host, self.settings, self.writer, self.anchor = host, _fit(settings, host), writer, anchor
         self._bypassed = list_attention(host.model) if settings.gradient == "tokenwise" else []
@@ -319,7 +324,7 @@ def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | Non
         calibrate(model, [input_ids], name)
 
 
-def _fit(settings: TrainingSettings, host: Host) -> TrainingSettings:
+def _fit(settings: TrainingSettings, host: CausalLM) -> TrainingSettings:
     """Check settings against a model, and fill in the teacher's window."""
     for name in ("window", "stride", "context"):
         if getattr(settings, name) is None:

@@ -14,11 +14,11 @@ from typing import Any
 from peft import PeftModel
 from torch import Tensor, nn
 
+from ..model.causal_lm import CausalLM
 from ..tuner import STRATEGIES, LocasConfig, LocasLayer, list_layers
-from ..tuner.passes import ADAPTER_LAYERS
+from ..tuner.modes import ADAPTER_LAYERS
 from .anchor import Anchor
 from .chunks import Chunk, cut
-from .host import Host
 from .learner import Learner
 from .loop import Batch, Loop, Row, calibrate_empty
 from .settings import TrainingSettings
@@ -62,7 +62,7 @@ def read_many(
         ...     print({name: reading.perplexity(name) for name in records})
         >>> model.save_pretrained("memories", selected_adapters=["emma"])
     """
-    host = Host(model)
+    host = CausalLM(model)
     settings = TrainingSettings(**fields) if settings is None else replace(settings, **fields)
     if settings.learning_rate is None:
         raise ValueError("learning_rate must be a number above 0, got None: give one, 1e-3 say")
@@ -213,7 +213,9 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_documents(host: Host, documents: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _check_documents(
+    host: CausalLM, documents: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+) -> dict[str, Tensor]:
     """Return the documents as LongTensors [T], by name."""
     checked: dict[str, Tensor] = {}
     for name, ids in documents.items() if isinstance(documents, Mapping) else documents:

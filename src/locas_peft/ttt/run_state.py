@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tuner.passes import ADAPTER_LAYERS, base_parameters
+from ..checks import describe_difference
+from ..tuner.modes import ADAPTER_LAYERS, base_parameters
 
-__all__ = ["describe_difference", "describe_run", "find_difference", "fingerprint", "model_state"]
+__all__ = ["describe_run", "find_difference", "fingerprint", "model_state"]
 __all__ += ["restore_model_state"]
 
 _FILLED_BY_CALIBRATION = ("slots",)
@@ -107,23 +108,6 @@ def find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: Pat
             "another folder"
         )
     return None
-
-
-def describe_difference(
-    ours: dict[str, Any], theirs: dict[str, Any], where: str, remedy: str, prefix: str = ""
-) -> str | None:
-    """Return the message for the first field in which two settings differ, also inside dictionaries; None for none.
-
-    `method` and `preset`, which other fields follow from, are compared first.
-    """
-    fields = ("method", "preset", *ours, *theirs)
-    field = next((field for field in fields if ours.get(field) != theirs.get(field)), None)
-    if field is None:
-        return None
-    here, there = ours.get(field), theirs.get(field)
-    if isinstance(here, dict) and isinstance(there, dict):
-        return describe_difference(here, there, where, remedy, f"{prefix}{field}: ")
-    return f"{prefix}{field} must be {there!r:.80} as in {where}, got {here!r:.80}: {remedy}"
 
 
 def fingerprint(model: nn.Module) -> str:

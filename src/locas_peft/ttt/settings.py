@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
+from ..checks import check_choice, check_whole
 from .objectives import OBJECTIVES, WEIGHTINGS
 
 __all__ = ["CONTEXTS", "GRADIENTS", "TrainingSettings"]
@@ -93,18 +92,3 @@ class TrainingSettings:
                 f"teacher_window is for objectives with a teacher, got {self.teacher_window} with objective "
                 f"{self.objective!r}: leave it out"
             )
-
-
-def check_whole(name: str, value: Any, least: int) -> None:
-    """Raise a `TypeError` or `ValueError` unless a value is an int of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}: give a whole number")
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}: raise it")
-
-
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Raise a `ValueError` unless a value is one of some names."""
-    choices = list(choices)
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}: choose one of them")

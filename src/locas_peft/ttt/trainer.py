@@ -17,12 +17,13 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
+from ..model.causal_lm import CausalLM
+from ..slots import SlotWriter
 from ..text import digest_ids
-from ..tuner import SlotWriter, trained_parameters, unwritten_memories
+from ..tuner import trained_parameters, unwritten_memories
 from . import checkpoint
 from .anchor import Anchor
 from .chunks import Chunk, cut
-from .host import Host
 from .learner import Learner, OptimizerFactory
 from .loop import Loop, Row
 from .run_state import describe_run, find_difference, model_state, restore_model_state
@@ -86,7 +87,7 @@ class TestTimeTrainer:
         **fields: Any,
     ):
         self.model = model
-        self._host = Host(model)
+        self._host = CausalLM(model)
         settings = TrainingSettings(**fields) if settings is None else replace(settings, **fields)
         rates = settings.learning_rate, settings.warmup_steps, settings.decay_steps
         self._learner = Learner(self._list_trained, *rates, optimizer)

@@ -5,13 +5,9 @@ from .ffn import KNOWN_PARTS, FFNParts
 from .finding import find_ffns
 from .initialization import STRATEGIES, Rows, Strategy
 from .layer import LocasLayer, list_layers
-from .lora_export import to_lora, widen_base
 from .memories import calibrate, empty_memories, rescale, unwritten_memories
 from .model import LocasModel
-from .nlsvd import nl_svd
-from .passes import adapters_disabled, evaluating, trained_parameters
-from .resizing import compress, grow
-from .writing import SlotWriter, write_tokens
+from .modes import adapters_disabled, evaluating, trained_parameters
 
 __all__ = [
     "KNOWN_PARTS",
@@ -21,21 +17,14 @@ __all__ = [
     "LocasLayer",
     "LocasModel",
     "Rows",
-    "SlotWriter",
     "Strategy",
     "adapters_disabled",
     "calibrate",
-    "compress",
-    "grow",
     "empty_memories",
     "evaluating",
     "find_ffns",
     "list_layers",
-    "nl_svd",
     "rescale",
-    "to_lora",
     "trained_parameters",
     "unwritten_memories",
-    "widen_base",
-    "write_tokens",
 ]

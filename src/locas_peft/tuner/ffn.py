@@ -27,7 +27,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from .passes import evaluating
+from .modes import evaluating
 from .quantised import dequantize
 
 

@@ -27,8 +27,8 @@ from .ffn import HostFFN, SumActivity
 from .finding import Host
 from .initialization import STRATEGIES, Calibration, Rows, Statistics, make_generator
 from .mixture import HostMixture
+from .modes import used_modules
 from .norm_clip import clip_after_optimizer_steps
-from .passes import used_modules
 from .scale import SAMPLED_TOKENS, measure_input_scale, measure_output_scale
 
 

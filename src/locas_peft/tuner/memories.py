@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .initialization import Statistics
 from .layer import LocasLayer, list_active_memories, list_layers
-from .passes import adapters_disabled, evaluating, to_inputs
+from .modes import adapters_disabled, evaluating, to_inputs
 
 
 @torch.no_grad()

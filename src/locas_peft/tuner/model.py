@@ -26,7 +26,7 @@ from .initialization import STRATEGIES
 from .layer import LocasLayer, list_layers
 from .load_checks import check_task, check_tokens, find_load_problem, rename_beside
 from .memory_file import find_divergence, one_line
-from .passes import remember_modules
+from .modes import remember_modules
 from .quantised import forbid_packing
 from .weight_sample import may_be_same_weights, sample_weights
 from .widths import WidthGroup, widen_to, widened_config, width_step

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .ffn import HostFFN
-from .finding import Host, find_ffns
-from .layer import LocasLayer, list_active_memories, list_layers
-from .mixture import HostMixture
-from .widths import WidthGroup, widen_to, widened_config
+from ..tuner.ffn import HostFFN
+from ..tuner.finding import Host, find_ffns
+from ..tuner.layer import LocasLayer, list_active_memories, list_layers
+from ..tuner.mixture import HostMixture
+from ..tuner.widths import WidthGroup, widen_to, widened_config
 
 
 @torch.no_grad()

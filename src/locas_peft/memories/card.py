@@ -8,10 +8,10 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from . import __version__, backbone
-from .files import staged_file
-from .gguf_models import is_gguf
-from .tuner.memory_file import one_line
+from .. import __version__, backbone
+from ..bases.gguf import is_gguf
+from ..files import staged_file
+from ..tuner.memory_file import one_line
 
 __all__ = ["CARD", "escape", "make_card", "set_license"]
 
@@ -89,7 +89,7 @@ def _describe_loading(model: str) -> str:
         argument = "" if name == backbone.NAME else f'name="{name}"'
         return f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({argument})"
     if is_gguf(model):
-        return f"from locas_peft.loading import load_base\n\nbase, tokenizer = load_base({model!r})"
+        return f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({model!r})"
     return (
         "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"
         f"base = AutoModelForCausalLM.from_pretrained({model!r})"

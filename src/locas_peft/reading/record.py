@@ -15,17 +15,17 @@ from huggingface_hub import HfApi
 from peft import PeftConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from .files import finish_replacement, load_json, staged, write_json
-from .loading import MEMORY_CONFIG
-from .model_card import CARD, escape, make_card
-from .selfstudy import Exchange, save_exchanges
-from .selfstudy.exchanges import EXCHANGES, digest_exchanges
+from ..checks import describe_difference
+from ..files import finish_replacement, load_json, staged, write_json
+from ..memories.card import CARD, escape, make_card
+from ..memories.loading import MEMORY_CONFIG
+from ..selfstudy import Exchange, save_exchanges
+from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
+from ..text import digest_ids
+from ..ttt import perplexity
+from ..ttt.checkpoint import InUse, has_checkpoint, locked
+from ..tuner.memory_file import one_line
 from .settings import ReadingSettings
-from .text import digest_ids
-from .ttt import perplexity
-from .ttt.checkpoint import InUse, has_checkpoint, locked
-from .ttt.run_state import describe_difference
-from .tuner.memory_file import one_line
 
 __all__ = [
     "CHECKPOINT_FOLDER",

@@ -14,10 +14,10 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..tuner.passes import ADAPTER_LAYERS
+from ..tuner.modes import ADAPTER_LAYERS
 from .cpu_attention import CpuAttention
 
-__all__ = ["Host", "check_window", "count_positions"]
+__all__ = ["CausalLM", "check_window", "count_positions"]
 
 
 def count_positions(model: nn.Module) -> int | None:
@@ -34,7 +34,7 @@ def check_window(window: int, positions: int | None) -> None:
         )
 
 
-class Host:
+class CausalLM:
     """A causal language model, plain or with adapters, the class name of its base, and how many positions it has.
 
     Raises:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import nn
 
-from ..text import SHORT_PROMPT, encode_question
-from ..tuner.passes import adapters_disabled
-from .answering import answer, recite
+from ..tuner.modes import adapters_disabled
+from .continuation import answer, recite
+from .prompts import SHORT_PROMPT, encode_question
 
 __all__ = ["RECITED", "Question", "ask", "ask_by_reciting", "count_right", "is_right", "load_questions"]
 __all__ += ["recite_for"]

@@ -16,13 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .adapters import attached
-from .memory_folder import Reading, check_vacant, save_memory
-from .peak_memory import PeakMemory
-from .selfstudy import Exchange, SelfStudy, StudyStep
-from .settings import ReadingSettings
-from .text import digest_ids
-from .ttt import (
+from ..selfstudy import Exchange, SelfStudy, StudyStep
+from ..slots import SlotWriter
+from ..text import digest_ids
+from ..ttt import (
     Anchor,
     Chunk,
     OwnText,
@@ -34,7 +31,10 @@ from .ttt import (
     per_segment,
     perplexity,
 )
-from .tuner import SlotWriter
+from .adapters import attached
+from .peak_memory import PeakMemory
+from .record import Reading, check_vacant, save_memory
+from .settings import ReadingSettings
 
 __all__ = ["StopReading", "make_trainer", "memorize", "score"]
 

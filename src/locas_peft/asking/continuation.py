@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from ..text import find_pad_token
-from ..ttt.host import Host, count_positions
+from ..model.causal_lm import CausalLM, count_positions
+from .prompts import find_pad_token
 
 __all__ = ["GREEDY", "answer", "first_line", "recite"]
 
@@ -121,7 +121,7 @@ def _fill_cache(model: nn.Module, ids: list[int], longest: int) -> DynamicCache 
 
     `longest` is the length of the longest row that begins with them, with its padding and its answer.
     """
-    config, host = model.config.get_text_config(), Host(model)
+    config, host = model.config.get_text_config(), CausalLM(model)
     only_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     if not only_full or not host.can_pad_inside(longest):
         return None
@@ -153,6 +153,6 @@ def _answer_batch(
     if cache is not None:
         options["past_key_values"] = copy.deepcopy(cache)
         options["past_key_values"].batch_repeat_interleave(len(prompts))
-    device = Host(model).device
+    device = CausalLM(model).device
     output = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
     return [first_line(text) for text in tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)]

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .loading import load_memory
+from ..tuner import LocasConfig, find_ffns
+from ..tuner.modes import remember_modules
 from .settings import ReadingSettings
-from .tuner import LocasConfig, find_ffns
-from .tuner.passes import remember_modules
 
-__all__ = ["ADAPTERS", "attached", "find_layers", "memory_attached"]
+__all__ = ["ADAPTERS", "attached", "find_layers"]
 
 
 @contextmanager
@@ -42,20 +40,6 @@ def attached(base: PreTrainedModel, settings: ReadingSettings) -> Iterator[nn.Mo
     finally:
         restore()
         base.zero_grad(set_to_none=True)
-
-
-@contextmanager
-def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[PeftModel]:
-    """Attach a saved memory to its base within the context, frozen and in evaluation mode.
-
-    `base`, a causal LM without adapters, is mutated, and restored at the end.
-    """
-    restore = remember_modules(base)
-    model = load_memory(base, directory).requires_grad_(False).eval()
-    try:
-        yield model
-    finally:
-        restore()
 
 
 def _lora_config(base: PreTrainedModel, settings: ReadingSettings) -> LoraConfig:

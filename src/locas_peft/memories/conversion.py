@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .adapters import memory_attached
-from .files import staged
-from .gguf_models import write_gguf
-from .loading import describe_memory, load_memory
-from .model_card import CARD, escape, make_card
-from .tuner import list_layers, to_lora, widen_base
+from ..bases.gguf import write_gguf
+from ..files import staged
+from ..slots import to_lora, widen_base
+from ..tuner import list_layers
+from .card import CARD, escape, make_card
+from .loading import describe_memory, load_memory, memory_attached
 
 __all__ = ["combine_memories", "export_memory", "merge_memory", "merge_to_gguf", "save_adapter", "share_weights"]
 

@@ -15,11 +15,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from . import backbone
-from .ttt import TrainingSettings, count_positions
-from .ttt.host import Host, check_window
-from .ttt.settings import check_choice, check_whole
-from .tuner import STRATEGIES
+from .. import backbone
+from ..checks import check_choice, check_whole
+from ..model import count_positions
+from ..model.causal_lm import CausalLM, check_window
+from ..ttt import TrainingSettings
+from ..tuner import STRATEGIES
 
 __all__ = ["METHODS", "PRESETS", "UPDATES", "ReadingSettings", "complete_all", "label_method", "parse_method"]
 
@@ -191,7 +192,7 @@ class ReadingSettings(TrainingSettings):
             dtype=self.dtype or ("float32" if base is None else str(base.dtype).removeprefix("torch.")),
             window=window,
             stride=self.stride or max(1, window // 2),
-            context=self.context or ("cache" if base is None or Host(base).can_cache() else "recompute"),
+            context=self.context or ("cache" if base is None or CausalLM(base).can_cache() else "recompute"),
         )
 
     def for_base(self, **changes: Any) -> ReadingSettings:

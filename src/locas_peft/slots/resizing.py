@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from .initialization import STRATEGIES, Statistics, make_generator
-from .layer import LocasLayer, list_active_memories, list_layers
-from .memories import observe_host
+from ..tuner.initialization import STRATEGIES, Statistics, make_generator
+from ..tuner.layer import LocasLayer, list_active_memories, list_layers
+from ..tuner.memories import observe_host
+from ..tuner.modes import evaluating, to_inputs
+from ..tuner.scale import KAPPA
 from .nlsvd import check_rank, nl_svd
-from .passes import evaluating, to_inputs
-from .scale import KAPPA
 
 
 def compress(

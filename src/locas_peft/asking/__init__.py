@@ -1,0 +1,1 @@
+"""Ask a model: prompts and chat templates, continuations in batches, answers, recitation."""

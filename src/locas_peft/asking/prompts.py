@@ -1,0 +1,96 @@
+"""Prompts: a question, a conversation or the beginning of a text as token ids, by the tokenizer's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "SENTENCE_PROMPT",
+    "SHORT_PROMPT",
+    "can_chat",
+    "decode_after",
+    "encode_answer",
+    "encode_prompt",
+    "encode_question",
+    "encode_turns",
+    "find_pad_token",
+    "find_turn_end",
+    "put_before",
+]
+
+SENTENCE_PROMPT = "{context}{question} Answer in one sentence."
+
+SHORT_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
+"""The forms of a question's prompt; `context` is empty, or a text and a blank line."""
+
+
+def can_chat(tokenizer) -> bool:
+    """Return whether a tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def encode_prompt(tokenizer, prompt: str, begin: str = "") -> list[int]:
+    """Turn a prompt into token ids, as a user's message if the tokenizer has a chat template.
+
+    Args:
+        begin: the first words of the reply, which the model continues.
+    """
+    if not can_chat(tokenizer):
+        return list(tokenizer(f"{prompt}\n\n{begin}" if begin else prompt, verbose=False)["input_ids"])
+    return encode_turns(tokenizer, [{"role": "user", "content": prompt}], begin)
+
+
+def encode_question(tokenizer, question: str, form: str = SENTENCE_PROMPT, context: str = "") -> list[int]:
+    """Turn a question into the token ids of a prompt, which ends where the answer begins.
+
+    Args:
+        form: has {question} and may have {context}, such as `SENTENCE_PROMPT`.
+        context: a text that stands before the question.
+    """
+    begin = "" if can_chat(tokenizer) else "Answer:"
+    return encode_prompt(tokenizer, form.format(question=question, context=put_before(context)), begin)
+
+
+def put_before(context: str) -> str:
+    """Return a text as it stands before a question or a message in a prompt, and a blank line; "" for no text."""
+    return f"Read this text.\n\n{context.strip()}\n\n" if context.strip() else ""
+
+
+def encode_answer(tokenizer, answer: str) -> list[int]:
+    """Turn an answer into token ids, as they follow its prompt: after a blank where there is no chat template."""
+    blank = "" if can_chat(tokenizer) else " "
+    return list(tokenizer(blank + answer, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def decode_after(tokenizer, begin: str, ids: Sequence[int]) -> str:
+    """Return the beginning of a text and the tokens that continue it as one text.
+
+    They are decoded together, since some tokenizers leave out the blank before the first token.
+    """
+    own = tokenizer(begin, add_special_tokens=False, verbose=False)["input_ids"] if begin else []
+    return tokenizer.decode([*own, *ids], skip_special_tokens=True)
+
+
+def find_turn_end(tokenizer) -> int | None:
+    """Return the special token that ends a reply in a tokenizer's chat template; None where it ends with none."""
+    turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Reply"}]
+    rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+    end = tokenizer(rendered.rpartition("Reply")[2].lstrip(), add_special_tokens=False, verbose=False)["input_ids"]
+    token = tokenizer.added_tokens_decoder.get(end[0]) if end else None
+    return end[0] if token is not None and token.special else None
+
+
+def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> list[int]:
+    """Turn a conversation into token ids by the chat template, up to the reply that is to come.
+
+    Args:
+        turns: each with `role` and `content`, the user's last.
+        begin: the first words of the reply.
+    """
+    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, enable_thinking=False)
+    return list(tokenizer(text + begin, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def find_pad_token(tokenizer) -> int:
+    """Return the token that rows of a batch are padded with: any, where the tokenizer has none for it."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)

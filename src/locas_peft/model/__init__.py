@@ -1,0 +1,5 @@
+"""A causal language model as the rooms above use it: its limits, its adapter, its logits."""
+
+from .causal_lm import CausalLM, check_window, count_positions
+
+__all__ = ["CausalLM", "check_window", "count_positions"]

@@ -1,0 +1,8 @@
+"""What is done to the slots of a memory from outside: written in closed form, folded, resized, exported as LoRA."""
+
+from .lora_export import to_lora, widen_base
+from .nlsvd import nl_svd
+from .resizing import compress, grow
+from .writing import SlotWriter, write_tokens
+
+__all__ = ["SlotWriter", "compress", "grow", "nl_svd", "to_lora", "widen_base", "write_tokens"]
