@@ -22,7 +22,8 @@ from families import make_host
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from locas_peft import LocasConfig, backbone, calibrate, cli
+from locas_command import program as cli
+from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions, shelf
 from locas_peft.app.sessions import Job, SharedModel, Visitors
 from locas_peft.app.shelf import Shelf, check_name

@@ -19,7 +19,10 @@ from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
-from locas_peft import backbone, cli, demo, files, text
+from locas_command import asking
+from locas_command import memories as memory_commands
+from locas_command import program as cli
+from locas_peft import backbone, demo, files, text
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
 from locas_peft.evaluation import study
@@ -769,7 +772,7 @@ def chat_model(tmp_path_factory):
 
 def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memory, monkeypatch):
     seen = []
-    monkeypatch.setattr(cli.asking, "_continue", lambda *g: seen.append(g[1].decode(g[2])) or "Fine.")
+    monkeypatch.setattr(asking, "_continue", lambda *g: seen.append(g[1].decode(g[2])) or "Fine.")
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n\nAnd you?\n/exit\nlost\n"))
     assert run("chat", "--memory", memory, "--model", chat_model, "--device", "cpu")[:2] == (0, "Fine.\nFine.\n")
     assert seen == ["user: Hello?\nassistant:", "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"]
@@ -783,8 +786,8 @@ def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch)
         assert all(layer.disable_adapters for layer in list_layers(model)), "the base replies"
         return "Fine."
 
-    monkeypatch.setattr(cli.asking, "_continue", reply)
-    monkeypatch.setattr(cli.asking.recall, "recite_for", lambda m, t, asked: [[f"About {asked[0]}", "More."]])
+    monkeypatch.setattr(asking, "_continue", reply)
+    monkeypatch.setattr(asking.recall, "recite_for", lambda m, t, asked: [[f"About {asked[0]}", "More."]])
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\nAnd you?\n"))
     arguments = ("chat", "--recite", "--memory", memory, "--model", chat_model, "--device", "cpu")
     assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
@@ -798,7 +801,7 @@ def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, mo
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines[:2])))
     arguments = ("chat", "--without-memory", "--model", chat_model, "--device", "cpu", "--max-new-tokens")
     lengths = []
-    monkeypatch.setattr(cli.asking, "_continue", lambda *g: lengths.append(len(g[2])) or "Fine.")
+    monkeypatch.setattr(asking, "_continue", lambda *g: lengths.append(len(g[2])) or "Fine.")
     assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
     assert lengths[1] == lengths[0]  # the first turn no longer fits
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines[2]))
@@ -994,7 +997,7 @@ def test_export_to_gguf_runs_the_converter(run, memory, tmp_path, monkeypatch):
     ("rank", "line"), [(1, "rank 1"), (17, "rank 32"), (257, "rank 320"), (513, "vLLM serves ranks up to 512: make ")]
 )
 def test_export_names_the_rank_that_vllm_needs(rank, line):
-    assert line in cli.memories._name_vllm_option(rank)
+    assert line in memory_commands._name_vllm_option(rank)
 
 
 def test_push_uploads_the_memory_with_its_card(run, memory, tmp_path, monkeypatch):
@@ -1317,7 +1320,7 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     (package / "__init__.py").write_text(
         f"import os\ntry:\n    os.kill(os.getpid(), {int(number)})\nexcept BaseException:\n    raise ImportError\n"
     )
-    path = [str(tmp_path), str(Path(cli.__file__).parents[2])]
+    path = [str(tmp_path), str(Path(cli.__file__).parents[1])]
     # A shell starts what runs in its background with SIGINT ignored.
     script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     script += f"sys.path[:0] = {path}; import locas_command; locas_command.main()"

@@ -15,9 +15,9 @@ import pytest
 from cyclopts.exceptions import MissingArgumentError
 
 import locas_peft
+from locas_command.program import app
 from locas_peft import backbone
 from locas_peft.bases.gguf import is_installed
-from locas_peft.cli import app
 from locas_peft.demo import INSTALL
 from locas_peft.text import python_reference, tokenize, unwrap
 

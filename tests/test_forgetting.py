@@ -12,7 +12,8 @@ import torch
 from families import make_host, make_tokens
 from peft import LoraConfig, get_peft_model
 
-from locas_peft import LocasConfig, TestTimeTrainer, backbone, cli
+from locas_command import program as cli
+from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.asking.prompts import encode_prompt
 from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
 from locas_peft.evaluation.forgetting import Plan, cut_text, measure_drift, perplexity_rise

@@ -15,7 +15,8 @@ import torch
 from huggingface_hub import cached_assets_path
 from peft import get_peft_model
 
-from locas_peft import LocasConfig, TestTimeTrainer, cli, demo
+from locas_command import program as cli
+from locas_peft import LocasConfig, TestTimeTrainer, demo
 from locas_peft.asking.answers import ask
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases.gguf import find_gguf, is_installed, load_gguf

@@ -9,7 +9,6 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "locas_peft"
 # A room may import the rooms below it, and the rooms on its own floor that stand to the right of it.
 FLOORS = [
-    ["cli"],
     ["app", "demo"],
     ["report", "evaluation"],
     ["reading"],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import locas_peft
-from locas_peft import cli
+from locas_command import program as cli
 from locas_peft.bases.gguf import is_installed
 from locas_peft.demo import INSTALL
 

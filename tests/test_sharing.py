@@ -15,7 +15,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from locas_peft import cli
+from locas_command import program as cli
 from locas_peft.evaluation import study
 from locas_peft.evaluation.study import Unit, open_study, run_units
 from locas_peft.reading.settings import ReadingSettings

@@ -11,7 +11,8 @@ import pytest
 import torch
 from locomo_data import make_samples, write_samples
 
-from locas_peft import backbone, cli
+from locas_command import program as cli
+from locas_peft import backbone
 from locas_peft.asking.answers import recite_for
 from locas_peft.asking.prompts import encode_answer
 from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo, locomo, open_study, run_units

@@ -1,5 +1,5 @@
 """`python -m locas_peft` is the `locas` command."""
 
-from .cli import main
+from locas_command import main
 
 main()

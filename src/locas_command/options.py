@@ -12,9 +12,10 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import backbone, text
-from ..bases import loading
-from ..reading.settings import ReadingSettings
+from locas_peft import backbone, text
+from locas_peft.bases import loading
+from locas_peft.reading.settings import ReadingSettings
+
 from .console import show_remarks, silence_libraries, warnings_as_lines
 
 LARGEST = 2**48  # the size in bytes of a tensor with so many rows fits 64 bits

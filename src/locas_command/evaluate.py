@@ -12,19 +12,20 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from .. import report as reports
-from ..evaluation import forgetting as forgetting_study
-from ..evaluation import locomo as locomo_study
-from ..evaluation.blimp import load_blimp
-from ..evaluation.conversations import choose_conversations, keep_sessions, load_locomo
-from ..evaluation.documents import load_column, load_documents
-from ..evaluation.harness import find_tasks
-from ..evaluation.perplexity import run_perplexity
-from ..evaluation.prompts import PROMPTS, load_prompts
-from ..files import check_output_directory, check_output_file
-from ..model import count_positions
-from ..reading.settings import ReadingSettings, complete_all
-from ..text import load_text
+from locas_peft import report as reports
+from locas_peft.evaluation import forgetting as forgetting_study
+from locas_peft.evaluation import locomo as locomo_study
+from locas_peft.evaluation.blimp import load_blimp
+from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
+from locas_peft.evaluation.documents import load_column, load_documents
+from locas_peft.evaluation.harness import find_tasks
+from locas_peft.evaluation.perplexity import run_perplexity
+from locas_peft.evaluation.prompts import PROMPTS, load_prompts
+from locas_peft.files import check_output_directory, check_output_file
+from locas_peft.model import count_positions
+from locas_peft.reading.settings import ReadingSettings, complete_all
+from locas_peft.text import load_text
+
 from .console import find_process, open_consoles, show_progress
 from .options import (
     BASE,

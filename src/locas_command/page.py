@@ -7,9 +7,10 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from .. import demo
-from ..app import check_installed, serve
-from ..files import check_output_directory
+from locas_peft import demo
+from locas_peft.app import check_installed, serve
+from locas_peft.files import check_output_directory
+
 from .console import open_consoles
 from .options import BaseOptions, NamedPath, load
 

@@ -17,8 +17,9 @@ from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
-from .. import __version__
-from ..files import is_disk_full, is_out_of_memory
+import locas_peft
+from locas_peft.files import is_disk_full, is_out_of_memory
+
 from .asking import ask, chat, generate
 from .console import find_process, printable
 from .evaluate import forgetting, locomo, perplexity, report
@@ -33,7 +34,7 @@ app = App(
     help="A memory made of weights for language models: read a text, keep what was learned in a small file.",
     help_epilogue="LOCAS_TRACEBACK=1 shows the traceback behind an error's one line.",
     help_format="plaintext",
-    version=__version__,
+    version=locas_peft.__version__,
     default_parameter=Parameter(negative="", allow_repeating=True),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
@@ -149,7 +150,8 @@ def _is_ours(error: Exception) -> bool:
     frame = error.__traceback__
     while frame.tb_next is not None:
         frame = frame.tb_next
-    return Path(frame.tb_frame.f_code.co_filename).is_relative_to(Path(__file__).parents[1])
+    file = Path(frame.tb_frame.f_code.co_filename)
+    return any(file.is_relative_to(Path(package).parent) for package in (__file__, locas_peft.__file__))
 
 
 def _give_up_stdout() -> None:

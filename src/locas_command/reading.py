@@ -13,18 +13,20 @@ import torch
 from cyclopts import Parameter
 from rich.console import Console
 
-from .. import backbone, report
-from .. import demo as acts
-from .. import text as texts
-from ..bases import loading
-from ..evaluation import study
-from ..files import check_output_directory, check_output_file, write_json
-from ..model import count_positions
-from ..reading import teaching as reading
-from ..reading.record import CHECKPOINT_FOLDER, Reading, check_vacant, find_finished
-from ..reading.settings import ReadingSettings, complete_all, label_method
-from ..selfstudy import load_exchanges
-from ..ttt.checkpoint import has_checkpoint
+from locas_peft import backbone, report
+from locas_peft import demo as acts
+from locas_peft import text as texts
+from locas_peft.asking.prompts import can_chat
+from locas_peft.bases import loading
+from locas_peft.evaluation import study
+from locas_peft.files import check_output_directory, check_output_file, write_json
+from locas_peft.model import count_positions
+from locas_peft.reading import teaching as reading
+from locas_peft.reading.record import CHECKPOINT_FOLDER, Reading, check_vacant, find_finished
+from locas_peft.reading.settings import ReadingSettings, complete_all, label_method
+from locas_peft.selfstudy import load_exchanges
+from locas_peft.ttt.checkpoint import has_checkpoint
+
 from .console import deferring_signals, open_consoles, printable, show_progress, write_result
 from .options import (
     BASE,
@@ -96,7 +98,7 @@ def demo(
         write_json(out / DEMO_JSON, [])  # after an interruption the same command may replace what this one wrote
 
     recalls = []
-    if texts.can_chat(base.tokenizer):
+    if can_chat(base.tokenizer):
         stderr.print(
             f"Act 1, recall. {base.name} learns a page about a lighthouse that does not exist, and answers questions "
             "about it.\nThe methods lora and locas-glu no longer see the page then."
@@ -217,7 +219,7 @@ def memorize(
     _show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
-        then = "locas ask QUESTION" if texts.can_chat(loaded.tokenizer) else "locas generate PROMPT"
+        then = "locas ask QUESTION" if can_chat(loaded.tokenizer) else "locas generate PROMPT"
         stdout.print(f"The memory is in {out}. Next: {then} --memory {out}, or locas inspect {out}")
 
 

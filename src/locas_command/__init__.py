@@ -1,6 +1,6 @@
-"""The entry point of the `locas` command. Ctrl-C and SIGTERM end it with one line while the package is imported.
+"""The `locas` command. Ctrl-C and SIGTERM end it with one line while `locas_peft` is imported.
 
-It is outside the package because importing any module of the package imports torch first, which takes seconds.
+It is beside `locas_peft` because importing any module of that package imports torch first, which takes seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> NoReturn:
     for number, handler in former.items():
         if handler != signal.SIG_IGN:
             signal.signal(number, _end)
-    from locas_peft.cli import main
+    from .program import main
 
     for number, handler in former.items():
         signal.signal(number, handler)

@@ -10,12 +10,13 @@ from typing import Annotated, Any
 import torch
 from cyclopts import Parameter
 
-from ..asking import answers as recall
-from ..asking.continuation import GREEDY
-from ..asking.prompts import can_chat, encode_prompt, encode_turns, find_pad_token, put_before
-from ..model import count_positions
-from ..text import load_text
-from ..tuner import adapters_disabled
+from locas_peft.asking import answers as recall
+from locas_peft.asking.continuation import GREEDY
+from locas_peft.asking.prompts import can_chat, encode_prompt, encode_turns, find_pad_token, put_before
+from locas_peft.model import count_positions
+from locas_peft.text import load_text
+from locas_peft.tuner import adapters_disabled
+
 from .console import open_consoles, write_result
 from .options import (
     BASE,
