@@ -3,8 +3,11 @@ import torch
 from families import HIDDEN, make_host, make_tokens
 from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from locas_peft import LocasConfig, calibrate
+from locas_peft.slots import widen_base
+from locas_peft.tuner import list_layers
 from locas_peft.tuner.ffn import KNOWN_PARTS, FFNParts, HostFFN
 from locas_peft.tuner.finding import find_ffns, to_parts
 
@@ -12,11 +15,11 @@ from locas_peft.tuner.finding import find_ffns, to_parts
 class OddFFN(nn.Module):
     """A gated FFN under names of its own."""
 
-    def __init__(self):
+    def __init__(self, width=24):
         super().__init__()
-        self.reader = nn.Linear(HIDDEN, 24, bias=False)
-        self.keeper = nn.Linear(HIDDEN, 24, bias=False)
-        self.writer = nn.Linear(24, HIDDEN, bias=False)
+        self.reader = nn.Linear(HIDDEN, width, bias=False)
+        self.keeper = nn.Linear(HIDDEN, width, bias=False)
+        self.writer = nn.Linear(width, HIDDEN, bias=False)
         self.nonlinearity = nn.GELU()
 
     def forward(self, hidden_states):
@@ -40,6 +43,35 @@ def test_unknown_names_are_named_by_the_user():
     assert model.peft_config["default"].target_modules == {"mlp"}
     calibrate(model, [make_tokens()])
     assert torch.equal(model(make_tokens()).logits, expected)
+
+
+class OddLlama(LlamaForCausalLM):
+    """A model of a class of its own, which transformers can build from its config."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = OddFFN(config.intermediate_size)
+
+
+def test_a_host_whose_parts_the_user_names_is_unloaded_merged_and_widened():
+    config = make_host("llama").config
+    model = get_peft_model(OddLlama(config).eval(), LocasConfig(r=4, init_strategy="random", ffn_parts=ODD_PARTS))
+    for layer in list_layers(model):
+        torch.nn.init.normal_(layer.locas_down["default"].weight)
+    expected = model(make_tokens()).logits
+    merged = model.merge_and_unload()
+    assert merged.config.intermediate_size == 28
+    torch.testing.assert_close(merged(make_tokens()).logits, expected, rtol=0, atol=1e-5)
+    plain = OddLlama(merged.config).eval()
+    plain.load_state_dict(merged.state_dict())
+    assert torch.equal(plain(make_tokens()).logits, merged(make_tokens()).logits)
+
+    base = OddLlama(make_host("llama").config).eval()
+    expected = base(make_tokens()).logits
+    widen_base(base, 8, ODD_PARTS)
+    assert base.config.intermediate_size == 32
+    torch.testing.assert_close(base(make_tokens()).logits, expected, rtol=0, atol=1e-5)
 
 
 def test_a_family_from_outside_is_one_row(monkeypatch):

@@ -48,7 +48,7 @@ def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | 
             raise ValueError(f"cannot widen {name}: {obstacle}.")
         by_width.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[name] = ffn
     groups = list(by_width.values())
-    widen_to(groups, base, widened_config(base, groups))
+    widen_to(groups, base, widened_config(base, groups, ffn_parts))
 
 
 @torch.no_grad()

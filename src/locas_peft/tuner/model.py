@@ -225,8 +225,9 @@ class LocasModel(BaseTuner):
         with self._all_or_none(adapter_names if merge else []):
             if merge:
                 super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
-            groups = self._plan_widths()
-            config = widened_config(self.model, groups) if groups and isinstance(self.model, PreTrainedModel) else None
+            groups, parts = self._plan_widths()
+            has_config = groups and isinstance(self.model, PreTrainedModel)
+            config = widened_config(self.model, groups, parts) if has_config else None
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="All adapters are already merged")
             model = super()._unload_and_optionally_merge(
@@ -237,8 +238,11 @@ class LocasModel(BaseTuner):
         self._mask_hook = None
         return model
 
-    def _plan_widths(self) -> list[WidthGroup]:
-        """Group the FFNs that must be padded to one width, because a memory is merged into one of them."""
+    def _plan_widths(self) -> tuple[list[WidthGroup], dict[str, str] | None]:
+        """Group the FFNs that must be padded to one width, because a memory is merged into one of them.
+
+        Returns the groups, and the `ffn_parts` that the FFNs were found by.
+        """
         layers = {layer.name: layer for layer in list_layers(self.model)}
         merged = {name for layer in layers.values() for name in layer.merged_adapters}
         configs = [self.peft_config[name] for name in sorted(merged)]
@@ -257,7 +261,7 @@ class LocasModel(BaseTuner):
                 obstacle = ffn.width < group.new_width and ffn.find_obstacle()
                 if obstacle:
                     raise ValueError(f"cannot bring {name} to the width {group.new_width} of the others: {obstacle}.")
-        return widened
+        return widened, parts
 
     @contextmanager
     def _all_or_none(self, adapter_names: list[str] | None) -> Iterator[None]:

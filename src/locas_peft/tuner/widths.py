@@ -29,8 +29,12 @@ class WidthGroup:
     ffns: dict[str, Host]
 
 
-def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> PretrainedConfig:
+def widened_config(
+    model: PreTrainedModel, groups: list[WidthGroup], ffn_parts: dict[str, str] | None = None
+) -> PretrainedConfig:
     """Return a copy of a model's config with the FFNs' new widths. A model built from it has exactly these shapes.
+
+    `ffn_parts` are the names that the FFNs were found by (`LocasConfig`).
 
     Raises:
         ValueError: no field of the config makes a model whose FFNs have those widths.
@@ -41,7 +45,7 @@ def widened_config(model: PreTrainedModel, groups: list[WidthGroup]) -> Pretrain
             _set_width(part, group)
     try:
         with torch.device("meta"):
-            rebuilt = find_ffns(type(model)(copy.deepcopy(config)))
+            rebuilt = find_ffns(type(model)(copy.deepcopy(config)), ffn_parts)
     except Exception as error:  # a config of an unknown family may fail in any way with an odd width
         raise ValueError(f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}") from None
     for group in groups:
