@@ -192,6 +192,21 @@ def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp
         assert all(len(set(slots)) == 7 for slots in loaded.peft_config["default"].slots.values())
 
 
+def test_every_new_row_of_a_wide_memory_is_another_token():
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="activation"))
+    calibrate(model, [make_tokens(8, 40)])
+    grow(model, 300, batches=[make_tokens(8, 40, seed=5)])
+    for layer in layers_of(model):
+        rows = weights_in(layer)[0]
+        assert (torch.cdist(rows, rows) + torch.eye(300) > 1e-3).all()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(
+        ValueError, match="^batches must have at least 320 tokens for init_strategy='activation', got 80"
+    ):
+        grow(model, 320, batches=[make_tokens(2, 40)])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def teach(model, ids):
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0)
     model(input_ids=ids, labels=ids).loss.backward()

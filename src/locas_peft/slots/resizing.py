@@ -113,7 +113,13 @@ def grow(
         raise ValueError(f"the memory '{name}' is empty: set r in its config, or calibrate it before it grows.")
     if batches is None and strategy.needs_calibration:
         raise ValueError(f"batches must be given for init_strategy={config.init_strategy!r}: give a text.")
-    statistics = [None] * len(layers) if batches is None else observe_host(model, batches, name, layers)
+    statistics = [None] * len(layers) if batches is None else observe_host(model, batches, name, layers, rank)
+    tokens = min((len(seen.inputs) for seen in statistics if seen is not None), default=rank)
+    if strategy.takes_tokens and tokens < rank:  # the same token in two slots with values of zero: they stay equal
+        raise ValueError(
+            f"batches must have at least {rank} tokens for init_strategy={config.init_strategy!r}, got {tokens}: give "
+            "a longer text, or lower rank."
+        )
     grown = [_grow_layer(layer, name, rank, seen) for layer, seen in zip(layers, statistics, strict=True)]
     for layer, (weights, slots) in zip(layers, grown, strict=True):
         _replace_weights(layer, name, weights)

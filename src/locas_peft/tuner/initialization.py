@@ -118,6 +118,7 @@ class Strategy:
     make: Callable[[Host, Statistics | None, int, torch.Generator], Rows]
     needs_calibration: bool = True  # whether `make` uses the statistics
     clones: bool = True  # whether the rows are slots of the host, so that R cannot exceed F
+    takes_tokens: bool = False  # whether each row is a token of the calibration text
     # Whether the memory starts without rows and is written slot by slot (`writing.py`): what `make` returns then only
     # serves to measure the scale.
     written: bool = False
@@ -169,7 +170,7 @@ STRATEGIES: dict[str, Strategy] = {
     "bottomk": Strategy(clone_least_active),
     "random": Strategy(clone_random, needs_calibration=False),
     "gaussian": Strategy(draw_gaussian, needs_calibration=False, clones=False),
-    "activation": Strategy(take_activations, clones=False),
+    "activation": Strategy(take_activations, clones=False, takes_tokens=True),
     "write": Strategy(take_activations, clones=False, written=True),
 }
 

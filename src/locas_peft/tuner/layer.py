@@ -152,9 +152,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self._ready.add(adapter_name)
         return False
 
-    def start_calibration(self, adapter_name: str) -> Calibration:
-        """Return a calibration that has seen nothing yet."""
-        samples = max(SAMPLED_TOKENS, self.locas_up[adapter_name].out_features)
+    def start_calibration(self, adapter_name: str, r: int | None = None) -> Calibration:
+        """Return a calibration that has seen nothing yet, for a memory of its own width or of width `r`."""
+        samples = max(SAMPLED_TOKENS, r or self.locas_up[adapter_name].out_features)
         return Calibration(samples, self.locas_config[adapter_name].seed)
 
     def make_rows(self, adapter_name: str, statistics: Statistics | None = None) -> Rows:

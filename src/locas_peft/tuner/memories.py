@@ -67,8 +67,12 @@ def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[
         layer.initialize(name, layer_rows, seen)
 
 
-def observe_host(model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer]) -> list[Statistics]:
+def observe_host(
+    model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer], r: int | None = None
+) -> list[Statistics]:
     """Return what the host's FFNs do on a text, for each of the layers of a memory. No memory takes part.
+
+    The statistics suffice for a memory of width `r`, by default its own.
 
     Raises:
         ValueError: the text has no tokens, or gives values that are not finite.
@@ -78,7 +82,7 @@ def observe_host(model: nn.Module, batches: Iterable, name: str, layers: list[Lo
     kept = [module for module in model.modules() if not isinstance(module, LocasLayer) or module in layers]
     try:
         for layer in layers:
-            layer.calibration = layer.start_calibration(name)
+            layer.calibration = layer.start_calibration(name, r)
         with evaluating(backbone), adapters_disabled(model, except_for=kept):
             for batch in batches:
                 inputs = to_inputs(model, batch)
