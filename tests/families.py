@@ -52,6 +52,7 @@ FAMILIES: dict[str, tf.PretrainedConfig] = {
     "phi": tf.PhiConfig(**_WHOLE),
     "starcoder2": tf.Starcoder2Config(**_GROUPED),
     "nemotron": tf.NemotronConfig(**_GROUPED, head_dim=8),
+    "gptj": tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=2, n_positions=64, rotary_dim=4),
     # two layers, flat on the decoder layer
     "opt": tf.OPTConfig(**_COMMON, ffn_dim=24, word_embed_proj_dim=HIDDEN),
     "opt with norms after": tf.OPTConfig(

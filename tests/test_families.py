@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
-from families import FAMILIES, GATED, HIDDEN, MIXTURES, make_host, make_tokens, weights_in
+from families import FAMILIES, GATED, HIDDEN, MIXTURES, VOCABULARY, make_host, make_tokens, weights_in
 from peft import PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
 from locas_peft import LocasConfig, LocasLayer, calibrate
-from locas_peft.tuner import find_ffns
+from locas_peft.tuner import find_ffns, list_layers
 
 R = 4
 SCALING = 80.0  # large enough that a memory is seen
@@ -74,7 +74,7 @@ def test_topk_clones_the_most_active_slots(family):
     def note(name):
         return lambda module, args: activity.__setitem__(name, args[0].flatten(0, -2).abs().mean(dim=0))
 
-    down = {"c_proj", "down_proj", "w2", "dense_4h_to_h", "fc2"}
+    down = {"c_proj", "down_proj", "w2", "dense_4h_to_h", "fc2", "fc_out"}
     for name, module in host.named_modules():
         if name.rpartition(".")[2] in down and "attn" not in name:
             module.register_forward_pre_hook(note(name))
@@ -164,6 +164,37 @@ def test_merged_checkpoint_is_plain(family, kwargs, tmp_path):
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+@pytest.mark.parametrize("activation", ["relu", "gated-gelu"])
+def test_memories_of_encoder_and_decoder_merge_into_a_plain_checkpoint(activation, tmp_path):
+    sizes = {"d_model": HIDDEN, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=VOCABULARY, **sizes, feed_forward_proj=activation, decoder_start_token_id=0)
+    torch.manual_seed(0)
+    model = get_peft_model(
+        T5ForConditionalGeneration(config).eval(), LocasConfig(r=R, init_strategy="random", scaling=SCALING)
+    )
+    inputs = {"input_ids": make_tokens(), "labels": make_tokens(seed=2)}
+
+    def losses(model):
+        with torch.no_grad():
+            return model(**inputs).logits
+
+    before = losses(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
+    model.train()(**inputs).loss.backward()
+    optimizer.step()
+    expected, state = losses(model.eval()), {name: p.clone() for name, p in model.state_dict().items()}
+    assert (expected - before).abs().max() > 1e-3
+    assert [layer.ffn.gated for layer in list_layers(model)] == [activation != "relu"] * 4
+    model.merge_adapter()
+    torch.testing.assert_close(losses(model), expected, rtol=0, atol=1e-5)
+    model.unmerge_adapter()
+    assert all(torch.equal(p, state[name]) for name, p in model.state_dict().items())
+    model.merge_and_unload().save_pretrained(tmp_path)
+    plain = T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert plain.config.d_ff == 24 + R
+    torch.testing.assert_close(losses(plain), expected, rtol=0, atol=1e-4)
 
 
 def test_bf16_merge_is_within_bf16_rounding(family):
