@@ -26,7 +26,7 @@ from locas_peft import demo
 from locas_peft.asking.answers import Question, ask, ask_by_reciting, count_right, load_questions, recite_for
 from locas_peft.asking.prompts import SHORT_PROMPT, encode_answer, encode_question
 from locas_peft.bases import load_base
-from locas_peft.evaluation.forgetting import measure_drift
+from locas_peft.evaluation.drift import measure_drift
 from locas_peft.evaluation.own_answers import write_own_answers
 from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json

@@ -25,7 +25,6 @@ from locas_command import program as cli
 from locas_peft import backbone, demo, files, text
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
-from locas_peft.evaluation import study
 from locas_peft.reading import record as memory_folder
 from locas_peft.ttt import checkpoint
 from locas_peft.tuner import STRATEGIES, list_layers
@@ -194,7 +193,7 @@ def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
 
 
 def stop_with(stop):
-    """Return a `study.follow` whose `on_chunk` calls a function after the fourth chunk."""
+    """Return a `progress.follow` whose `on_chunk` calls a function after the fourth chunk."""
 
     def follow(advance):
         def on_chunk(chunk):
@@ -221,7 +220,7 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
     assert run(*arguments, "--out", "whole")[0] == 0
 
     with monkeypatch.context() as patched:
-        patched.setattr(study, "follow", stop_with(stop))
+        patched.setattr("locas_command.reading.follow", stop_with(stop))
         assert run(*arguments, "--out", "parts") == (
             code,
             "",
@@ -389,7 +388,7 @@ def interrupted(tmp_path_factory):
     arguments = ["memorize", "text.txt", "--r", "8", *FAST, *NO_ANCHOR, "--checkpoint-seconds", "0"]
     with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
         patched.chdir(folder)
-        patched.setattr(study, "follow", stop_with(interrupt))
+        patched.setattr("locas_command.reading.follow", stop_with(interrupt))
         cli.main([*arguments, "--out", "parts"])
     assert ended.value.code == 130
     return folder / "parts", arguments

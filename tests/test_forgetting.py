@@ -16,7 +16,8 @@ from locas_command import program as cli
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.asking.prompts import encode_prompt
 from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
-from locas_peft.evaluation.forgetting import Plan, cut_text, measure_drift, perplexity_rise
+from locas_peft.evaluation.drift import cut_text, measure_drift, perplexity_rise
+from locas_peft.evaluation.forgetting import ForgettingPlan
 from locas_peft.evaluation.harness import evaluate_tasks
 from locas_peft.evaluation.intervals import rise_interval
 from locas_peft.evaluation.own_answers import QUESTIONS, write_own_answers
@@ -193,7 +194,7 @@ def test_own_answers_are_the_bases_greedy_answers_and_drift_scores_nothing_else(
 def test_the_identity_of_pairs_is_their_text(folder):
     pairs, _ = load_blimp(folder)
     other = [pair._replace(bad=pair.bad + " not") for pair in pairs]
-    one, two, again = (Plan(pairs=some).to_json() for some in (pairs, other, list(pairs)))
+    one, two, again = (ForgettingPlan(pairs=some).to_json() for some in (pairs, other, list(pairs)))
     assert one == again != two and one["pairs"] == two["pairs"] == 4
 
 

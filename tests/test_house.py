@@ -10,14 +10,16 @@ PACKAGE = ROOT / "src" / "locas_peft"
 # A room may import the rooms below it, and the rooms on its own floor that stand to the right of it.
 FLOORS = [
     ["app", "demo"],
-    ["report", "evaluation"],
+    ["evaluation"],
     ["reading"],
+    ["units"],
     ["progress"],
     ["memories", "selfstudy"],
     ["ttt"],
     ["asking"],
     ["slots", "model"],
     ["bases"],
+    ["plots", "tables"],
     ["text", "files", "backbone", "registration"],
     ["checks"],
     ["tuner"],

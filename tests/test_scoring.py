@@ -14,8 +14,8 @@ from locas_peft import TestTimeTrainer, backbone
 from locas_peft.asking.continuation import answer, first_line
 from locas_peft.asking.prompts import encode_prompt
 from locas_peft.evaluation.cloze import find_spans, score_spans
-from locas_peft.evaluation.conversations import Conversation, Question, Session, Turn
-from locas_peft.evaluation.forgetting import cut_text, measure_drift
+from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, Turn
+from locas_peft.evaluation.drift import cut_text, measure_drift
 from locas_peft.evaluation.scoring import encode_pair, score_targets
 
 
@@ -179,7 +179,8 @@ def test_spans_are_scored_in_their_prompts_alone(embedded):
     model, tokenizer = embedded
     turns = (Turn("D1:1", "Ida", "We saw the sea, the church and a garden."),)
     asked = [
-        Question(n, "?", 4, text, ("D1:1",)) for n, text in enumerate(["the sea", "the church", "a garden", "saw"])
+        LocomoQuestion(n, "?", 4, text, ("D1:1",))
+        for n, text in enumerate(["the sea", "the church", "a garden", "saw"])
     ]
     spans = find_spans(Conversation("talk", ("Ida", "Ben"), (Session(1, None, turns),), tuple(asked)))
     scores = score_spans(model, tokenizer, spans)

@@ -16,9 +16,10 @@ import torch
 from filelock import FileLock
 
 from locas_command import program as cli
-from locas_peft.evaluation import study
-from locas_peft.evaluation.study import Unit, open_study, run_units
+from locas_peft import units as sharing
+from locas_peft.evaluation import open_run
 from locas_peft.reading.settings import ReadingSettings
+from locas_peft.units import Unit, run_units
 
 TEXTS = {
     "long": "The door of the house was old, and nobody went there. " * 12,
@@ -83,11 +84,11 @@ def test_a_unit_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
     lock.acquire()
 
     def other_process_ends(seconds: float) -> None:
-        assert seconds == study.POLL_SECONDS and made == [1]
+        assert seconds == sharing.POLL_SECONDS and made == [1]
         units[0].path.write_text('{"number": "made by the other"}')
         lock.release()
 
-    monkeypatch.setattr(study.time, "sleep", other_process_ends)
+    monkeypatch.setattr(sharing.time, "sleep", other_process_ends)
 
     def progress(description: str, total: int):
         assert (description, total) == ("2 results", 2)
@@ -109,7 +110,7 @@ def test_a_killed_process_does_not_block_the_others(tmp_path):
             time.sleep(0.05)
         made = []
         units = make_units(tmp_path, 1, made)
-        assert not study._make(units[0]), "it is held"
+        assert not sharing._make(units[0]), "it is held"
     finally:
         process.kill()
         process.wait()
@@ -134,7 +135,7 @@ def test_what_a_process_left_that_was_killed_after_its_result_is_removed(tmp_pat
 
 def open_as(folder, units, overwrite=False, common=None, **settings) -> None:
     methods = {"lora": ReadingSettings(method="lora", **settings)}
-    open_study(folder, "work", {"model": "m", **(common or {})}, methods, overwrite, units)
+    open_run(folder, "work", {"model": "m", **(common or {})}, methods, overwrite, units)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
@@ -157,7 +158,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
             open_as(tmp_path, units, **changed)
     methods = {"other": ReadingSettings(method="none")}
     more = [Unit(tmp_path / "work" / "3.json", dict)]
-    open_study(tmp_path, "work", {"model": "m"}, methods, False, more)
+    open_run(tmp_path, "work", {"model": "m"}, methods, False, more)
     run = json.loads((tmp_path / "work" / "run.json").read_text())
     assert run["methods"].keys() == {"lora", "other"}, "methods may be added"
     assert run["files"] == ["0.json", "1.json", "3.json"]
@@ -313,7 +314,7 @@ def test_a_study_survives_the_kill_of_one_of_its_processes(tmp_path, monkeypatch
             assert first.poll() is None
             time.sleep(0.05)
         first.send_signal(signal.SIGSTOP)  # it holds the unit until it is killed, after this process's first look
-        monkeypatch.setattr(study.time, "sleep", lambda seconds: first.kill())
+        monkeypatch.setattr(sharing.time, "sleep", lambda seconds: first.kill())
         assert run_here(*arguments) == 0
     finally:
         first.kill()

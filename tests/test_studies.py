@@ -12,16 +12,15 @@ import torch
 from locomo_data import make_samples, write_samples
 
 from locas_command import program as cli
-from locas_peft import backbone
+from locas_peft import backbone, units
 from locas_peft.asking.answers import recite_for
 from locas_peft.asking.prompts import encode_answer
-from locas_peft.evaluation import Unit, load_column, load_documents, load_locomo, locomo, open_study, run_units
-from locas_peft.evaluation import study as studies
+from locas_peft.evaluation import load_column, load_documents, load_locomo, locomo, open_run, runs
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
+from locas_peft.evaluation.runs import reading_unit, summarize_reading
 from locas_peft.evaluation.scoring import score_targets
-from locas_peft.evaluation.study import reading_unit, summarize_reading
 from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.progress import follow
@@ -29,6 +28,7 @@ from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import score
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.ttt.chunks import Chunk
+from locas_peft.units import Unit, run_units
 
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
 BOOK = "\n\n".join(f"The {word} of the house was old, and nobody went there." for word in ("door", "roof", "garden"))
@@ -363,7 +363,7 @@ def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path,
     path = {"perplexity": "locas-glu/book.json", "forgetting": "memories/locas-glu.json"}[command]
     args += ["--blimp", "blimp"] if command == "forgetting" else []
     assert run(*args, "--out", "whole")[0] == 0
-    memorize, begun = studies.memorize, []
+    memorize, begun = runs.memorize, []
 
     def stopped(base, ids, settings, *, on_chunk, **options):
         def on_each(chunk):
@@ -375,7 +375,7 @@ def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path,
         stop_there = on_each if settings.method != "none" else on_chunk
         return memorize(base, ids, settings, on_chunk=stop_there, **{**options, "checkpoint_seconds": 0.0})
 
-    monkeypatch.setattr(studies, "memorize", stopped)
+    monkeypatch.setattr(runs, "memorize", stopped)
     assert run(*args, "--out", "parts")[0] == 130
     result = tmp_path / "parts" / command / path
     assert result.with_suffix(".checkpoint").exists() and not result.exists()
@@ -389,7 +389,7 @@ def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path,
 
 def test_a_checkpoint_stands_until_its_result_does(run, tmp_path, monkeypatch):
     args = ["perplexity", "book.txt", "--method", "locas-glu", "--out", "o", *FAST]
-    memorize, folder = studies.memorize, tmp_path / "o/perplexity/locas-glu"
+    memorize, folder = runs.memorize, tmp_path / "o/perplexity/locas-glu"
 
     def stop_at_the_result(path, value):
         if path.name == "book.json":
@@ -397,8 +397,8 @@ def test_a_checkpoint_stands_until_its_result_does(run, tmp_path, monkeypatch):
         write_json(path, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(studies, "memorize", lambda *args, **options: memorize(*args, **options, checkpoint_seconds=0.0))
-        patch.setattr(studies, "write_json", stop_at_the_result)
+        patch.setattr(runs, "memorize", lambda *args, **options: memorize(*args, **options, checkpoint_seconds=0.0))
+        patch.setattr(units, "write_json", stop_at_the_result)
         assert run(*args)[0] == 130
     assert [path.name for path in folder.iterdir()] == ["book.checkpoint"]
     assert run(*args)[0] == 0
@@ -484,7 +484,7 @@ def test_a_new_study_is_a_table_of_units_and_a_summary(tmp_path):
         for name, ids in texts.items():
             reading = reading_unit(base, ids, settings, folder / "memories" / f"{name}.json", keep_memory=True)
             units.append(Unit(folder / f"{name}.json", partial(score_with, reading.memory), name, needs=reading))
-        open_study(out, "transfer", {"texts": list(texts)}, {"locas-glu": settings}, overwrite, units)
+        open_run(out, "transfer", {"texts": list(texts)}, {"locas-glu": settings}, overwrite, units)
         run_units(units)
         return mean_interval([unit.load()["perplexity"] for unit in units])
 

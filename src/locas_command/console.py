@@ -50,7 +50,7 @@ def _make_console(stream: Any) -> Console:
 
 @contextmanager
 def show_progress(console: Console) -> Iterator[Callable[[str, int], Callable[..., None]]]:
-    """Yield a function that opens a line of progress (see `evaluation.study.Progress`).
+    """Yield a function that opens a line of progress (see `progress.Progress`).
 
     Args:
         console: where the lines are shown, each after its first step; a quiet one shows none.

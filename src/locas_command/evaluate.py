@@ -12,15 +12,15 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
-from locas_peft import report as reports
-from locas_peft.evaluation import forgetting as forgetting_study
-from locas_peft.evaluation import locomo as locomo_study
 from locas_peft.evaluation.blimp import load_blimp
 from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
 from locas_peft.evaluation.documents import load_column, load_documents
+from locas_peft.evaluation.forgetting import ForgettingPlan, run_forgetting
 from locas_peft.evaluation.harness import find_tasks
+from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
 from locas_peft.evaluation.perplexity import run_perplexity
 from locas_peft.evaluation.prompts import PROMPTS, load_prompts
+from locas_peft.evaluation.report import tabulate_figures, write_report
 from locas_peft.files import check_output_directory, check_output_file
 from locas_peft.model import count_positions
 from locas_peft.reading.settings import ReadingSettings, complete_all
@@ -137,7 +137,7 @@ def locomo(
         batch_tokens: tokens scored at once, padding included.
     """
     stdout, stderr = _open(out, base)
-    plan = locomo_study.Plan(
+    plan = LocomoPlan(
         settings=split_names(setting, "--setting"),
         prompts=PROMPTS if prompts is None else load_prompts(prompts),
         max_new_tokens=max_new_tokens,
@@ -160,7 +160,7 @@ def locomo(
     methods = _complete(settings, method, loaded)
     common = {**_describe(loaded), "data": data.name, "limit_questions": limit_questions, "left_out": problems}
     with show_progress(stderr) as progress:
-        figures = locomo_study.run_locomo(
+        figures = run_locomo(
             loaded.model, loaded.tokenizer, chosen, methods, out,
             plan=plan, common=common, overwrite=overwrite, progress=progress,
         )  # fmt: skip
@@ -214,7 +214,7 @@ def forgetting(
         stderr.print(problem)
     content, others = load_text(book), load_documents(unread or ())
     loaded = load(base)
-    plan = forgetting_study.Plan(
+    plan = ForgettingPlan(
         pairs=pairs,
         unread={name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()},
         own_answers=own_answers,
@@ -228,7 +228,7 @@ def forgetting(
     ids = loaded.encode(content, settings.max_tokens, unwrap)
     methods = _complete(settings, method, loaded)
     with show_progress(stderr) as progress:
-        figures = forgetting_study.run_forgetting(
+        figures = run_forgetting(
             loaded.model, loaded.tokenizer, ids, methods, out, plan,
             common=_describe(loaded), overwrite=overwrite, progress=progress,
         )  # fmt: skip
@@ -245,7 +245,7 @@ def report(folder: Path, /, *folders: Path, out: NamedPath = Path("report.md")) 
     """
     stdout, stderr = open_consoles()
     check_output_file("--out", out)
-    written = reports.write_report([folder, *folders], out, remark=stderr.print)
+    written = write_report([folder, *folders], out, remark=stderr.print)
     stdout.print(f"Written: {', '.join(map(str, written))}")
 
 
@@ -275,7 +275,7 @@ def _describe(base: Base) -> dict[str, Any]:
 
 
 def _show(figures: dict[str, Any], stdout: Console, out: Path) -> None:
-    for sheet in reports.tabulate_study(figures):
+    for sheet in tabulate_figures(figures):
         stdout.print(sheet.to_rich())
-    study = out / figures["study"]
-    stdout.print(f"Figures: {study}.json; single results below {study}. Next: locas eval report {out}")
+    folder = out / figures["study"]
+    stdout.print(f"Figures: {folder}.json; single results below {folder}. Next: locas eval report {out}")

@@ -10,10 +10,10 @@ from locas_peft.bases.gguf import find_converter
 from locas_peft.files import check_output_directory
 from locas_peft.memories.card import escape, set_license
 from locas_peft.memories.conversion import combine_memories, export_memory, merge_memory, merge_to_gguf, save_adapter
+from locas_peft.memories.inspection import tabulate_memory
 from locas_peft.memories.loading import describe_memory
 from locas_peft.model import count_positions
 from locas_peft.reading.record import upload_memory
-from locas_peft.report import tabulate_memory
 from locas_peft.slots import compress, grow
 from locas_peft.text import load_text
 from locas_peft.tuner import list_layers

@@ -13,15 +13,16 @@ import torch
 from cyclopts import Parameter
 from rich.console import Console
 
-from locas_peft import backbone, report
+from locas_peft import backbone
 from locas_peft import demo as acts
 from locas_peft import text as texts
 from locas_peft.asking.prompts import can_chat
 from locas_peft.bases import loading
-from locas_peft.evaluation import study
 from locas_peft.files import check_output_directory, check_output_file, write_json
 from locas_peft.model import count_positions
+from locas_peft.progress import follow, follow_study
 from locas_peft.reading import teaching as reading
+from locas_peft.reading.comparison import plot_readings, tabulate_readings
 from locas_peft.reading.record import CHECKPOINT_FOLDER, Reading, check_vacant, find_finished
 from locas_peft.reading.settings import ReadingSettings, complete_all, label_method
 from locas_peft.selfstudy import load_exchanges
@@ -302,9 +303,9 @@ def _read_each(
             memory = None if out is None else out / name
             if checkpoint_seconds is not None and memory is not None:
                 options |= {"checkpoint_dir": memory / CHECKPOINT_FOLDER, "checkpoint_seconds": checkpoint_seconds}
-            on_chunk = then_check(study.follow(progress(name or each.method, len(input_ids) * each.readings)))
+            on_chunk = then_check(follow(progress(name or each.method, len(input_ids) * each.readings)))
             if each.study:
-                options |= {"on_study": then_check(study.follow_study(progress)), "tokenizer": base.tokenizer}
+                options |= {"on_study": then_check(follow_study(progress)), "tokenizer": base.tokenizer}
             readings.append(reading.memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
     return readings
 
@@ -324,7 +325,7 @@ def _show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console
 
 
 def _show(readings: Sequence[Reading], stdout: Console, stderr: Console, plot: Path | None, title: str) -> None:
-    stdout.print(report.tabulate_readings(readings, title).to_rich())
+    stdout.print(tabulate_readings(readings, title).to_rich())
     skipped = sum(each.skipped_chunks for each in readings)
     if skipped:
         stderr.print(f"{skipped} chunks were scored but not learned: their loss or gradient was not finite")
@@ -337,7 +338,7 @@ def _show(readings: Sequence[Reading], stdout: Console, stderr: Console, plot: P
             )
     if plot is not None:
         try:
-            report.plot_readings(readings, plot, title)
+            plot_readings(readings, plot, title)
         except ModuleNotFoundError as error:
             stderr.print(f"no plot: {error}")
 

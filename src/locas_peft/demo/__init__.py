@@ -22,8 +22,8 @@ from ..progress import Progress, follow, follow_study
 from ..reading.record import Reading
 from ..reading.settings import STUDY, ReadingSettings
 from ..reading.teaching import memorize
-from ..report import Sheet
 from ..selfstudy import Exchange, split_passages, write_exchanges
+from ..tables import Sheet
 from ..text import load_text, tokenize
 
 __all__ = [

@@ -1,6 +1,5 @@
-"""Studies and their measures: each study lists units of work, whose results are JSON files, and summarizes them."""
+"""The protocols and their measures: each protocol is a table of units of work, a summary, tables and a plot."""
 
-from ..progress import Progress, follow, silent
 from .blimp import load_blimp
 from .conversations import choose_conversations, load_locomo
 from .documents import load_column, load_documents
@@ -8,8 +7,9 @@ from .forgetting import run_forgetting
 from .locomo import run_locomo
 from .perplexity import run_perplexity
 from .prompts import load_prompts
-from .study import Unit, open_study, run_units
+from .report import tabulate_figures, write_report
+from .runs import open_run, reading_unit
 
-__all__ = ["Progress", "Unit", "choose_conversations", "follow", "load_blimp", "load_column", "load_documents"]
-__all__ += ["load_locomo", "load_prompts", "open_study", "run_forgetting", "run_locomo", "run_perplexity", "run_units"]
-__all__ += ["silent"]
+__all__ = ["choose_conversations", "load_blimp", "load_column", "load_documents", "load_locomo", "load_prompts"]
+__all__ += ["open_run", "reading_unit", "run_forgetting", "run_locomo", "run_perplexity", "tabulate_figures"]
+__all__ += ["write_report"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from .conversations import Conversation, Question
+from .conversations import Conversation, LocomoQuestion
 from .f1 import ADVERSARIAL
 from .scoring import encode_pair, score_targets
 
@@ -70,7 +70,7 @@ def find_spans(conversation: Conversation, seed: int = 0) -> list[Span]:
     return spans
 
 
-def _items(question: Question) -> list[str]:
+def _items(question: LocomoQuestion) -> list[str]:
     items = question.answer.split(",") if question.category == 1 else [question.answer]
     return [item for item in (" ".join(item.split()).rstrip(".") for item in items) if item]
 

@@ -15,7 +15,7 @@ from typing import Any
 from ..checks import check_choice
 from .f1 import ADVERSARIAL, CATEGORIES
 
-__all__ = ["Conversation", "Question", "Session", "Turn", "choose_conversations", "dialogue", "dialogue_lines"]
+__all__ = ["Conversation", "LocomoQuestion", "Session", "Turn", "choose_conversations", "dialogue", "dialogue_lines"]
 __all__ += ["keep_evidence", "keep_sessions", "load_locomo"]
 
 
@@ -39,7 +39,7 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Question:
+class LocomoQuestion:
     """A question of category 1 to 5 (for 5 the answer is the trap); `evidence` names the turns with the answer."""
 
     index: int
@@ -56,7 +56,7 @@ class Conversation:
     sample_id: str
     speakers: tuple[str, str]
     sessions: tuple[Session, ...]
-    questions: tuple[Question, ...]
+    questions: tuple[LocomoQuestion, ...]
 
     @property
     def turns(self) -> dict[str, Turn]:
@@ -84,7 +84,7 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
     return lines
 
 
-def keep_evidence(conversation: Conversation, question: Question) -> Conversation:
+def keep_evidence(conversation: Conversation, question: LocomoQuestion) -> Conversation:
     """Return a conversation with no turns but those that a question names as its evidence."""
     sessions = (
         replace(session, turns=tuple(turn for turn in session.turns if turn.dia_id in question.evidence))
@@ -196,7 +196,7 @@ def _parse_turns(turns: Any, name: str, problems: list[str]) -> Iterator[Turn]:
         yield Turn(*fields, caption if isinstance(caption, str) and caption.strip() else None)
 
 
-def _parse_question(entry: Any, index: int, name: str) -> Question:
+def _parse_question(entry: Any, index: int, name: str) -> LocomoQuestion:
     if not isinstance(entry, dict) or not str(entry.get("question") or "").strip():
         raise ValueError(f"{name} must have a 'question', got {entry!r:.60}: left out")
     category = entry.get("category")
@@ -213,4 +213,6 @@ def _parse_question(entry: Any, index: int, name: str) -> Question:
         for item in (evidence if isinstance(evidence, list) else [evidence])
         for session, turn in re.findall(r"D:?(\d+):(\d+)", str(item))
     ]
-    return Question(index, str(entry["question"]).strip(), int(category), str(gold).strip(), tuple(dict.fromkeys(ids)))
+    return LocomoQuestion(
+        index, str(entry["question"]).strip(), int(category), str(gold).strip(), tuple(dict.fromkeys(ids))
+    )

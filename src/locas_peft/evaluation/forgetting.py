@@ -1,52 +1,48 @@
-"""The forgetting study: what the memory of a whole book costs on grammar, on unread texts and on other tasks.
+"""The forgetting protocol: what the memory of a whole book costs on grammar, on unread texts and on other tasks.
 
 The paper's section on general capabilities. Each measure is taken before, after, and with the memory disabled, which
 must equal before to the last bit. Grammar (BLiMP), the perplexity of unread texts and the KL from the base need only
 losses, so they work on models of any size; MMLU and other tasks run through `harness`.
-
-Axes: N tokens scored, V vocabulary.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import write_json
 from ..memories.loading import memory_attached
-from ..model.causal_lm import CausalLM
+from ..plots import label_axes, pick_colours
 from ..progress import Progress, silent
 from ..reading.settings import ReadingSettings
-from ..ttt.chunks import cut, perplexity
-from ..ttt.objectives import divergences, token_losses
+from ..tables import Sheet, format_figure, format_mean, format_percent
+from ..units import Unit, run_units
 from .blimp import MinimalPair, PairScore, score_pairs, summarize_pairs
+from .drift import Piece, cut_text, measure_drift, perplexity_rise
 from .harness import evaluate_tasks, find_tasks
-from .intervals import Interval, mean_interval, rise_interval
+from .intervals import mean_interval
 from .own_answers import NAME as OWN_ANSWERS
 from .own_answers import write_own_answers
-from .study import Unit, describe_text, digest, open_study, reading_unit, run_units, summarize_reading
+from .runs import describe_text, digest, open_run, reading_unit, summarize_reading
 
-__all__ = ["Plan", "cut_text", "measure_drift", "perplexity_rise", "run_forgetting"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-STUDY = "forgetting"
+__all__ = ["NAME", "TITLE", "ForgettingPlan", "draw", "run_forgetting", "tabulate"]
+
+NAME, TITLE = "forgetting", "Forgetting"
 BASE = "base"
-Piece = tuple[Tensor, int]
-"""Token ids, LongTensor [T], and how many of the last ones are scored."""
 
 
 @dataclass(frozen=True)
-class Plan:
+class ForgettingPlan:
     """What is measured before and after: pairs, texts that the memory does not read, and tasks of the harness.
 
     `unread` has a LongTensor [T] by name. With `own_answers` the base's answers to everyday questions are measured as
@@ -55,7 +51,7 @@ class Plan:
     """
 
     pairs: Sequence[MinimalPair] = ()
-    unread: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    unread: dict[str, Tensor] = field(default_factory=dict)
     own_answers: bool = False
     tasks: tuple[str, ...] = ()
     include_path: Path | None = None
@@ -78,13 +74,13 @@ def run_forgetting(
     book: Tensor,
     methods: dict[str, ReadingSettings],
     out: Path,
-    plan: Plan,
+    plan: ForgettingPlan,
     *,
     common: dict[str, Any] | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Run the study, or continue it; return the figures, as in `forgetting.json`.
+    """Run the protocol, or continue a run; return the figures, as in `forgetting.json`.
 
     Args: as for `perplexity.run_perplexity`, and
         book: LongTensor [T], the text that the memories read.
@@ -110,7 +106,7 @@ def run_forgetting(
     # The base reads the book too: the memories' gain is measured against it.
     readers = {BASE: first.for_base()}
     readers |= {name: settings for name, settings in methods.items() if settings.method != "none"}
-    folder = out / STUDY
+    folder = out / NAME
     readings, states = {}, {}
     texts = {name: cut_text(ids, first.window, first.stride) for name, ids in plan.unread.items()}
     measure = partial(_measure, tokenizer=tokenizer, texts=texts, progress=progress)
@@ -124,7 +120,7 @@ def run_forgetting(
         path = folder / (f"after-{name}.json" if taught else "before.json")
         states[name] = Unit(path, make, name, needs=readings[name])
     units = [*readings.values(), *states.values()]
-    head = open_study(out, STUDY, shared, methods, overwrite, units)
+    head = open_run(out, NAME, shared, methods, overwrite, units)
     if plan.own_answers and not all(unit.path.exists() for unit in units):
         texts[OWN_ANSWERS] = write_own_answers(base.eval(), tokenizer)
     run_units(units, progress)
@@ -133,12 +129,12 @@ def run_forgetting(
     before = found.pop(BASE)
     after = {name: _describe_after(before, state) for name, state in found.items()}
     figures = {**head, "before": _describe_before(before), "after": after}
-    write_json(out / f"{STUDY}.json", figures)
+    write_json(out / f"{NAME}.json", figures)
     return figures
 
 
 def _measure_state(
-    base: PreTrainedModel, memory: Path | None, name: str, plan: Plan, measure: Callable[..., dict[str, Any]]
+    base: PreTrainedModel, memory: Path | None, name: str, plan: ForgettingPlan, measure: Callable[..., dict[str, Any]]
 ) -> dict[str, Any]:
     """Measure the base, or a memory: after the book, and disabled."""
     if memory is None:
@@ -154,7 +150,7 @@ def _measure_state(
 def _measure(
     model: nn.Module,
     reference: Callable[[], AbstractContextManager],
-    plan: Plan,
+    plan: ForgettingPlan,
     label: str,
     *,
     tokenizer: PreTrainedTokenizerBase,
@@ -232,86 +228,60 @@ def _without_errors(tasks: dict[str, Any]) -> dict[str, Any]:
     return {task: {key: value for key, value in row.items() if "stderr" not in key} for task, row in tasks.items()}
 
 
-# ---------------------------------------------------------------------- unread texts
+# ---------------------------------------------------------------------- tables and plot
 
 
-def cut_text(input_ids: Tensor, window: int, stride: int) -> list[Piece]:
-    """Cut a text, LongTensor [T], T >= 2, into the pieces that `measure_drift` scores; see `chunks.cut`.
+def tabulate(figures: dict[str, Any]) -> list[Sheet]:
+    """Return the tables: each measure before and after, whether the memory can be disabled, and tasks."""
+    before, after = figures["before"], figures["after"]
+    unread, blimp = list(before["unread_perplexity"]), "blimp" in before
+    headers = ["", "parameters", "book ppl", *(f"ppl of {name}" for name in unread), *(f"KL on {n}" for n in unread)]
+    headers += ["BLiMP, %", "drop"] if blimp else []
+    texts = [before["book_perplexity"], *before["unread_perplexity"].values()]
+    rows = [["before", "0", *map(format_figure, texts), *("0" for _ in unread)]]
+    rows[0] += [format_percent(before["blimp"]["accuracy"]), ""] if blimp else []
+    for name, found in after.items():
+        row = [name, f"{found['parameters']:,}", format_figure(found["book_perplexity"][0])]
+        for text in unread:
+            rise = found["unread_rise"][text]
+            sign = "+" if rise["mean"] > 0 else ""
+            row.append(f"{format_figure(found['unread_perplexity'][text])} ({sign}{format_mean(rise, 2)})")
+        row += [format_mean(found["kl_per_token"][text], 4) for text in unread]
+        row += [format_percent(found["blimp"]["accuracy"]), format_percent(found["blimp_drop"], 2)] if blimp else []
+        rows.append(row)
+    disabled = []
+    for name, found in after.items():
+        where = [measure for measure, same in found["disabled_is_before_in"].items() if not same]
+        disabled.append([name, f"differs in {', '.join(where)}" if where else "equal to before, to the last bit"])
+    states = [before, *after.values()]
+    tasks = sorted((task, name) for task, measures in before["tasks"].items() for name in measures)
+    scores = [
+        [f"{task} {name}", *(format_figure(state["tasks"].get(task, {}).get(name), 4) for state in states)]
+        for task, name in tasks
+        if "stderr" not in name
+    ]
+    return [
+        Sheet("After a whole book, measured on other texts", headers, rows),
+        Sheet("With the memory disabled", ["memory", "measures"], disabled),
+        Sheet("lm-evaluation-harness", ["task", "before", *after], scores),
+    ]
 
-    Raises:
-        ValueError: the text has fewer than two tokens.
-    """
-    if input_ids.dim() != 1 or len(input_ids) < 2:
-        raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
-    spans = cut(len(input_ids), window, stride)
-    return [(input_ids[span.begin : span.stop], span.scored) for span in spans if span.scored]
 
-
-@torch.inference_mode()
-def measure_drift(
-    model: nn.Module,
-    reference: Callable[[], AbstractContextManager],
-    pieces: Iterable[Piece],
-    on_chunk: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """Score pieces of text with frozen weights, one by one under the model and under its reference.
-
-    Args:
-        model: a causal language model in evaluation mode; not changed.
-        reference: makes a context within which the model is the reference: `model.disable_adapter` for the base of a
-            PEFT model, `contextlib.nullcontext` for the model itself.
-        pieces: at least one: LongTensor [T] and how many of its last tokens are scored, fewer than T.
-        on_chunk: called with the number of tokens that were scored.
-
-    Returns:
-        A record with `perplexity` and `reference_perplexity`; `kl_per_token`, the mean KL of the next-token
-        distributions from the reference's to the model's; `reference_sha256` over the bytes of all the reference's
-        logits, by which two references are equal to the last bit; the number of `tokens`, `nll_nats`,
-        `reference_nll_nats` and `kl_nats` in all; and of each piece `chunk_tokens`, `chunk_nll_nats` under the model
-        and `chunk_kl_nats`, the mean KL a token.
-    """
-    host = CausalLM(model)
-    rows = []
-    hashed = hashlib.sha256()
-    for ids, scored in pieces:
-        ids = ids.to(host.device)
-        targets, read = ids[-scored:], ids[None, :-1]
-        logits = host.logits(read, scored, use_cache=False)[0]  # [N, V]
-        with reference():
-            reference_logits = host.logits(read, scored, use_cache=False)[0]
-        hashed.update(reference_logits.contiguous().view(torch.uint8).cpu().numpy())
-        losses = token_losses(logits, targets), token_losses(reference_logits, targets)
-        kls = divergences(logits, reference_logits)
-        rows.append((scored, *(values.double().sum().item() for values in (*losses, kls))))
-        if on_chunk is not None:
-            on_chunk(scored)
-    counts, ours, theirs, kls = map(list, zip(*rows, strict=True))
-    tokens, nll_nats, reference_nll_nats, kl_nats = sum(counts), math.fsum(ours), math.fsum(theirs), math.fsum(kls)
-    return {
-        "tokens": tokens,
-        "nll_nats": nll_nats,
-        "reference_nll_nats": reference_nll_nats,
-        "kl_nats": kl_nats,
-        "reference_sha256": hashed.hexdigest(),
-        "chunk_kl_nats": [kl / count for kl, count in zip(kls, counts, strict=True)],
-        "chunk_nll_nats": ours,
-        "chunk_tokens": counts,
-        "perplexity": perplexity(nll_nats, tokens),
-        "reference_perplexity": perplexity(reference_nll_nats, tokens),
-        "kl_per_token": kl_nats / tokens,
+def draw(figures: dict[str, Any], axes: Axes) -> bool:
+    """Draw each memory's gain on the book against its cost on unread texts."""
+    rises = {
+        name: [rise["mean"] for rise in found["unread_rise"].values()] for name, found in figures["after"].items()
     }
-
-
-def perplexity_rise(before: dict[str, Any], after: dict[str, Any]) -> Interval:
-    """Return the rise of a text's perplexity from one record of `measure_drift` to another, with its 95% interval.
-
-    Raises:
-        ValueError: the chunks differ.
-    """
-    chunks, others = before["chunk_tokens"], after["chunk_tokens"]
-    if chunks != others:
-        raise ValueError(
-            f"before and after must be of the same chunks, got {len(chunks)} and {len(others)} of them, or other "
-            "ones: measure both with the same window and stride"
-        )
-    return rise_interval(before["chunk_nll_nats"], after["chunk_nll_nats"], chunks)
+    if not any(rises.values()):
+        return False
+    colours = pick_colours(rises)
+    for name, values in rises.items():
+        point = figures["after"][name]["book_gain"], sum(values) / len(values)
+        axes.plot(*point, "o", label=name, color=colours[name])
+        axes.annotate(name, point, xytext=(5, 5), textcoords="offset points")
+    axes.plot(0, 0, "k+", label="base")  # the slope from here to a point is what its gain costs
+    axes.margins(0.15)
+    label_axes(
+        axes, "perplexity gained while reading the book", "perplexity lost on unread text", "Gain against forgetting"
+    )
+    return True

@@ -1,4 +1,4 @@
-"""The LoCoMo study: each method's memory of a conversation answers questions about it and about another conversation.
+"""The LoCoMo protocol: a method's memory of a conversation answers questions about it and about another conversation.
 
 The paper's section on long-context dialogue, with the wrong-memory control that it lacks: a memory that helps no more
 than another conversation's memory has learned style, not facts. Conversation i is also asked with the memory of
@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -27,28 +27,34 @@ from ..asking.prompts import encode_answer
 from ..checks import check_choice
 from ..files import load_json, write_json
 from ..memories.loading import memory_attached
+from ..plots import GREY, label_axes
 from ..progress import Progress, silent
 from ..reading.settings import ReadingSettings
+from ..tables import Sheet, format_figure, format_mean, format_percent, to_number
 from ..text import tokenize
 from ..tuner.modes import adapters_disabled
+from ..units import Unit, run_units
 from .cloze import find_spans, firsts, gains, score_spans
-from .conversations import Conversation, Question, dialogue
+from .conversations import Conversation, LocomoQuestion, dialogue
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, PROMPTS, RECITED, make_prompts
+from .runs import digest, open_run, reading_unit, summarize_reading
 from .scoring import score_targets
-from .study import Unit, digest, open_study, reading_unit, run_units, summarize_reading
 
-__all__ = ["SETTINGS", "Plan", "f1_by_category", "run_locomo"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-STUDY = "locomo"
+__all__ = ["NAME", "SETTINGS", "TITLE", "LocomoPlan", "draw", "f1_by_category", "run_locomo", "tabulate"]
+
+NAME, TITLE = "locomo", "LoCoMo"
 BASE = "none"
 CLOZE = "cloze"
 SETTINGS = (*ANSWERED, CLOZE)
 
 
 @dataclass(frozen=True)
-class Plan:
+class LocomoPlan:
     """What is asked, and how; a setting that is not in `SETTINGS` is a `ValueError`.
 
     `batch_size` counts answers; `batch_tokens` and `seed` are for the cloze. With `wrong_memory` each conversation is
@@ -95,12 +101,12 @@ def run_locomo(
     methods: dict[str, ReadingSettings],
     out: Path,
     *,
-    plan: Plan | None = None,
+    plan: LocomoPlan | None = None,
     common: dict[str, Any] | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Run the study, or continue it; return the figures, as in `locomo.json`.
+    """Run the protocol, or continue a run; return the figures, as in `locomo.json`.
 
     Args: as for `perplexity.run_perplexity`, and
         conversations: at least one; a single one has no wrong memory.
@@ -113,11 +119,11 @@ def run_locomo(
         ValueError: the folder holds another run, or the model has too few positions for the questions.
         OSError: the disk is full, or the folder cannot be written.
     """
-    plan = plan or Plan()
+    plan = plan or LocomoPlan()
     if set(plan.settings) - {CLOZE}:
         load_stemmer()  # a missing package is reported before the work begins
     methods = {name: settings.complete(base) for name, settings in methods.items()}
-    folder = out / STUDY
+    folder = out / NAME
     taught = {method: settings for method, settings in methods.items() if settings.method != "none"}
     readings: dict[str, dict[str, Unit]] = {method: {} for method in taught}
     for conversation in conversations:
@@ -137,7 +143,7 @@ def run_locomo(
         "conversations": {one.sample_id: digest(asdict(one)) for one in conversations},
         "plan": {name: value for name, value in asdict(plan).items() if name != "settings"},
     }
-    head = open_study(out, STUDY, shared, methods, overwrite, units)
+    head = open_run(out, NAME, shared, methods, overwrite, units)
     run_units(units, progress)
     figures = {
         **head,
@@ -149,12 +155,12 @@ def run_locomo(
         "answers": _summarize_answers([row for row in rows if row.setting != CLOZE]),
         "cloze": _summarize_cloze([row for row in rows if row.setting == CLOZE]) if CLOZE in plan.settings else {},
     }
-    write_json(out / f"{STUDY}.json", figures)
+    write_json(out / f"{NAME}.json", figures)
     return figures
 
 
 def _list_rows(
-    folder: Path, conversations: Sequence[Conversation], readings: dict[str, dict[str, Unit]], plan: Plan
+    folder: Path, conversations: Sequence[Conversation], readings: dict[str, dict[str, Unit]], plan: LocomoPlan
 ) -> list[_Row]:
     """List what is asked; the rows of one setting, method and group follow each other."""
     groups = {"right": conversations}
@@ -180,7 +186,7 @@ def _list_rows(
 
 
 def _ask(
-    base: PreTrainedModel, tokenizer, row: _Row, plan: Plan, progress: Progress, label: str
+    base: PreTrainedModel, tokenizer, row: _Row, plan: LocomoPlan, progress: Progress, label: str
 ) -> list[dict[str, Any]]:
     with nullcontext(base) if row.reading is None else memory_attached(base, row.reading.memory) as model:
         if row.setting == CLOZE:
@@ -191,7 +197,7 @@ def _ask(
 
 
 def _answer_questions(
-    model: nn.Module, tokenizer, row: _Row, plan: Plan, advance: Callable[..., None]
+    model: nn.Module, tokenizer, row: _Row, plan: LocomoPlan, advance: Callable[..., None]
 ) -> list[dict[str, Any]]:
     """Answer a conversation's questions; what is recited and each batch are kept in a file, not to be asked again."""
     questions, unfinished = row.conversation.questions, Unit(row.path, list).unfinished
@@ -232,7 +238,7 @@ def _answer_questions(
     return [records[index] for index in sorted(records)]
 
 
-def _recite(model: nn.Module, tokenizer, questions: Sequence[Question]) -> dict[int, dict[str, Any]]:
+def _recite(model: nn.Module, tokenizer, questions: Sequence[LocomoQuestion]) -> dict[int, dict[str, Any]]:
     """Return records of what a memory recites for each question, by the question's index."""
     recited = recite_for(model, tokenizer, [question.question for question in questions])
     return {
@@ -300,3 +306,80 @@ def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
             difference = mean_interval([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)])
             figures["differences"].append({"method": one, "against": other, "right_minus_wrong": difference})
     return figures
+
+
+# ---------------------------------------------------------------------- tables and plot
+
+
+def tabulate(figures: dict[str, Any]) -> list[Sheet]:
+    """Return the tables: answers, the nats of gold answers, lines of dialogues left out, the cloze and differences."""
+    groups = {
+        f"{method}, {setting}" + ("" if memory == "none" else f", {memory} memory"): found
+        for method, settings in figures["answers"].items()
+        for setting, memories in settings.items()
+        for memory, found in memories.items()
+    }
+    names = [*CATEGORIES.values(), "answerable", "abstention"]
+    f1 = [[title, *(format_percent(found.get(name)) for name in names)] for title, found in groups.items()]
+    gold = [[title, format_mean(found["gold_nats"]), _gap_closed(figures, found)] for title, found in groups.items()]
+    dropped = {
+        f"{sample_id}, {setting}": str(lines)
+        for settings in figures["answers"].values()
+        for setting, memories in settings.items()
+        for found in memories.values()
+        for sample_id, lines in found["dropped_lines"].items()
+        if lines
+    }
+    sheets = [
+        Sheet("LoCoMo answers: F1 in %, adversarial: negative F1 with the trap", ["", *names], f1),
+        Sheet(
+            "LoCoMo, categories 1 to 4: nats a token of the gold answer, and the share of the gap to the evidence "
+            "closed",
+            ["", "nats", "gap closed"],
+            gold,
+        ),
+        Sheet(
+            "Dialogues longer than the model's positions: oldest lines left out",
+            ["", "lines"],
+            sorted(dropped.items()),
+        ),
+    ]
+    if cloze := figures.get("cloze"):
+        gains, shares = ("gain_right", "gain_wrong", "right_minus_wrong"), ("first_right", "first_wrong")
+        rows = [["base", "", "", "", format_percent(cloze["base"]["first"]), ""]]
+        for method, found in cloze["methods"].items():
+            means = [format_mean(found.get(key)) for key in gains] + [format_percent(found.get(key)) for key in shares]
+            rows.append([method, *means])
+        headers = ["memory", "gain", "of a wrong one", "right - wrong", "first, %", "with a wrong one, %"]
+        sheets.append(Sheet(f"LoCoMo cloze: nats a token, {cloze['spans']} spans", headers, rows))
+        rows = [[f"{d['method']} - {d['against']}", format_mean(d["right_minus_wrong"])] for d in cloze["differences"]]
+        sheets.append(Sheet("Difference of right - wrong, nats a token", ["methods", "mean"], rows))
+    return sheets
+
+
+def _gap_closed(figures: dict[str, Any], found: dict[str, Any]) -> str:
+    """Return which share of the base's way from no context to the evidence in context a setting covers."""
+    base = figures["answers"].get(BASE, {})
+    if not {"no-context", "evidence"} <= base.keys():
+        return "-"
+    groups = base["no-context"]["none"], base["evidence"]["none"], found
+    alone, evidence, own = (to_number(group["gold_nats"]["mean"]) for group in groups)
+    return format_figure((alone - own) / (alone - evidence)) if alone != evidence else "-"
+
+
+def draw(figures: dict[str, Any], axes: Axes) -> bool:
+    """Draw the gains of the cloze, with each conversation's own memory and with another one's."""
+    methods = {n: f for n, f in figures.get("cloze", {}).get("methods", {}).items() if f.get("right_minus_wrong")}
+    if not methods:
+        return False
+    bars = ((-0.2, "gain_right", "C0", "its own memory"), (0.2, "gain_wrong", GREY, "another one's"))
+    for offset, key, colour, label in bars:
+        means = [found[key] for found in methods.values()]
+        errors = [[m["mean"] - to_number(m["low"]) for m in means], [to_number(m["high"]) - m["mean"] for m in means]]
+        positions = [number + offset for number in range(len(means))]
+        axes.bar(positions, [m["mean"] for m in means], 0.38, yerr=errors, color=colour, capsize=4, label=label)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set_xticks(range(len(methods)), list(methods))
+    label_axes(axes, "", "nats a token gained on spans", "LoCoMo cloze")
+    axes.legend()
+    return True

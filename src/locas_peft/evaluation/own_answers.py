@@ -11,7 +11,7 @@ from ..asking.prompts import encode_prompt
 __all__ = ["NAME", "write_own_answers"]
 
 NAME = "own answers"
-"""In the figures of the forgetting study, beside the names of the unread texts."""
+"""In the figures of the forgetting protocol, beside the names of the unread texts."""
 QUESTIONS = (
     "What is the capital of France?",
     "How do I boil an egg?",
@@ -37,7 +37,7 @@ def write_own_answers(base: nn.Module, tokenizer, max_new_tokens: int = 48) -> l
 
     Returns:
         Of each answer that is not empty the token ids of question and answer, LongTensor [T], and how many of the last
-        ones are the answer's: what `forgetting.measure_drift` scores.
+        ones are the answer's: what `drift.measure_drift` scores.
     """
     prompts = [encode_prompt(tokenizer, question) for question in QUESTIONS]
     pieces = []

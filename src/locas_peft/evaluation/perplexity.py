@@ -1,4 +1,4 @@
-"""The perplexity study: each method reads each document with a fresh memory, each token scored before it is learned.
+"""The perplexity protocol: each method reads each document with a fresh memory, and scores each token, then learns it.
 
 The paper's PG-19 protocol. Over documents the mean is weighted by tokens.
 """
@@ -7,22 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 
 from ..files import write_json
+from ..plots import label_axes, pick_colours, settled_points
 from ..progress import Progress, silent
 from ..reading.record import Reading
 from ..reading.settings import ReadingSettings
+from ..tables import Sheet, format_figure, to_number
 from ..ttt.chunks import perplexity
+from ..units import run_units
 from .intervals import mean_interval
-from .study import describe_text, open_study, reading_unit, run_units
+from .runs import describe_text, open_run, reading_unit
 
-__all__ = ["run_perplexity"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
-STUDY = "perplexity"
+__all__ = ["NAME", "TITLE", "draw", "run_perplexity", "tabulate"]
+
+NAME, TITLE = "perplexity", "Perplexity"
 
 
 def run_perplexity(
@@ -43,7 +49,7 @@ def run_perplexity(
         methods: each method's settings, by its name in tables.
         out: the folder: `perplexity/METHOD/DOCUMENT.json`, one a reading, and `perplexity.json`.
         common: more fields for the record of the run, as JSON values.
-        overwrite: see `study.open_study`.
+        overwrite: see `runs.open_run`.
         progress: shows progress, in tokens.
 
     Returns:
@@ -57,7 +63,7 @@ def run_perplexity(
     shared = {**(common or {}), "documents": {name: describe_text(ids) for name, ids in documents.items()}}
     rows = {}
     for method, settings in methods.items():
-        folder = out / STUDY / method
+        folder = out / NAME / method
         rows[method] = {
             name: reading_unit(
                 base, ids, settings, folder / f"{name}.json", label=f"{method}: {name}", progress=progress
@@ -65,12 +71,12 @@ def run_perplexity(
             for name, ids in documents.items()
         }
     units = [unit for row in rows.values() for unit in row.values()]
-    head = open_study(out, STUDY, shared, methods, overwrite, units)
+    head = open_run(out, NAME, shared, methods, overwrite, units)
     run_units(units, progress)
     readings = {method: {name: unit.load() for name, unit in row.items()} for method, row in rows.items()}
     means = {method: _average(list(map(Reading.from_json, row.values()))) for method, row in readings.items()}
     figures = {**head, "readings": readings, "means": means}
-    write_json(out / f"{STUDY}.json", figures)
+    write_json(out / f"{NAME}.json", figures)
     return figures
 
 
@@ -82,3 +88,37 @@ def _average(readings: Sequence[Reading]) -> dict[str, Any]:
         "documents": len(readings),
         "nll_per_token": mean_interval([reading.nll_nats / reading.scored_tokens for reading in readings]),
     }
+
+
+# ---------------------------------------------------------------------- tables and plot
+
+
+def tabulate(figures: dict[str, Any]) -> list[Sheet]:
+    """Return the tables: the perplexity of each document, so far at some numbers of tokens, and between them."""
+    readings, documents = figures["readings"], list(figures["documents"])
+    rows = []
+    for method, found in readings.items():
+        values = [*(found[name]["perplexity"] for name in documents), figures["means"][method]["perplexity"]]
+        rows.append([method, *map(format_figure, values)])
+    sheets = [Sheet("Perplexity, each token scored before it was learned", ["", *documents, "all tokens"], rows)]
+    for name in documents:
+        for key, title in (("perplexity_at", "so far, at"), ("perplexity_between", "between")):
+            values = {method: found[name][key] for method, found in readings.items()}
+            marks = list(dict.fromkeys(mark for row in values.values() for mark in row))
+            rows = [[method, *(format_figure(row.get(mark)) for mark in marks)] for method, row in values.items()]
+            sheets += [Sheet(f"{name}: perplexity {title}", ["", *marks], rows)] if marks else []
+    return sheets
+
+
+def draw(figures: dict[str, Any], axes: Axes) -> bool:
+    """Draw the perplexity so far against the tokens read, a line for each method and document."""
+    dashes, colours = ("-", "--", ":", "-."), pick_colours(figures["readings"])
+    for number, name in enumerate(figures["documents"]):
+        for method, rows in figures["readings"].items():
+            points = settled_points([(at, to_number(value)) for at, value in rows[name]["curve"]])
+            if points:
+                style = {"linestyle": dashes[number % len(dashes)], "color": colours[method]}
+                axes.plot(*zip(*points, strict=True), label=f"{method}, {name}", **style)
+    label_axes(axes, "tokens read", "perplexity so far")
+    axes.legend(fontsize="small")
+    return True

@@ -1,4 +1,4 @@
-"""The prompts of the LoCoMo study: a question alone, or after evidence, recited passages, or the whole dialogue."""
+"""The prompts of the LoCoMo protocol: a question alone, or after evidence, recited passages, or the whole dialogue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..asking.prompts import encode_prompt
 from ..checks import check_choice
 from ..model.causal_lm import count_positions
-from .conversations import Conversation, Question, dialogue, dialogue_lines, keep_evidence
+from .conversations import Conversation, LocomoQuestion, dialogue, dialogue_lines, keep_evidence
 from .f1 import CATEGORIES
 
 __all__ = ["ANSWERED", "PROMPTS", "RECITED", "load_prompts", "make_prompt", "make_prompts"]
@@ -60,7 +60,7 @@ def make_prompts(
     """
     lines = dialogue_lines(conversation)
 
-    def encode(question: Question, kept: int = len(lines)) -> list[int]:
+    def encode(question: LocomoQuestion, kept: int = len(lines)) -> list[int]:
         text = "\n".join(lines[len(lines) - kept :])
         if setting == RECITED:
             text = "\n".join((recited or {})[question.index])
@@ -81,7 +81,7 @@ def make_prompts(
 
 def make_prompt(
     conversation: Conversation,
-    question: Question,
+    question: LocomoQuestion,
     setting: str,
     *,
     text: str | None = None,

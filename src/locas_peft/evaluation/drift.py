@@ -1,0 +1,107 @@
+"""Drift: the perplexity of a text with frozen weights, and the KL divergence of the model from its reference.
+
+Axes: N tokens scored, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model.causal_lm import CausalLM
+from ..ttt.chunks import cut, perplexity
+from ..ttt.objectives import divergences, token_losses
+from .intervals import Interval, rise_interval
+
+__all__ = ["Piece", "cut_text", "measure_drift", "perplexity_rise"]
+
+Piece = tuple[Tensor, int]
+"""Token ids, LongTensor [T], and how many of the last ones are scored."""
+
+
+def cut_text(input_ids: Tensor, window: int, stride: int) -> list[Piece]:
+    """Cut a text, LongTensor [T], T >= 2, into the pieces that `measure_drift` scores; see `chunks.cut`.
+
+    Raises:
+        ValueError: the text has fewer than two tokens.
+    """
+    if input_ids.dim() != 1 or len(input_ids) < 2:
+        raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
+    spans = cut(len(input_ids), window, stride)
+    return [(input_ids[span.begin : span.stop], span.scored) for span in spans if span.scored]
+
+
+@torch.inference_mode()
+def measure_drift(
+    model: nn.Module,
+    reference: Callable[[], AbstractContextManager],
+    pieces: Iterable[Piece],
+    on_chunk: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Score pieces of text with frozen weights, one by one under the model and under its reference.
+
+    Args:
+        model: a causal language model in evaluation mode; not changed.
+        reference: makes a context within which the model is the reference: `model.disable_adapter` for the base of a
+            PEFT model, `contextlib.nullcontext` for the model itself.
+        pieces: at least one: LongTensor [T] and how many of its last tokens are scored, fewer than T.
+        on_chunk: called with the number of tokens that were scored.
+
+    Returns:
+        A record with `perplexity` and `reference_perplexity`; `kl_per_token`, the mean KL of the next-token
+        distributions from the reference's to the model's; `reference_sha256` over the bytes of all the reference's
+        logits, by which two references are equal to the last bit; the number of `tokens`, `nll_nats`,
+        `reference_nll_nats` and `kl_nats` in all; and of each piece `chunk_tokens`, `chunk_nll_nats` under the model
+        and `chunk_kl_nats`, the mean KL a token.
+    """
+    host = CausalLM(model)
+    rows = []
+    hashed = hashlib.sha256()
+    for ids, scored in pieces:
+        ids = ids.to(host.device)
+        targets, read = ids[-scored:], ids[None, :-1]
+        logits = host.logits(read, scored, use_cache=False)[0]  # [N, V]
+        with reference():
+            reference_logits = host.logits(read, scored, use_cache=False)[0]
+        hashed.update(reference_logits.contiguous().view(torch.uint8).cpu().numpy())
+        losses = token_losses(logits, targets), token_losses(reference_logits, targets)
+        kls = divergences(logits, reference_logits)
+        rows.append((scored, *(values.double().sum().item() for values in (*losses, kls))))
+        if on_chunk is not None:
+            on_chunk(scored)
+    counts, ours, theirs, kls = map(list, zip(*rows, strict=True))
+    tokens, nll_nats, reference_nll_nats, kl_nats = sum(counts), math.fsum(ours), math.fsum(theirs), math.fsum(kls)
+    return {
+        "tokens": tokens,
+        "nll_nats": nll_nats,
+        "reference_nll_nats": reference_nll_nats,
+        "kl_nats": kl_nats,
+        "reference_sha256": hashed.hexdigest(),
+        "chunk_kl_nats": [kl / count for kl, count in zip(kls, counts, strict=True)],
+        "chunk_nll_nats": ours,
+        "chunk_tokens": counts,
+        "perplexity": perplexity(nll_nats, tokens),
+        "reference_perplexity": perplexity(reference_nll_nats, tokens),
+        "kl_per_token": kl_nats / tokens,
+    }
+
+
+def perplexity_rise(before: dict[str, Any], after: dict[str, Any]) -> Interval:
+    """Return the rise of a text's perplexity from one record of `measure_drift` to another, with its 95% interval.
+
+    Raises:
+        ValueError: the chunks differ.
+    """
+    chunks, others = before["chunk_tokens"], after["chunk_tokens"]
+    if chunks != others:
+        raise ValueError(
+            f"before and after must be of the same chunks, got {len(chunks)} and {len(others)} of them, or other "
+            "ones: measure both with the same window and stride"
+        )
+    return rise_interval(before["chunk_nll_nats"], after["chunk_nll_nats"], chunks)

@@ -1,0 +1,84 @@
+"""The tables and plots of protocols' figures, and one Markdown file with those of several runs.
+
+Each protocol's module has its `NAME` and `TITLE`, `tabulate(figures)`, which returns its tables, and
+`draw(figures, axes)`, which returns whether there was something to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files import load_json, staged_file
+from ..plots import make_figure, save_figure
+from ..reading.settings import METHOD_FIELDS
+from ..tables import Sheet
+from . import forgetting, locomo, perplexity
+
+__all__ = ["PROTOCOLS", "tabulate_figures", "write_report"]
+
+PROTOCOLS = {module.NAME: module for module in (locomo, forgetting, perplexity)}
+
+
+def tabulate_figures(figures: dict[str, Any]) -> list[Sheet]:
+    """Return the tables of a protocol's figures (`perplexity.json`, `locomo.json`, `forgetting.json`)."""
+    return [sheet for sheet in PROTOCOLS[figures["study"]].tabulate(figures) if sheet.rows]
+
+
+def write_report(folders: Sequence[Path], path: Path, remark: Callable[[str], None] = lambda line: None) -> list[Path]:
+    """Write one Markdown file with the tables and plots of all runs in some folders; the plots lie beside it.
+
+    Args:
+        folders: the folders that `locas eval` wrote to.
+        path: the Markdown file, after which the plots are named.
+        remark: called with a line for what is left out.
+
+    Returns:
+        The files that were written, the Markdown file first.
+
+    Raises:
+        ValueError: no folder holds the figures of a protocol, or figures are not readable.
+        OSError: a file cannot be written.
+    """
+    runs = [(folder, name) for folder in folders for name in PROTOCOLS if (folder / f"{name}.json").exists()]
+    if not runs:
+        named = ", ".join(repr(str(folder)) for folder in folders)
+        raise ValueError(f"folders must hold figures of locas eval, got none in {named}: run a study with --out first")
+    parts, plots = ["# What the memories hold and what they cost"], []
+    for number, (folder, name) in enumerate(runs):
+        figures, protocol = load_json(folder / f"{name}.json"), PROTOCOLS[name]
+        sheets = tabulate_figures(figures)
+        parts += [f"## {protocol.TITLE}", _describe(figures), *(sheet.to_markdown() for sheet in sheets)]
+        picture = path.with_name(f"{path.stem}-{number}-{name}.png")
+        try:
+            figure, axes = make_figure()
+            if protocol.draw(figures, axes):
+                save_figure(figure, picture)
+                parts.append(f"![{protocol.TITLE}]({picture.name})")
+                plots.append(picture)
+        except ModuleNotFoundError as error:
+            remark(f"no plot: {error}")
+    with staged_file(path) as temporary:
+        temporary.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return [path, *plots]
+
+
+def _describe(figures: dict[str, Any]) -> str:
+    """Return a paragraph with the model and the settings of a run."""
+    methods, recipe = figures["methods"], figures.get("recipe")
+    windows = {
+        f"window {m['window']}, stride {m['stride']}, {m['context']}, epochs {m['epochs']}" for m in methods.values()
+    }
+    parts = [f"Model {figures.get('model', 'unknown')}, {'; '.join(sorted(windows))}."]
+    if recipe:
+        times = f"{recipe['readings']} reading{'s' if recipe['readings'] > 1 else ''}"
+        parts.append(f"Trained in {times}, objective {recipe['objective']}, weighting {recipe['token_weighting']}.")
+    for method, settings in methods.items():
+        own = {name: value for name, value in settings.items() if name in METHOD_FIELDS and value is not None}
+        if settings["method"] != "none":
+            listed = ", ".join(f"{name} {value}" for name, value in own.items())
+            parts.append(f"{method}: {listed.replace('_', ' ')}.")
+    if figures.get("conversations"):
+        parts.append(f"Conversations {', '.join(figures['conversations'])}.")
+    return " ".join([*parts, "In brackets 95% bootstrap intervals."])

@@ -1,0 +1,61 @@
+"""Plots of results as PNG files; matplotlib comes with the extra `plot`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .files import staged_file
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["GREY", "label_axes", "make_figure", "pick_colours", "save_figure", "settled_points"]
+
+GREY = "#777777"
+
+
+def make_figure() -> tuple[Figure, Axes]:
+    """Return an empty figure of one plot, without a window system and without global state.
+
+    Raises:
+        ModuleNotFoundError: matplotlib, which comes with the extra `plot`, is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ModuleNotFoundError(
+            "matplotlib must be installed for plots: pip install matplotlib (or the extra 'plot' of locas_peft)"
+        ) from None
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.add_subplot()
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a figure as PNG, replacing the file in one step; an `OSError` leaves the one that was there."""
+    with staged_file(path) as temporary:
+        figure.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def label_axes(axes: Axes, x: str, y: str, title: str = "") -> None:
+    """Label a plot's axes and draw its grid."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title)
+    axes.grid(which="both", alpha=0.25)
+
+
+def pick_colours(methods: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each method: grey for "none", and those of matplotlib's cycle, in order, for the others."""
+    others = (method for method in dict.fromkeys(methods) if method != "none")
+    return {"none": GREY, **{method: f"C{number}" for number, method in enumerate(others)}}
+
+
+def settled_points(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the finite points of a curve without the first twentieth of the text, where few tokens were scored."""
+    return [(at, value) for at, value in curve if at >= curve[-1][0] / 20 and math.isfinite(value)]

@@ -1,0 +1,69 @@
+"""Tables of results, for the terminal and for a Markdown file, and the texts of their cells."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+__all__ = ["Sheet", "format_count", "format_figure", "format_mean", "format_percent", "to_number"]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of texts; the first column is left-aligned, the others right-aligned; the cell `best` is bold."""
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    best: tuple[int, int] | None = None
+
+    def to_rich(self) -> Table:
+        """Return the table for a rich console."""
+        table = Table(title=Text(self.title) if self.title else None, title_justify="left")
+        widest = max((len(row[0]) for row in self.rows), default=0)
+        for number, header in enumerate(self.headers):
+            least = None if number else min(widest, 40)  # the other columns wrap first
+            table.add_column(Text(header), justify="right" if number else "left", overflow="fold", min_width=least)
+        for row, cells in enumerate(self.rows):
+            bold = [self.best == (row, column) for column in range(len(cells))]
+            table.add_row(*(Text(cell, style="bold" if b else "") for cell, b in zip(cells, bold, strict=True)))
+        return table
+
+    def to_markdown(self) -> str:
+        """Return the table as Markdown, under its title."""
+        rule = "|".join(["---"] + ["---:"] * (len(self.headers) - 1))
+        rows = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (self.headers, *self.rows)]
+        return "\n".join([f"**{self.title}**", "", rows[0], f"|{rule}|", *rows[1:]])
+
+
+def format_figure(value: float | None, digits: int = 2) -> str:
+    """Return a number with so many decimals; "-" for None and numbers that are not finite."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+
+
+def format_mean(mean: Mapping[str, Any] | None, digits: int = 3, factor: float = 1.0) -> str:
+    """Return a mean with its interval, `{"mean", "low", "high", "n"}`, both times a factor; "-" without values."""
+    if not mean or not mean["n"]:
+        return "-"
+    value, low, high = (to_number(mean[key]) * factor for key in ("mean", "low", "high"))
+    return f"{value:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if math.isfinite(low) else "")
+
+
+def format_percent(mean: Mapping[str, Any] | None, digits: int = 1) -> str:
+    """Return a mean share with its interval in percent."""
+    return format_mean(mean, digits, 100.0)
+
+
+def format_count(tokens: int) -> str:
+    """Return a number of tokens, in thousands from 1000: "500", "1K", "2.5K"."""
+    return f"{tokens / 1000:g}K" if tokens >= 1000 else str(tokens)
+
+
+def to_number(value: float | None) -> float:
+    """Return NaN for a figure that JSON cannot hold (null)."""
+    return math.nan if value is None else value

@@ -1,0 +1,145 @@
+"""Units of work whose results are JSON files: made once, by any number of processes, of which any may be killed.
+
+A unit whose result exists is skipped, so that interrupted work continues. A unit that another process has locked is
+left to that process, so that processes which are started on one folder, in any way and at any time, share the work.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from .files import load_json, write_json
+from .progress import Progress, silent
+from .ttt import checkpoint
+
+__all__ = ["Unit", "add_needed", "is_locked", "locked", "remove_unit", "run_units"]
+
+POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of work whose result is the JSON file `path`; `needs` is a unit whose result must exist first."""
+
+    path: Path
+    make: Callable[[], dict | list]
+    label: str = ""
+    needs: Unit | None = None
+
+    @property
+    def memory(self) -> Path:
+        """The folder for a memory that the unit makes."""
+        return self.path.with_suffix("")
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder for an unfinished reading; removed when the result exists."""
+        return self.path.with_suffix(".checkpoint")
+
+    @property
+    def unfinished(self) -> Path:
+        """The file for other unfinished work; removed when the result exists."""
+        return self.path.with_suffix(".unfinished")
+
+    def has_begun(self) -> bool:
+        """Return whether there is a result, or a reading that can continue."""
+        return self.path.exists() or checkpoint.has_checkpoint(self.checkpoint)
+
+    def load(self) -> Any:
+        """Load the result."""
+        return load_json(self.path)
+
+
+def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
+    """Make the results that do not exist; return when all of them do.
+
+    A process that ends, in whatever way, frees its locks, and another process makes its unit. An error in a unit ends
+    this process alone. The progress line counts the results of all processes, whose `units` must be the same.
+    """
+    units = add_needed(units)
+    missing = [unit for unit in units if not unit.path.exists()]
+    advance = progress(f"{len(missing)} results", len(missing)) if missing else None
+    while missing:
+        ready = (unit for unit in missing if unit.needs is None or unit.needs.path.exists())
+        made = any(map(_make, ready))  # one unit; then the table is read again
+        if not made:
+            time.sleep(POLL_SECONDS)
+        left = [unit for unit in units if not unit.path.exists()]
+        advance(len(missing) - len(left), f"{len(left)} left" + ("" if made else ", in other processes"))
+        missing = left
+    for unit in units:
+        if _lock_path(unit.path).exists():  # a process was killed between a result and its clean-up
+            _make(unit)
+
+
+def add_needed(units: Sequence[Unit]) -> list[Unit]:
+    """Return units, each once, and before each one the unit that it needs."""
+    return list(dict.fromkeys(one for unit in units for one in (unit.needs, unit) if one is not None))
+
+
+def remove_unit(unit: Unit, folder: Path, names: Sequence[str]) -> None:
+    """Remove a unit's files below a folder, its memory's by their names, and the folders that are empty then."""
+    for file in (unit.path, _lock_path(unit.path), *(unit.memory / name for name in names)):
+        file.unlink(missing_ok=True)
+    _remove_unfinished(unit)
+    for directory in (unit.memory, *unit.path.parents):
+        if directory == folder:
+            break
+        with suppress(OSError):
+            directory.rmdir()
+
+
+def is_locked(unit: Unit) -> bool:
+    """Return whether a process is at work on a unit."""
+    if not _lock_path(unit.path).exists():
+        return False
+    with locked(unit.path, blocking=False) as held:
+        return not held
+
+
+@contextmanager
+def locked(path: Path, blocking: bool = True) -> Iterator[bool]:
+    """Hold a file's lock within the context; yield False if another process holds it."""
+    lock = FileLock(_lock_path(path))
+    try:
+        lock.acquire(blocking=blocking)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with suppress(OSError):  # Windows removes no open file
+            os.unlink(lock.lock_file)  # while it is held: no other process can hold it then
+        lock.release()
+
+
+def _make(unit: Unit) -> bool:
+    """Make a unit's result, unless another process holds the unit; return whether the result exists."""
+    unit.path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(unit.path, blocking=False) as held:
+        if held:
+            if not unit.path.exists():
+                write_json(unit.path, unit.make())
+            _remove_unfinished(unit)  # not earlier: until the result exists, the work can continue from there
+    return held
+
+
+def _lock_path(path: Path) -> Path:
+    return Path(f"{path}.lock")
+
+
+def _remove_unfinished(unit: Unit) -> None:
+    checkpoint.remove(unit.checkpoint)
+    for file in (unit.unfinished, unit.checkpoint / checkpoint.LOCK):
+        file.unlink(missing_ok=True)
+    with suppress(OSError):  # it does not exist, or holds other files
+        unit.checkpoint.rmdir()

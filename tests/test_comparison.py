@@ -1,0 +1,73 @@
+"""Readings side by side: the table, and plots that are whole files."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+
+from locas_peft.reading.comparison import plot_readings, tabulate_readings
+from locas_peft.reading.record import Reading
+from locas_peft.reading.settings import ReadingSettings
+
+
+def make_reading(method: str, perplexity: float, seconds: float, tokens: int = 2500) -> Reading:
+    return Reading(
+        settings=ReadingSettings(method=method).complete(),
+        text_sha256="0",
+        scored_tokens=tokens - 1,
+        nll_nats=1.0,
+        perplexity=perplexity,
+        perplexity_at={"1000": perplexity + 2, "2000": perplexity + 1},
+        curve=[(stop, perplexity + 3 - 3 * stop / tokens) for stop in range(250, tokens + 1, 250)],
+        extra_parameters=0 if method == "none" else 294_912,
+        seconds=seconds,
+        peak_bytes=1,
+    )
+
+
+def test_the_table_compares_with_none():
+    sheet = tabulate_readings([make_reading("none", 40.0, 2.0), make_reading("locas-glu", 30.0, 5.0)])
+    assert sheet.headers == ["method", "r", "parameters", "ppl at 1K", "ppl at 2K", "perplexity", "time", "tokens/s"]
+    assert sheet.rows == [
+        ["none", "-", "0", "42.00", "41.00", "40.00", "1.00x", "1,250"],
+        ["locas-glu", "64", "294,912", "32.00", "31.00", "30.00", "2.50x", "500"],
+    ]
+    assert sheet.best == (1, 5)
+
+
+def test_without_none_times_are_in_seconds():
+    assert tabulate_readings([make_reading("lora", 30.0, 5.0)]).rows[0][-2:] == ["5.0 s", "500"]
+
+
+def test_a_mark_at_the_end_is_not_repeated():
+    sheet = tabulate_readings([make_reading("lora", 30.0, 5.0, tokens=2000)])
+    assert sheet.headers[3:5] == ["ppl at 1K", "perplexity"]
+    assert len(sheet.rows[0]) == len(sheet.headers)
+
+
+def test_the_plot_is_a_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "plot.png"
+    plot_readings([make_reading("none", 40.0, 2.0), make_reading("locas-glu", 30.0, 5.0)], path, title="a text")
+    assert path.read_bytes().startswith(b"\x89PNG\r\n")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_plot_survives_overflow(tmp_path):
+    pytest.importorskip("matplotlib")
+    broken = dataclasses.replace(make_reading("lora", 30.0, 5.0), curve=[(250, float("inf")), (500, float("nan"))])
+    plot_readings([broken], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").exists()
+
+
+def test_without_matplotlib_the_message_names_the_remedy(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    message = "matplotlib must be installed for plots: pip install matplotlib (or the extra 'plot' of locas_peft)"
+    with pytest.raises(ModuleNotFoundError) as raised:
+        plot_readings([make_reading("none", 40.0, 2.0)], tmp_path / "plot.png")
+    assert str(raised.value) == message
+    assert list(tmp_path.iterdir()) == []
