@@ -23,8 +23,17 @@ from typing import Any
 from measuring import describe_machine, make_table
 
 from locas_peft import demo
-from locas_peft.asking.answers import Question, ask, ask_by_reciting, count_right, load_questions, recite_for
-from locas_peft.asking.prompts import SHORT_PROMPT, encode_answer, encode_question
+from locas_peft.asking import (
+    SHORT_PROMPT,
+    Question,
+    ask,
+    ask_by_reciting,
+    count_right,
+    encode_answer,
+    encode_question,
+    load_questions,
+    recite_for,
+)
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift
 from locas_peft.evaluation.own_answers import write_own_answers

@@ -771,7 +771,7 @@ def chat_model(tmp_path_factory):
 
 def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memory, monkeypatch):
     seen = []
-    monkeypatch.setattr(asking, "_continue", lambda *g: seen.append(g[1].decode(g[2])) or "Fine.")
+    monkeypatch.setattr(asking, "continue_texts", lambda *g, **_: seen.append(g[1].decode(g[2][0])) or ["Fine."])
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n\nAnd you?\n/exit\nlost\n"))
     assert run("chat", "--memory", memory, "--model", chat_model, "--device", "cpu")[:2] == (0, "Fine.\nFine.\n")
     assert seen == ["user: Hello?\nassistant:", "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"]
@@ -780,13 +780,13 @@ def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memo
 def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch):
     seen = []
 
-    def reply(model, tokenizer, ids, *options):
-        seen.append(tokenizer.decode(ids))
+    def reply(model, tokenizer, prompts, *_, **__):
+        seen.append(tokenizer.decode(prompts[0]))
         assert all(layer.disable_adapters for layer in list_layers(model)), "the base replies"
-        return "Fine."
+        return ["Fine."]
 
-    monkeypatch.setattr(asking, "_continue", reply)
-    monkeypatch.setattr(asking.recall, "recite_for", lambda m, t, asked: [[f"About {asked[0]}", "More."]])
+    monkeypatch.setattr(asking, "continue_texts", reply)
+    monkeypatch.setattr(asking, "recite_for", lambda m, t, asked: [[f"About {asked[0]}", "More."]])
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\nAnd you?\n"))
     arguments = ("chat", "--recite", "--memory", memory, "--model", chat_model, "--device", "cpu")
     assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
@@ -800,7 +800,7 @@ def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, mo
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines[:2])))
     arguments = ("chat", "--without-memory", "--model", chat_model, "--device", "cpu", "--max-new-tokens")
     lengths = []
-    monkeypatch.setattr(asking, "_continue", lambda *g: lengths.append(len(g[2])) or "Fine.")
+    monkeypatch.setattr(asking, "continue_texts", lambda *g, **_: lengths.append(len(g[2][0])) or ["Fine."])
     assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
     assert lengths[1] == lengths[0]  # the first turn no longer fits
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines[2]))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from locas_peft import backbone, demo
-from locas_peft.asking.answers import RECITED, Question, ask, ask_by_reciting, is_right, load_questions
-from locas_peft.asking.continuation import answer as answer_all
-from locas_peft.asking.prompts import SHORT_PROMPT, encode_question
+from locas_peft.asking import SHORT_PROMPT, Question, ask, ask_by_reciting, encode_question, is_right, load_questions
+from locas_peft.asking import answer as answer_all
+from locas_peft.asking.answers import MOST_RECITED
 from locas_peft.memories import memory_attached
 from locas_peft.reading.settings import STUDY, ReadingSettings
 from locas_peft.reading.teaching import memorize
@@ -37,10 +37,13 @@ def test_questions_are_loaded_and_bad_lines_are_named(tmp_path):
     assert load_questions(path) == [Question("Who?", "She"), Question("When?")]
     path.write_text('\ufeff{"question": "Who\u2028came?"}\n')
     assert load_questions(path) == [Question("Who\u2028came?")]
-    for line in ("{", '{"answer": "x"}', '{"question": 3}', "[]"):
-        path.write_text(f'{{"question": "Who?"}}\n{line}\n')
-        with pytest.raises(ValueError, match=r"^line 2 of .* must be a JSON object with `question`"):
-            load_questions(path)
+    lines = ["{", '{"question": "Who?"}', '{"answer": "x"}', '{"question": 3}', "[]", '{"question": "", "answer": 1}']
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=r"with `question` and maybe `answer`, .* in line 1, 3, 4, 5, 6: correct or"):
+        load_questions(path)
+    path.write_bytes(b'{"question": "Qui \xe9tait-ce ?"}')
+    with pytest.raises(ValueError, match=r"^questions must be UTF-8 text, got .* \(invalid .*\): convert it$"):
+        load_questions(path)
     path.write_text("\n")
     with pytest.raises(ValueError, match="^questions must be one a line, got none in"):
         load_questions(path)
@@ -71,7 +74,7 @@ def test_the_base_answers_from_what_its_memory_recites(tmp_path):
     memorize(base, tokenize(tokenizer, passage), settings, out=tmp_path / "m", tokenizer=tokenizer, exchanges=given)
     with memory_attached(base, tmp_path / "m") as model:
         (answer,), (recited,) = ask_by_reciting(model, tokenizer, questions, max_new_tokens=8)
-    assert recited[0] == passage and len(recited) == len(set(recited)) <= RECITED
+    assert recited[0] == passage and len(recited) == len(set(recited)) <= MOST_RECITED
     prompts = [encode_question(tokenizer, questions[0].question, SHORT_PROMPT, "\n".join(recited))]
     assert [answer] == [text for _, texts in answer_all(base, tokenizer, prompts, max_new_tokens=8) for text in texts]
 

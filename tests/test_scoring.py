@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from families import make_host, make_tokens
 
 from locas_peft import TestTimeTrainer, backbone
-from locas_peft.asking.continuation import answer, first_line
-from locas_peft.asking.prompts import encode_prompt
+from locas_peft.asking import answer, encode_prompt
+from locas_peft.asking.continuation import first_line
 from locas_peft.evaluation.cloze import find_spans, score_spans
 from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, Turn
 from locas_peft.evaluation.drift import cut_text, measure_drift
@@ -105,7 +105,7 @@ class WordTokenizer:
     chat_template = None
 
     def batch_decode(self, rows, skip_special_tokens):
-        return [" ".join(f"w{token}" for token in row.tolist() if token > 2) for row in rows]
+        return [" ".join(f"w{token}" for token in row if token > 2) for row in rows]
 
 
 def make_prompts(shared: int) -> list[list[int]]:
@@ -126,7 +126,7 @@ def answer_all(model, prompts, **options) -> list[str]:
 @pytest.mark.parametrize("shared", [0, 20])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_batched_answers_are_those_of_each_prompt_alone(family, shared, monkeypatch):
-    monkeypatch.setattr("locas_peft.evaluation.answering._WORTH_KEEPING", 8)
+    monkeypatch.setattr("locas_peft.asking.continuation._WORTH_KEEPING", 8)
     model, prompts = make_host(family), make_prompts(shared)
     together = answer_all(model, prompts, max_new_tokens=6, batch_size=3)
     alone = [answer_all(model, [prompt], max_new_tokens=6)[0] for prompt in prompts]
@@ -135,7 +135,7 @@ def test_batched_answers_are_those_of_each_prompt_alone(family, shared, monkeypa
 
 
 def test_a_common_beginning_goes_through_the_model_once(monkeypatch):
-    monkeypatch.setattr("locas_peft.evaluation.answering._WORTH_KEEPING", 8)
+    monkeypatch.setattr("locas_peft.asking.continuation._WORTH_KEEPING", 8)
     model, fed = make_host("llama"), []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True

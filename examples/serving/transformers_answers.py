@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from locas_peft.asking.prompts import encode_question, find_pad_token
+from locas_peft.asking import encode_question, find_pad_token
 from locas_peft.bases import load_base
 from locas_peft.demo import load_page_questions
 from locas_peft.memories import load_memory, load_memory_config

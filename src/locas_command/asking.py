@@ -7,12 +7,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from cyclopts import Parameter
 
-from locas_peft.asking import answers as recall
-from locas_peft.asking.continuation import GREEDY
-from locas_peft.asking.prompts import can_chat, encode_prompt, encode_turns, find_pad_token, put_before
+from locas_peft.asking import (
+    Question,
+    ask_by_reciting,
+    can_chat,
+    check_room,
+    continue_texts,
+    encode_prompt,
+    fit_turns,
+    is_right,
+    load_questions,
+    put_before,
+    recite_for,
+)
+from locas_peft.asking import ask as ask_questions
 from locas_peft.model import count_positions
 from locas_peft.text import load_text
 from locas_peft.tuner import adapters_disabled
@@ -65,12 +75,12 @@ def generate(
     loaded = load_base_of(memory, base)
     chat = not raw and can_chat(loaded.tokenizer)
     ids = encode_prompt(loaded.tokenizer, prompt) if chat else loaded.tokenizer(prompt)["input_ids"]
-    if not _fits(loaded, ids, max_new_tokens):
-        raise _too_long("prompt", loaded, ids, max_new_tokens)
+    check_room(loaded.model, ids, max_new_tokens, "prompt", "--max-new-tokens")
     adapted = load_onto(loaded, memory)
+    options = {"temperature": temperature, "seed": seed}
     with adapted.disable_adapter():
-        without = _continue(adapted, loaded.tokenizer, ids, max_new_tokens, temperature, seed)
-    with_memory = _continue(adapted, loaded.tokenizer, ids, max_new_tokens, temperature, seed)
+        (without,) = continue_texts(adapted, loaded.tokenizer, [ids], max_new_tokens, **options)
+    (with_memory,) = continue_texts(adapted, loaded.tokenizer, [ids], max_new_tokens, **options)
     for title, continuation in (("without the memory", without), ("with the memory", with_memory)):
         stdout.print(title, style="bold")
         stdout.print(("" if chat else prompt) + continuation.strip("\n" if chat else "") + "\n")
@@ -101,23 +111,23 @@ def ask(
     """
     stdout, _ = open_consoles(json_file)
     _check_recite(recite, without_memory, context)
-    asked = [recall.Question(text) for text in question]
-    asked += [] if questions is None else recall.load_questions(questions)
+    asked = [Question(text) for text in question]
+    asked += [] if questions is None else load_questions(questions)
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
     text = None if context is None else load_text(context)
     loaded, model = _load_to_ask(memory, without_memory, base)
     options, recited = {"max_new_tokens": max_new_tokens}, [[] for _ in asked]
     if recite:
-        answers, recited = recall.ask_by_reciting(model, loaded.tokenizer, asked, **options)
+        answers, recited = ask_by_reciting(model, loaded.tokenizer, asked, **options)
     else:
-        answers = recall.ask(model, loaded.tokenizer, asked, context=text, **options)
+        answers = ask_questions(model, loaded.tokenizer, asked, context=text, **options)
     records = [
         {
             "question": item.question,
             "answer": answer,
             "gold": item.answer,
-            "right": None if item.answer is None else recall.is_right(answer, item.answer),
+            "right": None if item.answer is None else is_right(answer, item.answer),
             **({"recited": passages} if recite else {}),
         }
         for item, answer, passages in zip(asked, answers, recited, strict=True)
@@ -158,6 +168,7 @@ def chat(
     if not can_chat(loaded.tokenizer):
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
     turns: list[dict[str, str]] = []
+    positions = count_positions(loaded.model)
     while True:
         if sys.stdin.isatty():
             stderr.print("> ", end="")
@@ -167,14 +178,15 @@ def chat(
         if not line.strip():
             continue
         message = line.strip()
-        passages = recall.recite_for(model, loaded.tokenizer, [message])[0] if recite else []
+        passages = recite_for(model, loaded.tokenizer, [message])[0] if recite else []
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
-        while not _fits(loaded, ids := encode_turns(loaded.tokenizer, [*turns, asked]), max_new_tokens):
-            if not turns:
-                raise _too_long("message", loaded, ids, max_new_tokens)
-            del turns[:2]  # the oldest message and its reply
+        ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
+        check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
         with adapters_disabled(model) if recite else nullcontext():
-            reply = _continue(model, loaded.tokenizer, ids, max_new_tokens, temperature, seed).strip()
+            (reply,) = continue_texts(
+                model, loaded.tokenizer, [ids], max_new_tokens, temperature=temperature, seed=seed
+            )
+        reply = reply.strip()
         turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
         stdout.print(reply)
 
@@ -193,31 +205,3 @@ def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -
         raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
     loaded = load(base) if memory is None else load_base_of(memory, base)
     return loaded, (loaded.model if without_memory else load_onto(loaded, memory).eval())
-
-
-def _fits(base: Base, ids: list[int], max_new_tokens: int) -> bool:
-    limit = count_positions(base.model)
-    return limit is None or len(ids) + max_new_tokens <= limit
-
-
-def _too_long(name: str, base: Base, ids: list[int], max_new_tokens: int) -> ValueError:
-    return ValueError(
-        f"{name} and --max-new-tokens must fit the model's {count_positions(base.model)} positions, got {len(ids)} + "
-        f"{max_new_tokens}: shorten one of them"
-    )
-
-
-def _continue(model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> str:
-    """Return the text that a model writes after a prompt."""
-    torch.manual_seed(seed)
-    drawn = {"do_sample": True, "temperature": temperature}
-    prompt = torch.tensor([ids], device=model.device)
-    with torch.inference_mode():
-        output = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=find_pad_token(tokenizer),
-            **(drawn if temperature else GREEDY),
-        )
-    return tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True)

@@ -9,10 +9,12 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 __all__ = [
     "check_output_directory",
@@ -22,6 +24,8 @@ __all__ = [
     "is_disk_full",
     "is_out_of_memory",
     "load_json",
+    "load_json_lines",
+    "parse_json_lines",
     "staged",
     "staged_file",
     "write_json",
@@ -148,6 +152,51 @@ def load_json(path: str | Path) -> Any:
         raise ValueError(f"{str(path)!r} must be JSON of ordinary depth, got deeper nesting: write it again") from None
     except ValueError as error:
         raise ValueError(f"{str(path)!r} must be JSON ({error}): write it again") from None
+
+
+def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form: str) -> list[T]:
+    """Load a JSON Lines file: UTF-8, with or without a byte-order mark, an object a line; blank lines are left out.
+
+    Args:
+        parse: see `parse_json_lines`.
+        name: of the lines' content in errors, such as "questions".
+        form: what each object has, in errors.
+
+    Raises:
+        ValueError: the file is not UTF-8; or lines are broken, whose numbers are in the message; or it has none.
+        OSError: the file cannot be opened.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a string may hold U+2028
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} must be UTF-8 text, got {str(path)!r} ({error.reason}): convert it") from None
+    parsed = list(parse_json_lines(lines, parse))
+    broken = [number for number, value in parsed if value is None]
+    if broken:
+        shown = ", ".join(map(str, broken[:20])) + (f" and {len(broken) - 20} more" if len(broken) > 20 else "")
+        raise ValueError(
+            f"each line of {str(path)!r} must be a JSON object with {form}, got something else in line {shown}: "
+            f"correct or delete {'it' if len(broken) == 1 else 'them'}"
+        )
+    if not parsed:
+        raise ValueError(f"{name} must be one a line, got none in {str(path)!r}: add one")
+    return [value for _, value in parsed]
+
+
+def parse_json_lines(lines: Iterable[str], parse: Callable[[Any], T]) -> Iterator[tuple[int, T | None]]:
+    """Yield the number of each line that is not blank, from 1, and what `parse` makes of its JSON value.
+
+    None stands for a broken line: one that is not JSON, or whose value `parse` cannot use. `parse` is given an object,
+    and raises a ValueError, TypeError or KeyError for one that lacks something.
+    """
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                value = json.loads(line)
+                found = parse(value) if isinstance(value, dict) else None
+            except (ValueError, TypeError, KeyError, RecursionError):
+                found = None
+            yield number, found
 
 
 def format_json(value: Any) -> str:

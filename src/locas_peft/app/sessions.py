@@ -25,9 +25,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
-from ..asking.continuation import GREEDY
-from ..asking.decoding import pad_left
-from ..asking.prompts import can_chat, encode_turns, find_pad_token
+from ..asking import can_chat, continue_texts, fit_turns
 from ..memories.conversion import combine_memories, export_memory, merge_memory, share_weights
 from ..memories.loading import memory_attached
 from ..model import count_positions
@@ -318,43 +316,25 @@ class SharedModel:
             self._generate(base, answer, chats[:1])
             return
         with memory_attached(base, memory) as model:
-            self._generate(model, answer, chats, adapter_names=["__base__", "default"])
+            self._generate(model, answer, chats, adapters=["__base__", "default"])
 
     def _generate(self, model: Any, answer: Answer, chats: Sequence[list[dict[str, str]]], **options: Any) -> None:
         """Continue chats in one batch, the likeliest token each, and write the texts so far into the answer."""
-        rows = [self._encode(list(chat)) for chat in chats]
-        inputs = pad_left(rows, find_pad_token(self._tokenizer), model.device)
-        length = inputs["ids"].shape[1]
 
-        def follow(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-            texts = self._tokenizer.batch_decode(input_ids[:, length:], skip_special_tokens=True)
+        def show(texts: list[str]) -> None:
             answer.texts = [text.strip() for text in texts]
-            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
-        with torch.inference_mode():
-            model.generate(
-                input_ids=inputs["ids"],
-                attention_mask=inputs["attention_mask"],
-                max_new_tokens=ANSWER_TOKENS,
-                pad_token_id=find_pad_token(self._tokenizer),
-                stopping_criteria=[follow],
-                **GREEDY,
-                **options,
-            )
+        rows = [self._encode(list(chat)) for chat in chats]
+        continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, on_text=show, **options)
 
     def _encode(self, chat: list[dict[str, str]]) -> list[int]:
         """Return the ids of a chat, without its oldest turns where it is too long; a model without turns gets one."""
         positions = count_positions(self._base)
-        while True:
-            last = chat[-1]["content"]
-            ids = encode_turns(self._tokenizer, chat) if self.can_chat else self._tokenizer(last)["input_ids"]
-            if positions is None or len(ids) + ANSWER_TOKENS <= positions:
-                return ids
-            if len(chat) < 3:
-                raise ValueError(
-                    f"question must have at most {positions - ANSWER_TOKENS} tokens, got {len(ids)}: shorten it"
-                )
-            chat = chat[2:]
+        most_tokens = None if positions is None else positions - ANSWER_TOKENS
+        ids = fit_turns(self._tokenizer, chat, most_tokens)
+        if most_tokens is not None and len(ids) > most_tokens:
+            raise ValueError(f"question must have at most {most_tokens} tokens, got {len(ids)}: shorten it")
+        return ids
 
 
 @dataclass

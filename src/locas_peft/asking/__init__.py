@@ -1,1 +1,50 @@
-"""Ask a model: prompts and chat templates, continuations in batches, answers, recitation."""
+"""Ask a model: prompts and chat templates, continuations in batches, answers, recitation.
+
+`ask` and `ask_by_reciting` answer questions, `continue_texts` continues prompts, `continue_rows` token ids.
+"""
+
+from .answers import Question, ask, ask_by_reciting, count_right, is_right, load_questions, recite_for
+from .continuation import answer, begin_rows, check_room, continue_rows, continue_texts, draw, share_prefixes
+from .prompts import (
+    SENTENCE_PROMPT,
+    SHORT_PROMPT,
+    can_chat,
+    decode_after,
+    encode_answer,
+    encode_prompt,
+    encode_question,
+    encode_turns,
+    find_pad_token,
+    fit_turns,
+    list_stops,
+    put_before,
+)
+
+__all__ = [
+    "SENTENCE_PROMPT",
+    "SHORT_PROMPT",
+    "Question",
+    "answer",
+    "ask",
+    "ask_by_reciting",
+    "begin_rows",
+    "can_chat",
+    "check_room",
+    "continue_rows",
+    "continue_texts",
+    "count_right",
+    "decode_after",
+    "draw",
+    "encode_answer",
+    "encode_prompt",
+    "encode_question",
+    "encode_turns",
+    "find_pad_token",
+    "fit_turns",
+    "is_right",
+    "list_stops",
+    "load_questions",
+    "put_before",
+    "recite_for",
+    "share_prefixes",
+]

@@ -1,24 +1,33 @@
-"""Recall: answers to questions about a text, and how many of them are right."""
+"""Ask a model questions about a text, and count how many of its answers are right."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from ..files import load_json_lines
 from ..tuner.modes import adapters_disabled
 from .continuation import answer, recite
 from .prompts import SHORT_PROMPT, encode_question
 
-__all__ = ["RECITED", "Question", "ask", "ask_by_reciting", "count_right", "is_right", "load_questions"]
-__all__ += ["recite_for"]
+__all__ = [
+    "MOST_RECITED",
+    "Question",
+    "ask",
+    "ask_by_reciting",
+    "count_right",
+    "is_right",
+    "load_questions",
+    "recite_for",
+]
 
-RECITED = 10
-"""Passages that a memory recites for a question."""
+MOST_RECITED = 10
+"""The most passages that a memory recites for a question."""
 
 
 @dataclass(frozen=True)
@@ -33,26 +42,17 @@ def load_questions(path: str | Path) -> list[Question]:
     """Load questions from a JSON Lines file: an object a line with `question` and, if known, `answer`.
 
     Raises:
-        ValueError: a line is no such object; the message has its number. Or the file has no questions.
+        ValueError: the file is not UTF-8, has a line that is no such object, or no questions.
         OSError: the file cannot be opened.
     """
-    questions = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            if not isinstance(value["question"], str) or not isinstance(value.get("answer"), str | None):
-                raise TypeError("question and answer must be strings")
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"line {number} of {str(path)!r} must be a JSON object with `question` and maybe `answer` ({error}): "
-                "correct that line"
-            ) from None
-        questions.append(Question(value["question"], value.get("answer")))
-    if not questions:
-        raise ValueError(f"questions must be one a line, got none in {str(path)!r}: add one")
-    return questions
+    return load_json_lines(path, _parse_question, "questions", "`question` and maybe `answer`, which are texts")
+
+
+def _parse_question(value: dict[str, Any]) -> Question:
+    found = Question(value["question"], value.get("answer"))
+    if not isinstance(found.question, str) or not isinstance(found.answer, str | None):
+        raise TypeError
+    return found
 
 
 def ask(
@@ -75,7 +75,7 @@ def ask(
     return _answer_all(model, tokenizer, prompts, max_new_tokens)
 
 
-def recite_for(model: nn.Module, tokenizer, questions: Sequence[str], count: int = RECITED) -> list[list[str]]:
+def recite_for(model: nn.Module, tokenizer, questions: Sequence[str], count: int = MOST_RECITED) -> list[list[str]]:
     """Let a memory recite passages that may answer each question, at most `count`, the likeliest first."""
     return recite(model, tokenizer, [encode_question(tokenizer, question) for question in questions], count)
 

@@ -1,32 +1,232 @@
-"""Answers from a causal language model, in batches: the likeliest one, or several that a memory recites."""
+"""Continue prompts in batches, of which what rows share is computed once.
+
+`continue_rows` is the only loop over tokens. `recite` alone is a beam search, by transformers' `generate`.
+
+Axes: B rows of a batch, L their length, V vocabulary.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from os.path import commonprefix
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import DynamicCache
+from torch import Tensor, nn
+from transformers import Cache, GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-from ..model.causal_lm import CausalLM, count_positions
+from ..model import CausalLM, count_positions
 from .prompts import find_pad_token
 
-__all__ = ["GREEDY", "answer", "first_line", "recite"]
+__all__ = [
+    "Choose",
+    "answer",
+    "begin_rows",
+    "check_room",
+    "continue_rows",
+    "continue_texts",
+    "draw",
+    "first_line",
+    "pad_left",
+    "recite",
+    "share_prefixes",
+]
 
-GREEDY: dict[str, Any] = {
-    **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
-    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
-}
-"""Options of `generate` that take the likeliest token, whatever the model's own settings say."""
+Choose = Callable[[Tensor], Tensor]
+"""Chooses the next token of each row, LongTensor [B], by the logits, float32 [B, V]."""
 
 _WORTH_KEEPING = 64
-"""A shared beginning of at least this many tokens is computed once and kept."""
+"""A beginning that all prompts share is computed once where it has at least this many tokens."""
 
 
-@torch.inference_mode()
+# ---------------------------------------------------------------------- rows as the model's inputs
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
+    """Return rows of token ids as the model's inputs, each LongTensor [B, L], so that all rows end together."""
+    length = max(map(len, rows))
+    ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows], device=device)
+    return {"ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+
+
+def share_prefixes(prompts: Sequence[Sequence[int]]) -> list[tuple[int, range]]:
+    """Group prompts that follow each other and begin alike, such as questions about one passage.
+
+    Returns:
+        For each group how many tokens its prompts share, fewer than the shortest has, and the prompts' numbers. A
+        prompt joins a group where it has at least half of what the group shares.
+    """
+    groups: list[tuple[list[int], int, int]] = []
+    for number, prompt in enumerate(prompts):
+        own, first = list(prompt[:-1]), number
+        shared = commonprefix([groups[-1][0], own]) if groups else []
+        if shared and 2 * len(shared) >= len(groups[-1][0]):
+            own, first = shared, groups.pop()[1]
+        groups.append((own, first, number + 1))
+    return [(len(shared), range(first, stop)) for shared, first, stop in groups]
+
+
+@torch.no_grad()
+def begin_rows(
+    host: CausalLM,
+    rows: Sequence[Sequence[int]],
+    groups: Sequence[tuple[int, range]],
+    pad: int,
+    *,
+    new_tokens: int = 0,
+    caches: dict[Any, Cache] | None = None,
+) -> dict[str, Any]:
+    """Return rows as the model's inputs, as `pad_left` does, after the tokens that the rows of a group share.
+
+    The keys and values of these tokens are computed once a group, without gradients. The inputs are whole rows where
+    a group shares nothing, and for a model whose context is more than keys and values, or which counts the padding
+    after the shared tokens.
+
+    Args:
+        host: the model, with the adapter that is to take part.
+        rows: token ids; at least one a row is not shared.
+        groups: see `share_prefixes`.
+        pad: any token.
+        new_tokens: how many tokens at most will follow the rows.
+        caches: keeps the keys and values for later batches with the same shared tokens.
+    """
+    can_share = host.can_cache() and host.can_pad_inside(max(map(len, rows)) + new_tokens)
+    if not can_share or not groups or not all(count for count, _ in groups):
+        return pad_left(rows, pad, host.device)
+    shared = [rows[numbers[0]][:count] for count, numbers in groups]
+    prefixes = pad_left(shared, pad, host.device)
+    key = tuple(map(tuple, shared))
+    cache = None if caches is None else caches.get(key)
+    if cache is None:
+        cache = host.outputs(count=1, use_cache=True, **prefixes).past_key_values
+    if caches is not None:
+        caches[key], cache = cache, copy.deepcopy(cache)
+    owners = [group for group, (_, numbers) in enumerate(groups) for _ in numbers]
+    cache.batch_select_indices(torch.tensor(owners, device=host.device))
+    counts = [groups[owner][0] for owner in owners]
+    inputs = pad_left([row[count:] for row, count in zip(rows, counts, strict=True)], pad, host.device)
+    inputs["position_ids"] += torch.tensor(counts, device=host.device)[:, None]
+    inputs["attention_mask"] = torch.cat([prefixes["attention_mask"][owners], inputs["attention_mask"]], 1)
+    return {**inputs, "past_key_values": cache}
+
+
+# ---------------------------------------------------------------------- the loop over tokens
+
+
+@torch.no_grad()
+def continue_rows(
+    host: CausalLM,
+    rows: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    pad: int,
+    stops: Sequence[int] = (),
+    choose: Choose | None = None,
+    groups: Sequence[tuple[int, range]] = (),
+    caches: dict[Any, Cache] | None = None,
+    adapters: Sequence[str] | None = None,
+    on_token: Callable[[list[list[int]]], None] | None = None,
+) -> list[list[int]]:
+    """Continue rows of token ids in one batch, each until it has written a stop token or `max_new_tokens` tokens.
+
+    Args:
+        host: the model in evaluation mode, with or without a memory; not changed.
+        rows: token ids, none of them empty.
+        pad: any token.
+        stops: tokens that end a row; a row's last token may be one.
+        choose: the likeliest token by default.
+        groups: rows that begin alike (see `share_prefixes`); none by default.
+        caches: see `begin_rows`.
+        adapters: one adapter's name for each row (see `CausalLM.logits`); such rows share nothing.
+        on_token: is given the tokens so far of all rows, after each token.
+
+    Returns:
+        The new tokens of each row.
+    """
+    ends, new = set(stops), [[] for _ in rows]
+    inputs = begin_rows(host, rows, groups, pad, new_tokens=max_new_tokens, caches=caches)
+    for _ in range(max_new_tokens):
+        outputs = host.outputs(count=1, adapters=adapters, use_cache=True, **inputs)
+        logits = outputs.logits[:, -1].float()
+        token = logits.argmax(-1) if choose is None else choose(logits)
+        for row, each in zip(new, token.tolist(), strict=True):
+            row += [] if row and row[-1] in ends else [each]
+        if on_token is not None:
+            on_token(new)
+        if all(row[-1] in ends for row in new):
+            break
+        cache = getattr(outputs, "past_key_values", None)
+        following = {"ids": token[:, None], "position_ids": inputs["position_ids"][:, -1:] + 1}
+        if cache is None:  # the model keeps no context: all tokens go through it again
+            following = {name: torch.cat([inputs[name], each], 1) for name, each in following.items()}
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(token)[:, None]], 1)
+        inputs = {**following, "attention_mask": mask, "past_key_values": cache}
+    return new
+
+
+def draw(temperature: float, generator: torch.Generator, limits: GenerationConfig | None = None) -> Choose:
+    """Return a function that draws tokens from the softmax of logits [B, V] / temperature.
+
+    Args:
+        temperature: above 0.
+        generator: on the model's device.
+        limits: draw among the likeliest tokens alone, by its `top_k` and `top_p`; 50 where it leaves `top_k` open,
+            as transformers' `generate` does.
+    """
+    warpers = LogitsProcessorList()
+    if limits is not None:
+        top_k, top_p = 50 if limits.top_k is None else limits.top_k, 1.0 if limits.top_p is None else limits.top_p
+        warpers += [TopKLogitsWarper(top_k)] if top_k else []
+        warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+
+    def choose(logits: Tensor) -> Tensor:
+        shares = warpers(None, logits / temperature).softmax(-1)
+        return torch.multinomial(shares, 1, generator=generator)[:, 0]
+
+    return choose
+
+
+# ---------------------------------------------------------------------- texts
+
+
+def continue_texts(
+    model: nn.Module,
+    tokenizer,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    on_text: Callable[[list[str]], None] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Return the texts that a model writes after prompts, in one batch, each up to an end token of the model.
+
+    Args:
+        model: a causal language model in evaluation mode, with or without a memory; not changed.
+        prompts: token ids, none of them empty (see `prompts.encode_prompt`).
+        temperature: 0 takes the likeliest tokens, whatever the model's generation config says; above 0, tokens are
+            drawn, within its `top_k` and `top_p`.
+        seed: of the tokens that are drawn. Torch's own random state is not used.
+        on_text: is given the texts so far, after each token.
+        options: more for `continue_rows`.
+    """
+    host, config = CausalLM(model, cpu_attention=False), model.generation_config
+
+    def decode(rows: list[list[int]]) -> list[str]:
+        return tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+    ends = config.eos_token_id
+    options |= {"stops": ends if isinstance(ends, list) else [] if ends is None else [ends]}
+    if temperature:
+        options["choose"] = draw(temperature, torch.Generator(host.device).manual_seed(seed), config)
+    if on_text is not None:
+        options["on_token"] = lambda rows: on_text(decode(rows))
+    return decode(continue_rows(host, prompts, max_new_tokens, pad=find_pad_token(tokenizer), **options))
+
+
 def answer(
     model: nn.Module,
     tokenizer,
@@ -36,14 +236,13 @@ def answer(
     batch_size: int = 16,
     known: Collection[int] = (),
 ) -> Iterator[tuple[list[int], list[str]]]:
-    """Answer prompts greedily, in batches of similar length, padded on the left.
+    """Answer prompts greedily, in batches of similar length.
 
     The keys and values of a beginning that all prompts share, such as a dialogue before its questions, are computed
     once. The batches depend on the prompts and `batch_size` alone.
 
     Args:
-        model: a causal language model in evaluation mode, with or without a memory; not changed.
-        prompts: token ids, none of them empty (see `text.encode_prompt`).
+        model, prompts: see `continue_texts`.
         known: indices of prompts whose answers are not needed; a batch of only such prompts is left out.
 
     Yields:
@@ -52,17 +251,16 @@ def answer(
     Raises:
         ValueError: a prompt is empty, or leaves no positions for the answer.
     """
-    _check_fit(model, prompts, max_new_tokens)
-    batches = [batch for batch in _batches(prompts, batch_size) if not all(number in known for number in batch)]
-    if not batches:
-        return
-    shortest = min(map(len, prompts))
-    shared = commonprefix([list(prompt[: shortest - 1]) for prompt in prompts])  # a prompt's last token must be fed
-    longest = max(map(len, prompts)) + max_new_tokens
-    cache = _fill_cache(model, shared, longest) if len(shared) >= _WORTH_KEEPING else None
-    for batch in batches:
-        rows = [prompts[number] for number in batch]
-        yield batch, _answer_batch(model, tokenizer, rows, max_new_tokens, cache=cache)
+    for number, prompt in enumerate(prompts):
+        check_room(model, prompt, max_new_tokens, f"prompt {number}")
+    shared = commonprefix([list(prompt[:-1]) for prompt in prompts])  # a prompt's last token must be fed
+    options: dict[str, Any] = {"caches": {}}
+    for batch in _batches(prompts, batch_size):
+        if not all(number in known for number in batch):
+            groups = [(len(shared), range(len(batch)))] if len(shared) >= _WORTH_KEEPING else []
+            rows = [prompts[number] for number in batch]
+            texts = continue_texts(model, tokenizer, rows, max_new_tokens, groups=groups, **options)
+            yield batch, [first_line(text) for text in texts]
 
 
 @torch.inference_mode()
@@ -82,33 +280,49 @@ def recite(
 
     Args, raises: as for `answer`.
     """
-    _check_fit(model, prompts, max_new_tokens)
-    recited: dict[int, list[str]] = {}
+    for number, prompt in enumerate(prompts):
+        check_room(model, prompt, max_new_tokens, f"prompt {number}")
+    pad, recited = find_pad_token(tokenizer), {}
     for batch in _batches(prompts, batch_size):
-        rows = [prompts[number] for number in batch]
-        texts = _answer_batch(model, tokenizer, rows, max_new_tokens, num_beams=2 * count, num_return_sequences=count)
-        for place, number in enumerate(batch):
-            found = texts[place * count : (place + 1) * count]
+        inputs = pad_left([prompts[number] for number in batch], pad, CausalLM(model).device)
+        ids = inputs["ids"]
+        # The options of sampling are unset too: transformers warns of one that a greedy search does not use.
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            num_beams=2 * count,
+            num_return_sequences=count,
+            **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
+            **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
+        )
+        texts = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+        for row, number in enumerate(batch):
+            found = map(first_line, texts[row * count : (row + 1) * count])
             recited[number] = [text for text in dict.fromkeys(found) if text]
     return [recited[number] for number in range(len(prompts))]
 
 
-def _check_fit(model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def check_room(
+    model: nn.Module,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    name: str = "prompt",
+    option: str = "max_new_tokens",
+) -> None:
+    """Raise a `ValueError` for a prompt that is empty, or leaves no positions for `max_new_tokens` tokens.
+
+    `name` and `option` are the names of both in errors.
+    """
+    if not len(prompt):
+        raise ValueError(f"{name} must not be empty: give the model a question")
     positions = count_positions(model)
-    for number, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise ValueError(f"prompt {number} must not be empty: give the model a question")
-        if positions is not None and positions < len(prompt) + max_new_tokens:
-            raise ValueError(
-                f"prompt {number} and max_new_tokens must fit the model's {positions} positions, got {len(prompt)} + "
-                f"{max_new_tokens}: shorten one of them"
-            )
-
-
-def _batches(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """Return the prompts' numbers in batches of similar length, the longest first."""
-    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]
+    if positions is not None and positions < len(prompt) + max_new_tokens:
+        raise ValueError(
+            f"{name} and {option} must fit the model's {positions} positions, got {len(prompt)} + {max_new_tokens}: "
+            "shorten one of them"
+        )
 
 
 def first_line(text: str) -> str:
@@ -116,43 +330,7 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def _fill_cache(model: nn.Module, ids: list[int], longest: int) -> DynamicCache | None:
-    """Run tokens through the model and return their keys and values; None where padding cannot follow them.
-
-    `longest` is the length of the longest row that begins with them, with its padding and its answer.
-    """
-    config, host = model.config.get_text_config(), CausalLM(model)
-    only_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    if not only_full or not host.can_pad_inside(longest):
-        return None
-    cache = DynamicCache()
-    host.logits(torch.tensor([ids], device=host.device), 1, past_key_values=cache, use_cache=True)
-    return cache if cache.get_seq_length() == len(ids) else None
-
-
-def _answer_batch(
-    model: nn.Module,
-    tokenizer,
-    prompts: list[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    cache: DynamicCache | None = None,
-    **search: int,
-) -> list[str]:
-    """Return the answers to prompts whose shared beginning is in `cache`; `search` are options of `generate`."""
-    kept = 0 if cache is None else cache.get_seq_length()
-    pad = find_pad_token(tokenizer)
-    length = max(map(len, prompts))
-    ids = torch.full((len(prompts), length), pad, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(map(torch.tensor, prompts)):  # beginning, padding, rest
-        rest = length - (len(prompt) - kept)
-        ids[row, :kept], mask[row, :kept] = prompt[:kept], 1
-        ids[row, rest:], mask[row, rest:] = prompt[kept:], 1
-    options = {"max_new_tokens": max_new_tokens, "pad_token_id": pad, "num_beams": 1, **GREEDY, **search}
-    if cache is not None:
-        options["past_key_values"] = copy.deepcopy(cache)
-        options["past_key_values"].batch_repeat_interleave(len(prompts))
-    device = CausalLM(model).device
-    output = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), **options)
-    return [first_line(text) for text in tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)]
+def _batches(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """Return the prompts' numbers in batches of similar length, the longest first."""
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]

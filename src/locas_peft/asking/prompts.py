@@ -15,6 +15,8 @@ __all__ = [
     "encode_turns",
     "find_pad_token",
     "find_turn_end",
+    "fit_turns",
+    "list_stops",
     "put_before",
 ]
 
@@ -80,6 +82,16 @@ def find_turn_end(tokenizer) -> int | None:
     return end[0] if token is not None and token.special else None
 
 
+def list_stops(tokenizer) -> list[int]:
+    """Return the tokens that end an answer, first the chat template's own; for a base model also a line's end."""
+    if can_chat(tokenizer):
+        ends = [find_turn_end(tokenizer), tokenizer.eos_token_id]
+    else:
+        lines = (tokenizer(end, add_special_tokens=False)["input_ids"] for end in ("\n", "\n\n"))
+        ends = [tokenizer.eos_token_id, *(ids[0] for ids in lines if len(ids) == 1)]
+    return [end for end in dict.fromkeys(ends) if end is not None]
+
+
 def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> list[int]:
     """Turn a conversation into token ids by the chat template, up to the reply that is to come.
 
@@ -89,6 +101,23 @@ def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> lis
     """
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, enable_thinking=False)
     return list(tokenizer(text + begin, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def fit_turns(tokenizer, turns: list[dict[str, str]], most_tokens: int | None) -> list[int]:
+    """Turn a conversation into at most `most_tokens` token ids, by leaving out the oldest messages and their replies.
+
+    The last message always stays: alone it may have more tokens. It is all that a model without a chat template gets.
+
+    Args:
+        turns: see `encode_turns`.
+        most_tokens: None for no limit.
+    """
+    while True:
+        chats = can_chat(tokenizer)
+        ids = encode_turns(tokenizer, turns) if chats else list(tokenizer(turns[-1]["content"])["input_ids"])
+        if most_tokens is None or len(ids) <= most_tokens or len(turns) < 3:
+            return ids
+        turns = turns[2:]
 
 
 def find_pad_token(tokenizer) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
-from ..asking.answers import Question, ask, count_right, load_questions
+from ..asking import Question, ask, count_right, load_questions
 from ..bases.gguf import PACKAGES, is_installed
 from ..memories.loading import memory_attached
 from ..progress import Progress, follow, follow_study

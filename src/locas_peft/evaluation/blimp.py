@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..files import parse_json_lines
 from .intervals import mean_interval
 from .scoring import encode_pair, score_targets
 
@@ -58,23 +59,24 @@ def load_blimp(path: str | Path, limit_pairs: int | None = None) -> tuple[list[M
     pairs, problems = [], []
     for name, lines in _open_blimp(path):
         count = 0
-        for number, line in enumerate(lines, 1):
-            if not line.strip() or count == limit_pairs:
-                continue
-            try:
-                record = json.loads(line)
-                good, bad = record["sentence_good"], record["sentence_bad"]
-                if not (isinstance(good, str) and isinstance(bad, str) and good and bad):
-                    raise TypeError
-            except (ValueError, KeyError, TypeError, AttributeError):
+        for number, pair in parse_json_lines(lines, partial(_parse_pair, name)):
+            if count == limit_pairs:
+                break
+            if pair is None:
                 problems.append(f"{name}:{number} must hold sentence_good and sentence_bad: pair left out")
                 continue
-            paradigm = str(record.get("UID") or Path(name).stem)
-            pairs.append(MinimalPair(paradigm, str(record.get("field") or "unknown"), good, bad))
+            pairs.append(pair)
             count += 1
     if not pairs:
         raise ValueError(f"BLiMP must hold pairs in .jsonl files, got none in {str(path)!r}: give the release's zip")
     return pairs, problems
+
+
+def _parse_pair(name: str, record: dict[str, Any]) -> MinimalPair:
+    good, bad = record["sentence_good"], record["sentence_bad"]
+    if not (isinstance(good, str) and isinstance(bad, str) and good and bad):
+        raise TypeError
+    return MinimalPair(str(record.get("UID") or Path(name).stem), str(record.get("field") or "unknown"), good, bad)
 
 
 def _open_blimp(path: Path) -> Iterator[tuple[str, list[str]]]:

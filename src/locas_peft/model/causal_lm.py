@@ -37,12 +37,17 @@ def check_window(window: int, positions: int | None) -> None:
 class CausalLM:
     """A causal language model, plain or with adapters, the class name of its base, and how many positions it has.
 
+    Args:
+        model: a transformers causal LM, or a PEFT model around one.
+        cpu_attention: in bfloat16 on a CPU, compute attention by `CpuAttention`, which is faster for learning. False
+            for torch's own kernel, which rounds differently: answers are then those of transformers' `generate`.
+
     Raises:
         TypeError: the model is no transformers language model.
         ValueError: its adapter is a prompt method, which has no weights in the layers.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, cpu_attention: bool = True):
         if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
             raise TypeError(
                 f"model must be a transformers causal language model, got {type(model).__name__}: "
@@ -54,7 +59,7 @@ class CausalLM:
                 f"model's adapter must lie in its layers, got the prompt method {method}: "
                 "use LOCAS, LoRA or another adapter made of weights"
             )
-        self.model = model
+        self.model, self._cpu_attention = model, cpu_attention
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         self.kind = type(base).__name__
         self.positions = count_positions(base)
@@ -96,7 +101,7 @@ class CausalLM:
         weight = self.model.get_input_embeddings().weight
         # Elsewhere the context would only cost time: each torch function passes through it.
         on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        with CpuAttention() if on_cpu else nullcontext():
+        with CpuAttention() if on_cpu and self._cpu_attention else nullcontext():
             return self.model(input_ids=ids, **kwargs)
 
     def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:

@@ -9,8 +9,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from ..files import staged_file
+from ..files import load_json_lines, staged_file
 
 __all__ = [
     "EXCHANGES",
@@ -166,35 +167,17 @@ def load_exchanges(path: str | Path) -> list[Exchange]:
     """Load exchanges from a JSON Lines file: an object a line with `question`, `answer` and maybe `subject`.
 
     Raises:
-        ValueError: some lines are no such objects; the message has the number of each. Or the file has no exchange.
+        ValueError: the file is not UTF-8, has lines that are no such objects, or no exchange.
         OSError: the file cannot be opened.
     """
-    exchanges, broken = [], []
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"exchanges must be UTF-8 text, got {str(path)!r} ({error.reason}): convert it") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            found = [value["question"], value["answer"], value.get("subject", "")]
-            if not all(isinstance(part, str) for part in found) or not all(part.strip() for part in found[:2]):
-                raise TypeError
-        except (ValueError, TypeError, KeyError, AttributeError):
-            broken.append(number)
-        else:
-            exchanges.append(Exchange(*found[:2], found[2].strip()))
-    if broken:
-        shown = ", ".join(map(str, broken[:20])) + (f" and {len(broken) - 20} more" if len(broken) > 20 else "")
-        raise ValueError(
-            f"each line of {str(path)!r} must be a JSON object with the texts `question` and `answer`, got something "
-            f"else in line {shown}: correct or delete {'it' if len(broken) == 1 else 'them'}"
-        )
-    if not exchanges:
-        raise ValueError(f"exchanges must be one a line, got none in {str(path)!r}: add one")
-    return exchanges
+    return load_json_lines(path, _parse_exchange, "exchanges", "the texts `question` and `answer`")
+
+
+def _parse_exchange(value: dict[str, Any]) -> Exchange:
+    found = [value["question"], value["answer"], value.get("subject", "")]
+    if not all(isinstance(part, str) for part in found) or not all(part.strip() for part in found[:2]):
+        raise TypeError
+    return Exchange(*found[:2], found[2].strip())
 
 
 def save_exchanges(path: str | Path, exchanges: Iterable[Exchange]) -> None:

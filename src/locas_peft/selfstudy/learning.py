@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..asking.decoding import begin_rows
-from ..asking.prompts import encode_question
+from ..asking import begin_rows, encode_question
 from ..model.causal_lm import CausalLM
 from ..text import find_start_token
 from ..ttt import checkpoint
@@ -27,7 +26,7 @@ from ..ttt.objectives import token_losses
 from ..tuner.modes import evaluating, trained_parameters
 from .exchanges import Exchange, Passage, digest_exchanges, split_passages
 from .lessons import FORMS, Lesson, make_lesson
-from .others import write_other_lessons
+from .replay import write_replay_lessons
 from .writing import BLOCK, check_window, write_exchanges
 
 __all__ = ["SelfStudy", "StudyStep"]
@@ -231,7 +230,7 @@ class SelfStudy:
         weight = done * self._anchor * PULL_EVERY
         if remainder or not weight:
             return
-        self._others = self._others or write_other_lessons(self._model, self._tokenizer, self._seed)
+        self._others = self._others or write_replay_lessons(self._model, self._tokenizer, self._seed)
         chosen = [self._others[(pull * BATCH + row) % len(self._others)] for row in range(BATCH)]
         loss = self._distill([(lesson, 0) for lesson in chosen])
         (weight * loss).backward()

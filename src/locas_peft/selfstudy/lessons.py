@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..asking.decoding import list_stops
-from ..asking.prompts import SENTENCE_PROMPT, encode_answer
+from ..asking import SENTENCE_PROMPT, encode_answer, list_stops
 from .exchanges import Exchange
 
 __all__ = ["FORMS", "Lesson", "make_lesson"]
@@ -31,7 +30,7 @@ class Lesson:
         answer: LongTensor [T], the answer's tokens, and the end of the turn where the answer reached it.
         candidates: LongTensor [T, K], the tokens that may stand at each place.
         targets: float32 [T, K], their probabilities.
-        forms: wordings of the prompt, one each pass (see `text.encode_question`).
+        forms: wordings of the prompt, one each pass (see `asking.encode_question`).
     """
 
     question: str
@@ -44,8 +43,9 @@ class Lesson:
     def word(self, number: int) -> tuple[str, str]:
         """Return the question and the form of its prompt, for the `number`-th time that the lesson is learned.
 
-        Questions about a passage seldom name its subject, and a user's questions do. Where the subject stands before
-        half of them, it does not select the passage that introduces it.
+        A question about a passage seldom names the subject, and a user's question does. Therefore the subject is put
+        before the question in half of the passes. With the subject in all passes, a question that names it would be
+        answered with the passage that introduces it.
         """
         named = self.subject and number // 2 % 2 and self.subject.split()[-1] not in re.findall(r"\w+", self.question)
         question = f"{self.subject}: {self.question}" if named else self.question

@@ -1,8 +1,9 @@
 """The model writes questions about passages, and poor ones are dropped; the passage is the answer.
 
 Half of the questions are asked about the passage alone, and half with its subject above it: then they name the
-subject, as a user's questions do, where the passage says "he" or "the tower". Besides, each passage is asked for by
-some of its own words, which takes no model: questions in other words than the model's then find it too.
+subject, as a user's questions do, where the passage says "he" or "the tower". For each passage, further questions are
+made from a fixed form and phrases of the passage, without the model. With them, a user's question that is worded
+otherwise than the model's still finds the passage.
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ..asking.decoding import decode
-from ..asking.prompts import decode_after, encode_prompt
+from ..asking import continue_rows, decode_after, encode_prompt, find_pad_token, list_stops, share_prefixes
 from ..model.causal_lm import CausalLM
 from ..tuner.modes import adapters_disabled, evaluating
 from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
 
-__all__ = ["BLOCK", "QUESTION_TOKENS", "TEMPERATURE", "Written", "check_window", "write_exchanges"]
+__all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]
 
 BLOCK = 8
 """Passages whose exchanges are written together."""
-TEMPERATURE = 0.7
-"""Of the questions."""
-QUESTION_TOKENS = 24
 ROUNDS = 4
+_TEMPERATURE = 0.7
+_CANDIDATES = 64
+"""A question's next token is drawn from so many; drawing from the whole vocabulary takes as long as the model."""
+_QUESTION_TOKENS = 24
 _ROWS = 128
 _DUPLICATE = 0.8
 _MARGIN_TOKENS = 128
@@ -51,7 +52,7 @@ KINDS: tuple[tuple[str, str, str], ...] = (
 
 
 @dataclass
-class Written:
+class WrittenBlock:
     """What was written about a block of passages: how many questions were asked, what was kept and what was not."""
 
     passages: int
@@ -68,7 +69,7 @@ def write_exchanges(
     *,
     seed: int = 0,
     first: int = 0,
-) -> Iterator[Written]:
+) -> Iterator[WrittenBlock]:
     """Write exchanges about passages, block by block of `BLOCK` passages; each block depends on itself and the seed.
 
     Args:
@@ -98,8 +99,8 @@ def check_window(host: CausalLM, window: int) -> None:
 
 def _write(
     host: CausalLM, tokenizer, passages: Sequence[Passage], per_passage: int, generator: torch.Generator
-) -> Written:
-    written = Written(len(passages))
+) -> WrittenBlock:
+    written = WrittenBlock(len(passages))
     asked = _ask(host, tokenizer, passages, per_passage, generator, written)
     for passage in dict.fromkeys(passages if asked else ()):
         by_words = _ask_by_words(passage.text, per_passage // 2, generator)
@@ -144,7 +145,7 @@ def _ask(
     passages: Sequence[Passage],
     per_passage: int,
     generator: torch.Generator,
-    written: Written,
+    written: WrittenBlock,
 ) -> list[tuple[Passage, str]]:
     """Return passages and questions about them, without near-duplicates; count in `written`, and note what is poor.
 
@@ -181,15 +182,34 @@ def _reply(
     generator: torch.Generator,
 ) -> Iterator[str]:
     """Yield the first line of the model's reply to each request, about a passage and of a kind in `KINDS`."""
-    prompts = [
-        encode_prompt(tokenizer, request.replace("{subject}", of.subject).replace("{passage}", of.text).strip(), begin)
+    requests = [
+        (request.replace("{subject}", of.subject).replace("{passage}", of.text).strip(), begin)
         for of, (request, begin, _) in asked
     ]
-    for first in range(0, len(prompts), _ROWS):
-        batch = prompts[first : first + _ROWS]
-        replies = decode(host, tokenizer, batch, QUESTION_TOKENS, temperature=TEMPERATURE, generator=generator)
-        for (_, (_, begin, _)), reply in zip(asked[first:], replies, strict=False):
-            yield decode_after(tokenizer, begin, reply.ids.tolist()).strip().split("\n")[0]
+    for reply in write_replies(host, tokenizer, requests, generator):
+        yield reply.strip().split("\n")[0]
+
+
+def write_replies(
+    host: CausalLM, tokenizer, requests: Sequence[tuple[str, str]], generator: torch.Generator
+) -> Iterator[str]:
+    """Yield what the model replies to requests, each with the first words of its reply, which are part of it.
+
+    The tokens are drawn with `generator`, in batches of `_ROWS` requests.
+    """
+
+    def choose(logits: torch.Tensor) -> torch.Tensor:
+        top, candidates = logits.topk(min(_CANDIDATES, logits.shape[1]))
+        chosen = torch.multinomial((top / _TEMPERATURE).softmax(-1), 1, generator=generator)
+        return candidates.gather(1, chosen)[:, 0]
+
+    options = {"pad": find_pad_token(tokenizer), "stops": list_stops(tokenizer), "choose": choose}
+    for first in range(0, len(requests), _ROWS):
+        batch = requests[first : first + _ROWS]
+        prompts = [encode_prompt(tokenizer, request, begin) for request, begin in batch]
+        replies = continue_rows(host, prompts, _QUESTION_TOKENS, groups=share_prefixes(prompts), **options)
+        for (_, begin), ids in zip(batch, replies, strict=True):
+            yield decode_after(tokenizer, begin, ids)
 
 
 def is_about(question: str, passage: Passage) -> bool:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import GenerationConfig
 
+from ..asking import continue_rows, draw
 from ..checks import check_whole
 from ..model.causal_lm import CausalLM
 from ..tuner.modes import adapters_disabled, evaluating
@@ -173,10 +173,10 @@ def _check_texts(texts: Any) -> None:
 def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: int = 0) -> Tensor:
     """Sample texts from the base's own distribution, at temperature 1, from its start-of-text token on.
 
-    Adapters are disabled during the call; torch's random state is left as it was.
+    Adapters are disabled during the call; torch's random state is not used.
 
     Args:
-        model: a causal language model with `generate`, plain or with adapters.
+        model: a causal language model, plain or with adapters.
         texts: n; all are sampled in one batch, by `seed`.
         tokens: L, the first token included; within the model's positions.
 
@@ -189,21 +189,12 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
     check_whole("texts", texts, 1)
     check_whole("tokens", tokens, 2)
     base = _base_of(model)
-    first = _start_of_text(base)
-    start = torch.full((texts, 1), first, dtype=torch.long, device=CausalLM(base).device)
-    # No end of text: after the end of one sample, another one follows, as in training text.
-    sampling = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=tokens - 1, pad_token_id=first
-    )
-    devices = [start.device] if start.device.type == "cuda" else []
-    own = base.generation_config
-    with evaluating(base), adapters_disabled(model), torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        try:
-            base.generation_config = GenerationConfig()  # `generate` takes what a call leaves open from there
-            return base.generate(input_ids=start, attention_mask=torch.ones_like(start), generation_config=sampling)
-        finally:
-            base.generation_config = own
+    host, first = CausalLM(base, cpu_attention=False), _start_of_text(base)
+    choose = draw(1.0, torch.Generator(host.device).manual_seed(seed))
+    with evaluating(base), adapters_disabled(model):
+        # No stop token: after the end of one sample, another one follows, as in training text.
+        written = continue_rows(host, [[first]] * texts, tokens - 1, pad=first, choose=choose)
+    return torch.tensor([[first, *ids] for ids in written], device=host.device)
 
 
 def _base_of(model: nn.Module) -> nn.Module:
