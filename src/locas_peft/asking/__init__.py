@@ -3,7 +3,7 @@
 `ask` and `ask_by_reciting` answer questions, `continue_texts` continues prompts, `continue_rows` token ids.
 """
 
-from .answers import Question, ask, ask_by_reciting, count_right, is_right, load_questions, recite_for
+from .answers import Question, ask, ask_by_reciting, count_right, is_exact, is_right, load_questions, recite_for
 from .continuation import answer, begin_rows, check_room, continue_rows, continue_texts, draw, share_prefixes
 from .prompts import (
     SENTENCE_PROMPT,
@@ -41,6 +41,7 @@ __all__ = [
     "encode_turns",
     "find_pad_token",
     "fit_turns",
+    "is_exact",
     "is_right",
     "list_stops",
     "load_questions",

@@ -21,6 +21,7 @@ __all__ = [
     "ask",
     "ask_by_reciting",
     "count_right",
+    "is_exact",
     "is_right",
     "load_questions",
     "recite_for",
@@ -112,7 +113,19 @@ def count_right(answers: Sequence[str], questions: Sequence[Question]) -> int:
     return sum(is_right(given, asked.answer) for given, asked in zip(answers, questions, strict=True))
 
 
+def is_exact(given: str, gold: str) -> bool:
+    """Return whether an answer is the gold phrase, case-folded, without leading articles and final full stops."""
+    given, gold = (
+        re.sub(r"^(a|an|the)\s+", "", " ".join(text.casefold().split())).rstrip(".") for text in (given, gold)
+    )
+    return given == gold
+
+
 def is_right(given: str, gold: str) -> bool:
     """Return whether the gold phrase occurs in an answer as whole words, case-folded, without its leading article."""
-    phrase = re.sub(r"^(a|an|the)\s+", "", " ".join(gold.casefold().split()))
+    phrase = _normalise(gold)
     return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", " ".join(given.casefold().split())) is not None
+
+
+def _normalise(text: str) -> str:
+    return re.sub(r"^(a|an|the)\s+", "", " ".join(text.casefold().split()))
