@@ -865,6 +865,19 @@ def test_tampered_tensors(memory, change, message):
     assert_refused(memory, message, make_host("llama"))
 
 
+def test_a_file_whose_names_lack_peft_s_prefix_leaves_the_base(memory):
+    tensors = load_file(memory / "adapter_model.safetensors")
+    save_file(
+        {key.removeprefix("base_model.model."): value for key, value in tensors.items()},
+        memory / "adapter_model.safetensors",
+    )
+    assert_refused(memory, r"model\.layers\.0\.mlp\.\S+ must start with 'base_model\.model\.'", make_host("llama"))
+    model = make_model(modules_to_save=["lm_head"])
+    model.save_pretrained(memory)
+    rewrite(memory, lambda t: t.update({"lm_head.weight": t.pop("base_model.model.lm_head.weight")}))
+    assert_refused(memory, r"lm_head\.weight must start with 'base_model\.model\.'", make_host("llama"))
+
+
 def test_a_bad_state_does_not_take_a_memory_out_of_its_model():
     for model in (make_model(), get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="random"))):
         before = snapshot(model)

@@ -200,9 +200,7 @@ def test_every_new_row_of_a_wide_memory_is_another_token():
         rows = weights_in(layer)[0]
         assert (torch.cdist(rows, rows) + torch.eye(300) > 1e-3).all()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(
-        ValueError, match="^batches must have at least 320 tokens for init_strategy='activation', got 80"
-    ):
+    with pytest.raises(ValueError, match="^batches must have at least 320 tokens .*'activation', got 80"):
         grow(model, 320, batches=[make_tokens(2, 40)])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

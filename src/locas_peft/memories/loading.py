@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from ..checks import first_line
 from ..files import finish_replacement, is_out_of_memory, load_json
-from ..tuner.memory_file import find_memory_file, list_replacements, load_tensors, one_line
+from ..tuner.load_checks import load_memory_file
+from ..tuner.memory_file import PREFIX, find_memory_file, load_tensors, one_line, split_tensors
 from ..tuner.modes import remember_modules
 
 __all__ = [
@@ -47,7 +48,7 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
     path = _find_weights(directory)
     config = _make_config(directory, peft_type)
     if peft_type != "LOCAS":
-        _check_other_adapter(path, _load_tensors(path, peft_type), base, config)
+        _check_other_adapter(path, _load_other_tensors(path), base, config)
     for name, value in fields.items():
         if not hasattr(config, name):
             raise ValueError(f"{name} has no meaning for a memory of type {peft_type}, got {value!r}: leave it out")
@@ -133,15 +134,15 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     config = load_memory_config(directory)
     path = _find_weights(directory)
     is_memory = config["peft_type"] == "LOCAS"
-    _make_config(directory, config["peft_type"])  # for its checks
-    tensors = _load_tensors(path, config["peft_type"])
+    checked = _make_config(directory, config["peft_type"])
+    tensors = load_memory_file(str(path), checked)[0] if is_memory else _load_other_tensors(path)
     slots = config.get("slots") or {}
     layers: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         owner, _, part = key.removesuffix(".weight").rpartition(".locas_")
         if not owner:
             continue
-        name = owner.removeprefix("base_model.model.")
+        name = owner.removeprefix(PREFIX)
         unknown = dict.fromkeys(("r", "tau", "gate", "up", "down"))
         layer = layers.setdefault(name, {"name": name, **unknown, "slots": slots.get(name)})
         if part == "tau":
@@ -161,16 +162,16 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": path.stat().st_size,
         "host": config.get("host"),
-        "replaces": list_replacements(tensors) if is_memory else [],
+        "replaces": [key.removeprefix(PREFIX) for key in split_tensors(tensors)[1]] if is_memory else [],
         "learned": any(layer["down"]["max"] > 0 for layer in layers.values()) if is_memory else None,
         "layers": sorted(layers.values(), key=lambda layer: _natural(layer["name"])),
     }
 
 
-def _load_tensors(path: Path, peft_type: str) -> dict[str, torch.Tensor]:
-    """Load an adapter's tensors, or raise a `ValueError` where one of them is not finite."""
+def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Load the tensors of another adapter, or raise a `ValueError` where one of them is not finite."""
     tensors, _ = load_tensors(str(path))
-    for key, tensor in tensors.items() if peft_type != "LOCAS" else ():  # a memory's config checks them
+    for key, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise ValueError(f"{path}: {one_line(key)} holds values that are not finite; save or copy it again.")
     return tensors
@@ -196,7 +197,7 @@ def _check_other_adapter(
 
 
 def _make_config(directory: str | Path, peft_type: str) -> PeftConfig:
-    """Make PEFT's config of a memory, which checks the file before anything of the claimed width is made."""
+    """Make PEFT's config of a memory."""
     try:
         return PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
     except (TypeError, AttributeError, KeyError, RecursionError) as error:

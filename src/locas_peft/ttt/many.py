@@ -78,8 +78,7 @@ class ManyReading:
 
     def __init__(self, model: PeftModel, loop: Loop, documents: dict[str, Tensor]):
         self._model, self._loop = model, loop
-        self._config = copy.deepcopy(model.active_peft_config)  # of the memories: the active one's before calibration
-        self._config.slots, self._config.inference_mode, self._config._expected_host = None, False, None
+        self._config = model.active_peft_config.copy_for_new_memory()  # the active one's, before its calibration
         self._rows = {name: self._make_row(name, ids) for name, ids in documents.items()}
         self._records = self._read()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import os
 import re
@@ -11,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import huggingface_hub
 from peft.config import PeftConfig
-from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, PeftType
+from peft.utils import CONFIG_NAME, PeftType
 from peft.utils.other import get_pattern_key
 
 from .initialization import STRATEGIES
-from .memory_file import LARGEST, MemoryFile, check_memory_file, find_memory_file, one_line, seal_memory_file
+from .memory_file import LARGEST, PREFIX, find_memory_file, one_line, seal_memory_file, split_tensors
 
 
 @dataclass
@@ -117,46 +115,46 @@ class LocasConfig(PeftConfig):
         # A host given at construction comes from a memory's file, so the model must match it. One filled in later
         # describes this memory and must not bind the config object to that model.
         self._expected_host = self.host
-        self._file: MemoryFile | None = None
-        self._described_by_file: list[Any] = []
+        self._file: str | None = None
+        self._fields_of_file: list[Any] = []
 
     def width_of(self, name: str) -> int:
         """Return R of the memory at the FFN of that name: from `rank_pattern`, or else `r`."""
         return self.rank_pattern.get(get_pattern_key(self.rank_pattern, name), self.r)
 
+    def field_that_names(self, key: str) -> str | None:
+        """Return the field that names a tensor of a file which is no part of the memory; None where none does."""
+        name = key.removeprefix(PREFIX)
+        if name in (self.saved_embeddings or ()):
+            return "saved_embeddings"
+        if self.trainable_token_indices and name.endswith(".trainable_tokens_delta"):
+            return "trainable_token_indices"
+        if any(f".{module}." in f".{name}" for module in self.modules_to_save or ()):
+            return "modules_to_save"
+        return None
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
-        """Load a memory's config, with its file of tensors checked (see `check_memory_file`). No model is changed.
-
-        Where there is such a file, no regular expression of the config is ever matched: the names of the file's FFNs,
-        and their widths, replace them.
+        """Load a memory's config. A model that is given this memory also checks its file (`load_memory_file`).
 
         Args:
             pretrained_model_name_or_path: the memory's folder, or its name on the hub.
             subfolder: the memory's folder inside it.
 
         Raises:
-            ValueError: config or file are damaged, or do not fit each other.
+            ValueError: the config is damaged.
         """
-        path = os.path.join(pretrained_model_name_or_path, subfolder) if subfolder else pretrained_model_name_or_path
         try:
             config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         except ValueError as error:
             raise ValueError(one_line(str(error))) from error
         except (TypeError, AttributeError, RecursionError, OverflowError) as error:
-            if find_memory_file(path) is None:  # a config alone: PEFT's own errors
-                raise
+            path = os.path.join(pretrained_model_name_or_path, subfolder or "", CONFIG_NAME)
             reason = one_line(str(error))
-            raise ValueError(
-                f"{os.path.join(path, CONFIG_NAME)} is no config of a memory ({reason}): copy or save the memory again"
-            ) from error
+            raise ValueError(f"{path} is no config of a memory ({reason}): copy or save the memory again") from error
         if isinstance(config, LocasConfig):
-            is_local = os.path.isdir(path)
-            folder = path if is_local else _download_weights(pretrained_model_name_or_path, subfolder, kwargs)
-            file = check_memory_file(folder, config) if folder is not None else None
-            if file is not None:
-                config._name_modules(file.widths)
-                config._file, config._described_by_file = file, config._describe_modules()
+            config._file = find_memory_file(pretrained_model_name_or_path, subfolder, **cls._split_kwargs(kwargs)[0])
+            config._fields_of_file = config._list_fields_of_file()
         return config
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
@@ -164,15 +162,17 @@ class LocasConfig(PeftConfig):
 
         A safetensors file of them gets their digest.
         """
-        widths, self.saved_embeddings = seal_memory_file(save_directory, self)
+        layers, others = split_tensors(seal_memory_file(save_directory))
         saved = copy.copy(self)
-        saved._name_modules(widths)
+        if layers:
+            trained = ("modules_to_save", "trainable_token_indices")
+            embeddings = [key.removeprefix(PREFIX) for key in others if self.field_that_names(key) not in trained]
+            self.saved_embeddings = saved.saved_embeddings = embeddings or None
+            saved.name_modules({name: len(parts["locas_up"]) for name, parts in layers.items() if "locas_up" in parts})
         super(LocasConfig, saved).save_pretrained(save_directory, **kwargs)
 
-    def _name_modules(self, widths: dict[str, int]) -> None:
+    def name_modules(self, widths: dict[str, int]) -> None:
         """Replace all regular expressions by the names of FFNs that have a memory, each with its width R."""
-        if not widths:
-            return
         patterns = (self.target_modules, self.exclude_modules)
         if any(isinstance(pattern, str) for pattern in patterns) or self.layers_pattern:
             self.target_modules, self.exclude_modules = set(widths), None
@@ -180,30 +180,26 @@ class LocasConfig(PeftConfig):
         longest_first = sorted(widths.items(), key=lambda item: -len(item[0]))  # a name may end with another
         ranks = {re.escape(name): r for name, r in longest_first}
         self.rank_pattern = ranks if set(ranks.values()) != {self.r} else {}
+        self._fields_of_file = self._list_fields_of_file()
 
     @property
-    def file(self) -> MemoryFile | None:
-        """Return the checked file that this config was loaded with; None where a field that it fixes was changed."""
-        return self._file if self._describe_modules() == self._described_by_file else None
+    def file(self) -> str | None:
+        """Return the file beside the config that this one was loaded from; None where a field that it fixes changed.
 
-    def _describe_modules(self) -> list[Any]:
-        beside = set(self.modules_to_save or ()), self.trainable_token_indices, self.saved_embeddings
-        return [self.r, self.rank_pattern, set(self.target_modules or ()), self.exclude_modules, self.variant, *beside]
+        A changed config is that of a new memory.
+        """
+        return self._file if self._list_fields_of_file() == self._fields_of_file else None
 
+    def _list_fields_of_file(self) -> list[Any]:
+        names = set(self.target_modules or ()), set(self.modules_to_save or ())
+        tensors = self.trainable_token_indices, self.saved_embeddings
+        return [self.r, self.rank_pattern, self.exclude_modules, self.variant, *names, *tensors]
 
-def _download_weights(name: str, subfolder: str | None, kwargs: dict[str, Any]) -> str | None:
-    """Download a memory's safetensors file from the hub, where PEFT will find it; None where there is none."""
-    accepted = inspect.signature(huggingface_hub.hf_hub_download).parameters
-    try:
-        path = huggingface_hub.hf_hub_download(
-            name,
-            SAFETENSORS_WEIGHTS_NAME,
-            subfolder=subfolder,
-            **{key: value for key, value in kwargs.items() if key in accepted},
-        )
-    except Exception:  # no such file, no network: PEFT names the reason when it loads the tensors
-        return None
-    return os.path.dirname(path)
+    def copy_for_new_memory(self) -> LocasConfig:
+        """Return a copy that is bound to no base and no file, for a new memory that is trained."""
+        new = copy.deepcopy(self)
+        new.slots, new.inference_mode, new._expected_host, new._file = None, False, None, None
+        return new
 
 
 # ------------------------------------------------------------------------ checks: a memory's JSON may hold anything

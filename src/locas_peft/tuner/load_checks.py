@@ -1,19 +1,20 @@
-"""Whether a memory's config and file fit a model, checked before PEFT copies a tensor of the file into the model."""
+"""Whether a memory's file is sound and fits its config, and whether both fit a model, before PEFT copies a tensor."""
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 
 import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import PreTrainedModel
 
 from .config import LocasConfig
 from .ffn import WIDENABLE_DTYPES
-from .memory_file import PREFIX, one_line
+from .memory_file import LARGEST, PREFIX, SCALES, load_tensors, one_line, split_tensors
 
+Tensors = dict[str, torch.Tensor]
 # What PEFT's wrapper of a task takes from the model, after the memory has been added.
 _TASK_NEEDS = {
     "CAUSAL_LM": "prepare_inputs_for_generation",
@@ -21,60 +22,142 @@ _TASK_NEEDS = {
 }
 
 
-def find_load_problem(
-    model: nn.Module, adapter_name: str, saved_embeddings: list[str] | None, state_dict: dict[str, torch.Tensor]
-) -> str | None:
-    """Compare the tensors to be loaded, on the meta device or not, with the model's; return the first problem."""
-    own = model.state_dict(keep_vars=True)
-    part = re.compile(rf"\.locas_\w+\.{re.escape(adapter_name)}(\.weight)?$")
-    memory = {key for key in own if part.search(key)}
-    beside = _list_beside(model, adapter_name, saved_embeddings)
-    given = {key if key in own else key.removeprefix(PREFIX): state_dict[key] for key in state_dict}
+# ------------------------------------------------------------------------------------------------ file and config
+
+
+def load_memory_file(path: str, config: LocasConfig) -> tuple[Tensors, dict[str, int]]:
+    """Load a memory's file and check it against its config. No model is needed.
+
+    The file must be complete and consistent, of the configured widths, and of finite numbers whose product is below
+    `LARGEST`. Each tensor must belong to the memory or to what the config names: `modules_to_save`,
+    `trainable_token_indices`, `saved_embeddings`.
+
+    Returns:
+        The tensors by name, and R of the memory beside each FFN, by the FFN's name.
+
+    Raises:
+        ValueError: the file breaks a rule; the message names it in one line.
+    """
+    tensors, _ = load_tensors(path)
+    layers, others = split_tensors(tensors)
+    if not layers:
+        raise ValueError(f"{path} holds no LOCAS memory: no tensor of it is named locas_up.")
+    for key, tensor in tensors.items():
+        problem = _find_number_problem(tensor, is_memory=key not in others)
+        if not key.startswith(PREFIX):
+            problem = f"must start with {PREFIX!r}, as PEFT names tensors"
+        if problem:
+            raise ValueError(f"{path}: {one_line(key)} {problem}; save or copy the memory again.")
+    # PEFT loads each of these without a question, also in place of the base's own weights.
+    fields = {key: config.field_that_names(key) for key in others}
+    for key in (key for key, field in fields.items() if field is None):
+        raise ValueError(
+            f"{path}: {one_line(key)} is a weight of the base and no part of a memory; get the file from a trusted "
+            "source, or name the tensor in the config's saved_embeddings."
+        )
+    for field in ("modules_to_save", "trainable_token_indices", "saved_embeddings"):
+        # A classifier has one of several names, so that one tensor is enough here.
+        if getattr(config, field) and field not in fields.values():
+            raise ValueError(f"{path} does not fit its config: no tensor is for {field}. Save the memory again.")
+    for name, parts in layers.items():
+        problem = _find_shape_problem(parts, config) or _find_gain_problem(parts, config)
+        if problem:
+            raise ValueError(f"{path} does not fit its config at {one_line(name)}: {problem}. Save the memory again.")
+    return tensors, {name: len(parts["locas_up"]) for name, parts in layers.items()}
+
+
+def find_divergence(tensors: Tensors, config: LocasConfig) -> str | None:
+    """Return why a memory with these numbers could not be loaded again; None where it could.
+
+    `tensors` have the names of a file. Those on the meta device or empty are skipped.
+    """
+    tensors = {key: tensor.detach() for key, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
+    for key, tensor in tensors.items():
+        problem = _find_number_problem(tensor, is_memory=True)
+        if problem:
+            return f"{key} {problem}"
+    problems = ((name, _find_gain_problem(parts, config)) for name, parts in split_tensors(tensors)[0].items())
+    return next((f"at {name} {problem}" for name, problem in problems if problem), None)
+
+
+def _find_number_problem(tensor: torch.Tensor, is_memory: bool) -> str | None:
+    if is_memory or tensor.is_floating_point():
+        if tensor.dtype not in WIDENABLE_DTYPES:
+            return f"is of {tensor.dtype}, a floating dtype of 16 bits or more expected"
+        if tensor.is_meta:
+            return None
+        if not tensor.isfinite().all():
+            return "holds values that are not finite"
+        if tensor.numel() and tensor.abs().max() > LARGEST:
+            return f"holds {tensor.abs().max().item():.3g}, at most {LARGEST:.0e} in size expected"
+    return None
+
+
+def _find_shape_problem(parts: Tensors, config: LocasConfig) -> str | None:
+    for part in ("locas_up", "locas_down", "locas_tau"):
+        if part not in parts:
+            return f"{part} is missing"
+    up = list(parts["locas_up"].shape)
+    if len(up) != 2 or 0 in up:
+        return f"locas_up has shape {up}, two dimensions expected"
+    # The names in rank_pattern are not compared: a file may bring a regular expression that takes forever.
+    r = up[0] if up[0] in config.rank_pattern.values() else config.r
+    d = (config.host or {}).get("hidden_size") or up[1]
+    expected = {"locas_gate": [r, d], "locas_up": [r, d], "locas_down": [d, r]} | {scale: [] for scale in SCALES}
+    for part, tensor in parts.items():
+        if list(tensor.shape) != expected[part]:
+            return f"{part} has shape {list(tensor.shape)}, expected {expected[part]}"
+    return None
+
+
+def _find_gain_problem(parts: Tensors, config: LocasConfig) -> str | None:
+    factors = {part: tensor.abs().max().item() for part, tensor in parts.items()}
+    k = factors.pop("locas_input_scale", 1.0)
+    projections = [k] * (2 if "locas_gate" in factors else 1)
+    gain = math.prod(max(1.0, factor) for factor in (*factors.values(), *projections, abs(config.scaling)))
+    if gain > LARGEST:
+        return f"the product of its largest numbers is {gain:.3g}, at most {LARGEST:.0e} expected"
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------- and model
+
+
+def find_misfit(model: nn.Module, adapter_name: str, config: LocasConfig, tensors: Tensors) -> str | None:
+    """Compare the tensors to be loaded, with the model's names, with the model's own; return the first problem."""
+    saved = config.saved_embeddings or ()
+    own, embeddings = model.state_dict(keep_vars=True), set()
+    for find in ("get_input_embeddings", "get_output_embeddings"):
+        with suppress(NotImplementedError, AttributeError):  # the model may have no embeddings
+            embeddings |= {id(parameter) for parameter in getattr(model, find)().parameters()}
+    part = re.compile(rf"\.(locas_\w+|modules_to_save|trainable_tokens_delta)\.{re.escape(adapter_name)}(\.|$)")
+    added = {key for key in own if part.search(key)}
+    memory = {key for key in added if ".locas_" in key}
+    known = added | {key for key in own if id(own[key]) in embeddings and key.removeprefix(PREFIX) in saved}
+    given = {key if key in own else key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
     for key in sorted(memory - given.keys()):
         return f"the file has no {key}; load the base that the memory was made for"
     for key, tensor in given.items():
         name = one_line(key)
-        if key not in memory | beside:
+        if key not in known:
             if key in own and ".locas_" not in key:
                 return (
                     f"{name} is a weight of the base and no part of a memory; get the file from a trusted source, or "
                     "name the embedding in the config's saved_embeddings"
                 )
             return f"the model has no layer for {name}; load the base that the memory was made for"
-        shape = list(own[key].shape)
+        shape, is_float = list(own[key].shape), own[key].is_floating_point() or key in memory
         if list(tensor.shape) != shape:
             return f"{name} has shape {list(tensor.shape)}, expected {shape}; load the base that it was made for"
-        if own[key].is_floating_point() or key in memory:
-            if tensor.dtype not in WIDENABLE_DTYPES:
-                return f"{name} is of {tensor.dtype}, a floating dtype of 16 bits or more expected; save it again"
-            if not tensor.is_meta and not tensor.isfinite().all():
-                return f"{name} holds values that are not finite; save or copy the memory again"
-        elif tensor.dtype != own[key].dtype:
-            return f"{name} is of {tensor.dtype}, {own[key].dtype} expected; save the memory again"
+        problem = _find_number_problem(tensor, is_memory=is_float)
+        if not is_float and tensor.dtype != own[key].dtype:
+            problem = f"is of {tensor.dtype}, {own[key].dtype} expected"
+        if problem:
+            return f"{name} {problem}; save or copy the memory again"
     return None
 
 
-def _list_beside(model: nn.Module, adapter_name: str, saved_embeddings: list[str] | None) -> set[str]:
-    """Name the model's tensors that a memory's file may hold beside the memory: none of them unless the config asks.
-
-    They are the memory's copies of fully trained modules, its trained tokens, and the embeddings in
-    `saved_embeddings`, which are the base's own.
-    """
-    names, embeddings = set(), set()
-    for name, module in model.named_modules():
-        if isinstance(module, AuxiliaryTrainingWrapper):
-            names |= {f"{name}.{key}" for key in module.adapter_state_dict_load_map(adapter_name).values()}
-        elif isinstance(module, PreTrainedModel):
-            for find in (module.get_input_embeddings, module.get_output_embeddings):
-                with suppress(NotImplementedError, AttributeError):  # a part of the model may have no embeddings
-                    embeddings |= {id(parameter) for parameter in find().parameters()}
-    for key, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in embeddings and key.removeprefix(PREFIX) in (saved_embeddings or ()):
-            names.add(key)
-    return names
-
-
-def rename_beside(model: nn.Module, adapter_name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def rename_trained_modules(model: nn.Module, adapter_name: str, tensors: Tensors) -> Tensors:
     """Return a file's tensors with the model's names for those of fully trained modules and of trained tokens.
 
     Raises:
@@ -84,22 +167,21 @@ def rename_beside(model: nn.Module, adapter_name: str, tensors: dict[str, torch.
     for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             for saved, own in module.adapter_state_dict_load_map(adapter_name).items():
-                key = f"{PREFIX}{name}.{saved}"
-                if key not in renamed:
-                    raise ValueError(f"the memory does not fit the model: the file has no {one_line(key)}.")
-                renamed[f"{PREFIX}{name}.{own}"] = renamed.pop(key)
+                if f"{PREFIX}{name}.{saved}" not in tensors:
+                    raise ValueError(f"the memory does not fit the model: the file has no {PREFIX}{name}.{saved}.")
+                renamed[f"{PREFIX}{name}.{own}"] = renamed.pop(f"{PREFIX}{name}.{saved}")
     return renamed
 
 
 def check_tokens(config: LocasConfig, model: nn.Module) -> None:
     """Raise a `ValueError` if a token to be trained is outside the vocabulary: on a GPU, PEFT would crash."""
-    indices = config.trainable_token_indices
-    for target, numbers in (indices if isinstance(indices, dict) else {None: indices or []}).items():
-        embeddings = getattr(model, "get_input_embeddings", lambda: None)() if target is None and numbers else None
+    indices = config.trainable_token_indices or {}
+    for target, numbers in (indices if isinstance(indices, dict) else {None: indices}).items():
+        embeddings = getattr(model, "get_input_embeddings", lambda: None)() if target is None else None
         for name, module in model.named_modules():
             rows = getattr(getattr(module, "weight", None), "shape", None)
-            if (module is embeddings or (target is not None and name.endswith(target))) and numbers and rows:
-                if max(numbers) >= rows[0]:
+            if (module is embeddings or (target is not None and name.endswith(target))) and rows:
+                if max(numbers, default=0) >= rows[0]:
                     raise ValueError(
                         f"trainable_token_indices must be below the {rows[0]} rows of {name}, got {max(numbers)}: use "
                         "ids of this vocabulary."

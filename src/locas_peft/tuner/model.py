@@ -24,8 +24,15 @@ from .config import LocasConfig
 from .finding import Host, describe_without_ffn, find_ffns, find_unknown_experts
 from .initialization import STRATEGIES
 from .layer import LocasLayer, list_layers
-from .load_checks import check_task, check_tokens, find_load_problem, rename_beside
-from .memory_file import find_divergence, one_line
+from .load_checks import (
+    check_task,
+    check_tokens,
+    find_divergence,
+    find_misfit,
+    load_memory_file,
+    rename_trained_modules,
+)
+from .memory_file import one_line
 from .modes import remember_modules
 from .quantised import forbid_packing
 from .weight_sample import may_be_same_weights, sample_weights
@@ -158,10 +165,13 @@ class LocasModel(BaseTuner):
         restore, file = remember_modules(self), config.file
         try:
             if file is not None:
+                tensors, widths = load_memory_file(file, config)
+                config.name_modules(widths)  # no regular expression of a file is ever matched
                 check_task(config, model)
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             if file is not None:  # before PEFT copies a tensor of it into the model
-                tensors = rename_beside(model, adapter_name, file.tensors)
+                tensors = {key: tensor.to("meta") for key, tensor in tensors.items()}
+                tensors = rename_trained_modules(model, adapter_name, tensors)
                 self._remap_adapter_state_dict_for_load(model, config, adapter_name, tensors)
         except Exception as error:
             restore()
@@ -354,7 +364,7 @@ class LocasModel(BaseTuner):
         if taus and not any(".locas_input_scale." in key for key in remapped):  # from before there was such a scale
             remapped.update({key.replace(".locas_tau.", ".locas_input_scale."): torch.tensor(1.0) for key in taus})
             config.output_scale = "paper"
-        problem = find_load_problem(model, adapter_name, config.saved_embeddings, remapped)
+        problem = find_misfit(model, adapter_name, config, remapped)
         if problem:
             raise ValueError(f"the memory does not fit the model: {problem}.")
         return remapped
