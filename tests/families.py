@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers as tf
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from locas_peft import LocasLayer
+from locas_peft import LocasConfig, LocasLayer
+from locas_peft.tuner import list_layers
 
 VOCABULARY = 64
 HIDDEN = 16
@@ -105,3 +111,46 @@ def make_tokens(batch: int = 4, length: int = 32, seed: int = 1) -> torch.Tensor
 def weights_in(layer: LocasLayer, name: str = "default") -> list[torch.Tensor]:
     """A memory's gate and up `[R, D]` (no gate in a two-layer memory) and down `[D, R]` in one layer."""
     return [projection.weight for projection in layer.projections(name)]
+
+
+def make_model(family: str = "llama", name: str = "default", **kwargs) -> PeftModel:
+    """A model with one memory that says something else than the base."""
+    config = LocasConfig(**{"r": 4, "init_strategy": "random", **kwargs})
+    model = get_peft_model(make_host(family), config, adapter_name=name)
+    teach(model, name)
+    return model
+
+
+def teach(model: torch.nn.Module, name: str = "default", seed: int = 0) -> None:
+    """Give a memory values, as if it had learned."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in list_layers(model, name):
+        weight = layer.locas_down[name].weight
+        weight.data = torch.randn(weight.shape, generator=generator).to(weight)
+        layer.locas_input_scale[name], layer.locas_tau[name] = torch.tensor(1.0 + seed / 4), torch.tensor(1.0)
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module, tokens: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
+    return model(input_ids=make_tokens() if tokens is None else tokens, **kwargs).logits
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def same(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
+    after = model.state_dict()
+    return after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a memory's file; the new file has no digest."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+def change_config(folder: Path, **fields) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))

@@ -22,8 +22,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make_host
-from peft import PeftModel, get_peft_model
+import transformers as tf
+from families import change_config, logits, make_host, make_model, rewrite, same, snapshot
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
 from locas_peft import LocasConfig, calibrate
@@ -75,7 +77,7 @@ VALUES = STRINGS + NUMBERS + LISTS + OBJECTS
 OTHER_KEYS = ("cls", "self", "runtime_config", "unknown", "target_parameters", "bias", "\n")
 
 
-def change_bytes(rng: random.Random, folder: Path) -> None:
+def mutate_bytes(rng: random.Random, folder: Path) -> None:
     path = folder / rng.choice([TENSORS, TENSORS, CONFIG])
     data = bytearray(path.read_bytes())
     for _ in range(rng.choice([1, 1, 2, 8])):
@@ -96,7 +98,7 @@ def change_bytes(rng: random.Random, folder: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def change_header(rng: random.Random, folder: Path) -> None:
+def mutate_header(rng: random.Random, folder: Path) -> None:
     data = (folder / TENSORS).read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header, rest = json.loads(data[8 : 8 + length]), data[8 + length :]
@@ -128,7 +130,7 @@ def change_header(rng: random.Random, folder: Path) -> None:
     (folder / TENSORS).write_bytes(struct.pack("<Q", length) + text + rest)
 
 
-def change_tensors(rng: random.Random, folder: Path) -> None:
+def mutate_tensors(rng: random.Random, folder: Path) -> None:
     tensors = load_file(folder / TENSORS)
     base = base_state()
     for _ in range(rng.choice([1, 1, 2])):
@@ -171,7 +173,7 @@ def change_tensors(rng: random.Random, folder: Path) -> None:
         save_file(tensors, folder / TENSORS)
 
 
-def change_config(rng: random.Random, folder: Path) -> None:
+def mutate_config(rng: random.Random, folder: Path) -> None:
     config = json.loads((folder / CONFIG).read_text())
     for _ in range(rng.choice([1, 1, 2, 4])):
         name, kind = rng.choice(sorted(config)), rng.randrange(10)
@@ -191,7 +193,7 @@ def change_config(rng: random.Random, folder: Path) -> None:
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
-CHANGES = (change_bytes, change_header, change_tensors, change_config)
+MUTATIONS = (mutate_bytes, mutate_header, mutate_tensors, mutate_config)
 
 
 # ------------------------------------------------------------------------------------------------------------ cases
@@ -254,7 +256,7 @@ def run_case(memories: list[Path], base, seed: int, folder: Path) -> str:
     shutil.copytree(rng.choice(memories), folder)
     for _ in range(rng.choice([1, 1, 1, 2])):
         try:
-            rng.choice(CHANGES)(rng, folder)
+            rng.choice(MUTATIONS)(rng, folder)
         except (
             ValueError,
             KeyError,
@@ -332,6 +334,378 @@ def test_memories_without_a_change_load(memories, base):
         different = not torch.equal(loaded(input_ids=TOKENS).logits, make_base()(input_ids=TOKENS).logits)
         assert different is (memory.name != "empty")
         loaded.unload()
+
+
+# ---------------------------------------------------------------------------------------------------- known attacks
+
+UP = "base_model.model.model.layers.1.mlp.locas_up.weight"
+HEAD, EMBEDDINGS = "base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"
+SAVED = {"modules_to_save": ["lm_head"]}
+NAMED = {"saved_embeddings": ["model.embed_tokens.weight"]}
+TOKEN_INDICES = {"trainable_token_indices": [5, 6]}
+FOREIGN = "is a weight of the base and no part of a memory"
+NO_FLOAT = "is of torch.int8, a floating dtype of 16 bits or more expected"
+
+
+def put(**tensors):
+    """A change that puts tensors into a file, under their names in this module or else in full."""
+    return lambda t: t.update({globals().get(key, key): value for key, value in tensors.items()})
+
+
+def as_layer_2(tensors):
+    tensors.update({k.replace("layers.1", "layers.2"): v.clone() for k, v in tensors.items() if "layers.1" in k})
+
+
+def without_prefix(tensors):
+    for key in list(tensors):
+        tensors[key.removeprefix("base_model.model.")] = tensors.pop(key)
+
+
+ones, int8 = torch.ones, torch.ones(64, 16, dtype=torch.int8)
+# What is wrong: fields of the memory's config, the change of its tensors, the change of its config, and the refusal.
+ATTACKS = {
+    "part missing": ({}, lambda t: t.pop(UP), {}, "at model.layers.1.mlp: locas_up is missing. Save the memory"),
+    "other r": ({}, put(UP=ones(5, 16)), {}, r"locas_up has shape \[5, 16\], expected \[4, 16\]"),
+    "other D": ({}, put(UP=ones(4, 8)), {}, r"locas_up has shape \[4, 8\], expected \[4, 16\]"),
+    "r of a billion": ({}, None, {"r": 10**9, "init_strategy": "gaussian"}, "its config at model.layers.0.mlp: "),
+    "not finite": ({}, lambda t: t[UP].fill_(torch.inf), {}, r"locas_up\.weight holds values that are not finite"),
+    "not finite beside modules": (
+        SAVED | TOKEN_INDICES, lambda t: t[UP].fill_(torch.nan), {}, "holds values that are not finite"
+    ),
+    "layer missing": (
+        {}, lambda t: [t.pop(k) for k in list(t) if "layers.1" in k], {}, r"the file has no .*layers.1.mlp.locas_"
+    ),
+    "layer too many": ({}, as_layer_2, {}, r"the model has no layer for .*layers.2.mlp.locas_"),
+    "empty": ({}, lambda t: t.clear(), {}, "holds no LOCAS memory"),
+    "int8": ({}, lambda t: t.update({UP: t[UP].to(torch.int8)}), {}, NO_FLOAT),
+    "float8": (
+        {}, lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), {}, "is of torch.float8_e4m3fn, a floating dtype"
+    ),
+    "without PEFT's prefix": (
+        {}, without_prefix, {}, r"model\.layers\.0\.mlp\.\S+ must start with 'base_model\.model\.', as PEFT"
+    ),
+    "head without PEFT's prefix": (
+        SAVED, lambda t: t.update({"lm_head.weight": t.pop(HEAD)}), {}, r"lm_head\.weight must start with 'base_model"
+    ),
+    "norm": ({}, lambda t: t.update({"base_model.model.model.norm.weight": ones(16)}), {}, rf"norm\.weight {FOREIGN}"),
+    "wrapped": (
+        {}, lambda t: t.update({UP.replace("locas_up", "base_layer.up_proj"): ones(24, 16)}), {},
+        rf"base_layer\.up_proj\.weight {FOREIGN}",
+    ),
+    "embedding": ({}, put(EMBEDDINGS=ones(64, 16)), {}, rf"embed_tokens\.weight {FOREIGN}"),
+    "embedding not finite": (
+        {}, put(EMBEDDINGS=ones(64, 16) * torch.nan), {}, r"embed_tokens\.weight holds values that are not finite"
+    ),
+    "head": ({}, put(HEAD=ones(64, 16)), {}, rf"lm_head\.weight {FOREIGN}; get the file from a trusted source"),
+    "head int8": ({}, put(HEAD=int8), {}, rf"lm_head\.weight {FOREIGN}"),
+    "no tensor's name": (
+        {}, lambda t: t.update({"base_model.model.nonsense\nweight": ones(1)}), {}, rf"nonsense\\nweight {FOREIGN}"
+    ),
+    "weights absurd": (
+        {}, lambda t: t[UP].mul_(1e20), {}, r"locas_up\.weight holds [\d.]+e\+\d+, at most 1e\+12 in size expected"
+    ),
+    "tau absurd": (
+        {}, lambda t: t[UP.replace("locas_up.weight", "locas_tau")].fill_(1e38), {},
+        r"locas_tau holds 1e\+38, at most 1e\+12 in size expected",
+    ),
+    "product absurd": (
+        {}, lambda t: [t[UP.replace("up.weight", part)].mul_(1e6) for part in ("tau", "input_scale")], {},
+        r"at model.layers.1.mlp: the product of its largest numbers is \d",
+    ),
+    # configs
+    "scaling absurd": ({}, None, {"scaling": 1e308}, r"scaling must be finite, at most 1e12 in size, got 1e\+308"),
+    "scaling of many digits": (
+        {}, None, {"scaling": 10**30}, f"scaling must be finite, at most 1e12 in size, got {10**30}"
+    ),
+    "product with scaling": ({}, None, {"scaling": 1e12}, "the product of its largest numbers is"),
+    "clip": (
+        {}, None, {"max_slot_norm": float("inf")}, "max_slot_norm must be finite and above 0, .*, got inf"
+    ),
+    "tokens": (
+        {}, None, {"trainable_token_indices": 0}, "trainable_token_indices must be a list of token ids, .*, got 0"
+    ),
+    "no token": ({}, None, {"trainable_token_indices": [1]}, "no tensor is for trainable_token_indices. Save"),
+    "no module": ({}, None, SAVED, "no tensor is for modules_to_save. Save the memory again."),
+    "no embedding": ({}, None, {"saved_embeddings": ["lm_head.weight"]}, "no tensor is for saved_embeddings"),
+    "slow modules": ({}, None, {"modules_to_save": ["(.*)*" * 12 + "$!"]}, "modules_to_save must be names, got"),
+    "task": (
+        {}, None, {"task_type": "SEQ_2_SEQ_LM"}, "task_type 'SEQ_2_SEQ_LM', which LlamaForCausalLM cannot do"
+    ),
+    "task of two lines": ({}, None, {"task_type": "a\nb"}, r"Invalid task type: 'a\\nb'"),
+    "deep pattern": ({}, None, {"target_modules": "(" * 10_000}, "target_modules must be a regular expression"),
+    "parts": ({}, None, {"ffn_parts": {"up": "a", "down": "b"}}, "."),
+    "field of Python": ({}, None, {"cls": 1}, "adapter_config.json .*: copy or save the memory again$"),
+    "self": ({}, None, {"self": 1}, "adapter_config.json .*: copy or save the memory again$"),
+    # what is trained beside the memory
+    "head missing": (SAVED, lambda t: t.pop(HEAD), {}, "no tensor is for modules_to_save"),
+    "head of another shape": (
+        SAVED, put(HEAD=ones(64, 8)), {}, r"lm_head.*weight has shape \[64, 8\], expected \[64, 16\]"
+    ),
+    "trained head int8": (SAVED, put(HEAD=int8), {}, rf"lm_head.*weight {NO_FLOAT}"),
+    "original head": (
+        SAVED, lambda t: t.update({HEAD.replace("head", "head.original_module"): ones(64, 16)}), {},
+        rf"lm_head\.original_module\.weight {FOREIGN}",
+    ),
+    "head of another name": (
+        SAVED, lambda t: t.update({HEAD.replace("weight", "bias"): t.pop(HEAD)}), {},
+        r"the file has no base_model\.model\.lm_head\.weight",
+    ),
+    "more tokens than in the file": (
+        TOKEN_INDICES, None, {"trainable_token_indices": [5, 6, 7]},
+        r"trainable_tokens_delta.* has shape \[2, 16\], expected \[3, 16\]",
+    ),
+    "saved embeddings of another shape": (
+        {}, put(EMBEDDINGS=ones(64, 8)), NAMED, r"embed_tokens\.weight has shape \[64, 8\], expected \[64, 16\]"
+    ),
+    "saved embeddings int8": ({}, put(EMBEDDINGS=int8), NAMED, rf"embed_tokens\.weight {NO_FLOAT}"),
+    "saved embeddings not finite": (
+        {}, put(EMBEDDINGS=ones(64, 16) * torch.inf), NAMED, r"embed_tokens\.weight holds values that are not finite"
+    ),
+    "norm as an embedding": (
+        {}, lambda t: t.update({"base_model.model.model.norm.weight": ones(16)}),
+        {"saved_embeddings": ["model.norm.weight"]}, rf"model\.norm\.weight {FOREIGN}",
+    ),
+} | {
+    f"tokens {indices}": (
+        TOKEN_INDICES, None, {"trainable_token_indices": indices},
+        r"trainable_token_indices must be below the 64 rows of model.embed_tokens, got \d+: use ids of this",
+    )
+    for indices in ([10**9], [64], {"embed_tokens": [5, 64]})
+}  # fmt: skip
+
+
+@pytest.fixture
+def memory(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def assert_refused(folder, message, host):
+    """Each way to load refuses in one line; the host, and a model that has another memory, are as they were."""
+    before, names, hooks = snapshot(host), [name for name, _ in host.named_modules()], dict(host._forward_pre_hooks)
+    for load in (PeftModel.from_pretrained, load_memory):
+        with pytest.raises(ValueError, match=message) as error:
+            load(host, folder)
+        assert "\n" not in str(error.value)
+        assert same(host, before) and [name for name, _ in host.named_modules()] == names
+        assert not hasattr(host, "peft_config") and host._forward_pre_hooks == hooks
+    _, refused = attempt(describe_memory, folder)
+    assert refused or any(reason in str(error.value) for reason in OTHER_BASE), error.value
+
+    model = get_peft_model(host, LocasConfig(r=2, init_strategy="gaussian"), adapter_name="mine")
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=message):
+        model.load_adapter(folder, "theirs")
+    assert same(model, before) and list(model.peft_config) == ["mine"]
+
+
+@pytest.mark.parametrize(("made_with", "change", "fields", "message"), ATTACKS.values(), ids=list(ATTACKS))
+def test_a_hostile_memory_is_refused_and_leaves_the_base(made_with, change, fields, message, tmp_path):
+    make_model(**made_with).save_pretrained(tmp_path)
+    if change is not None:
+        rewrite(tmp_path, change)
+    change_config(tmp_path, **fields)
+    assert_refused(tmp_path, message, make_host("llama"))
+
+
+def test_a_damaged_file_is_refused(memory):
+    path = memory / TENSORS
+    for content in (path.read_bytes()[:-40], b"not a memory"):
+        path.write_bytes(content)
+        assert_refused(memory, "is truncated or not a safetensors file", make_host("llama"))
+
+
+def test_a_pickle_of_tensors_loads_as_peft_s_own(memory, tmp_path):
+    model = make_model().eval()
+    model.save_pretrained(tmp_path / "pickled", safe_serialization=False)
+    names = {path.name for path in (tmp_path / "pickled").iterdir()}
+    assert names == {"adapter_model.bin", CONFIG, "README.md"}
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path / "pickled")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("wrap", [lambda payload: payload, lambda payload: {UP: payload}], ids=["alone", "inside"])
+def test_a_pickle_that_runs_code_is_refused(memory, tmp_path, wrap):
+    (memory / TENSORS).unlink()
+    torch.save(wrap(Payload(tmp_path / "ran")), memory / "adapter_model.bin")
+    assert_refused(memory, "is damaged or no pickle of tensors alone: save it as safetensors", make_host("llama"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [7, torch.zeros(1).expand(10**6, 10**6), torch.eye(3).to_sparse(), torch.zeros(3, device="meta")],
+    ids=["int", "one number of a large shape", "sparse", "meta"],
+)
+def test_a_pickle_of_other_values_is_refused(memory, value):
+    tensors = load_file(memory / TENSORS)
+    (memory / TENSORS).unlink()
+    torch.save({**tensors, UP: value}, memory / "adapter_model.bin")
+    assert_refused(memory, r"must hold dense tensors, got another value as .*locas_up\.weight", make_host("llama"))
+
+
+def test_a_bad_state_does_not_take_a_memory_out_of_its_model():
+    for model in (make_model(), get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="random"))):
+        before = snapshot(model)
+        with pytest.raises(ValueError, match="the file has no"):
+            set_peft_model_state_dict(model, {})
+        assert same(model, before) and list(model.peft_config) == ["default"]
+
+
+@pytest.mark.parametrize(
+    ("family", "difference"),
+    [
+        ("qwen3", "model_type 'llama', this base has 'qwen3'"),
+        ("gpt2", "model_type 'llama', this base has 'gpt2', gated True, this base has False, activation"),
+    ],
+)
+def test_memory_of_another_family(memory, family, difference):
+    message = rf"this memory was made for another base \({difference}.*\): load the base that it was made for, or make"
+    assert_refused(memory, message, make_host(family))
+
+
+def test_memory_of_another_width_or_depth(memory):
+    for field, value, difference in (
+        ("hidden_size", 32, "hidden_size 16, this base has 32"),
+        ("num_hidden_layers", 3, "ffns 2, this base has 3"),
+    ):
+        config = make_host("llama").config
+        setattr(config, field, value)
+        assert_refused(memory, difference, tf.LlamaForCausalLM(config).eval())
+
+
+def test_a_memory_that_does_not_fit_a_module_beside_it_leaves_the_base(tmp_path):
+    make_model(modules_to_save=["lm_head"]).save_pretrained(tmp_path)
+    host = make_host("llama")
+    host.resize_token_embeddings(70)
+    assert_refused(tmp_path, r"lm_head.*weight has shape \[64, 16\], expected \[70, 16\]", host)
+
+
+def test_embeddings_saved_with_a_memory_are_named_in_its_config(tmp_path):
+    model = make_model().eval()
+    with torch.no_grad():
+        model.get_base_model().model.embed_tokens.weight[5] += 1.0
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    named = json.loads((tmp_path / CONFIG).read_text())["saved_embeddings"]
+    assert sorted(named) == ["lm_head.weight", "model.embed_tokens.weight"]
+    loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
+    assert torch.equal(logits(loaded), logits(model))
+    change_config(tmp_path, saved_embeddings=["lm_head.weight"])
+    assert_refused(tmp_path, r"model\.embed_tokens\.weight is a weight of the base", make_host("llama"))
+    model.save_pretrained(tmp_path, save_embedding_layers=False)
+    assert json.loads((tmp_path / CONFIG).read_text())["saved_embeddings"] is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": SLOW_PATTERN},
+        {"exclude_modules": SLOW_PATTERN},
+        {"rank_pattern": {SLOW_PATTERN: 9}},
+        {"layers_pattern": [SLOW_PATTERN], "layers_to_transform": [0, 1]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_patterns_of_a_file_are_not_matched(memory, fields):
+    change_config(memory, **fields)
+    start = time.process_time()
+    loaded = PeftModel.from_pretrained(make_host("llama"), memory)
+    loaded.save_pretrained(memory / "again")
+    assert time.process_time() - start < 5
+    assert torch.equal(logits(loaded), logits(make_model().eval()))
+    assert SLOW_PATTERN not in (memory / "again" / CONFIG).read_text()
+
+
+def test_a_flipped_bit_is_refused_and_a_file_without_a_digest_loads(memory):
+    path = memory / TENSORS
+    whole, expected = path.read_bytes(), logits(make_model().eval())
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert_refused(memory, "holds other tensors than were saved, since its digest differs", make_host("llama"))
+    path.write_bytes(whole)
+    rewrite(memory, lambda tensors: None)  # saved without metadata
+    assert torch.equal(logits(PeftModel.from_pretrained(make_host("llama"), memory)), expected)
+
+
+def test_a_memory_of_the_hub_is_checked_as_a_folder_is(memory, monkeypatch):
+    import huggingface_hub
+    from peft import config, peft_model
+
+    def download(name, filename, **kwargs):
+        return str(memory / filename)
+
+    for module in (huggingface_hub, config):
+        monkeypatch.setattr(module, "hf_hub_download", download)
+    rewrite(memory, lambda t: t.update({EMBEDDINGS: ones(64, 16)}))
+    host = make_host("llama")
+    before = snapshot(host)
+    monkeypatch.setattr(peft_model, "load_peft_weights", None)
+    with pytest.raises(ValueError, match="embed_tokens.weight is a weight of the base"):
+        PeftModel.from_pretrained(host, "somebody/memory")
+    assert same(host, before)
+
+
+def test_transformers_own_loader_makes_no_checks(memory):
+    rewrite(memory, lambda t: t.update({EMBEDDINGS: ones(64, 16)}))
+    host = make_host("llama")
+    host.load_adapter(str(memory))
+    assert torch.equal(host.model.embed_tokens.weight, torch.ones(64, 16))  # SECURITY.md says so
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user whom permissions bind")
+def test_unreadable_weights_are_not_called_truncated(memory):
+    (memory / TENSORS).chmod(0)
+    with pytest.raises(ValueError, match=r"cannot be read \(Permission denied\): check the file's permissions$"):
+        describe_memory(memory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"peft_type": "NOPE"}, "must name a peft_type that PEFT has, got 'NOPE': update peft$"),
+        ({"base_model_name_or_path": 5}, "must name its base by a string, got 5: copy or save the memory again$"),
+    ],
+)
+def test_a_config_of_no_known_adapter_is_refused(memory, fields, message):
+    change_config(memory, **fields)
+    for look in (describe_memory, lambda folder: load_memory(make_host("llama"), folder)):
+        with pytest.raises(ValueError, match=message):
+            look(memory)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"])
+def test_another_adapter_s_file_cannot_replace_weights_of_the_base(tmp_path, name):
+    base = make_host("llama")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / TENSORS)
+    load_memory(make_host("llama"), tmp_path)
+    shape = (64, 16) if name == "lm_head.weight" else (16, 16)
+    save_file({**tensors, f"base_model.model.{name}": torch.zeros(shape)}, tmp_path / TENSORS)
+    base = make_host("llama")
+    before = snapshot(base)
+    with pytest.raises(ValueError, match=f"{name} is a weight of the base and no part of the adapter; save it with"):
+        load_memory(base, tmp_path)
+    assert same(base, before)
+
+
+def test_another_adapter_that_does_not_fit_leaves_the_base(tmp_path):
+    base = make_host("llama")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    model = make_host("gpt2")
+    before, names = snapshot(model), [name for name, _ in model.named_modules()]
+    with pytest.raises(ValueError, match="does not fit GPT2LMHeadModel"):
+        load_memory(model, tmp_path)
+    assert [name for name, _ in model.named_modules()] == names and not hasattr(model, "peft_config")
+    assert same(model, before)
 
 
 def test_each_test_that_security_md_names_exists():

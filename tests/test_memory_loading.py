@@ -1,0 +1,151 @@
+"""Memories by folder: loaded onto their base, described from their files, and one line for each fault.
+
+`test_hostile_files.py` has the files that are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+from locas_peft import LocasConfig, backbone, calibrate
+from locas_peft.bases.loading import load_base
+from locas_peft.memories import loading
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory):
+    """A calibrated memory of the embedded backbone, r=4."""
+    model, _ = backbone.load()
+    model = get_peft_model(model, LocasConfig(r=4, task_type="CAUSAL_LM"))
+    calibrate(model, [torch.arange(32).unsqueeze(0)])
+    folder = tmp_path_factory.mktemp("memory")
+    model.save_pretrained(folder)
+    return folder
+
+
+def tiny_llama():
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")])
+def test_too_little_memory_is_not_called_a_damaged_memory(error, memory, monkeypatch):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(loading.PeftModel, "from_pretrained", fail)
+    with pytest.raises(type(error)) as caught:
+        loading.load_memory(backbone.load()[0], memory)
+    assert caught.value is error
+
+
+def test_a_replacement_of_a_memory_is_finished_before_it_loads(memory, tmp_path):
+    shutil.copytree(memory, tmp_path / ".locas-moving")
+    (tmp_path / ".locas-moving" / ".old").mkdir()
+    (tmp_path / ".locas-moving" / "adapter_config.json").rename(tmp_path / "adapter_config.json")
+    assert loading.describe_memory(tmp_path)["parameters"] == 6 * (3 * 4 * 256 + 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in memory.iterdir())
+
+
+def test_a_memory_loads_for_reading(memory):
+    base, _ = load_base(device="cpu")
+    model = loading.load_memory(base, memory, pad_to_multiple_of=256)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert model.merge_and_unload().config.intermediate_size == 1024
+
+
+def test_a_memory_of_another_base_is_refused(memory, tmp_path):
+    with pytest.raises(ValueError, match="^this memory was made for another base "):
+        loading.load_memory(tiny_llama(), memory)
+    base, _ = load_base(device="cpu")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    with pytest.raises(ValueError) as raised:
+        loading.load_memory(tiny_llama(), tmp_path)
+    assert str(raised.value).startswith(f"memory {str(tmp_path)!r} does not fit LlamaForCausalLM '' (")
+    assert str(raised.value).endswith("): load the base that it was made for")
+    other = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)
+    with pytest.raises(ValueError) as raised:
+        loading.load_memory(AutoModelForCausalLM.from_config(other), tmp_path)
+    message = f"memory {str(tmp_path)!r} does not fit GPT2LMHeadModel '' (it has other modules): "
+    assert str(raised.value) == message + "load the base that it was made for"
+
+
+def test_a_description_names_what_replaces_weights_of_the_base(memory, tmp_path):
+    found = loading.describe_memory(memory)
+    assert (found["replaces"], found["learned"]) == ([], False)
+    config = LocasConfig(r=4, init_strategy="random", modules_to_save=["model.norm"])
+    model = get_peft_model(backbone.load()[0], config)
+    model.get_base_model().model.layers[3].mlp.locas_down["default"].weight.data[0, 0] = 0.5
+    model.save_pretrained(tmp_path)
+    found = loading.describe_memory(tmp_path)
+    assert (found["replaces"], found["learned"]) == (["model.norm.weight"], True)
+
+
+def test_fields_that_a_memory_does_not_have(tmp_path):
+    base, _ = load_base(device="cpu")
+    get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
+    message = "^pad_to_multiple_of has no meaning for a memory of type LORA, got 8: leave it out$"
+    with pytest.raises(ValueError, match=message):
+        loading.load_memory(load_base(device="cpu")[0], tmp_path, pad_to_multiple_of=8)
+
+
+def test_a_memory_describes_itself(memory):
+    found = loading.describe_memory(memory)
+    assert (found["peft_type"], found["r"], found["init"], found["dtype"]) == ("LOCAS", 4, "topk", "float32")
+    assert found["parameters"] == 6 * (3 * 4 * 256 + 2)
+    assert found["bytes"] == (memory / "adapter_model.safetensors").stat().st_size
+    assert [layer["name"] for layer in found["layers"]] == [f"model.layers.{number}.mlp" for number in range(6)]
+    for layer in found["layers"]:
+        assert layer["r"] == 4
+        assert layer["tau"] > 0
+        assert len(layer["slots"]) == 4
+        assert layer["gate"]["mean"] == pytest.approx(1, rel=1e-5)
+        assert layer["up"]["max"] == pytest.approx(1, rel=1e-5)
+        assert layer["down"] == {"mean": 0.0, "max": 0.0}
+
+
+def test_damaged_memories(memory, tmp_path):
+    nothing = tmp_path / "nothing"
+    message = (
+        f"memory must be a folder that holds a memory, got {str(nothing)!r}, no folder: "
+        "make one with `locas memorize TEXT --out DIR`"
+    )
+    with pytest.raises(ValueError) as raised:
+        loading.describe_memory(nothing)
+    assert str(raised.value) == message
+    config = tmp_path / "adapter_config.json"
+    config.write_text("{")
+    with pytest.raises(ValueError, match="must be JSON .*: write it again$"):
+        loading.describe_memory(tmp_path)
+    config.write_text(json.dumps({"r": 4}))
+    with pytest.raises(ValueError, match="must name its peft_type, got none: copy or save the memory again$"):
+        loading.describe_memory(tmp_path)
+    config.write_text((memory / "adapter_config.json").read_text())
+    with pytest.raises(ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"):
+        loading.describe_memory(tmp_path)
+    whole = (memory / "adapter_model.safetensors").read_bytes()
+    (tmp_path / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"is truncated or not a safetensors file .*: copy or save it again\.$"):
+        loading.describe_memory(tmp_path)
+
+
+def test_a_folder_without_tensors_is_refused_and_a_pickle_of_them_loads(memory, tmp_path):
+    shutil.copytree(memory, tmp_path, dirs_exist_ok=True)
+    base, weights = load_base(device="cpu")[0], tmp_path / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    weights.unlink()
+    with pytest.raises(ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"):
+        loading.load_memory(base, tmp_path)
+    assert not hasattr(base, "peft_config")
+    torch.save(tensors, tmp_path / "adapter_model.bin")  # as `save_pretrained(safe_serialization=False)` does
+    assert loading.describe_memory(tmp_path)["layers"] == loading.describe_memory(memory)["layers"]
+    assert list(loading.load_memory(base, tmp_path).peft_config) == ["default"]
