@@ -1,8 +1,7 @@
-"""Scores of targets and documents, and greedy answers: batches change no number and no word."""
+"""Scores of targets and documents: batches change no number."""
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 
 import pytest
@@ -11,8 +10,6 @@ import torch.nn.functional as F
 from families import make_host, make_tokens
 
 from locas_peft import TestTimeTrainer, backbone
-from locas_peft.asking import answer, encode_prompt
-from locas_peft.asking.continuation import first_line
 from locas_peft.evaluation.cloze import find_spans, score_spans
 from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, Turn
 from locas_peft.evaluation.drift import cut_text, measure_drift
@@ -95,84 +92,6 @@ def test_only_logits_that_are_scored_are_computed():
     widths.clear()
     measure_drift(model, nullcontext, cut_text(make_tokens(1, 40)[0], 32, 8))
     assert max(widths) == 8, "of windows of 32 tokens"
-
-
-class WordTokenizer:
-    """As much of a tokenizer as answers need: token n is the word "wn"."""
-
-    pad_token_id = eos_token_id = 0
-    bos_token_id = 1
-    chat_template = None
-
-    def batch_decode(self, rows, skip_special_tokens):
-        return [" ".join(f"w{token}" for token in row if token > 2) for row in rows]
-
-
-def make_prompts(shared: int) -> list[list[int]]:
-    rows = make_tokens(5, 30, seed=5).tolist()
-    beginning = make_tokens(1, 60, seed=6)[0, :shared].tolist()
-    return [beginning + row[: 3 + 2 * number] for number, row in enumerate(rows)]
-
-
-def answer_all(model, prompts, **options) -> list[str]:
-    answers = dict(
-        pair
-        for batch, texts in answer(model, WordTokenizer(), prompts, **options)
-        for pair in zip(batch, texts, strict=True)
-    )
-    return [answers[number] for number in range(len(prompts))]
-
-
-@pytest.mark.parametrize("shared", [0, 20])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-def test_batched_answers_are_those_of_each_prompt_alone(family, shared, monkeypatch):
-    monkeypatch.setattr("locas_peft.asking.continuation._WORTH_KEEPING", 8)
-    model, prompts = make_host(family), make_prompts(shared)
-    together = answer_all(model, prompts, max_new_tokens=6, batch_size=3)
-    alone = [answer_all(model, [prompt], max_new_tokens=6)[0] for prompt in prompts]
-    assert together == alone
-    assert together == answer_all(model, prompts, max_new_tokens=6, batch_size=3)
-
-
-def test_a_common_beginning_goes_through_the_model_once(monkeypatch):
-    monkeypatch.setattr("locas_peft.asking.continuation._WORTH_KEEPING", 8)
-    model, fed = make_host("llama"), []
-    model.register_forward_pre_hook(
-        lambda module, args, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    answer_all(model, make_prompts(40), max_new_tokens=1, batch_size=2)
-    assert fed[0] == 40 and sum(fed[1:]) < 100
-
-
-def test_batches_that_are_known_are_not_asked_again():
-    model, prompts = make_host("llama"), make_prompts(0)
-    every = answer_all(model, prompts, max_new_tokens=4, batch_size=2)
-    batches = list(answer(model, WordTokenizer(), prompts, max_new_tokens=4, batch_size=2, known={4, 3, 2}))
-    assert [batch for batch, _ in batches] == [[2, 1], [0]], "2 again: the batches are the same ones"
-    assert all(every[number] == text for batch, texts in batches for number, text in zip(batch, texts, strict=True))
-    assert list(answer(model, WordTokenizer(), prompts, known=range(5))) == []
-    assert list(answer(model, WordTokenizer(), [])) == []
-
-
-def test_prompts_without_room_are_one_line():
-    with pytest.raises(
-        ValueError, match=r"^prompt 0 and max_new_tokens must fit the model's 64 positions, got 60 \+ 8"
-    ):
-        answer_all(make_host("llama"), [[3] * 60], max_new_tokens=8)
-    with pytest.raises(ValueError, match=r"^prompt 0 must not be empty"):
-        answer_all(make_host("llama"), [[]], max_new_tokens=8)
-
-
-def test_an_answer_ends_with_its_line():
-    assert first_line("\n  in May \nand more") == "in May"
-    assert first_line(" \n ") == ""
-
-
-def test_a_chat_template_is_used_where_there_is_one(embedded):
-    tokenizer = copy.deepcopy(embedded[1])
-    assert encode_prompt(tokenizer, "Who?") == tokenizer("Who?")["input_ids"]
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
-    assert tokenizer.decode(encode_prompt(tokenizer, "Who?")) == "<user>Who?<answer>"
 
 
 def test_spans_are_scored_in_their_prompts_alone(embedded):

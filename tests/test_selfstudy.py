@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import make_host
 from safetensors.torch import load_file
 
 from locas_peft import text
-from locas_peft.asking import begin_rows, continue_rows, draw, encode_prompt, share_prefixes
+from locas_peft.asking import continue_rows, draw, encode_prompt
 from locas_peft.bases import loading
 from locas_peft.model import CausalLM
 from locas_peft.reading.adapters import attached
@@ -326,34 +325,6 @@ def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
         assert torch.allclose(logits.softmax(-1).gather(1, candidates), targets, atol=1e-4)
-
-
-def test_prompts_that_begin_alike_are_grouped():
-    prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7], [1, 8, 9, 9, 9, 9], [1, 8, 9, 9, 9, 5], [2]]
-    assert share_prefixes(prompts) == [(4, range(0, 2)), (5, range(2, 4)), (0, range(4, 5))]
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2", "opt"])
-def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
-    model = make_host(family)
-    host, generator = CausalLM(model), torch.Generator().manual_seed(0)
-    shared, other = (torch.randint(5, 60, (length,), generator=generator).tolist() for length in (7, 4))
-    rows = [[*shared, 5, 6, 7], [*shared, 8], [*other, 9, 10]]
-    groups = share_prefixes(rows)
-    assert [count for count, _ in groups] == [7, 5]
-    logits = host.logits(count=1, **begin_rows(host, rows, groups, 0))
-    for row, found in zip(rows, logits, strict=True):
-        torch.testing.assert_close(found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("family", ["mistral", "mpt"])
-def test_rows_are_whole_where_padding_inside_them_counts(family):
-    model = make_host("llama")
-    model.config.sliding_window, model.config.model_type = {"mistral": (6, "mistral"), "mpt": (None, "mpt")}[family]
-    rows = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8]]
-    assert "past_key_values" not in begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
-    model.config.sliding_window, model.config.model_type = 7, "mistral"
-    assert "past_key_values" in begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
 
 
 # Lessons

@@ -6,11 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 import locas_peft
-from locas_peft.asking.prompts import decode_after, find_turn_end
 from locas_peft.text import load_text, python_reference, tokenize, unwrap
 
 BACKBONE = Path(locas_peft.__file__).parent / "backbone"
@@ -136,32 +134,3 @@ def test_tokenize_refuses_what_cannot_be_scored(tokenizer):
         tokenize(tokenizer, "")
     with pytest.raises(ValueError, match="^max_tokens must be at least 2, got 1: raise it, or leave it out$"):
         tokenize(tokenizer, "Call me Ishmael.", max_tokens=1)
-
-
-def make_words_tokenizer():
-    """A tokenizer of the SentencePiece kind, which leaves out the blank before the first token that it decodes."""
-    words = ["<unk>", "\u2581What", "\u2581is", "\u2581it", "<eos>", "<|end|>", "\u2581Reply"]
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
-    made.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
-    return made
-
-
-def test_a_continuation_keeps_the_blank_before_it(tokenizer):
-    words = make_words_tokenizer()
-    assert words.decode([2, 3]) == "is it"
-    assert decode_after(words, "What", [2, 3, 4]) == "What is it"
-    assert decode_after(tokenizer, "", tokenizer(" the sea")["input_ids"]) == " the sea"
-    assert decode_after(tokenizer, "Where", tokenizer(" the sea")["input_ids"]) == "Where the sea"
-
-
-@pytest.mark.parametrize(
-    ("end", "token"), [("<|end|>", 5), ("<|end|>\\n<eos>", 5), ("<eos>", 4), ("\\n", None), ("", None)]
-)
-def test_the_end_of_a_turn_is_the_chat_templates(end, token):
-    words = make_words_tokenizer()
-    words.chat_template = (
-        "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + '" + end + "' }}{% endfor %}"
-    )
-    assert find_turn_end(words) == token

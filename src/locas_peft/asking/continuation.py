@@ -251,11 +251,10 @@ def answer(
     Raises:
         ValueError: a prompt is empty, or leaves no positions for the answer.
     """
-    for number, prompt in enumerate(prompts):
-        check_room(model, prompt, max_new_tokens, f"prompt {number}")
+    batches = _make_batches(model, prompts, max_new_tokens, batch_size)
     shared = commonprefix([list(prompt[:-1]) for prompt in prompts])  # a prompt's last token must be fed
     options: dict[str, Any] = {"caches": {}}
-    for batch in _batches(prompts, batch_size):
+    for batch in batches:
         if not all(number in known for number in batch):
             groups = [(len(shared), range(len(batch)))] if len(shared) >= _WORTH_KEEPING else []
             rows = [prompts[number] for number in batch]
@@ -280,10 +279,8 @@ def recite(
 
     Args, raises: as for `answer`.
     """
-    for number, prompt in enumerate(prompts):
-        check_room(model, prompt, max_new_tokens, f"prompt {number}")
     pad, recited = find_pad_token(tokenizer), {}
-    for batch in _batches(prompts, batch_size):
+    for batch in _make_batches(model, prompts, max_new_tokens, batch_size):
         inputs = pad_left([prompts[number] for number in batch], pad, CausalLM(model).device)
         ids = inputs["ids"]
         # The options of sampling are unset too: transformers warns of one that a greedy search does not use.
@@ -330,7 +327,11 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def _batches(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """Return the prompts' numbers in batches of similar length, the longest first."""
+def _make_batches(
+    model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int
+) -> list[list[int]]:
+    """Return the prompts' numbers in batches of similar length, the longest first, once `check_room` lets all pass."""
+    for number, prompt in enumerate(prompts):
+        check_room(model, prompt, max_new_tokens, f"prompt {number}")
     order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]

@@ -21,9 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..asking.answers import recite_for
-from ..asking.continuation import answer
-from ..asking.prompts import encode_answer
+from ..asking import answer, encode_answer, recite_for
 from ..checks import check_choice
 from ..files import load_json, write_json
 from ..memories.loading import memory_attached

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..asking.continuation import answer
-from ..asking.prompts import encode_prompt
+from ..asking import answer, encode_prompt
 
 __all__ = ["NAME", "write_own_answers"]
 

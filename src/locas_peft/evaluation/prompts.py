@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from ..asking.prompts import encode_prompt
+from ..asking import encode_prompt
 from ..checks import check_choice
 from ..model.causal_lm import count_positions
 from .conversations import Conversation, LocomoQuestion, dialogue, dialogue_lines, keep_evidence
