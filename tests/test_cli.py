@@ -19,10 +19,9 @@ from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
-from locas_command import asking
 from locas_command import memories as memory_commands
 from locas_command import program as cli
-from locas_peft import backbone, demo, files, text
+from locas_peft import asking, backbone, demo, files, text
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
 from locas_peft.reading import record as memory_folder
@@ -220,7 +219,7 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
     assert run(*arguments, "--out", "whole")[0] == 0
 
     with monkeypatch.context() as patched:
-        patched.setattr("locas_command.reading.follow", stop_with(stop))
+        patched.setattr("locas_command.running.follow", stop_with(stop))
         assert run(*arguments, "--out", "parts") == (
             code,
             "",
@@ -388,7 +387,7 @@ def interrupted(tmp_path_factory):
     arguments = ["memorize", "text.txt", "--r", "8", *FAST, *NO_ANCHOR, "--checkpoint-seconds", "0"]
     with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
         patched.chdir(folder)
-        patched.setattr("locas_command.reading.follow", stop_with(interrupt))
+        patched.setattr("locas_command.running.follow", stop_with(interrupt))
         cli.main([*arguments, "--out", "parts"])
     assert ended.value.code == 130
     return folder / "parts", arguments
@@ -1166,7 +1165,7 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
         assert code == 0
     assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora", "perplexity.png"]
     values = json.loads((tmp_path / "demo" / "demo.json").read_text())
-    assert [value["method"] for value in values] == ["none", "lora", "locas-glu"]
+    assert [value["method"] for value in values] == ["none", "locas-glu", "lora"]
     assert {(value["recall_right"], value["recall_asked"], value["model"]) for value in values} == {
         (None, 0, backbone.NAME)
     }
@@ -1181,7 +1180,7 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
     taught = []
 
     def ask(model, tokenizer, questions, *, context=None):
-        if "lora" in taught and len(taught) == 1 and not (tmp_path / "interrupted").exists():
+        if "locas-glu" in taught and len(taught) == 1 and not (tmp_path / "interrupted").exists():
             (tmp_path / "interrupted").touch()
             taught.clear()
             raise KeyboardInterrupt
@@ -1200,7 +1199,7 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
     arguments = ["demo", "--model", chat_model, "--out", "demo", "--max-tokens", 100, "--r", 4, "--device", "cpu"]
     assert run(*arguments)[0] == 130
     assert json.loads((tmp_path / "demo" / "demo.json").read_text()) == []
-    assert names(tmp_path / "demo" / "recall") == ["lora"], "which the second run replaces"
+    assert names(tmp_path / "demo" / "recall") == ["locas-glu"], "which the second run replaces"
     code, stdout, stderr = run(*arguments, "--json", "rows.json")
     assert code == 0
     assert names(tmp_path / "demo" / "recall") == ["locas-glu", "lora"]
@@ -1210,13 +1209,15 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
     assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
     assert values[-1].keys() == {"method", "recall_right", "recall_asked"}
     read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[:-1]]
-    assert [memory_folder.Reading.from_json(value).method for value in read] == ["none", "lora", "locas-glu"]
+    assert [memory_folder.Reading.from_json(value).method for value in read] == ["none", "locas-glu", "lora"]
     assert all(value["max_tokens"] == 100 and value["scored_tokens"] == 99 for value in read), "of act 2"
     made = json.loads((tmp_path / "demo" / "recall" / "locas-glu" / "reading.json").read_text())
     assert made["curve"][-1][0] == len(text.tokenize(backbone.load()[1], page)) > 100, "the whole page"
     assert made["study"] and made["studied"]["exchanges_sha256"]
-    for line in ("2 of 20", "  before: no idea", "  after, with locas-glu: Marigold"):
-        assert line in stdout
+    rows = [line.split(" (")[0] for line in stdout.splitlines() if line.endswith(" of 20 right")]
+    assert rows == ["none", "in-context", "locas-glu", "lora"]
+    shown = [line.strip() for line in stdout.splitlines() if line.strip() in answers.values()]
+    assert shown == [answers[row] for row in rows for _ in demo.SHOWN]
     assert [line[:6] for line in stderr.splitlines() if line.startswith("Act")] == ["Act 1,", "Act 2,"]
 
     (command,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))
@@ -1312,6 +1313,17 @@ def test_eval_perplexity_needs_no_extra(run, tmp_path, monkeypatch):
     assert "all tokens" in stdout and "Next: locas eval report locas-eval" in stdout
 
 
+@pytest.mark.parametrize("arguments", ["--help", "memorize --help", "eval locomo --help", "--version", "memorise"])
+def test_help_imports_neither_torch_nor_peft(arguments):
+    script = (
+        "import atexit, sys\nfrom locas_command import main\nslow = {'torch', 'peft', 'transformers', 'locas_peft'}\n"
+    )
+    script += "atexit.register(lambda: print('imported:', slow & sys.modules.keys()))\nmain()"
+    process = subprocess.run([sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True)
+    assert process.returncode == (2 if arguments == "memorise" else 0)
+    assert process.stdout.endswith("imported: set()\n")
+
+
 @pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "terminated\n")])
 def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
@@ -1323,5 +1335,5 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     # A shell starts what runs in its background with SIGINT ignored.
     script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     script += f"sys.path[:0] = {path}; import locas_command; locas_command.main()"
-    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    process = subprocess.run([sys.executable, "-c", script, "inspect", "memory"], capture_output=True, text=True)
     assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)

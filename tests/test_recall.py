@@ -114,9 +114,11 @@ def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path, 
     assert (tmp_path / "memory" / "exchanges.jsonl").exists()
 
 
-def test_the_table_of_the_questions_has_a_row_for_each_method():
+def test_each_method_of_the_demo_has_a_line_and_a_row():
     recalls = [demo.Recall("none", ["a", "b"], 0), demo.Recall(demo.IN_CONTEXT, ["a", "b"], 1)]
-    sheet = demo.tabulate_recall(recalls)
-    assert [row[2] for row in sheet.rows] == ["0 of 2", "1 of 2"]
+    assert [demo.describe_recall(each) for each in recalls] == [
+        "none (no memory): 0 of 2 right",
+        "in-context (the page before each question): 1 of 2 right",
+    ]
     assert demo.describe([], recalls) == [{"method": "in-context", "recall_right": 1, "recall_asked": 2}]
     assert demo.describe([], []) == []

@@ -5,43 +5,24 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-
-from locas_peft.asking import (
-    Question,
-    ask_by_reciting,
-    can_chat,
-    check_room,
-    continue_texts,
-    encode_prompt,
-    fit_turns,
-    is_right,
-    load_questions,
-    put_before,
-    recite_for,
-)
-from locas_peft.asking import ask as ask_questions
-from locas_peft.model import count_positions
-from locas_peft.text import load_text
-from locas_peft.tuner import adapters_disabled
 
 from .console import open_consoles, write_result
 from .options import (
     BASE,
     AtLeastZero,
-    Base,
     BaseGroup,
     BaseOptions,
     Count,
     JsonFile,
     Memory,
     Seed,
-    load,
-    load_base_of,
-    load_onto,
 )
+
+if TYPE_CHECKING:
+    from .running import Base
 
 Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]
 
@@ -67,6 +48,10 @@ def generate(
         raw: continue the prompt as it is, without the chat template.
         seed: of the tokens that are drawn.
     """
+    from locas_peft.asking import can_chat, check_room, continue_texts, encode_prompt
+
+    from .running import load_base_of, load_onto
+
     stdout, _ = open_consoles(json_file)
     if not prompt.strip():
         raise ValueError("PROMPT must not be empty: give the beginning of a text")
@@ -109,6 +94,10 @@ def ask(
             texts with many similar passages, such as dialogues.
         max_new_tokens: the longest answer, in tokens.
     """
+    from locas_peft.asking import Question, ask_by_reciting, is_right, load_questions
+    from locas_peft.asking import ask as ask_questions
+    from locas_peft.text import load_text
+
     stdout, _ = open_consoles(json_file)
     _check_recite(recite, without_memory, context)
     asked = [Question(text) for text in question]
@@ -162,6 +151,10 @@ def chat(
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: of the tokens that are drawn.
     """
+    from locas_peft.asking import can_chat, check_room, continue_texts, fit_turns, put_before, recite_for
+    from locas_peft.model import count_positions
+    from locas_peft.tuner import adapters_disabled
+
     stdout, stderr = open_consoles()
     _check_recite(recite, without_memory)
     loaded, model = _load_to_ask(memory, without_memory, base)
@@ -201,6 +194,8 @@ def _check_recite(recite: bool, without_memory: bool, context: Path | None = Non
 
 def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:
     """Load a base and, unless it is asked alone, the memory; return the base and the model that is asked."""
+    from .running import load, load_base_of, load_onto
+
     if memory is None and not (without_memory and base.model):
         raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
     loaded = load(base) if memory is None else load_base_of(memory, base)

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,10 +16,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from transformers.utils import logging as transformers_logging
 
-from locas_peft.files import check_output_file, format_json, write_json
-
+PLAIN_SECONDS = 30.0
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 
 
@@ -31,6 +30,8 @@ def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
         ValueError: the file of --json cannot be written.
     """
     if json_file is not None and str(json_file) != "-":
+        from locas_peft.files import check_output_file
+
         check_output_file("--json", json_file)
     stderr = _make_console(sys.stderr)
     return (stderr if str(json_file) == "-" else _make_console(sys.stdout)), stderr
@@ -48,36 +49,56 @@ def _make_console(stream: Any) -> Console:
     )
 
 
-@contextmanager
-def show_progress(console: Console) -> Iterator[Callable[[str, int], Callable[..., None]]]:
-    """Yield a function that opens a line of progress (see `progress.Progress`).
+class ProgressLines:
+    """Opens lines of progress (see `locas_peft.progress.Progress`), each shown after its first step.
 
-    Args:
-        console: where the lines are shown, each after its first step; a quiet one shows none.
+    On a terminal they are bars. Elsewhere a plain line is printed at each one's end and, in between, about every
+    `PLAIN_SECONDS`. On a quiet console there are none.
     """
-    columns = (
-        TextColumn("{task.description:10}", markup=False),
-        BarColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[note]}", markup=False),
-        TimeRemainingColumn(),
-    )
-    progress = Progress(*columns, console=console, disable=console.quiet)
 
-    def open_line(description: str, total: int) -> Callable[..., None]:
-        task = progress.add_task(description, total=total, visible=False, note="")
+    def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("{task.description:10}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[note]}", markup=False),
+            TimeRemainingColumn(),
+        )
+        self._console = console
+        self._bars = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
+        self._printed = time.monotonic()
+
+    def __call__(self, description: str, total: int) -> Callable[..., None]:
+        task = self._bars.add_task(description, total=total, visible=False, note="")
+        done, latest = 0, ""
 
         def advance(steps: int, note: str = "") -> None:
-            progress.start()  # not earlier: an error before the first step needs no empty line above it
-            progress.update(task, advance=steps, visible=True, **({"note": note} if note else {}))
+            nonlocal done, latest
+            done, latest = done + steps, note or latest
+            self._bars.start()  # not earlier: an error before the first step needs no empty line above it
+            self._bars.update(task, completed=done, visible=True, note=latest)
+            if not self._console.is_terminal and (done >= total or time.monotonic() > self._printed + PLAIN_SECONDS):
+                self._printed = time.monotonic()
+                self._console.print(f"{description:10} {done / max(total, 1):4.0%} {latest}".rstrip())
 
         return advance
 
+    def close(self) -> None:
+        """Leave the lines as they are and forget them, so that something else can be printed below."""
+        if self._bars.live.is_started:
+            self._bars.stop()
+        for task in self._bars.task_ids:
+            self._bars.remove_task(task)
+
+
+@contextmanager
+def show_progress(console: Console) -> Iterator[ProgressLines]:
+    """Yield what opens lines of progress on a console; close them at the end."""
+    lines = ProgressLines(console)
     try:
-        yield open_line
+        yield lines
     finally:
-        if progress.live.is_started:
-            progress.stop()
+        lines.close()
 
 
 @contextmanager
@@ -113,6 +134,8 @@ def deferring_signals(console: Console) -> Iterator[Callable[[], None]]:
 
 def write_result(json_file: Path | None, value: Any) -> None:
     """Write what --json asks for: nothing where None, to stdout for "-"."""
+    from locas_peft.files import format_json, write_json
+
     if str(json_file) == "-":
         print(format_json(value))
     elif json_file is not None:
@@ -129,6 +152,8 @@ def find_process() -> tuple[int, int]:
 
 def silence_libraries() -> None:
     """Turn off the progress bars and remarks of transformers, and announcements of deprecations."""
+    from transformers.utils import logging as transformers_logging
+
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     transformers_logging.set_verbosity_error()

@@ -7,31 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
-
-from locas_peft.evaluation.blimp import load_blimp
-from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
-from locas_peft.evaluation.documents import load_column, load_documents
-from locas_peft.evaluation.forgetting import ForgettingPlan, run_forgetting
-from locas_peft.evaluation.harness import find_tasks
-from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
-from locas_peft.evaluation.perplexity import run_perplexity
-from locas_peft.evaluation.prompts import PROMPTS, load_prompts
-from locas_peft.evaluation.report import tabulate_figures, write_report
-from locas_peft.files import check_output_directory, check_output_file
-from locas_peft.model import count_positions
-from locas_peft.reading.settings import ReadingSettings, complete_all
-from locas_peft.text import load_text
 
 from .console import find_process, open_consoles, show_progress
 from .options import (
     BASE,
     READING,
     AtLeastTwo,
-    Base,
     BaseGroup,
     BaseOptions,
     Count,
@@ -42,9 +26,15 @@ from .options import (
     ReadingOptions,
     Text,
     Unwrap,
-    load,
     split_names,
 )
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from locas_peft.reading.settings import ReadingSettings
+
+    from .running import Base
 
 Out = Annotated[NamedPath, Parameter(help="folder for figures, single results and memories.")]
 Methods = Annotated[
@@ -80,6 +70,11 @@ def perplexity(
         column: of the dataset: where the texts are.
         limit_documents: the first documents.
     """
+    from locas_peft.evaluation.documents import load_column, load_documents
+    from locas_peft.evaluation.perplexity import run_perplexity
+
+    from .running import load
+
     stdout, stderr = _open(out, base)
     if bool(texts) == (dataset is not None):
         raise ValueError("give either TEXT files or --dataset NAME, one of the two")
@@ -136,6 +131,12 @@ def locomo(
         batch_size: questions at once.
         batch_tokens: tokens scored at once, padding included.
     """
+    from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
+    from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
+    from locas_peft.evaluation.prompts import PROMPTS, load_prompts
+
+    from .running import load
+
     stdout, stderr = _open(out, base)
     plan = LocomoPlan(
         settings=split_names(setting, "--setting"),
@@ -203,6 +204,14 @@ def forgetting(
         batch_size: documents of tasks at once.
         batch_tokens: tokens scored at once, padding included.
     """
+    from locas_peft.evaluation.blimp import load_blimp
+    from locas_peft.evaluation.documents import load_documents
+    from locas_peft.evaluation.forgetting import ForgettingPlan, run_forgetting
+    from locas_peft.evaluation.harness import find_tasks
+    from locas_peft.text import load_text
+
+    from .running import load
+
     stdout, stderr = _open(out, base)
     if not (unread or own_answers or blimp or tasks):
         raise ValueError("something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks LIST")
@@ -243,6 +252,9 @@ def report(folder: Path, /, *folders: Path, out: NamedPath = Path("report.md")) 
         folders: more of them.
         out: the Markdown file; the plots lie beside it.
     """
+    from locas_peft.evaluation.report import write_report
+    from locas_peft.files import check_output_file
+
     stdout, stderr = open_consoles()
     check_output_file("--out", out)
     written = write_report([folder, *folders], out, remark=stderr.print)
@@ -251,6 +263,8 @@ def report(folder: Path, /, *folders: Path, out: NamedPath = Path("report.md")) 
 
 def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
     """Check the options that all protocols share, and return the consoles of results and of remarks."""
+    from locas_peft.files import check_output_directory
+
     check_output_directory("--out", out)
     count = find_process()[1]
     if count > 1 and base.device not in ("auto", "cpu"):
@@ -259,11 +273,17 @@ def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
 
 
 def _complete(settings: ReadingOptions, method: str, base: Base) -> dict[str, ReadingSettings]:
-    return complete_all(settings.of(base), split_names(method, "--method"), base.model)
+    from locas_peft.reading.settings import complete_all
+
+    from .running import make_settings
+
+    return complete_all(make_settings(settings, base), split_names(method, "--method"), base.model)
 
 
 def _long_window(methods: dict[str, ReadingSettings], window: int, base: Base) -> ReadingSettings:
     """Return the settings of a frozen reading that differs from the first method's in its window alone."""
+    from locas_peft.model import count_positions
+
     limit = count_positions(base.model)
     if limit is not None and window > limit:
         raise ValueError(f"--long-window must be within the model's {limit} positions, got {window}: lower it")
@@ -275,6 +295,8 @@ def _describe(base: Base) -> dict[str, Any]:
 
 
 def _show(figures: dict[str, Any], stdout: Console, out: Path) -> None:
+    from locas_peft.evaluation.report import tabulate_figures
+
     for sheet in tabulate_figures(figures):
         stdout.print(sheet.to_rich())
     folder = out / figures["study"]

@@ -1,22 +1,10 @@
-"""Make something of memories that were saved: merge, export, combine, resize, push, inspect."""
+"""Commands on saved memories: merge, export, combine, resize, push, inspect."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
-
-from locas_peft.bases.gguf import find_converter
-from locas_peft.files import check_output_directory
-from locas_peft.memories.card import escape, set_license
-from locas_peft.memories.conversion import combine_memories, export_memory, merge_memory, merge_to_gguf, save_adapter
-from locas_peft.memories.inspection import tabulate_memory
-from locas_peft.memories.loading import describe_memory
-from locas_peft.model import count_positions
-from locas_peft.reading.record import upload_memory
-from locas_peft.slots import compress, grow
-from locas_peft.text import load_text
-from locas_peft.tuner import list_layers
 
 from .console import open_consoles, printable, warnings_as_lines, write_result
 from .options import (
@@ -31,8 +19,6 @@ from .options import (
     NamedPath,
     Overwrite,
     Text,
-    load_base_of,
-    load_onto,
 )
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -56,6 +42,11 @@ def merge(
         pad_to_multiple_of: pad the merged FFNs' width with zeros to a multiple of this.
         device: cpu, cuda, cuda:1, ... or auto.
     """
+    from locas_peft.files import check_output_directory
+    from locas_peft.memories.conversion import merge_memory
+
+    from .running import load_base_of
+
     stdout, _ = open_consoles()
     if overwrite:
         check_output_directory("--out", out)
@@ -126,6 +117,10 @@ def combine(
         weights: a number for each memory, separated by commas; 1 each by default.
         device: cpu, cuda, cuda:1, ... or auto.
     """
+    from locas_peft.memories.conversion import combine_memories
+
+    from .running import load_base_of
+
     stdout, _ = open_consoles()
     if len(memory) < 2:
         raise ValueError(f"MEMORY must be given for two or more, got {len(memory)}: name the folders to combine")
@@ -151,7 +146,7 @@ def resize(
     device: Device = "cpu",
     base: BaseBesideDevice = BASE,
 ) -> None:
-    """Change how many slots a memory has: fewer say nearly the same, more can learn more and say the same for now.
+    """Change how many slots a memory has. Fewer keep its output nearly; more keep it exactly, and can learn more.
 
     Args:
         r: slots in every layer.
@@ -161,6 +156,15 @@ def resize(
         max_tokens: the first tokens of the text.
         device: cpu, cuda, cuda:1, ... or auto.
     """
+    from locas_peft import compress, grow
+    from locas_peft.memories.card import escape
+    from locas_peft.memories.conversion import save_adapter
+    from locas_peft.model import count_positions
+    from locas_peft.text import load_text
+    from locas_peft.tuner import list_layers
+
+    from .running import load_base_of, load_onto
+
     stdout, _ = open_consoles()
     _check_empty(out, "choose another")
     content = None if text is None else load_text(text)
@@ -189,6 +193,10 @@ def push(memory: Memory, /, *, repo: str, license: str | None = None, private: b
         license: of the memory, such as cc-by-4.0, written into its model card; the card names none without.
         private: make a new repository a private one.
     """
+    from locas_peft.memories.card import set_license
+    from locas_peft.memories.loading import describe_memory
+    from locas_peft.reading.record import upload_memory
+
     stdout, _ = open_consoles()
     describe_memory(memory)  # it refuses a damaged file in one line
     if license is not None:
@@ -198,6 +206,9 @@ def push(memory: Memory, /, *, repo: str, license: str | None = None, private: b
 
 def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     """Describe a memory: base model, layers, width, bytes, norms, slots. Loads no base model."""
+    from locas_peft.memories.inspection import tabulate_memory
+    from locas_peft.memories.loading import describe_memory
+
     stdout, _ = open_consoles(json_file)
     found = describe_memory(memory)
     for name in ("base", "peft_type", "r", "init", "scaling", "dtype"):
@@ -215,6 +226,11 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
 
 def _export_gguf(memory: Path, out: Path, pad_to_multiple_of: int | None, base: BaseOptions) -> None:
     """Write the merged model as a GGUF file."""
+    from locas_peft.bases.gguf import find_converter
+    from locas_peft.memories.conversion import merge_to_gguf
+
+    from .running import load_base_of
+
     stdout, _ = open_consoles()
     converter = find_converter()
     loaded = load_base_of(memory, base)
@@ -227,6 +243,10 @@ def _export_lora(
     memory: Path, out: Path, no_base: bool, base_only: bool, neurons: int | None, base: BaseOptions
 ) -> None:
     """Write a memory as a LoRA adapter, the widened base, or both."""
+    from locas_peft.memories.conversion import export_memory
+
+    from .running import load_base_of
+
     stdout, _ = open_consoles()
     if no_base and base_only:
         raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
@@ -258,6 +278,8 @@ def _padding(pad_to_multiple_of: int | None) -> dict[str, int]:
 
 def _check_empty(out: Path, remedy: str) -> None:
     """Raise a `ValueError` where a folder cannot be written or holds something."""
+    from locas_peft.files import check_output_directory
+
     check_output_directory("--out", out)
     if out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: {remedy}")

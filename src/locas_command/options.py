@@ -1,22 +1,14 @@
-"""Options that several commands share, and the base model that they name."""
+"""Options that several commands share. This module imports neither torch nor `locas_peft`, so that help is quick."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from cyclopts import Parameter
 from cyclopts.validators import Number
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from locas_peft import backbone, text
-from locas_peft.bases import loading
-from locas_peft.reading.settings import ReadingSettings
-
-from .console import show_remarks, silence_libraries, warnings_as_lines
 
 LARGEST = 2**48  # the size in bytes of a tensor with so many rows fits 64 bits
 
@@ -36,26 +28,93 @@ def _parse_path(type_: Any, tokens: Sequence) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingOptions(ReadingSettings):
-    """The settings of a reading, with the names and forms that they have on the command line."""
+class ReadingOptions:
+    """The fields of `ReadingSettings`, with the names and forms that they have on the command line.
 
+    None stands for a value that is not given. `running.check_settings` checks the values, when a command runs.
+
+    Args:
+        method: none, lora, locas-glu (gated FFNs) or locas-mlp (two-layer FFNs).
+        preset: where the values that are not given come from: tuned or paper.
+        r: memory width, or LoRA rank.
+        init: how a memory's rows are made: topk, bottomk, random, gaussian, activation, or write (locas-mlp).
+        learning_rate: of AdamW, after the warm-up.
+        output_scale: measured: from the calibration text, so that one rate serves all hosts; paper: tau divided by r.
+        scaling: multiplies the output scale.
+        row_norm: norm of a memory's rows at the start; above 1 its slots are sharper.
+        max_slot_norm: radius of the norm clip; 0 for no clip.
+        update: of a memory with init "write": bp also trains its slots, nlsvd only writes and folds them.
+        epsilon: length of a written value.
+        slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
+        layers_to_transform: the layers that get an adapter: upper, or indices such as 3,4,5; all where not given.
+        gradient: full, or tokenwise: not through attention, in three quarters of the time.
+        anchor: weight of the KL to the base on text, and in a study on answers, that the base wrote; 0 for none.
+        anchor_every: every n-th optimizer step pulls to the base.
+        brake: compare with the base now and then, and go back where the text became worse.
+        window: tokens that the model sees at once, context and chunk.
+        stride: tokens between two learning steps; half the window where not given.
+        context: cache keeps the context's keys and values, recompute feeds it again; where not given, the cache if the
+            base can use it.
+        sinks: how many of its first tokens the cache keeps beside the last ones; trained attention needs them.
+        start_token: id of the token that each window and the cache begin with; where not given, the one that the
+            base's tokenizer puts at the start of a text, if any.
+        epochs: optimizer steps on each chunk.
+        readings: how often the text is read.
+        warmup_steps: optimizer steps with a smaller rate at the start.
+        decay_steps: the rate is divided by the root of 1 + steps / this; 0 for a constant rate.
+        objective: nll, or distill: learn the distributions of the base with a longer window.
+        teacher_window: tokens that the teacher of distill sees.
+        token_weighting: uniform, or loss: a token counts in proportion to its own loss.
+        max_tokens: the first tokens of the text that are read; all where not given.
+        study: after reading, the model asks itself about the text, and learns the answers without the text.
+        exchanges: questions wanted about each sentence; 16 where not given.
+        passes: how often each exchange is learned; 4 where not given.
+        seed: of torch, set before the adapter is made.
+        model: name of the base, for the record.
+        dtype: of the base's weights, for the record.
+    """
+
+    window: int | None = None
+    stride: int | None = None
     learning_rate: Annotated[float | None, Parameter(name="--lr")] = None
-    r: Annotated[int | None, Parameter(alias="--width")] = None
-    layers_to_transform: Annotated[str | None, Parameter(name="--layers", converter=_parse_layers)] = None
+    epochs: int = 1
+    readings: int = 1
+    context: str | None = None
+    sinks: int = 4
+    start_token: int | None = None
+    gradient: str | None = None
+    warmup_steps: int = 2
+    decay_steps: int | None = None
+    objective: str = "nll"
+    teacher_window: int | None = None
+    token_weighting: str = "uniform"
     brake: Annotated[bool | None, Parameter(negative="--no-brake")] = None
+    method: str = "locas-glu"
+    preset: str = "tuned"
+    r: Annotated[int | None, Parameter(alias="--width")] = None
+    init: str | None = None
+    output_scale: str | None = None
+    scaling: float | None = None
+    row_norm: float | None = None
+    max_slot_norm: float | None = None
+    update: str | None = None
+    epsilon: float | None = None
+    slots_per_chunk: int | None = None
+    layers_to_transform: Annotated[str | None, Parameter(name="--layers", converter=_parse_layers)] = None
+    anchor: float | None = None
+    anchor_every: int | None = None
+    max_tokens: int | None = None
+    study: bool = False
+    exchanges: int | None = None
+    passes: int | None = None
+    seed: int = 0
+    model: str | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         for name, value in vars(self).items():
             if isinstance(value, int) and abs(value) > LARGEST:
                 raise ValueError(f"{name} must be at most {LARGEST:,}, got {value:,}: lower it")
-
-    def of(self, base: Base) -> ReadingSettings:
-        """Return plain settings, with the record of the base that was loaded and its tokenizer's start token."""
-        settings = ReadingSettings(**{**vars(self), "model": base.name, "dtype": base.dtype})
-        if settings.start_token is not None:
-            return settings
-        return replace(settings, start_token=text.find_start_token(base.tokenizer))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,48 +164,6 @@ Count = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST))]
 AtLeastTwo = Annotated[int, Parameter(validator=Number(gte=2))]
 AtLeastZero = Annotated[float, Parameter(validator=Number(gte=0))]
 Seed = Annotated[int, Parameter(validator=Number(gte=-LARGEST, lte=LARGEST))]
-
-
-@dataclass(frozen=True)
-class Base:
-    """A base model with its tokenizer, under its recorded name."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def dtype(self) -> str:
-        return str(self.model.dtype).removeprefix("torch.")
-
-    def encode(self, content: str, max_tokens: int | None, unwrap: bool | None) -> torch.LongTensor:
-        """Return a text's token ids, LongTensor [T] on the CPU; unwrap None: unwrapped for an embedded backbone."""
-        if backbone.is_embedded(self.name) if unwrap is None else unwrap:
-            content = text.unwrap(content)
-        return text.tokenize(self.tokenizer, content, max_tokens)
-
-
-def load(options: BaseOptions) -> Base:
-    """Load the base model that the options name."""
-    silence_libraries()
-    show_remarks()
-    name = options.model or backbone.NAME
-    model, tokenizer = loading.load_base(name, options.dtype, options.device)
-    return Base(backbone.name_of(name), model, tokenizer)
-
-
-def load_base_of(memory: Path, options: BaseOptions) -> Base:
-    """Load the base model that the options name, or else the memory."""
-    name = options.model or loading.load_memory_config(memory).get("base_model_name_or_path")
-    if not name:
-        raise ValueError(f"memory {str(memory)!r} does not name its base: give it with --model")
-    return load(replace(options, model=name))
-
-
-def load_onto(base: Base, memory: Path, **fields: Any) -> Any:
-    """Load a memory onto its base (see `loading.load_memory`)."""
-    with warnings_as_lines():
-        return loading.load_memory(base.model, memory, **fields)
 
 
 def split_names(names: str, option: str) -> tuple[str, ...]:

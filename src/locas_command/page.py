@@ -7,12 +7,8 @@ from typing import Annotated
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from locas_peft import demo
-from locas_peft.app import check_installed, serve
-from locas_peft.files import check_output_directory
-
 from .console import open_consoles
-from .options import BaseOptions, NamedPath, load
+from .options import BaseOptions, NamedPath
 
 
 def app(
@@ -36,6 +32,12 @@ def app(
         model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.
         device: cpu, cuda, cuda:1, ... or auto.
     """
+    from locas_peft import demo
+    from locas_peft.app import check_installed, serve
+    from locas_peft.files import check_output_directory
+
+    from .running import load
+
     if shelf is not None:
         check_output_directory("--shelf", shelf)
     stdout, stderr = open_consoles()

@@ -12,20 +12,20 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
-import locas_peft
-from locas_peft.files import is_disk_full, is_out_of_memory
-
+from . import ended_at_once
 from .asking import ask, chat, generate
 from .console import find_process, printable
+from .demo import demo
 from .evaluate import forgetting, locomo, perplexity, report
 from .memories import combine, export, inspect, merge, push, resize
+from .options import ReadingOptions
 from .page import app as open_page
-from .reading import compare, demo, memorize
+from .reading import compare, memorize
 
 __all__ = ["app", "main"]
 
@@ -34,7 +34,7 @@ app = App(
     help="A memory made of weights for language models: read a text, keep what was learned in a small file.",
     help_epilogue="LOCAS_TRACEBACK=1 shows the traceback behind an error's one line.",
     help_format="plaintext",
-    version=locas_peft.__version__,
+    version=lambda: version("locas_peft"),
     default_parameter=Parameter(negative="", allow_repeating=True),
     result_action="return_value",
     suppress_keyboard_interrupt=False,
@@ -45,10 +45,10 @@ eval_app = App(
     sort_key=10,
 )
 _COMMANDS = (demo, open_page, memorize, compare, ask, chat, generate, merge, export, combine, resize, push, inspect)
-for _place, _function in enumerate(_COMMANDS):
-    app.command(_function, sort_key=_place)
-for _place, _function in enumerate((perplexity, locomo, forgetting, report)):
-    eval_app.command(_function, sort_key=_place)
+_PROTOCOLS = (perplexity, locomo, forgetting, report)
+for _parent, _functions in ((app, _COMMANDS), (eval_app, _PROTOCOLS)):
+    for _index, _function in enumerate(_functions):
+        _parent.command(_function, sort_key=_index)
 app.command(eval_app)
 
 
@@ -96,7 +96,16 @@ def _run(args: list[str]) -> int:
                 f"this command must run in one process, got {count}: start it without a launcher; several processes "
                 "can share locas eval"
             )
-        app(args, exit_on_error=False, print_error=False)
+        command, arguments, _ = app.parse_args(args, exit_on_error=False, print_error=False)
+        if command in (*_COMMANDS, *_PROTOCOLS):  # and not what prints help or the version
+            with ended_at_once():
+                import locas_peft  # noqa: F401
+            for options in arguments.kwargs.values():
+                if isinstance(options, ReadingOptions):
+                    from .running import check_settings
+
+                    check_settings(options)
+        command(*arguments.args, **arguments.kwargs)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt as error:
@@ -129,6 +138,8 @@ def _print_error(line: str, index: int) -> None:
 
 def _explain(error: Exception) -> str | None:
     """Return one line for an error that input or machine can cause; None for a defect of the program."""
+    from locas_peft.files import is_disk_full, is_out_of_memory
+
     if is_out_of_memory(error):
         place = "device" if type(error).__name__ == "OutOfMemoryError" else "machine"
         return f"the {place} is out of memory: lower the width or the window, or choose another model, dtype or device"
@@ -146,12 +157,11 @@ def _explain(error: Exception) -> str | None:
 
 
 def _is_ours(error: Exception) -> bool:
-    """Return whether this package raised an error: a TypeError from elsewhere is a defect, not an input."""
+    """Return whether these packages raised an error: a TypeError from elsewhere is a defect, not an input."""
     frame = error.__traceback__
     while frame.tb_next is not None:
         frame = frame.tb_next
-    file = Path(frame.tb_frame.f_code.co_filename)
-    return any(file.is_relative_to(Path(package).parent) for package in (__file__, locas_peft.__file__))
+    return frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("locas_command", "locas_peft")
 
 
 def _give_up_stdout() -> None:

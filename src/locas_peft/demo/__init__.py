@@ -1,4 +1,4 @@
-"""The demo: what a model recalls of a page that it has learned, and its perplexity while it reads a text.
+"""The demo's first act: what a model recalls of a page that it has learned.
 
 The page, `lighthouse.txt`, is fiction, so that no model knows it. `lighthouse.jsonl` has 20 questions about it, which
 share few words with the page, and their answers.
@@ -6,7 +6,7 @@ share few words with the page, and their answers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from ..reading.record import Reading
 from ..reading.settings import STUDY, ReadingSettings
 from ..reading.teaching import memorize
 from ..selfstudy import Exchange, split_passages, write_exchanges
-from ..tables import Sheet
 from ..text import load_text, tokenize
 
 __all__ = [
@@ -36,10 +35,10 @@ __all__ = [
     "choose_model",
     "choose_tokens",
     "describe",
+    "describe_recall",
     "load_page",
     "load_page_questions",
     "recall",
-    "tabulate_recall",
     "teach_page",
     "write_page_exchanges",
 ]
@@ -140,8 +139,10 @@ def recall(
     *,
     progress: Progress,
     overwrite: bool = False,
-) -> list[Recall]:
+) -> Iterator[Recall]:
     """Ask the questions about the page: the model alone, with the page in its context, and with each memory of it.
+
+    Each method's answers are yielded before the next method learns.
 
     Args:
         base: a causal LM without adapters; restored at the end.
@@ -159,34 +160,26 @@ def recall(
         return Recall(method, answers, right, reading)
 
     base.eval()
-    recalls = [answer("none", base), answer(IN_CONTEXT, base, context=load_page())]
+    yield answer("none", base)
+    yield answer(IN_CONTEXT, base, context=load_page())
     exchanges = write_page_exchanges(base, tokenizer, next(iter(settings.values())), progress=progress)
     for method, each in settings.items():
         if each.method != "none":
             options = {"progress": progress, "overwrite": overwrite}
             reading = teach_page(base, tokenizer, each, exchanges, out / method, **options)
             with memory_attached(base, out / method) as model:
-                recalls.append(answer(method, model, reading))
-    return recalls
+                recalled = answer(method, model, reading)
+            yield recalled
 
 
-def tabulate_recall(recalls: Sequence[Recall]) -> Sheet:
-    """Return how many questions each method answered right, a row each."""
+def describe_recall(recalled: Recall) -> str:
+    """Return one method's result as a line: what it is, what it cost, and how many questions it answered right."""
     titles = {"none": "none (no memory)", IN_CONTEXT: "in-context (the page before each question)"}
-    rows = [
-        [
-            titles.get(each.method, each.method),
-            f"{each.reading.extra_parameters:,}" if each.reading else "0",
-            f"{each.right} of {len(each.answers)}",
-            f"{_learning_seconds(each.reading):.0f} s" if each.reading else "-",
-        ]
-        for each in recalls
-    ]
-    return Sheet("Questions about the page", ["method", "parameters", "right", "time to learn"], rows)
-
-
-def _learning_seconds(reading: Reading) -> float:
-    return reading.seconds + (reading.studied or {}).get("learning_seconds", 0.0)
+    line = titles.get(recalled.method, recalled.method)
+    if recalled.reading is not None:
+        seconds = recalled.reading.seconds + (recalled.reading.studied or {}).get("learning_seconds", 0.0)
+        line += f" ({recalled.reading.extra_parameters:,} parameters, learned in {seconds:.0f} s)"
+    return f"{line}: {recalled.right} of {len(recalled.answers)} right"
 
 
 def describe(readings: Sequence[Reading], recalls: Sequence[Recall]) -> list[dict[str, Any]]:

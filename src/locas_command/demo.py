@@ -1,0 +1,139 @@
+"""`locas demo`: a page that a small model learns and is asked about, and a text that it reads."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from .console import open_consoles, printable, show_progress, write_result
+from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, ReadingOptions, Seed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from locas_peft.demo import Recall
+
+DEMO_JSON, PLOT = "demo.json", "perplexity.png"
+METHODS = ("none", "locas-glu", "lora")
+REFERENCE = "the Python language reference"
+PROMPT = "See also:"
+
+
+def demo(
+    *,
+    out: NamedPath = Path("locas-demo"),
+    model: str | None = None,
+    preset: str = "tuned",
+    r: Annotated[Count | None, Parameter(alias="--width")] = None,
+    max_tokens: AtLeastTwo | None = None,
+    seed: Seed = 0,
+    device: str = "auto",
+    json_file: JsonFile = None,
+) -> None:
+    """Watch a small model learn: a page that it is asked about, and a text that it reads; with Locas and with LoRA.
+
+    Args:
+        out: folder for the plot, JSON and memories.
+        model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.
+        preset: where the settings come from: tuned or paper.
+        r: memory width, or LoRA rank.
+        max_tokens: tokens to read in act 2; where not given, 100,000 for an embedded model, else 6,000.
+        seed: set before each method.
+        device: cpu, cuda, cuda:1, ... or auto.
+    """
+    from dataclasses import replace
+
+    from locas_peft import backbone
+    from locas_peft import demo as page
+    from locas_peft.asking.prompts import can_chat
+    from locas_peft.files import check_output_directory, write_json
+    from locas_peft.memories.loading import load_memory
+    from locas_peft.model import count_positions
+    from locas_peft.reading.settings import complete_all
+    from locas_peft.reading.teaching import score
+    from locas_peft.text import python_reference
+
+    from .running import check_all_vacant, check_settings, load, make_settings, read_each, show_readings
+
+    stdout, stderr = open_consoles(json_file)
+    name = model or page.choose_model()
+    default_tokens, again = page.choose_tokens(name)
+    options = ReadingOptions(preset=preset, r=r, seed=seed, max_tokens=max_tokens or default_tokens)
+    check_settings(options)
+    check_output_directory("--out", out)
+    own = (out / DEMO_JSON).exists()  # an earlier demo's folder
+    folders = [f"{prefix}{method}" for prefix in ("", f"{page.RECALL}/") for method in METHODS if method != "none"]
+    check_all_vacant(out, folders, [PLOT], overwrite=own)
+    base = load(BaseOptions(model=name, device=device))
+    options = replace(options, window=min(512, count_positions(base.model) or 512), context="cache")
+    settings = complete_all(make_settings(options, base), METHODS, base.model)
+    if not own:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / DEMO_JSON, [])  # after an interruption the same command may replace what this one wrote
+
+    recalls = []
+    if can_chat(base.tokenizer):
+        stderr.print(
+            f"Act 1, recall. {base.name} is asked about a page on a lighthouse that does not exist.\nThen it learns "
+            "the page, with locas-glu and with lora, and answers without seeing it."
+        )
+        folder = out / page.RECALL
+        with show_progress(stderr) as progress:
+            for recalled in page.recall(
+                base.model, base.tokenizer, settings, folder, progress=progress, overwrite=True
+            ):
+                progress.close()
+                recalls.append(recalled)
+                _show_recall(recalled, stdout)
+        question = page.load_page_questions()[page.SHOWN[0]].question
+        stdout.print(f'Next: locas ask "{question}" --memory {folder / "locas-glu"}\n')
+    else:
+        stderr.print(
+            f"Act 1, recall, is left out: {base.name} has no chat template, so it cannot answer questions. With "
+            f"{page.CHAT_MODEL} it is shown: {page.INSTALL}"
+        )
+    trained = "The embedded model was trained on English books alone. " if backbone.is_embedded(base.name) else ""
+    stderr.print(
+        f"Act 2, perplexity. {trained}{base.name} now reads the Python language reference.\nEach chunk is scored "
+        "before it is learned: the lower the perplexity, the better the prediction."
+    )
+    input_ids = base.encode(python_reference(), options.max_tokens, unwrap=None)
+    readings = []
+    for method, each in settings.items():
+        readings += read_each(base, input_ids, {method: each}, stderr, out, overwrite=True, title=REFERENCE)
+        stdout.print(f"{method}: perplexity {readings[-1].perplexity:.2f}, {readings[-1].seconds:.0f} s")
+    rows = page.describe(readings, recalls)
+    write_json(out / DEMO_JSON, rows)
+    show_readings(readings, stdout, stderr, out / PLOT, REFERENCE)
+    write_result(json_file, rows)
+
+    memory = out / "locas-glu"
+    passage = input_ids[:again]
+    adapted = load_memory(base.model, memory)
+    with_memory = score(adapted, passage, settings["locas-glu"])
+    with adapted.disable_adapter():
+        without = score(adapted, passage, settings["locas-glu"])
+    stdout.print(
+        f"\nThe Locas memory, loaded from {memory} and frozen, on the first {len(passage):,} tokens once more: "
+        f"perplexity {with_memory:.2f}; without it {without:.2f}."
+    )
+    stdout.print(f"Written: {', '.join(str(out / name) for name in sorted(os.listdir(out)))}")
+    stdout.print(
+        f'Next: locas generate "{PROMPT}" --memory {memory}   or, on a text of yours: '
+        "locas memorize TEXT --out my-memory"
+    )
+
+
+def _show_recall(recalled: Recall, stdout: Console) -> None:
+    """Print one method's count of right answers, and some of its answers."""
+    from locas_peft.demo import SHOWN, describe_recall, load_page_questions
+
+    stdout.print(describe_recall(recalled), style="bold")
+    questions = load_page_questions()
+    for index in SHOWN:
+        stdout.print(f"  {questions[index].question}   ({questions[index].answer})")
+        stdout.print(f"    {printable(recalled.answers[index])}")
+    stdout.print()

@@ -1,0 +1,167 @@
+"""What commands that run a model share: the base that the options name, and readings with progress and tables.
+
+Importing this module imports torch and PEFT: a command does it when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from locas_peft import backbone, text
+from locas_peft.bases import loading as base_models
+from locas_peft.memories import loading as memories
+from locas_peft.progress import follow, follow_study
+from locas_peft.reading import teaching
+from locas_peft.reading.comparison import plot_readings, tabulate_readings
+from locas_peft.reading.record import CHECKPOINT_FOLDER, Reading, check_vacant
+from locas_peft.reading.settings import ReadingSettings
+
+from .console import deferring_signals, printable, show_progress, show_remarks, silence_libraries, warnings_as_lines
+from .options import BaseOptions, ReadingOptions
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model with its tokenizer, under its recorded name."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
+
+    def encode(self, content: str, max_tokens: int | None, unwrap: bool | None) -> torch.LongTensor:
+        """Return a text's token ids, LongTensor [T] on the CPU; unwrap None: unwrapped for an embedded backbone."""
+        if backbone.is_embedded(self.name) if unwrap is None else unwrap:
+            content = text.unwrap(content)
+        return text.tokenize(self.tokenizer, content, max_tokens)
+
+
+def load(options: BaseOptions) -> Base:
+    """Load the base model that the options name."""
+    silence_libraries()
+    show_remarks()
+    name = options.model or backbone.NAME
+    model, tokenizer = base_models.load_base(name, options.dtype, options.device)
+    return Base(backbone.name_of(name), model, tokenizer)
+
+
+def load_base_of(memory: Path, options: BaseOptions) -> Base:
+    """Load the base model that the options name, or else the memory."""
+    name = options.model or memories.load_memory_config(memory).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"memory {str(memory)!r} does not name its base: give it with --model")
+    return load(replace(options, model=name))
+
+
+def load_onto(base: Base, memory: Path, **fields: Any) -> Any:
+    """Load a memory onto its base (see `memories.loading.load_memory`)."""
+    with warnings_as_lines():
+        return memories.load_memory(base.model, memory, **fields)
+
+
+def check_settings(options: ReadingOptions) -> None:
+    """Check the values of a reading's options, before a text is read or a base loaded.
+
+    Raises:
+        TypeError, ValueError: as `ReadingSettings`.
+    """
+    ReadingSettings(**vars(options))
+
+
+def make_settings(options: ReadingOptions, base: Base) -> ReadingSettings:
+    """Return the settings of a reading, with the base's name and dtype, and its tokenizer's start token."""
+    settings = ReadingSettings(**{**vars(options), "model": base.name, "dtype": base.dtype})
+    if settings.start_token is not None:
+        return settings
+    return replace(settings, start_token=text.find_start_token(base.tokenizer))
+
+
+def check_all_vacant(out: Path, folders: Iterable[str], files: Sequence[str], overwrite: bool) -> None:
+    """Refuse a folder in which memories or files would replace something."""
+    for folder in folders:
+        check_vacant(out / folder, overwrite=overwrite)
+    for name in files if not overwrite else ():
+        if os.path.lexists(out / name):
+            raise ValueError(f"--out {str(out)!r} holds {name}: choose another folder, or give --overwrite")
+
+
+def read_each(
+    base: Base,
+    input_ids: torch.LongTensor,
+    settings: dict[str, ReadingSettings],
+    stderr: Console,
+    out: Path | None,
+    *,
+    checkpoint_seconds: float | None = None,
+    **options: Any,
+) -> list[Reading]:
+    """Read a text, LongTensor [T], with each method in turn, with a progress bar each.
+
+    Args:
+        settings: by the name of the memory's folder in `out`; "" stands for `out` itself.
+        checkpoint_seconds: None for no checkpoints.
+        options: of `teaching.memorize`.
+    """
+    readings = []
+    with show_progress(stderr) as progress, deferring_signals(stderr) as check:
+
+        def then_check(show: Callable[[Any], None]) -> Callable[[Any], None]:
+            return lambda step: (show(step), check())
+
+        for name, each in settings.items():
+            memory = None if out is None else out / name
+            if checkpoint_seconds is not None and memory is not None:
+                options |= {"checkpoint_dir": memory / CHECKPOINT_FOLDER, "checkpoint_seconds": checkpoint_seconds}
+            on_chunk = then_check(follow(progress(name or each.method, len(input_ids) * each.readings)))
+            if each.study:
+                options |= {"on_study": then_check(follow_study(progress)), "tokenizer": base.tokenizer}
+            readings.append(teaching.memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
+    return readings
+
+
+def show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console) -> None:
+    """Print how a self-study went, if there was one."""
+    if studied is None:
+        return
+    kept = "1 exchange" if studied["kept"] == 1 else f"{studied['kept']} exchanges"
+    wrote, learned = (f"{studied[name]:.0f} s" for name in ("writing_seconds", "learning_seconds"))
+    stdout.print(f"asked {studied['asked']}, kept {kept}; wrote {wrote}, learned {learned}")
+    if not studied["kept"]:
+        samples = " | ".join(printable(sample) for sample in studied["samples"])
+        stderr.print(
+            f"nothing was studied: the model wrote no usable exchange. Samples: {samples or 'none'}. The text was "
+            "read; choose a larger model, one with a chat template, or give --exchanges-file"
+        )
+
+
+def show_readings(
+    readings: Sequence[Reading], stdout: Console, stderr: Console, plot: Path | None, title: str
+) -> None:
+    """Print a table of readings of one text, and remarks on them; draw their plot into a file."""
+    stdout.print(tabulate_readings(readings, title).to_rich())
+    skipped = sum(each.skipped_chunks for each in readings)
+    if skipped:
+        stderr.print(f"{skipped} chunks were scored but not learned: their loss or gradient was not finite")
+    for each in readings:
+        if each.taken_back:
+            where = ", ".join(f"{tokens:,}" for tokens in each.taken_back)
+            stderr.print(
+                f"{each.method} made the text worse than no memory and was taken back to an earlier state, after "
+                f"{where} tokens: a lower --lr may learn more"
+            )
+    if plot is not None:
+        try:
+            plot_readings(readings, plot, title)
+        except ModuleNotFoundError as error:
+            stderr.print(f"no plot: {error}")
