@@ -48,7 +48,7 @@ def demo(
 
     from locas_peft import backbone
     from locas_peft import demo as page
-    from locas_peft.asking.prompts import can_chat
+    from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory, write_json
     from locas_peft.memories.loading import load_memory
     from locas_peft.model import count_positions

@@ -51,7 +51,7 @@ def memorize(
         exchanges_file: JSON Lines with question and answer, studied in place of exchanges that the model writes; for
             instance an edited exchanges.jsonl of a memory.
     """
-    from locas_peft.asking.prompts import can_chat
+    from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory
     from locas_peft.reading.record import CHECKPOINT_FOLDER, check_vacant, find_finished
     from locas_peft.selfstudy import load_exchanges
