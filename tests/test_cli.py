@@ -6,11 +6,13 @@ import errno
 import io
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,13 +21,19 @@ from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
+from locas_command import demo as demo_command
 from locas_command import memories as memory_commands
 from locas_command import program as cli
+from locas_command import reading
+from locas_command.options import ReadingOptions
 from locas_peft import asking, backbone, demo, files, text
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
 from locas_peft.reading import record as memory_folder
+from locas_peft.reading.settings import METHODS, PRESETS, UPDATES, ReadingSettings
 from locas_peft.ttt import checkpoint
+from locas_peft.ttt.objectives import OBJECTIVES, WEIGHTINGS
+from locas_peft.ttt.settings import CONTEXTS, GRADIENTS
 from locas_peft.tuner import STRATEGIES, list_layers
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
@@ -92,6 +100,21 @@ def test_each_setting_is_an_option_with_help(run):
         "--dtype --device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
     )
     assert [option for option in options.split() if f"{option} " not in stdout] == []
+
+
+def test_the_options_of_a_reading_are_its_settings_and_list_their_choices():
+    """The command line's own copies of fields and names, which help needs, are those of the package."""
+    given, needed = ({field.name: field.default for field in fields(cls)} for cls in (ReadingOptions, ReadingSettings))
+    assert given == needed
+    lines = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", ReadingOptions.__doc__, flags=re.MULTILINE)
+    assert [name for name, _ in lines if name not in given] == [] and len(lines) == len(given)
+    tables = {"method": METHODS, "preset": PRESETS, "init": STRATEGIES, "update": UPDATES, "context": CONTEXTS}
+    tables |= {"gradient": GRADIENTS, "objective": OBJECTIVES, "token_weighting": WEIGHTINGS}
+    for name, choices in tables.items():
+        assert set(choices) <= set(re.findall(r"[\w-]+", dict(lines)[name])), name
+    assert all(
+        set(METHODS) >= set(methods.split(",")) for methods in (reading.METHODS, ",".join(demo_command.METHODS))
+    )
 
 
 # ---------------------------------------------------------------------- memorize
