@@ -19,12 +19,13 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from locas_command import console, reading
 from locas_command import demo as demo_command
 from locas_command import memories as memory_commands
 from locas_command import program as cli
-from locas_command import reading
 from locas_command.options import ReadingOptions
 from locas_peft import asking, backbone, demo, files, text
 from locas_peft.bases import gguf as gguf_models
@@ -397,6 +398,29 @@ def test_each_shared_option_arrives_in_the_settings(run):
     assert value["layers_to_transform"] == [3, 4, 5]
     assert value["extra_parameters"] == 3 * 3 * 4 * 256, "three of six layers"
     assert (value["model"], value["dtype"], len(value["perplexities"])) == (backbone.NAME, "float32", 2)
+
+
+def test_progress_that_is_redirected_is_a_line_now_and_then(monkeypatch):
+    seconds = iter((0.0, 1.0, 31.5, 31.5, 40.0, 50.0, 50.0))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(seconds))
+    stream = io.StringIO()
+    with console.show_progress(Console(file=stream, width=120)) as progress:
+        advance = progress("locas-glu", 200)
+        for steps, note in ((20, "a"), (60, "b"), (20, "c"), (100, "")):
+            advance(steps, note)
+    assert stream.getvalue() == "locas-glu   40% b\nlocas-glu  100% c\n"
+
+
+def test_progress_on_a_terminal_is_bars(monkeypatch):
+    stream = io.StringIO()
+    with console.show_progress(Console(file=stream, force_terminal=True, width=120)) as progress:
+        progress("never begun", 3)
+        progress("read", 200)(50, "so far")
+        progress.close()
+        printed = stream.getvalue()
+        progress("ask", 20)(20)
+    assert "━" in printed and "25%" in printed and "so far" in printed and "never begun" not in printed
+    assert "ask" in stream.getvalue() and "read" not in stream.getvalue().removeprefix(printed), "closed and forgotten"
 
 
 # ---------------------------------------------------------------------- unfinished readings
@@ -1055,7 +1079,7 @@ def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
     code, stdout, stderr = run("inspect", memory, "--json", "i.json")
     assert (code, stderr) == (0, "")
     assert "locas_peft/tinybook-glu" in stdout
-    assert "model.layers.5.mlp" in stdout
+    assert "model.layers.*.mlp" in stdout and "│ 5 " in stdout
     value = json.loads((tmp_path / "i.json").read_text())
     assert (value["peft_type"], value["r"], len(value["layers"])) == ("LOCAS", 16, 6)
     assert value["parameters"] == 6 * (3 * 16 * 256 + 2)

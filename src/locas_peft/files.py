@@ -42,8 +42,8 @@ def staged(directory: str | Path) -> Iterator[Path]:
     """Yield a new folder to write into; its entries become those of `directory` when the block ends without an error.
 
     A folder that does not exist appears in one step. In a folder that exists, the new entries replace those of the
-    same name, and all others stay. If the process is killed meanwhile, the folder has old entries or new ones, never
-    both; where some are missing, `finish_replacement` puts the remaining new ones in place.
+    same name, and all others stay. A process that is killed during the replacement leaves either old entries or new
+    ones, and some may be missing. `finish_replacement` then moves the remaining new entries in.
 
     After an error the new folder is removed, with the parent folders that were made for it. Folders that a killed
     process left behind are removed first. At most one process may fill a folder at a time.
