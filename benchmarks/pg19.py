@@ -40,10 +40,10 @@ from locas_peft.bases import choose_device, load_base
 from locas_peft.evaluation.documents import load_column, load_documents
 from locas_peft.files import check_output_directory, load_json, write_json
 from locas_peft.memories import memory_attached
+from locas_peft.memories.checkpoint import has_checkpoint
 from locas_peft.model import count_positions
 from locas_peft.reading import ReadingSettings, memorize, score
 from locas_peft.text import digest_ids, tokenize, unwrap
-from locas_peft.ttt.checkpoint import has_checkpoint
 from locas_peft.units import Unit, run_units
 
 QUICK_TOKENS = 1_000
@@ -162,7 +162,7 @@ def make_unit(texts: Texts, table: Table, row: Row, document: str, seed: int, ou
         check_same(path, settings, ids, document)
 
     def make() -> dict[str, Any]:
-        figures = read(texts.base, ids, settings, unread, path.with_suffix(".checkpoint"))
+        figures = read(texts.base, ids, settings, unread, unit.checkpoint)
         print(
             f"{document}: {row.name}, seed {seed}: {figures['perplexity']:.3f}, {figures['seconds']:.0f} s",
             file=sys.stderr,
@@ -171,7 +171,8 @@ def make_unit(texts: Texts, table: Table, row: Row, document: str, seed: int, ou
         head = {"row": row.name, "document": document, "tokens_read": len(ids)}
         return {**head, **figures, "unread_tokens": table.unread_tokens}
 
-    return Unit(path, make, row.name)
+    unit = Unit(path, make, row.name)
+    return unit
 
 
 def read(

@@ -6,13 +6,26 @@ import pytest
 import torch
 from families import VOCABULARY, make_host
 from peft import get_peft_model
-from training import SETTINGS, assert_same, make_ids, make_model, make_trainer, read, sgd, trained_weights, weights_of
+from training import (
+    SETTINGS,
+    assert_same,
+    make_ids,
+    make_model,
+    make_trainer,
+    read,
+    resume,
+    save,
+    sgd,
+    trained_weights,
+    weights_of,
+)
 
 from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone
+from locas_peft.memories import checkpoint
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import score
 from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import Anchor, OwnText, checkpoint, divergences, write_own_text
+from locas_peft.ttt import Anchor, OwnText, divergences, write_own_text
 
 
 def make_anchor(seeds: tuple[int, ...] = (5, 6, 7), **options) -> Anchor:
@@ -197,15 +210,15 @@ def test_resuming_is_bit_identical_and_keeps_to_the_anchor(tmp_path):
     chunks = whole.read(ids)
     for _ in range(4):
         next(chunks)
-    whole.save(tmp_path)
+    save(whole, tmp_path)
     list(chunks)
     resumed = make_trainer(anchor=make_anchor((8, 9, 10), every=3))  # as another machine would sample it
-    assert resumed.resume(tmp_path)
+    resume(resumed, tmp_path)
     read(resumed, ids)
     assert [chunk.nll_nats for chunk in resumed.chunks] == [chunk.nll_nats for chunk in whole.chunks]
     assert_same(weights_of(resumed.model), weights_of(whole.model))
     with pytest.raises(ValueError, match="^anchor: every must be 3 as in the checkpoint in .*, got 2: "):
-        make_trainer(anchor=make_anchor(every=2)).resume(tmp_path)
+        resume(make_trainer(anchor=make_anchor(every=2)), tmp_path)
 
 
 def test_resuming_takes_the_texts_that_were_written_and_writes_the_others(tmp_path):
@@ -216,31 +229,31 @@ def test_resuming_takes_the_texts_that_were_written_and_writes_the_others(tmp_pa
     chunks = whole.read(ids)
     for _ in range(3):
         next(chunks)
-    whole.save(tmp_path)
+    save(whole, tmp_path)
     assert whole.anchor.known_texts.shape == (2, 12)
     list(chunks)
     assert whole.anchor.known_texts.shape == (4, 12)
     resumed = make_lazy()
-    assert resumed.resume(tmp_path)
+    resume(resumed, tmp_path)
     assert resumed.anchor.known_texts.shape == (2, 12)
     read(resumed, ids)
     assert [chunk.nll_nats for chunk in resumed.chunks] == [chunk.nll_nats for chunk in whole.chunks]
     assert_same(weights_of(resumed.model), weights_of(whole.model))
     checkpoint.save(tmp_path, {**checkpoint.load(tmp_path), "anchor": torch.zeros(5, 12, dtype=torch.int64)})
     with pytest.raises(ValueError, match="^checkpoint must be whole"):
-        make_lazy().resume(tmp_path)
+        resume(make_lazy(), tmp_path)
 
 
 @pytest.mark.parametrize("texts", [torch.zeros(3, 5, dtype=torch.int64), torch.full((3, 12), 10**6), None])
 def test_a_checkpoints_texts_are_checked_before_they_are_used(tmp_path, texts):
     trainer = make_trainer(anchor=make_anchor())
     next(trainer.read(make_ids(64)))
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     checkpoint.save(tmp_path, {**checkpoint.load(tmp_path), "anchor": texts})
     fresh = make_trainer(anchor=make_anchor())
     own, before = fresh.anchor.texts, weights_of(fresh.model)
     with pytest.raises(ValueError, match="^checkpoint must be whole"):
-        fresh.resume(tmp_path)
+        resume(fresh, tmp_path)
     assert torch.equal(fresh.anchor.texts, own) and fresh.position == 0
     assert_same(weights_of(fresh.model), before)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from locas_peft.ttt import checkpoint
+from locas_peft.memories import checkpoint
 
 FOLDER = Path(__file__).parents[1] / "benchmarks" / "backbone"
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from families import make_host
 from peft import LoraConfig, get_peft_model
-from training import SETTINGS, assert_same, make_ids, make_trainer, read, trained_weights, weights_of
+from training import SETTINGS, assert_same, make_ids, make_trainer, read, resume, save, trained_weights, weights_of
 
 from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone, read_many
+from locas_peft.memories import checkpoint
 from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import Chunk, checkpoint
+from locas_peft.ttt import Chunk
 from locas_peft.ttt.brake import LONGEST, NOISE, TOLERANCE, is_due, is_worse
 
 CHUNK = Chunk(0, 0, 8, tokens=8, nll_nats=24.0, seconds=0.0, learned=True)
@@ -142,10 +143,10 @@ def test_resuming_is_bit_identical_after_an_adapter_was_taken_back(kind, english
     while not whole.taken_back:
         next(chunks)
     next(chunks)
-    whole.save(tmp_path)
+    save(whole, tmp_path)
     list(chunks)
     resumed = make_ruinous(kind, context="cache")
-    assert resumed.resume(tmp_path)
+    resume(resumed, tmp_path)
     read(resumed, ids)
     assert [chunk.nll_nats for chunk in resumed.chunks] == [chunk.nll_nats for chunk in whole.chunks]
     assert (resumed.taken_back, resumed.final) == (whole.taken_back, whole.final)
@@ -153,7 +154,7 @@ def test_resuming_is_bit_identical_after_an_adapter_was_taken_back(kind, english
     state = checkpoint.load(tmp_path)
     checkpoint.save(tmp_path, {**state, "good": state["good"][1:]})
     with pytest.raises(ValueError, match="^checkpoint must be whole"):
-        make_ruinous(kind, context="cache").resume(tmp_path)
+        resume(make_ruinous(kind, context="cache"), tmp_path)
 
 
 def test_a_finished_reading_is_not_compared_again_after_it_is_resumed(tmp_path):
@@ -164,9 +165,10 @@ def test_a_finished_reading_is_not_compared_again_after_it_is_resumed(tmp_path):
         for parameter in trainer.model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=100.0)  # which makes this text worse
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     resumed = make_trainer("locas", brake=True)
-    assert resumed.resume(tmp_path) and read(resumed, ids) == []
+    resume(resumed, tmp_path)
+    assert read(resumed, ids) == []
     assert resumed.final == trainer.final
     assert_same(weights_of(resumed.model), weights_of(trainer.model))
 

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
 import pytest
 import torch
 
-from locas_peft.ttt import checkpoint
+from locas_peft.memories import checkpoint
 
 STATE = {
     "position": 3,
@@ -93,7 +94,9 @@ def test_a_limit_of_the_operating_system_leaves_the_former_checkpoint(tmp_path):
     assert_holds(tmp_path, STATE)
 
 
-@pytest.mark.parametrize("use", [lambda folder: checkpoint.save(folder, {}), checkpoint.Lock])
+@pytest.mark.parametrize(
+    "use", [lambda folder: checkpoint.save(folder, {}), lambda folder: enter(checkpoint.locked(folder))]
+)
 def test_a_folder_that_is_a_file_is_named(tmp_path, use):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"^checkpoint folder must be writable, got '.*file' \(File exists\): free some"):
@@ -134,7 +137,7 @@ def damage(path) -> None:
         ),
         (
             lambda path: torch.save({"kind": "locas-checkpoint", "version": 2, "state": {}}, path),
-            "checkpoint must be of version 6, got 2 in '{}': load it with the locas_peft that wrote it, or delete it "
+            "checkpoint must be of version 7, got 2 in '{}': load it with the locas_peft that wrote it, or delete it "
             "to start afresh",
         ),
         (
@@ -176,36 +179,55 @@ def test_what_a_killed_writer_left_is_removed_with_the_checkpoint(tmp_path):
 # Locks
 
 
+def enter(lock):
+    """Take a lock; return its holder, which frees it when it is dropped."""
+    lock.__enter__()
+    return lock
+
+
+def is_locked(folder) -> bool:
+    try:
+        with checkpoint.locked(folder):
+            return False
+    except checkpoint.InUse:
+        return True
+
+
 def test_a_lock_keeps_a_second_writer_out_until_it_is_closed(tmp_path):
-    folder = tmp_path / "new"
-    lock = checkpoint.Lock(folder)
-    with pytest.raises(checkpoint.InUse) as caught:
-        checkpoint.Lock(folder)
+    folder = tmp_path / "new" / "folder"
+    with checkpoint.locked(folder) as held:
+        assert held == folder
+        with pytest.raises(checkpoint.InUse) as caught, checkpoint.locked(folder):
+            pass
     assert isinstance(caught.value, ValueError)
     assert str(caught.value) == (
         f"checkpoint folder must have one writer, got {str(folder)!r}, which another reading is using: wait for it, "
         "or choose another folder"
     )
-    lock.close()
-    lock.close()
-    assert os.listdir(folder) == []
-    checkpoint.Lock(folder).close()
+    assert os.listdir(tmp_path) == [], "the folders that were made are removed"
+    assert not is_locked(folder)
+
+
+def test_a_folder_that_holds_a_checkpoint_stays_without_its_lock(tmp_path):
+    with checkpoint.locked(tmp_path / "folder") as folder:
+        checkpoint.save(folder, STATE)
+    assert_holds(folder, STATE)
 
 
 def test_a_lock_that_is_dropped_is_free(tmp_path):
-    checkpoint.Lock(tmp_path)
-    checkpoint.Lock(tmp_path)
+    enter(checkpoint.locked(tmp_path))
+    enter(checkpoint.locked(tmp_path))
 
 
 def test_a_holder_whose_folder_was_removed_leaves_the_next_ones_lock_alone(tmp_path):
-    former = checkpoint.Lock(tmp_path)
-    (tmp_path / checkpoint.LOCK).unlink()
-    later = checkpoint.Lock(tmp_path)
-    former.close()
-    with pytest.raises(checkpoint.InUse):
-        checkpoint.Lock(tmp_path)
-    later.close()
-    assert os.listdir(tmp_path) == []
+    folder = tmp_path / "folder"
+    former = enter(checkpoint.locked(folder))
+    (folder / checkpoint.LOCK).unlink()
+    later = enter(checkpoint.locked(folder))
+    del former
+    assert is_locked(folder)
+    del later
+    assert not is_locked(folder) and os.listdir(tmp_path) == []
 
 
 def test_a_lock_needs_no_room_on_the_disk(tmp_path, monkeypatch):
@@ -213,28 +235,41 @@ def test_a_lock_needs_no_room_on_the_disk(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", full)
-    lock = checkpoint.Lock(tmp_path)
-    with pytest.raises(checkpoint.InUse):
-        checkpoint.Lock(tmp_path)
-    lock.close()
+    with checkpoint.locked(tmp_path / "folder") as folder:
+        assert is_locked(folder)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_file_is_held_by_one_and_the_next_one_may_wait(tmp_path):
+    path, order = tmp_path / "work.lock", []
+
+    def wait() -> None:
+        with checkpoint.held(path, wait=True):
+            order.append("second")
+
+    with checkpoint.held(path):
+        with pytest.raises(checkpoint.InUse, match=r"^'.*work\.lock' must have one holder, got another one: wait"):
+            enter(checkpoint.held(path))
+        thread = threading.Thread(target=wait)
+        thread.start()
+        order.append("first")
+    thread.join(60)
+    assert order == ["first", "second"] and os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright")
 def test_a_lock_dies_with_its_process(tmp_path):
     program = f"""
         import time
-        lock = checkpoint.Lock({str(tmp_path)!r})
-        print("locked", flush=True)
-        time.sleep(600)
+        with checkpoint.locked({str(tmp_path / "folder")!r}):
+            print("locked", flush=True)
+            time.sleep(600)
     """
     with subprocess.Popen(make_program(program), stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout.readline() == b"locked\n"
-            with pytest.raises(checkpoint.InUse):
-                checkpoint.Lock(tmp_path)
+            assert is_locked(tmp_path / "folder")
         finally:
             holder.send_signal(signal.SIGKILL)
-    assert os.listdir(tmp_path) == [checkpoint.LOCK]
-    checkpoint.Lock(tmp_path).close()
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path / "folder") == [checkpoint.LOCK]
+    assert not is_locked(tmp_path / "folder") and os.listdir(tmp_path) == []

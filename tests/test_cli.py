@@ -30,9 +30,9 @@ from locas_command.options import ReadingOptions
 from locas_peft import asking, backbone, demo, files, text
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
+from locas_peft.memories import checkpoint
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading.settings import METHODS, PRESETS, UPDATES, ReadingSettings
-from locas_peft.ttt import checkpoint
 from locas_peft.ttt.objectives import OBJECTIVES, WEIGHTINGS
 from locas_peft.ttt.settings import CONTEXTS, GRADIENTS
 from locas_peft.tuner import STRATEGIES, list_layers
@@ -475,9 +475,8 @@ def test_a_checkpoint_of_another_reading_is_one_line_and_stands(run, unfinished,
 def test_a_second_writer_is_one_line_and_harms_nothing(run, unfinished, option):
     folder, arguments = unfinished
     before = (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes()
-    lock = checkpoint.Lock(folder / "checkpoint")
-    code, _, stderr = run(*arguments, "--out", "parts", option)
-    lock.close()
+    with checkpoint.locked(folder / "checkpoint"):
+        code, _, stderr = run(*arguments, "--out", "parts", option)
     assert (code, stderr) == (
         2,
         "error: checkpoint folder must have one writer, got 'parts/checkpoint', which another reading is using: "

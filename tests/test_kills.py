@@ -37,8 +37,9 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locas_peft import backbone, text
+from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
 from locas_peft.memories.loading import describe_memory
-from locas_peft.reading.record import CHECKPOINT_FOLDER, find_finished
+from locas_peft.reading.record import find_finished
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import Exchange

@@ -130,7 +130,7 @@ def test_a_stopped_reading_continues_inside_its_book(call, fail, pg19, tmp_path,
         patch.setattr(pg19, "memorize", stop_at_the_third)
         fail(*width)
     folder, name = tmp_path / "out" / "readings" / "3649", "locas-glu@4-seed0-80"
-    assert [path.name for path in folder.iterdir()] == [f"{name}.checkpoint"]
+    assert [path.name for path in folder.iterdir()] == [name]
     call(*width)
     assert [path.name for path in folder.iterdir()] == [f"{name}.json"]
     parts = json.loads((folder / f"{name}.json").read_text())

@@ -76,7 +76,7 @@ def test_only_public_names_are_used(source):
         ("import locas_peft\nlocas_peft.register()", "register is not in locas_peft.__all__"),
         ("import locas_peft\nlocas_peft.LocasConfig()", None),
         ("from locas_peft import LocasConfig, reading", None),
-        ("from locas_peft.ttt import checkpoint\ncheckpoint.load", None),
+        ("from locas_peft.memories import checkpoint\ncheckpoint.load", None),
         ("import torch\ntorch._C", None),
     ],
 )

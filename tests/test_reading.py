@@ -23,14 +23,16 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 from locas_peft import backbone, text
 from locas_peft.bases import loading
 from locas_peft.files import format_json
+from locas_peft.memories import checkpoint
+from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
 from locas_peft.memories.loading import memory_attached
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading import teaching as reading
 from locas_peft.reading.adapters import attached, find_layers
-from locas_peft.reading.record import CHECKPOINT_FOLDER, READING, Reading, check_vacant, find_finished
+from locas_peft.reading.record import READING, Reading, check_vacant, find_finished
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import StopReading, memorize, score
-from locas_peft.ttt import anchor, checkpoint, write_own_text
+from locas_peft.ttt import anchor, write_own_text
 
 CONTRACT = {
     "method", "model", "r", "init", "learning_rate", "window", "stride", "seed", "scored_tokens", "nll_nats",
@@ -462,8 +464,8 @@ def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(base, inpu
     locked = []
 
     def check(directory, **options):
-        with pytest.raises(checkpoint.InUse):
-            checkpoint.Lock(tmp_path / CHECKPOINT_FOLDER)
+        with pytest.raises(checkpoint.InUse), checkpoint.locked(tmp_path / CHECKPOINT_FOLDER):
+            pass
         locked.append(directory)
         check_vacant(directory, **options)
 

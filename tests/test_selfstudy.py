@@ -14,9 +14,11 @@ from safetensors.torch import load_file
 from locas_peft import text
 from locas_peft.asking import continue_rows, draw, encode_prompt
 from locas_peft.bases import loading
+from locas_peft.memories import checkpoint
+from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
 from locas_peft.model import CausalLM
 from locas_peft.reading.adapters import attached
-from locas_peft.reading.record import CHECKPOINT_FOLDER, find_finished
+from locas_peft.reading.record import find_finished
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import (
@@ -31,7 +33,6 @@ from locas_peft.selfstudy import (
     writing,
 )
 from locas_peft.selfstudy.exchanges import EXCHANGES
-from locas_peft.ttt import checkpoint
 
 PAGE = " ".join(
     f"The house number {number} on the hill was built by the old man with a stone from the river."

@@ -123,7 +123,7 @@ def test_what_a_process_left_that_was_killed_after_its_result_is_removed(tmp_pat
     made = []
     unit = make_units(tmp_path, 1, made)[0]
     run_units([unit])
-    unit.checkpoint.mkdir()
+    unit.checkpoint.mkdir(parents=True)
     for file in (tmp_path / "0.json.lock", unit.unfinished, unit.checkpoint / "checkpoint.pt"):
         file.touch()
     run_units([unit])
@@ -166,7 +166,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
 
 def test_a_checkpoint_binds_and_a_stale_lock_does_not(tmp_path):
     unit = Unit(tmp_path / "work" / "lora" / "book.json", dict)
-    folder = unit.path.with_suffix(".checkpoint")
+    folder = unit.checkpoint
     open_as(tmp_path, [unit])
     folder.mkdir(parents=True)
     (folder / "checkpoint.lock").touch()
@@ -181,9 +181,9 @@ def test_overwrite_removes_the_results_of_the_run_and_no_other_file(tmp_path):
     units = [Unit(tmp_path / "work" / "lora" / f"{name}.json", dict) for name in ("book", "other")]
     open_as(tmp_path, units)
     run_units(units)
-    memory, unfinished = units[0].path.with_suffix(""), units[1].path.with_suffix(".checkpoint")
+    memory, unfinished = units[0].path.with_suffix(""), units[1].checkpoint
     for file in (memory / "adapter_config.json", memory / "reading.json", unfinished / "checkpoint.pt"):
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("ours")
     foreign = [tmp_path / "work" / "notes.json", memory / "notes.txt", tmp_path / "work" / "lora" / "2" / "x.json"]
     for file in foreign:
@@ -301,7 +301,7 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
     one, two = (json.loads((tmp_path / name / "perplexity.json").read_text()) for name in ("one", "two"))
     assert without_times(one) == without_times(two)
     assert one["readings"]["locas-glu"]["long"]["nll_nats"] > 0
-    assert not list((tmp_path / "two").rglob("*.lock")) and not list((tmp_path / "two").rglob("*.checkpoint"))
+    assert not list((tmp_path / "two").rglob("*.lock")) and not list((tmp_path / "two").rglob("checkpoint"))
 
 
 def test_a_study_survives_the_kill_of_one_of_its_processes(tmp_path, monkeypatch, capsys):

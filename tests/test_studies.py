@@ -378,12 +378,12 @@ def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path,
     monkeypatch.setattr(runs, "memorize", stopped)
     assert run(*args, "--out", "parts")[0] == 130
     result = tmp_path / "parts" / command / path
-    assert result.with_suffix(".checkpoint").exists() and not result.exists()
+    assert (result.with_suffix("") / "checkpoint").exists() and not result.exists()
     assert run(*args, "--out", "parts")[0] == 0
     assert begun[:3] == [0, 1, 2] and begun[3:5] == [0, 1], "reported again, not read again"
     whole, parts = (read(tmp_path / name / command / path) for name in ("whole", "parts"))
     assert parts["nll_nats"] == whole["nll_nats"] and parts["curve"] == whole["curve"]
-    assert not result.with_suffix(".checkpoint").exists()
+    assert not result.with_suffix("").exists()
     assert not list((tmp_path / "parts").rglob("*.lock"))
 
 
@@ -400,7 +400,7 @@ def test_a_checkpoint_stands_until_its_result_does(run, tmp_path, monkeypatch):
         patch.setattr(runs, "memorize", lambda *args, **options: memorize(*args, **options, checkpoint_seconds=0.0))
         patch.setattr(units, "write_json", stop_at_the_result)
         assert run(*args)[0] == 130
-    assert [path.name for path in folder.iterdir()] == ["book.checkpoint"]
+    assert [path.name for path in folder.iterdir()] == ["book"]
     assert run(*args)[0] == 0
     assert [path.name for path in folder.iterdir()] == ["book.json"]
 
@@ -409,7 +409,7 @@ def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
     args = ["perplexity", "book.txt", "--out", "o", "--method", "locas-glu", *FAST]
     code, _, err = run(*args, "--layers", "9")
     assert code == 2 and "layers_to_transform must lie below 6" in err
-    killed = tmp_path / "o" / "perplexity" / "locas-glu" / "book.checkpoint" / "checkpoint.lock"
+    killed = tmp_path / "o" / "perplexity" / "locas-glu" / "book" / "checkpoint" / "checkpoint.lock"
     killed.parent.mkdir(parents=True)
     killed.touch()
     assert run(*args)[0] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import math
 import os
 import signal
@@ -27,6 +26,8 @@ from training import (
     make_model,
     make_trainer,
     read,
+    resume,
+    save,
     sgd,
     spoil,
     trained_weights,
@@ -36,8 +37,10 @@ from training import (
 from transformers import AutoModelForCausalLM
 
 from locas_peft import SlotWriter, backbone
-from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import TestTimeTrainer, TrainingSettings, checkpoint, loop, read_many
+from locas_peft.memories import checkpoint
+from locas_peft.reading.resuming import restore
+from locas_peft.text import digest_ids, python_reference, tokenize, unwrap
+from locas_peft.ttt import TestTimeTrainer, TrainingSettings, loop, read_many
 from locas_peft.ttt.learner import Learner
 
 KINDS = ("plain", "lora", "locas")
@@ -508,12 +511,12 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_never_stopped(tmp_path, 
     for count in read_before:
         while len(whole.chunks) < count:
             next(chunks)
-        whole.save(tmp_path / str(count))
+        save(whole, tmp_path / str(count))
     list(chunks)
     for count in read_before:
         torch.manual_seed(99)
         resumed = make_trainer(kind, **settings)
-        assert resumed.resume(tmp_path / str(count))
+        resume(resumed, tmp_path / str(count))
         assert resumed.position == 8 * ((count - 1) % 15 + 1 if count else 0)
         assert resumed.chunks == whole.chunks[:count]
         read(resumed, ids)
@@ -524,10 +527,10 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_never_stopped(tmp_path, 
 
 
 def test_resume_loads_the_random_state(tmp_path):
-    make_trainer("plain").save(tmp_path)
+    save(make_trainer("plain"), tmp_path)
     expected = torch.rand(4)
     torch.manual_seed(5)
-    assert make_trainer("plain").resume(tmp_path)
+    resume(make_trainer("plain"), tmp_path)
     assert torch.equal(torch.rand(4), expected)
 
 
@@ -536,8 +539,8 @@ def test_resume_counts_skipped_chunks_and_keeps_records_of_nan(tmp_path):
     spoil(trainer.model, 7)
     spoil(resumed.model, 7)
     read(trainer, torch.full((24,), 7))
-    trainer.save(tmp_path)
-    assert resumed.resume(tmp_path)
+    save(trainer, tmp_path)
+    resume(resumed, tmp_path)
     assert resumed.skipped_chunks == 3 and math.isnan(resumed.chunks[0].nll_nats)
 
 
@@ -546,16 +549,9 @@ def test_trained_weights_outside_the_adapter_are_saved_too(tmp_path):
     for trainer in (whole, resumed):
         trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
     read(whole, make_ids(24))
-    whole.save(tmp_path)
-    assert resumed.resume(tmp_path)
+    save(whole, tmp_path)
+    resume(resumed, tmp_path)
     assert_same(weights_of(resumed.model), weights_of(whole.model))
-
-
-def test_resume_without_a_checkpoint_changes_nothing(tmp_path):
-    trainer = make_trainer()
-    assert not trainer.resume(tmp_path / "missing")
-    assert not trainer.resume(tmp_path)
-    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright")
@@ -563,10 +559,10 @@ def test_a_killed_process_is_continued_bit_for_bit(tmp_path):
     program = f"""
         import sys
         sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from training import make_ids, make_trainer
+        from training import make_ids, make_trainer, save
         trainer = make_trainer("locas", context="cache", epochs=2)
         for chunk in trainer.read(make_ids(4000)):
-            trainer.save({str(tmp_path)!r})
+            save(trainer, {str(tmp_path)!r})
             print(chunk.index, flush=True)
     """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
@@ -579,7 +575,7 @@ def test_a_killed_process_is_continued_bit_for_bit(tmp_path):
 
     ids = make_ids(4000)
     whole, resumed = (make_trainer("locas", context="cache", epochs=2) for _ in range(2))
-    assert resumed.resume(tmp_path)
+    resume(resumed, tmp_path)
     assert 5 < len(resumed.chunks) < 400
     end = len(resumed.chunks) + 4
     for trainer in (whole, resumed):
@@ -601,77 +597,27 @@ def test_what_was_learned_survives_a_save_that_fails(tmp_path, monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(checkpoint.os, "fsync", full)
                 with pytest.raises(OSError, match=r"^checkpoint folder must be writable, got .* \(full\): free some"):
-                    trainer.save(tmp_path)
+                    save(trainer, tmp_path)
     assert without_time(trainer.chunks) == without_time(whole.chunks)
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     assert os.listdir(tmp_path) == [checkpoint.CHECKPOINT]
-
-
-def is_locked(folder) -> bool:
-    try:
-        checkpoint.Lock(folder).close()
-    except checkpoint.InUse:
-        return True
-    return False
-
-
-def test_a_folder_is_locked_while_it_is_written_to_and_free_afterwards(tmp_path):
-    ids, first, second = make_ids(24), make_trainer("plain"), make_trainer("plain")
-    message = f"^checkpoint folder must have one writer, got '{tmp_path}', which another reading is using: wait for it"
-    for _ in first.read(ids):
-        first.save(tmp_path)
-        for use in (second.save, second.resume):
-            with pytest.raises(ValueError, match=message):
-                use(tmp_path)
-    assert second.resume(tmp_path)
-    with pytest.raises(ValueError, match=message):
-        first.save(tmp_path)
-    read(second, ids)
-    first.save(tmp_path)
-    assert os.listdir(tmp_path) == [checkpoint.CHECKPOINT]
-
-
-def test_a_callers_lock_is_used_and_left_to_the_caller(tmp_path):
-    ids, trainer = make_ids(40), make_trainer("plain")
-    lock = checkpoint.Lock(tmp_path)
-    assert not trainer.resume(lock)
-    for _ in trainer.read(ids):
-        trainer.save(lock)
-    assert make_trainer("plain").resume(lock)
-    assert is_locked(tmp_path)
-    lock.close()
-    assert not is_locked(tmp_path)
-
-
-def test_an_abandoned_reading_does_not_unlock_the_one_that_follows(tmp_path):
-    ids, trainer = make_ids(40), make_trainer("plain")
-    former, later = trainer.read(ids), trainer.read(ids)
-    next(former)
-    next(later)
-    trainer.save(tmp_path)
-    former.close()
-    assert is_locked(tmp_path)
-    later.close()
-    assert not is_locked(tmp_path)
 
 
 def test_another_text_is_refused(tmp_path):
     ids, other = make_ids(24), make_ids(24, seed=1)
     trainer, resumed = make_trainer("plain"), make_trainer("plain")
     next(trainer.read(ids))
-    trainer.save(tmp_path)
-    resumed.resume(tmp_path)
-    digest, other_digest = (hashlib.sha256(text.numpy().tobytes()).hexdigest()[:12] for text in (ids, other))
-    for reader, begun, remedy in (
-        (trainer, "here", "call rewind() first, or make a new TestTimeTrainer"),
-        (resumed, f"in {str(tmp_path)!r}", "give that text, or choose another folder"),
-    ):
-        with pytest.raises(ValueError) as caught:
-            reader.read(other)
-        assert str(caught.value) == (
-            f"input_ids must be the document begun {begun} (sha256 {digest}), got another one ({other_digest}): "
-            f"{remedy}"
-        )
+    save(trainer, tmp_path)
+    digest, other_digest = digest_ids(ids), digest_ids(other)
+    message = "input_ids must be the document begun {} (sha256 {}), got another one ({}): {}"
+    begun = "here", digest[:12], other_digest[:12], "call rewind() first, or make a new TestTimeTrainer"
+    with pytest.raises(ValueError) as caught:
+        trainer.read(other)
+    assert str(caught.value) == message.format(*begun)
+    with pytest.raises(ValueError) as caught:
+        restore(tmp_path, checkpoint.load(tmp_path), resumed, other_digest)
+    begun = f"in {str(tmp_path)!r}", *begun[1:3], "give that text, or choose another folder"
+    assert str(caught.value) == message.format(*begun) and resumed.position == 0
 
 
 # Errors

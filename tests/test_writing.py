@@ -7,6 +7,7 @@ import torch
 from families import FAMILIES, GATED, make_host, make_tokens
 from peft import PeftModel, get_peft_model
 from torch.nn.functional import cosine_similarity, normalize
+from training import resume, save
 
 from locas_peft import LocasConfig, LocasLayer, SlotWriter, TestTimeTrainer, calibrate, empty_memories, write_tokens
 from locas_peft.slots.writing import make_slots
@@ -248,10 +249,10 @@ def test_reading_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
     for chunk in first.read(ids):
         if chunk.index == 5:
             break
-    first.save(tmp_path)
+    save(first, tmp_path)
     model = make_model(r=8)
     second = trainer_of(model)
-    assert second.resume(tmp_path)
+    resume(second, tmp_path)
     list(second.read(ids))
     assert [c.nll_nats for c in second.chunks] == [c.nll_nats for c in chunks]
     assert torch.equal(ups(model), ups(whole)) and torch.equal(downs(model), downs(whole))
@@ -259,7 +260,7 @@ def test_reading_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
     other = make_model(r=8)
     writer = SlotWriter(other, slots_per_chunk=1)
     with pytest.raises(ValueError, match="^writer: slots_per_chunk must be 2 as in the checkpoint in "):
-        TestTimeTrainer(other, window=8, stride=4, learning_rate=1e-3, writer=writer).resume(tmp_path)
+        resume(TestTimeTrainer(other, window=8, stride=4, learning_rate=1e-3, writer=writer), tmp_path)
 
 
 def test_a_written_memory_is_saved_loaded_and_merged(tmp_path):

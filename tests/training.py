@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from families import VOCABULARY, make_host
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer
+from locas_peft.memories import checkpoint
+from locas_peft.reading.resuming import capture, restore
 from locas_peft.ttt import Chunk
 
 CONTEXTS = ("recompute", "cache")
@@ -41,6 +44,17 @@ def make_trainer(kind: str = "locas", **settings) -> TestTimeTrainer:
 def read(trainer: TestTimeTrainer, ids: torch.Tensor) -> list[float]:
     """The nll of each chunk that is left."""
     return [chunk.nll_nats for chunk in trainer.read(ids)]
+
+
+def save(trainer: TestTimeTrainer, folder: Path) -> Path:
+    """Write a checkpoint, as `memorize` does."""
+    return checkpoint.save(folder, capture(trainer))
+
+
+def resume(trainer: TestTimeTrainer, folder: Path) -> None:
+    """Go on from a checkpoint, with the document that it is of."""
+    state = checkpoint.load(folder)
+    restore(folder, state, trainer, state.get("text"))
 
 
 def sgd(rate: float) -> Callable:

@@ -31,7 +31,7 @@ from transformers import (
 
 from books import encode_books, load_books, load_tokenizer, train_tokenizer
 from locas_peft.files import staged
-from locas_peft.ttt import checkpoint
+from locas_peft.memories import checkpoint
 
 CONTEXT_TOKENS = 512
 BATCH_WINDOWS = 16

@@ -53,10 +53,10 @@ def memorize(
     """
     from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory
-    from locas_peft.reading.record import CHECKPOINT_FOLDER, check_vacant, find_finished
+    from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, has_checkpoint
+    from locas_peft.reading.record import check_vacant, find_finished
     from locas_peft.selfstudy import load_exchanges
     from locas_peft.text import load_text
-    from locas_peft.ttt.checkpoint import has_checkpoint
 
     from .running import load, make_settings, read_each, show_readings, show_study
 

@@ -18,10 +18,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from locas_peft import backbone, text
 from locas_peft.bases import loading as base_models
 from locas_peft.memories import loading as memories
+from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
 from locas_peft.progress import follow, follow_study
 from locas_peft.reading import teaching
 from locas_peft.reading.comparison import plot_readings, tabulate_readings
-from locas_peft.reading.record import CHECKPOINT_FOLDER, Reading, check_vacant
+from locas_peft.reading.record import Reading, check_vacant
 from locas_peft.reading.settings import ReadingSettings
 
 from .console import deferring_signals, printable, show_progress, show_remarks, silence_libraries, warnings_as_lines

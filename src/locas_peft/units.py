@@ -6,19 +6,16 @@ left to that process, so that processes which are started on one folder, in any 
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from .files import load_json, write_json
+from .memories import checkpoint
 from .progress import Progress, silent
-from .ttt import checkpoint
 
 __all__ = ["Unit", "add_needed", "is_locked", "locked", "remove_unit", "run_units"]
 
@@ -42,7 +39,7 @@ class Unit:
     @property
     def checkpoint(self) -> Path:
         """The folder for an unfinished reading; removed when the result exists."""
-        return self.path.with_suffix(".checkpoint")
+        return self.memory / checkpoint.CHECKPOINT_FOLDER
 
     @property
     def unfinished(self) -> Path:
@@ -101,36 +98,30 @@ def is_locked(unit: Unit) -> bool:
     """Return whether a process is at work on a unit."""
     if not _lock_path(unit.path).exists():
         return False
-    with locked(unit.path, blocking=False) as held:
-        return not held
+    try:
+        with locked(unit.path, wait=False):
+            return False
+    except checkpoint.InUse:
+        return True
 
 
-@contextmanager
-def locked(path: Path, blocking: bool = True) -> Iterator[bool]:
-    """Hold a file's lock within the context; yield False if another process holds it."""
-    lock = FileLock(_lock_path(path))
-    try:
-        lock.acquire(blocking=blocking)
-    except Timeout:
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        with suppress(OSError):  # Windows removes no open file
-            os.unlink(lock.lock_file)  # while it is held: no other process can hold it then
-        lock.release()
+def locked(path: Path, wait: bool = True) -> AbstractContextManager[None]:
+    """Hold a result's lock within the context; for the errors see `checkpoint.held`."""
+    return checkpoint.held(_lock_path(path), wait)
 
 
 def _make(unit: Unit) -> bool:
     """Make a unit's result, unless another process holds the unit; return whether the result exists."""
     unit.path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(unit.path, blocking=False) as held:
-        if held:
-            if not unit.path.exists():
-                write_json(unit.path, unit.make())
-            _remove_unfinished(unit)  # not earlier: until the result exists, the work can continue from there
-    return held
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(unit.path, wait=False))
+        except checkpoint.InUse:
+            return False
+        if not unit.path.exists():
+            write_json(unit.path, unit.make())
+        _remove_unfinished(unit)  # not earlier: until the result exists, the work can continue from there
+    return True
 
 
 def _lock_path(path: Path) -> Path:
@@ -141,5 +132,6 @@ def _remove_unfinished(unit: Unit) -> None:
     checkpoint.remove(unit.checkpoint)
     for file in (unit.unfinished, unit.checkpoint / checkpoint.LOCK):
         file.unlink(missing_ok=True)
-    with suppress(OSError):  # it does not exist, or holds other files
-        unit.checkpoint.rmdir()
+    for folder in (unit.checkpoint, unit.memory):
+        with suppress(OSError):  # it does not exist, or holds other files
+            folder.rmdir()

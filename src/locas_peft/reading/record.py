@@ -18,17 +18,16 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from ..checks import describe_difference
 from ..files import finish_replacement, load_json, staged, write_json
 from ..memories.card import CARD, escape, make_card
+from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
 from ..memories.loading import MEMORY_CONFIG
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
 from ..text import digest_ids
 from ..ttt import perplexity
-from ..ttt.checkpoint import InUse, has_checkpoint, locked
 from ..tuner.memory_file import one_line
 from .settings import ReadingSettings
 
 __all__ = [
-    "CHECKPOINT_FOLDER",
     "READING",
     "Reading",
     "check_vacant",
@@ -41,8 +40,6 @@ READING = "reading.json"
 """The file in a memory's folder that holds the reading that made it."""
 FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES)
 """The files of a memory; no other is packed, unpacked or deleted."""
-CHECKPOINT_FOLDER = "checkpoint"
-"""The folder in a memory's folder that holds an unfinished reading."""
 _CARD_SETTINGS = [
     *("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings", "anchor"),
     *("passes", "seed", "dtype"),

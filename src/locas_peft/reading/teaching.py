@@ -5,8 +5,6 @@ All methods run in the same loop, so that their figures compare.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..memories import checkpoint
 from ..selfstudy import Exchange, SelfStudy, StudyStep
 from ..slots import SlotWriter
 from ..text import digest_ids
@@ -25,7 +24,6 @@ from ..ttt import (
     OwnText,
     TestTimeTrainer,
     at_marks,
-    checkpoint,
     choose_marks,
     cumulative,
     per_segment,
@@ -34,11 +32,10 @@ from ..ttt import (
 from .adapters import attached
 from .peak_memory import PeakMemory
 from .record import Reading, check_vacant, save_memory
+from .resuming import Checkpoints, restore
 from .settings import ReadingSettings
 
 __all__ = ["StopReading", "make_trainer", "memorize", "score"]
-
-_logger = logging.getLogger(__name__)
 
 ANCHOR_TOKENS = 128
 """The most tokens of a text that the base writes for the anchor."""
@@ -105,19 +102,23 @@ def memorize(
     if settings.method == "none":
         out = checkpoint_dir = None
     with ExitStack() as stack:
-        lock = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
+        folder = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
         if out is not None:
             check_vacant(out, resume=resume, overwrite=overwrite)
-        resuming = lock is not None and resume and checkpoint.has_checkpoint(lock.directory)
         model = stack.enter_context(attached(base, settings))
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
-        if resuming:
-            trainer.resume(lock)
+        state = checkpoint.load(folder) if resume and folder is not None else None
+        if state is not None:
+            restore(folder, state, trainer, digest_ids(input_ids))
         study = _make_study(model, tokenizer, input_ids, settings, exchanges)
-        if resuming and study is not None:
-            study.resume(lock)
-        checkpoints, stopped = _Checkpoints(lock, checkpoint_seconds, trainer, study), False
+        if state is not None and study is not None and "study" in state:
+            try:
+                study.load_state_dict(state["study"])
+            except (KeyError, TypeError, AttributeError) as error:
+                raise checkpoint.damaged(folder, error) from None
+        del state
+        checkpoints, stopped = Checkpoints(folder, checkpoint_seconds, trainer, study), False
         try:
             for chunk in trainer.chunks if on_chunk is not None else ():
                 on_chunk(chunk)
@@ -135,43 +136,9 @@ def memorize(
         reading = _make_reading(trainer, settings, input_ids, peak, **figures)
         if out is not None:
             save_memory(model, out, reading, None if study is None else study.exchanges)
-        if lock is not None and out is not None:
-            checkpoint.remove(lock.directory)
+        if folder is not None and out is not None:
+            checkpoint.remove(folder)
     return reading
-
-
-class _Checkpoints:
-    """Saves the state of a reading: where a checkpoint is due, and where a caller's function raises."""
-
-    def __init__(
-        self, lock: checkpoint.Lock | None, seconds: float, trainer: TestTimeTrainer, study: SelfStudy | None
-    ):
-        self._lock, self._seconds, self._trainer, self._study = lock, seconds, trainer, study
-        self._saved, self._failed = time.monotonic(), False
-
-    def after(self, step: Any, follow: Callable[[Any], None] | None, due: bool = False) -> None:
-        """Call a caller's function after a step; save a checkpoint if it is due."""
-        due = due or time.monotonic() - self._saved >= self._seconds
-        try:
-            if follow is not None:
-                follow(step)
-        except BaseException:
-            self.save()
-            raise
-        if due:
-            self.save()
-
-    def save(self) -> None:
-        if self._lock is None:
-            return
-        state = self._trainer.state_dict() | ({} if self._study is None else self._study.state_dict())
-        try:
-            checkpoint.save(self._lock.directory, state)
-        except OSError as failure:
-            if not self._failed:
-                _logger.warning("no checkpoint can be saved (%s); the reading goes on", failure.strerror or failure)
-            self._failed = True
-        self._saved = time.monotonic()
 
 
 def _make_study(

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ..asking import begin_rows, encode_question
 from ..model.causal_lm import CausalLM
 from ..text import find_start_token
-from ..ttt import checkpoint
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..ttt.objectives import token_losses
@@ -235,11 +234,11 @@ class SelfStudy:
         loss = self._distill([(lesson, 0) for lesson in chosen])
         (weight * loss).backward()
 
-    # ------------------------------------------------------------------ checkpoints
+    # ------------------------------------------------------------------ the state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors and plain values under the key "study"; the adapter's weights are not part of it."""
-        state = {
+        """Return the study's state, tensors and plain values; the adapter's weights are not part of it."""
+        return {
             "given": self._given,
             "blocks": self._blocks,
             "asked": self.asked,
@@ -252,24 +251,14 @@ class SelfStudy:
             "others": [vars(lesson) for lesson in self._others],
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
-        return {"study": state}
-
-    def resume(self, lock: checkpoint.Lock) -> None:
-        """Take over the study in a folder's checkpoint, if there is one, after the adapter's weights were restored.
-
-        Raises:
-            ValueError: the study was begun with other given exchanges, or is damaged.
-        """
-        state = (checkpoint.load(lock.directory) or {}).get("study")
-        if state is None:
-            return
-        try:
-            self.load_state_dict(state)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise checkpoint.damaged(lock.directory, error) from None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the value that `state_dict` returned under "study"."""
+        """Load what `state_dict` returned, after the adapter's weights were restored.
+
+        Raises:
+            ValueError: the study was begun with other given exchanges, or the state does not fit.
+            KeyError, TypeError, AttributeError: the state does not fit.
+        """
         if state["given"] != self._given:
             raise ValueError(
                 "exchanges must be those that the checkpoint was begun with, got others: give the former file, or "

@@ -5,7 +5,6 @@ in one batch, each into a LOCAS memory of its own.
 """
 
 from .anchor import Anchor, OwnText, write_own_text
-from .checkpoint import InUse
 from .chunks import Chunk, Span, at_marks, choose_marks, cumulative, cut, per_segment, perplexity, perplexity_of
 from .many import ManyReading, read_many
 from .objectives import OBJECTIVES, WEIGHTINGS, Objective, divergences, token_losses
@@ -17,7 +16,6 @@ __all__ = [
     "WEIGHTINGS",
     "Anchor",
     "Chunk",
-    "InUse",
     "ManyReading",
     "Objective",
     "OwnText",

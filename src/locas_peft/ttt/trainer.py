@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,11 @@ from ..model.causal_lm import CausalLM
 from ..slots import SlotWriter
 from ..text import digest_ids
 from ..tuner import trained_parameters, unwritten_memories
-from . import checkpoint
 from .anchor import Anchor
 from .chunks import Chunk, cut
 from .learner import Learner, OptimizerFactory
 from .loop import Loop, Row
-from .run_state import describe_run, find_difference, model_state, restore_model_state
+from .model_state import model_state, restore_model_state
 from .settings import TrainingSettings
 
 __all__ = ["TestTimeTrainer"]
@@ -74,7 +72,6 @@ class TestTimeTrainer:
 
     __test__ = False  # the name starts with Test: pytest would collect it
     _text: str | None
-    _resumed_from: Path | None
 
     def __init__(
         self,
@@ -109,8 +106,6 @@ class TestTimeTrainer:
             anchor.check(self._host)
         self._loop = Loop(self._host, settings, writer, anchor)
         self._optimizer = optimizer
-        self._iterator: object | None = None  # identifies the iterator of `read`; a later one takes its place
-        self._locks: dict[Path, checkpoint.Lock] = {}
         self.rewind()
 
     @property
@@ -180,131 +175,58 @@ class TestTimeTrainer:
             )
         text = digest_ids(ids)
         if self._text not in (None, text):
-            begun, remedy = "here", "call rewind() first, or make a new TestTimeTrainer"
-            if self._resumed_from is not None:
-                begun, remedy = f"in {str(self._resumed_from)!r}", "give that text, or choose another folder"
             raise ValueError(
-                f"input_ids must be the document begun {begun} (sha256 {self._text[:12]}), got another one "
-                f"({text[:12]}): {remedy}"
+                f"input_ids must be the document begun here (sha256 {self._text[:12]}), got another one "
+                f"({text[:12]}): call rewind() first, or make a new TestTimeTrainer"
             )
         self._text = text
         return self._read(ids.to(self._host.device))
 
     def rewind(self) -> None:
         """Forget the document, its records and its context; the adapter and the optimizer stay as they are."""
-        self._text, self._resumed_from = None, None
+        self._text = None
         self._row = Row(torch.empty(0, dtype=torch.long), self._learner)
         self._batch = self._loop.make_batch([self._row])
 
     def _read(self, ids: Tensor) -> Iterator[Chunk]:
-        iterator = self._iterator = object()
         self._row.ids = ids
-        try:
-            while True:
-                position, reading = self.position, self.chunks[-1].reading if self.chunks else 0
-                if position == len(ids):
-                    position, reading = 0, reading + 1
-                    self._batch = self._loop.make_batch([self._row])
-                if reading == self.settings.readings:
-                    self._loop.finish(self._row)
-                    return
-                span = next(cut(len(ids), self.settings.window, self.settings.stride, position))
-                (self._batch,) = self._loop.step(self._batch, span, reading)
-                yield self.chunks[-1]
-        finally:
-            if self._iterator is iterator:
-                self._iterator = None
-                self._release_locks()
+        while True:
+            position, reading = self.position, self.chunks[-1].reading if self.chunks else 0
+            if position == len(ids):
+                position, reading = 0, reading + 1
+                self._batch = self._loop.make_batch([self._row])
+            if reading == self.settings.readings:
+                self._loop.finish(self._row)
+                return
+            span = next(cut(len(ids), self.settings.window, self.settings.stride, position))
+            (self._batch,) = self._loop.step(self._batch, span, reading)
+            yield self.chunks[-1]
 
     def _list_trained(self) -> list[nn.Parameter]:
         """Return what is trained; nothing for a plain model, whose own weights all require gradients."""
         return trained_parameters(self.model) if self._host.has_adapter() else []
 
-    # ------------------------------------------------------------------ checkpoints
+    # ------------------------------------------------------------------ the state
 
-    def save(self, directory: str | Path | checkpoint.Lock) -> Path:
-        """Write all that a bit-identical continuation needs into a folder, in place of a former checkpoint.
-
-        Between two records of `read` the folder then stays locked for other writers until the reading ends. The
-        argument may also be the caller's lock on it. The checkpoint's path is returned.
-
-        Raises:
-            ValueError: another process or trainer writes there, or the optimizer's state is not tensors and numbers.
-            OSError: it cannot be written; the former checkpoint stands.
-        """
-        directory = self._lock(directory)
-        try:
-            return checkpoint.save(directory, self.state_dict())
-        finally:
-            if self._iterator is None:
-                self._release_locks()
-
-    def resume(self, directory: str | Path | checkpoint.Lock) -> bool:
-        """Load the checkpoint of a folder: `read` of the same document goes on where it was saved. False without one.
-
-        Model, adapter configuration and settings must be those of the checkpoint. It replaces the adapter's weights,
-        torch's random state and the trainer's own state, its anchor's texts included: the base may write others on
-        another machine. Where it is refused, all of these are as before. The folder, or the caller's lock on it, stays
-        locked for other writers until the reading ends.
-
-        Raises:
-            ValueError: a checkpoint of another model, adapter or setting, a damaged one, or one in use.
-        """
-        folder = directory.directory if isinstance(directory, checkpoint.Lock) else Path(directory)
-        if not checkpoint.has_checkpoint(folder):
-            return False
-        self._lock(directory)
-        resumed = False
-        try:
-            state = checkpoint.load(folder)
-            if state is not None:
-                self._load(state, folder)
-                resumed, self._resumed_from = True, folder
-        finally:
-            if not resumed:
-                self._release_locks()
-        return resumed
-
-    def _load(self, state: dict[str, Any], folder: Path) -> None:
-        """Load a checkpoint's state; where it is refused, restore the state before."""
-        before = self.state_dict()
-        try:
-            difference = find_difference(before["run"], state["run"], folder)
-            if difference is None:
-                self.load_state_dict(state)
-        except BaseException as error:
-            self.load_state_dict(before)
-            if not isinstance(error, Exception):
-                raise
-            raise checkpoint.damaged(folder, error) from None  # entries of another kind or shape than we write
-        if difference is not None:
-            raise ValueError(difference)
-
-    def _lock(self, directory: str | Path | checkpoint.Lock) -> Path:
-        """Lock a folder until the reading ends, unless the caller has locked it; return its path."""
-        if isinstance(directory, checkpoint.Lock):
-            return directory.directory
-        key = Path(directory).resolve()
-        if key not in self._locks:
-            self._locks[key] = checkpoint.Lock(directory)
-        return Path(directory)
-
-    def _release_locks(self) -> None:
-        while self._locks:
-            self._locks.popitem()[1].close()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the reading: copies of tensors on the CPU, and plain values."""
+    def describe(self) -> dict[str, Any]:
+        """Return, as plain values, what a trainer must share with this one to go on with its state."""
         writer, anchor = self._loop.writer, self.anchor
         named = self._optimizer if hasattr(self._optimizer, "__qualname__") else type(self._optimizer)
-        settings = {
+        return {
             **asdict(self.settings),
             "optimizer": None if self._optimizer is None else f"{named.__module__}.{named.__qualname__}",
             "writer": None if writer is None else writer.settings,
             "anchor": None if anchor is None else anchor.settings,
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a bit-identical continuation needs: copies of tensors on the CPU, and plain values.
+
+        That is the state of the reading, of what is trained, of the optimizer, of the anchor's texts, and torch's
+        random state.
+        """
         state = {
-            "run": {**describe_run(self.model, settings), "text": self._text},
+            "text": self._text,
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
             "final": self.final,
@@ -312,7 +234,7 @@ class TestTimeTrainer:
             "model": model_state(self.model, self._list_trained()),
             "learner": self._learner.state_dict(),
             "cache": self._batch.cache.state_dict(),
-            "anchor": None if anchor is None else anchor.known_texts,
+            "anchor": None if self.anchor is None else self.anchor.known_texts,
             "random": {"cpu": torch.get_rng_state()},
         }
         if self._host.device.type == "cuda":
@@ -320,7 +242,22 @@ class TestTimeTrainer:
         return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, of a trainer with the same model and settings."""
+        """Load what `state_dict` returned, of a trainer whose model is the same and whose `describe` is equal.
+
+        `read` of the same document then goes on where that trainer was. The adapter's weights, the anchor's texts and
+        torch's random state are replaced. Where the state is refused, all of these are as before.
+
+        Raises:
+            ValueError, KeyError, TypeError, AttributeError, RuntimeError: the state does not fit.
+        """
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except BaseException:
+            self._load(before)
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
         chunks = [Chunk(**record) for record in state["chunks"]]
         _check_records(chunks, self.settings)
         restore_model_state(self.model, self._list_trained(), state["model"])
@@ -331,7 +268,7 @@ class TestTimeTrainer:
         self._row.chunks, self._row.skipped_chunks = chunks, int(state["skipped_chunks"])
         # Compared again, an adapter that has studied since could be taken back to its state before.
         self._row.final = None if state["final"] is None else (float(state["final"][0]), float(state["final"][1]))
-        self._text = state["run"]["text"]
+        self._text = state["text"]
         if self.anchor is not None:
             self._loop.anchor = self.anchor.with_texts(state["anchor"])
             self.anchor.check(self._host)

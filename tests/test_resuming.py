@@ -8,11 +8,24 @@ import pytest
 import torch
 from families import FAMILIES, VOCABULARY, make_host
 from peft import get_peft_model
-from training import SETTINGS, assert_same, make_ids, make_model, make_trainer, read, sgd, spoil, weights_of
+from training import (
+    SETTINGS,
+    assert_same,
+    make_ids,
+    make_model,
+    make_trainer,
+    read,
+    resume,
+    save,
+    sgd,
+    spoil,
+    weights_of,
+)
 
 from locas_peft import LocasConfig
-from locas_peft.ttt import TestTimeTrainer, checkpoint
-from locas_peft.ttt.run_state import fingerprint
+from locas_peft.memories import checkpoint
+from locas_peft.reading.resuming import fingerprint
+from locas_peft.ttt import TestTimeTrainer
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
@@ -63,7 +76,7 @@ def test_the_fingerprint_is_that_of_the_base():
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, message):
     trainer = make_trainer()
     read(trainer, make_ids(24))
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
 
     change = dict(change)
     spoiled = change.pop("spoiled", False)
@@ -74,7 +87,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, message):
     other = TestTimeTrainer(model, **SETTINGS | change)
     before = weights_of(model)
     with pytest.raises(ValueError) as caught:
-        other.resume(tmp_path)
+        resume(other, tmp_path)
     assert str(caught.value).startswith(message.format(tmp_path)) and "\n" not in str(caught.value)
     assert other.position == 0
     after = weights_of(model)
@@ -119,7 +132,7 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
     reading = trainer.read(ids)
     next(reading)
     next(reading)
-    state = checkpoint.load(trainer.save(tmp_path).parent)
+    state = checkpoint.load(save(trainer, tmp_path).parent)
     tamper(state)
     checkpoint.save(tmp_path, state)
     reading.close()
@@ -127,7 +140,7 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
     before, config = weights_of(fresh.model), fresh.model.peft_config["default"].to_dict()
     random = torch.get_rng_state()
     with pytest.raises(ValueError) as caught:
-        fresh.resume(tmp_path)
+        resume(fresh, tmp_path)
     path = tmp_path / checkpoint.CHECKPOINT
     assert str(caught.value).startswith(f"checkpoint must be whole, got the damaged file {str(path)!r} (")
     assert str(caught.value).endswith("): delete it to start afresh") and "\n" not in str(caught.value)
@@ -142,12 +155,12 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
 def test_what_changes_no_arithmetic_may_differ(tmp_path):
     trainer = make_trainer()
     read(trainer, make_ids(24))
-    trainer.save(tmp_path)
+    save(trainer, tmp_path)
     model = get_peft_model(
         make_host("llama"), LocasConfig(r=4, scaling=16.0, output_scale="paper", task_type="CAUSAL_LM", revision="x")
     )
     model.add_adapter("inactive", LocasConfig(r=2))
     resumed = TestTimeTrainer(model, **SETTINGS)
-    assert resumed.resume(tmp_path)
+    resume(resumed, tmp_path)
     expected = weights_of(trainer.model)
     assert_same({name: value for name, value in weights_of(model).items() if name in expected}, expected)

@@ -1,4 +1,4 @@
-"""The state of an unfinished reading in one file, and the lock of its folder.
+"""The checkpoint of an unfinished reading: its file, its folder, and the lock of that folder.
 
 A checkpoint is written to a temporary file, flushed and renamed, so that a kill, a full disk or a power cut leaves one
 that can be loaded. It is loaded with `weights_only`: it holds tensors and plain values, and runs no code.
@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import io
 import os
-import weakref
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
 
-__all__ = ["CHECKPOINT", "InUse", "Lock", "damaged", "has_checkpoint", "load", "locked", "remove", "save"]
+__all__ = ["CHECKPOINT", "CHECKPOINT_FOLDER", "LOCK", "InUse", "damaged", "has_checkpoint", "held", "load", "locked"]
+__all__ += ["remove", "save"]
 
+CHECKPOINT_FOLDER = "checkpoint"
+"""The folder in a memory's folder that holds an unfinished reading."""
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
-_KIND, _VERSION = "locas-checkpoint", 6
+_KIND, _VERSION = "locas-checkpoint", 7
 
 
 def has_checkpoint(directory: str | Path) -> bool:
@@ -96,48 +98,6 @@ def remove(directory: str | Path) -> None:
         (Path(directory) / name).unlink(missing_ok=True)
 
 
-class InUse(ValueError):
-    """Another writer holds a checkpoint's folder."""
-
-
-class Lock:
-    """Holds a folder (`directory`) for one writer, until `close` or the end of the process, in whatever way it ends.
-
-    Raises:
-        InUse: another process, or another trainer of this one, holds it.
-        OSError: the folder cannot be made or written.
-    """
-
-    def __init__(self, directory: str | Path):
-        self.directory = directory = Path(directory)
-        lock = FileLock(directory / LOCK, timeout=0, thread_local=False)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-            file = os.stat(lock.lock_file)
-        except Timeout:
-            raise InUse(
-                f"checkpoint folder must have one writer, got {str(directory)!r}, which another reading is using: "
-                "wait for it, or choose another folder"
-            ) from None
-        except OSError as error:
-            raise _explain(error, directory) from error
-        self._release = weakref.finalize(self, _release, lock, file)
-
-    def close(self) -> None:
-        """Free the folder; a second call does nothing."""
-        self._release()
-
-
-def _release(lock: FileLock, file: os.stat_result) -> None:
-    with suppress(OSError):
-        # Not the lock of a later holder, after the folder was removed. While it is held: filelock then refuses a
-        # process that has opened the same file in between.
-        if os.path.samestat(os.stat(lock.lock_file), file):
-            os.unlink(lock.lock_file)
-    lock.release()
-
-
 def _explain(error: OSError, directory: Path) -> OSError:
     explained = OSError(
         f"checkpoint folder must be writable, got {str(directory)!r} ({error.strerror or error}): "
@@ -160,15 +120,64 @@ def _check_plain(value: Any) -> None:
         )
 
 
+# ---------------------------------------------------------------------- locks
+
+
+class InUse(ValueError):
+    """Another process, or another holder in this one, has a lock."""
+
+
 @contextmanager
-def locked(directory: str | Path) -> Iterator[Lock]:
-    """Lock a checkpoint's folder; afterwards remove it where it is empty, and the parents that were made for it."""
+def locked(directory: str | Path) -> Iterator[Path]:
+    """Hold a checkpoint's folder for one writer within the context.
+
+    The folder is made where it is missing. Afterwards it is removed where it is empty, with parents that were made.
+
+    Raises:
+        InUse: another reading holds it.
+        OSError: it cannot be made or written.
+    """
     directory = Path(directory)
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
-        with closing(Lock(directory)) as lock:
-            yield lock
+        with ExitStack() as stack:
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(held(directory / LOCK))
+            except InUse:
+                raise InUse(
+                    f"checkpoint folder must have one writer, got {str(directory)!r}, which another reading is using: "
+                    "wait for it, or choose another folder"
+                ) from None
+            except OSError as error:
+                raise _explain(error, directory) from error
+            yield directory
     finally:
         for folder in dict.fromkeys((directory, *made)):
             with suppress(OSError):
                 folder.rmdir()
+
+
+@contextmanager
+def held(path: str | Path, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file within the context, and at most until the process ends, in whatever way; then remove it.
+
+    Raises:
+        InUse: another one holds it, and `wait` is False.
+        OSError: it cannot be written.
+    """
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(blocking=wait)
+    except Timeout:
+        raise InUse(f"{str(path)!r} must have one holder, got another one: wait for it") from None
+    file = os.stat(path)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes no open file
+            # Not the lock of a later holder, after the folder was removed. While it is held: filelock then refuses a
+            # process that has opened the same file in between.
+            if os.path.samestat(os.stat(path), file):
+                os.unlink(path)
+        lock.release()

@@ -1,0 +1,143 @@
+"""The checkpoints of a reading: when its state is saved, and whether a saved state is of the same run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..checks import describe_difference
+from ..memories import checkpoint
+from ..selfstudy import SelfStudy
+from ..ttt import TestTimeTrainer
+from ..ttt.model_state import active_configs
+from ..tuner.modes import ADAPTER_LAYERS, base_parameters
+
+__all__ = ["Checkpoints", "capture", "fingerprint", "restore"]
+
+_logger = logging.getLogger(__name__)
+# "host" describes the base, which is compared by its fingerprint; calibration fills in "slots".
+_NO_ARITHMETIC = {"auto_mapping", "base_model_name_or_path", "host", "inference_mode", "peft_version", "revision"}
+_NO_ARITHMETIC |= {"slots", "task_type"}
+
+
+class Checkpoints:
+    """Saves the state of a reading: where a checkpoint is due, and where a caller's function raises."""
+
+    def __init__(self, folder: Path | None, seconds: float, trainer: TestTimeTrainer, study: SelfStudy | None):
+        self._folder, self._seconds, self._trainer, self._study = folder, seconds, trainer, study
+        self._saved, self._failed = time.monotonic(), False
+
+    def after(self, step: Any, follow: Callable[[Any], None] | None, due: bool = False) -> None:
+        """Call a caller's function after a step; save a checkpoint if it is due."""
+        due = due or time.monotonic() - self._saved >= self._seconds
+        try:
+            if follow is not None:
+                follow(step)
+        except BaseException:
+            self.save()
+            raise
+        if due:
+            self.save()
+
+    def save(self) -> None:
+        if self._folder is None:
+            return
+        state = capture(self._trainer)
+        if self._study is not None:
+            state["study"] = self._study.state_dict()
+        try:
+            checkpoint.save(self._folder, state)
+        except OSError as failure:
+            if not self._failed:
+                _logger.warning("no checkpoint can be saved (%s); the reading goes on", failure.strerror or failure)
+            self._failed = True
+        self._saved = time.monotonic()
+
+
+def capture(trainer: TestTimeTrainer) -> dict[str, Any]:
+    """Return a trainer's state together with what a continuation must share with its run, as plain values."""
+    return {"run": _describe_run(trainer), **trainer.state_dict()}
+
+
+def restore(directory: str | Path, state: dict[str, Any], trainer: TestTimeTrainer, text_sha256: str) -> None:
+    """Load a checkpoint's state into the trainer that will go on with it.
+
+    Of an adapter's configuration, the fields that change its arithmetic must be the same. The fields that calibration
+    fills in are restored. Where the state is refused, the trainer, its model and torch's random state are as before.
+
+    Args:
+        directory: the checkpoint's folder, for messages.
+        state: from `load`.
+        text_sha256: of the document that will be read, as `text.digest_ids` returns it.
+
+    Raises:
+        ValueError: the checkpoint is of another model, adapter, setting or text, or it is damaged.
+    """
+    try:
+        difference = _find_difference(_describe_run(trainer), state["run"], directory)
+        begun = state["text"]
+        if difference is None and begun not in (None, text_sha256):
+            difference = (
+                f"input_ids must be the document begun in {str(directory)!r} (sha256 {begun[:12]}), got another one "
+                f"({text_sha256[:12]}): give that text, or choose another folder"
+            )
+        if difference is None:
+            trainer.load_state_dict(state)
+    except Exception as error:  # entries of another kind or shape than we write
+        raise checkpoint.damaged(directory, error) from None
+    if difference is not None:
+        raise ValueError(difference)
+
+
+def _describe_run(trainer: TestTimeTrainer) -> dict[str, Any]:
+    adapters = {}
+    for name, config in active_configs(trainer.model).items():
+        fields = {field: value for field, value in config.to_dict().items() if field not in _NO_ARITHMETIC}
+        text = json.dumps(fields, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+        adapters[name] = json.loads(text)
+    return {"settings": trainer.describe(), "adapters": adapters, "base": fingerprint(trainer.model)}
+
+
+def _find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: str | Path) -> str | None:
+    """Return the message for the first difference between two results of `_describe_run`; None where there is none."""
+    where = f"the checkpoint in {str(directory)!r}"
+    compared = [("", ours["settings"], theirs["settings"])]
+    for name, config in ours["adapters"].items():
+        compared.append((f"adapter {name!r}: ", config, theirs["adapters"].get(name, config)))
+    for prefix, here, recorded in compared:
+        remedy = "give the former value, or choose another folder"
+        difference = describe_difference(here, recorded, where, remedy, prefix)
+        if difference is not None:
+            return difference
+    if ours["adapters"].keys() != theirs["adapters"].keys():
+        return (
+            f"active adapters must be {sorted(theirs['adapters'])} as in {where}, got {sorted(ours['adapters'])}: "
+            "activate those, or choose another folder"
+        )
+    if ours["base"] != theirs["base"]:
+        return (
+            f"model must be the one of {where}, got other base weights: load that model in the same dtype, or choose "
+            "another folder"
+        )
+    return None
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return a hash over the base's frozen parameters: names, shapes, dtypes, and the first 16 numbers of each.
+
+    It is the same with and without adapters.
+    """
+    digest = hashlib.sha256()
+    adapted = any(isinstance(module, ADAPTER_LAYERS) for module in model.modules())
+    for name, parameter in base_parameters(model):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if not (adapted and parameter.requires_grad) and parameter.device.type != "meta":
+            digest.update(repr(parameter.detach().reshape(-1)[:16].double().tolist()).encode())
+    return digest.hexdigest()

@@ -1,0 +1,65 @@
+"""What training changes in a model: parameters, buffers of adapters, and fields that calibration fills in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tuner.modes import ADAPTER_LAYERS
+
+__all__ = ["active_configs", "model_state", "restore_model_state"]
+
+_FILLED_BY_CALIBRATION = ("slots",)
+
+
+def _adapter_modules(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, ADAPTER_LAYERS)}
+
+
+def active_configs(model: nn.Module) -> dict[str, Any]:
+    """Return the configurations of the active adapters, by name."""
+    names = dict.fromkeys(name for module in _adapter_modules(model).values() for name in module.active_adapters)
+    configs = getattr(model, "peft_config", None) or {}
+    return {name: configs[name] for name in names if name in configs}
+
+
+def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, Any]:
+    """Return the trained parameters, the active adapters' buffers, and the fields that calibration fills in."""
+    trained = {id(parameter) for parameter in trained}
+    active = active_configs(model)
+    inactive = (getattr(model, "peft_config", None) or {}).keys() - active.keys()
+    return {
+        "parameters": {name: value for name, value in model.named_parameters() if id(value) in trained},
+        "buffers": {
+            f"{prefix}.{name}": buffer
+            for prefix, module in _adapter_modules(model).items()
+            for name, buffer in module.named_buffers()
+            if not name.startswith(("base_layer.", "original_module.")) and name.rpartition(".")[2] not in inactive
+        },
+        "filled": {
+            name: {field: getattr(config, field) for field in _FILLED_BY_CALIBRATION if hasattr(config, field)}
+            for name, config in active.items()
+        },
+    }
+
+
+@torch.no_grad()
+def restore_model_state(model: nn.Module, trained: Iterable[nn.Parameter], state: dict[str, Any]) -> None:
+    """Copy what `model_state` returned into a model; raise a `ValueError` where other tensors are trained here."""
+    own = model_state(model, trained)
+    for kind in ("parameters", "buffers"):
+        if own[kind].keys() != state[kind].keys():
+            raise ValueError(f"other {kind} than those that are trained")
+        for name, tensor in own[kind].items():
+            value = state[kind][name]
+            if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+                raise ValueError(
+                    f"{name} is {list(value.shape)} {value.dtype}, expected {list(tensor.shape)} {tensor.dtype}"
+                )
+            tensor.copy_(value)
+    for name, fields in state["filled"].items():
+        for field, value in fields.items():
+            setattr(model.peft_config[name], field, value)
