@@ -9,13 +9,25 @@ import pytest
 import torch
 from families import make_host
 from peft import LoraConfig, get_peft_model
-from training import SETTINGS, assert_same, make_ids, make_trainer, read, resume, save, trained_weights, weights_of
+from training import (
+    SETTINGS,
+    assert_same,
+    make_ids,
+    make_model,
+    make_trainer,
+    read,
+    resume,
+    save,
+    trained_weights,
+    weights_of,
+)
 
-from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone, read_many
+from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone, calibrate, read_many
 from locas_peft.memories import checkpoint
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Chunk
 from locas_peft.ttt.brake import LONGEST, NOISE, TOLERANCE, is_due, is_worse
+from locas_peft.tuner import empty_memories
 
 CHUNK = Chunk(0, 0, 8, tokens=8, nll_nats=24.0, seconds=0.0, learned=True)
 SMALL = {"window": 96, "stride": 48}
@@ -155,6 +167,44 @@ def test_resuming_is_bit_identical_after_an_adapter_was_taken_back(kind, english
     checkpoint.save(tmp_path, {**state, "good": state["good"][1:]})
     with pytest.raises(ValueError, match="^checkpoint must be whole"):
         resume(make_ruinous(kind, context="cache"), tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["lora", "locas"])
+@pytest.mark.parametrize("chunks_before", [1, 3])
+def test_an_adapter_that_is_enabled_later_learns_as_if_the_text_began_there(kind, chunks_before):
+    """It is calibrated on its first chunk; the brake can take it back to its state before that chunk."""
+    ids, trainer = make_ids(80), make_trainer(kind, brake=True)
+    trainer.model.disable_adapter_layers()
+    reading = trainer.read(ids)
+    before = [next(reading) for _ in range(chunks_before)]
+    assert not any(chunk.learned for chunk in before)
+    trainer.model.enable_adapter_layers()
+    fresh = trained_weights(trainer.model)
+    if kind == "locas":
+        assert empty_memories(trainer.model) == ["default"]
+    after = list(reading)
+    assert all(chunk.learned or chunk.taken_back for chunk in after) and after[0].learned
+    assert not empty_memories(trainer.model)
+    assert any(not torch.equal(value, fresh[name]) for name, value in trained_weights(trainer.model).items())
+    if kind == "locas":
+        alone = make_model("locas")
+        calibrate(alone, [ids[None, 8 * chunks_before : 8 * chunks_before + 8]])
+        assert trainer.model.peft_config["default"].slots == alone.peft_config["default"].slots
+
+
+def test_an_adapter_that_is_enabled_after_the_last_chunk_is_not_compared():
+    trainer = make_trainer("lora", brake=True)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=100.0)
+    before = trained_weights(trainer.model)
+    trainer.model.disable_adapter_layers()
+    reading = trainer.read(make_ids(16))
+    for _ in range(2):
+        next(reading)
+    trainer.model.enable_adapter_layers()
+    assert list(reading) == [] and trainer.final is None and trainer.taken_back == []
+    assert_same(trained_weights(trainer.model), before)
 
 
 def test_a_finished_reading_is_not_compared_again_after_it_is_resumed(tmp_path):

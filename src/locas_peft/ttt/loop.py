@@ -140,10 +140,11 @@ class Loop:
         began = time.perf_counter()
         learning = bool(batch.rows[0].learner.parameters())
         with evaluating(self.host.model), bypassing(self._bypassed):
-            if learning and not batch.rows[0].chunks:
-                if batch.adapters is None:
-                    calibrate_empty(self.host.model, self.first_chunk(batch.rows[0]))
-                for row in batch.rows if self.settings.brake else ():
+            if learning and batch.adapters is None:
+                # Not at the first chunk alone: the adapter may have been enabled after it.
+                calibrate_empty(self.host.model, self._window(batch, span.start, span.stop))
+            for row in batch.rows if learning and self.settings.brake else ():
+                if not row.chunks or row.learner.good is None:
                     row.learner.keep_good()
             if learning and self.settings.epochs > 1:
                 paused = time.perf_counter()
@@ -178,6 +179,8 @@ class Loop:
         """
         scored = [chunk for chunk in row.chunks if chunk.tokens]
         if not self.settings.brake or row.final is not None or not row.learner.parameters() or not scored:
+            return
+        if row.learner.good is None:  # the adapter was enabled after the last chunk
             return
         began = time.perf_counter()
         chunk = next((chunk for chunk in reversed(scored) if chunk.base_nll_nats is not None), scored[-1])
@@ -318,7 +321,7 @@ class Loop:
 def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:
     """Calibrate the memories that are still empty, or one of them, on the first chunk, a LongTensor [B, N].
 
-    Later tokens would leak into scores that are still to be taken.
+    That is the first chunk that they take part in: later tokens would leak into scores that are still to be taken.
     """
     for name in empty_memories(model, adapter_name):
         calibrate(model, [input_ids], name)
