@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +119,13 @@ def load_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:
         raise ValueError(f"LoCoMo data must be an existing file, got {str(path)!r}: check the path") from None
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"LoCoMo data must be readable as JSON, got {str(path)!r} ({error}): {remedy}") from None
-    samples = [samples] if isinstance(samples, dict) else samples
-    if not isinstance(samples, list) or not any(isinstance(one, dict) and "conversation" in one for one in samples):
-        rule = "must be a list of samples with 'conversation' and 'qa'"
-        raise ValueError(f"LoCoMo data {rule}, got {str(path)!r} without any: {remedy}")
-    conversations: dict[str, Conversation] = {}
     problems: list[str] = []
-    for number, sample in enumerate(samples):
-        name = f"{path.name}[{number}]"
-        try:
-            one = _parse_sample(sample, name, problems)
-            if one.sample_id in conversations:
-                raise ValueError(f"{name}.sample_id must be unique, got {one.sample_id!r} again: sample left out")
-            conversations[one.sample_id] = one
-        except ValueError as error:
-            problems.append(str(error))
+    samples = samples if isinstance(samples, list) else [samples]
+    conversations = _parse_each(partial(_parse_sample, problems=problems, known=set()), samples, path.name, problems)
     if not conversations:
-        raise ValueError(f"LoCoMo data must hold a conversation, got none in {str(path)!r} ({problems[0]}): {remedy}")
-    return list(conversations.values()), problems
+        first = f" ({problems[0]})" if problems else ""
+        raise ValueError(f"LoCoMo data must hold a conversation, got none in {str(path)!r}{first}: {remedy}")
+    return conversations, problems
 
 
 def choose_conversations(conversations: Sequence[Conversation], names: Sequence[str] | None) -> list[Conversation]:
@@ -150,69 +140,70 @@ def choose_conversations(conversations: Sequence[Conversation], names: Sequence[
     return [conversation for conversation in conversations if names is None or conversation.sample_id in names]
 
 
-def _parse_sample(sample: Any, name: str, problems: list[str]) -> Conversation:
-    if not isinstance(sample, dict) or not isinstance(sample.get("conversation"), dict):
-        raise ValueError(f"{name} must have a 'conversation', got none: sample left out")
-    talk = sample["conversation"]
+def _parse_each(parse: Callable[[Any, str], Any], records: list[Any], name: str, problems: list[str]) -> list[Any]:
+    """Parse the records of a list; one that raises a `ValueError` is left out, and its message kept in `problems`."""
+    parsed = []
+    for number, record in enumerate(records):
+        try:
+            parsed.append(parse(record, f"{name}[{number}]"))
+        except ValueError as error:
+            problems.append(str(error))
+    return parsed
+
+
+def _require(holds: object, message: str) -> None:
+    if not holds:
+        raise ValueError(message)
+
+
+def _parse_sample(sample: Any, name: str, problems: list[str], known: set[str]) -> Conversation:
+    talk = sample.get("conversation") if isinstance(sample, dict) else None
+    _require(isinstance(talk, dict), f"{name} must have a 'conversation', got none: sample left out")
     sample_id = str(sample.get("sample_id") or name)
-    if not re.fullmatch(r"[\w.\[\]-]+", sample_id) or sample_id.startswith("."):
-        rule = "must be letters, digits, - and _"
-        raise ValueError(f"{name}.sample_id {rule}, got {sample_id!r}: sample left out, rename it")
+    rule = f"{name}.sample_id must be letters, digits, - and _, got {sample_id!r}: sample left out, rename it"
+    _require(re.fullmatch(r"[\w\[\]-][\w.\[\]-]*", sample_id), rule)
+    _require(sample_id not in known, f"{name}.sample_id must be unique, got {sample_id!r} again: sample left out")
     sessions = []
     for number in sorted(int(key[8:]) for key in talk if re.fullmatch(r"session_\d+", key)):
-        turns = tuple(_parse_turns(talk[f"session_{number}"], f"{name}.conversation.session_{number}", problems))
-        date_time = talk.get(f"session_{number}_date_time")
-        sessions += [Session(number, date_time if isinstance(date_time, str) else None, turns)] if turns else []
-    if not sessions:
-        rule = "must have a session with turns"
-        raise ValueError(f"{name}.conversation {rule}, got none in {sample_id!r}: sample left out")
-    speakers = [str(talk.get(key) or "") for key in ("speaker_a", "speaker_b")]
-    if not all(speakers):
-        found = list(dict.fromkeys(turn.speaker for session in sessions for turn in session.turns))
-        speakers = [found[0], found[min(1, len(found) - 1)]]
+        key = f"session_{number}"
+        turns, date_time, place = talk[key], talk.get(f"{key}_date_time"), f"{name}.conversation.{key}"
+        if not isinstance(turns, list):
+            problems.append(f"{place} must be a list of turns, got {type(turns).__name__}: session left out")
+        elif parsed := _parse_each(_parse_turn, turns, place, problems):
+            sessions.append(Session(number, date_time if isinstance(date_time, str) else None, tuple(parsed)))
+    rule = f"{name}.conversation must have a session with turns, got none in {sample_id!r}: sample left out"
+    _require(sessions, rule)
+    found = list(dict.fromkeys(turn.speaker for session in sessions for turn in session.turns))
+    speakers = str(talk.get("speaker_a") or found[0]), str(talk.get("speaker_b") or found[-1])
     entries = sample.get("qa")
     if not isinstance(entries, list):
         problems.append(f"{name}.qa must be a list of questions, got none in {sample_id!r}: no question is asked")
         entries = []
-    questions = []
-    for index, entry in enumerate(entries):
-        try:
-            questions.append(_parse_question(entry, index, f"{name}.qa[{index}]"))
-        except ValueError as error:
-            problems.append(str(error))
-    return Conversation(sample_id, tuple(speakers), tuple(sessions), tuple(questions))
+    questions = _parse_each(_parse_question, list(enumerate(entries)), f"{name}.qa", problems)
+    known.add(sample_id)
+    return Conversation(sample_id, speakers, tuple(sessions), tuple(questions))
 
 
-def _parse_turns(turns: Any, name: str, problems: list[str]) -> Iterator[Turn]:
-    if not isinstance(turns, list):
-        problems.append(f"{name} must be a list of turns, got {type(turns).__name__}: session left out")
-        return
-    for number, turn in enumerate(turns):
-        fields = [turn.get(key) for key in ("dia_id", "speaker", "text")] if isinstance(turn, dict) else [None]
-        if not all(isinstance(field, str) for field in fields):
-            problems.append(f"{name}[{number}] must have dia_id, speaker and text, got {turn!r:.60}: turn left out")
-            continue
-        caption = turn.get("blip_caption")
-        yield Turn(*fields, caption if isinstance(caption, str) and caption.strip() else None)
+def _parse_turn(turn: Any, name: str) -> Turn:
+    fields = [turn.get(key) for key in ("dia_id", "speaker", "text")] if isinstance(turn, dict) else [None]
+    whole = all(isinstance(field, str) for field in fields)
+    _require(whole, f"{name} must have dia_id, speaker and text, got {turn!r:.60}: turn left out")
+    caption = turn.get("blip_caption")
+    return Turn(*fields, caption if isinstance(caption, str) and caption.strip() else None)
 
 
-def _parse_question(entry: Any, index: int, name: str) -> LocomoQuestion:
-    if not isinstance(entry, dict) or not str(entry.get("question") or "").strip():
-        raise ValueError(f"{name} must have a 'question', got {entry!r:.60}: left out")
+def _parse_question(numbered: tuple[int, Any], name: str) -> LocomoQuestion:
+    index, entry = numbered
+    asked = str(entry.get("question") or "").strip() if isinstance(entry, dict) else ""
+    _require(asked, f"{name} must have a 'question', got {entry!r:.60}: left out")
     category = entry.get("category")
-    if category not in CATEGORIES or isinstance(category, bool):
-        raise ValueError(f"{name}.category must be 1 to 5, got {category!r}: question left out")
+    is_category = isinstance(category, int) and not isinstance(category, bool) and category in CATEGORIES
+    _require(is_category, f"{name}.category must be 1 to 5, got {category!r}: question left out")
     key = "adversarial_answer" if category == ADVERSARIAL else "answer"
     gold = entry.get(key)
-    if not isinstance(gold, (str, int, float)) or not str(gold).strip():
-        raise ValueError(f"{name} must have an {key!r} (category {category}), got {gold!r}: question left out")
-    evidence = entry.get("evidence") or []
+    has_answer = isinstance(gold, (str, int, float)) and str(gold).strip()
+    _require(has_answer, f"{name} must have an {key!r} (category {category}), got {gold!r}: question left out")
     # Some of the release's entries hold two ids, or a colon or a zero too many.
-    ids = [
-        f"D{int(session)}:{int(turn)}"
-        for item in (evidence if isinstance(evidence, list) else [evidence])
-        for session, turn in re.findall(r"D:?(\d+):(\d+)", str(item))
-    ]
-    return LocomoQuestion(
-        index, str(entry["question"]).strip(), int(category), str(gold).strip(), tuple(dict.fromkeys(ids))
-    )
+    found = re.findall(r"D:?(\d+):(\d+)", str(entry.get("evidence")))
+    evidence = tuple(dict.fromkeys(f"D{int(session)}:{int(turn)}" for session, turn in found))
+    return LocomoQuestion(index, asked, category, str(gold).strip(), evidence)

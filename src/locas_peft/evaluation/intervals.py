@@ -63,12 +63,6 @@ def _interval(
     if n > 1 and not same:
         random = np.random.default_rng(seed)
         sizes = [min(batch, resamples - start) for start in range(0, resamples, batch)]
-        values = np.sort(np.concatenate([statistic(random.integers(0, n, size=(size, n))) for size in sizes]))
-        low, high = _quantile(values, _TAIL), _quantile(values, 1 - _TAIL)
+        values = np.concatenate([statistic(random.integers(0, n, size=(size, n))) for size in sizes])
+        low, high = np.quantile(values, (_TAIL, 1 - _TAIL)).tolist()
     return {"mean": mean, "low": low, "high": high, "n": n}
-
-
-def _quantile(ascending: np.ndarray, share: float) -> float:
-    """Interpolate a quantile linearly (type 7 of Hyndman and Fan), to the last bit as scipy 1.17 does."""
-    below, part = divmod(share * len(ascending) + (1 - share), 1)
-    return float((1 - part) * ascending[int(below) - 1] + part * ascending[int(below)])
