@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from locas_command import program as cli
 from locas_peft import units as sharing
-from locas_peft.evaluation import open_run
+from locas_peft.evaluation import Run
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.units import Unit, run_units
 
@@ -135,7 +135,7 @@ def test_what_a_process_left_that_was_killed_after_its_result_is_removed(tmp_pat
 
 def open_as(folder, units, overwrite=False, common=None, **settings) -> None:
     methods = {"lora": ReadingSettings(method="lora", **settings)}
-    open_run(folder, "work", {"model": "m", **(common or {})}, methods, overwrite, units)
+    Run(None, None, methods, folder, {"model": "m", **(common or {})}, overwrite).open("work", units)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
@@ -158,7 +158,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
             open_as(tmp_path, units, **changed)
     methods = {"other": ReadingSettings(method="none")}
     more = [Unit(tmp_path / "work" / "3.json", dict)]
-    open_run(tmp_path, "work", {"model": "m"}, methods, False, more)
+    Run(None, None, methods, tmp_path, {"model": "m"}).open("work", more)
     run = json.loads((tmp_path / "work" / "run.json").read_text())
     assert run["methods"].keys() == {"lora", "other"}, "methods may be added"
     assert run["files"] == ["0.json", "1.json", "3.json"]
@@ -216,7 +216,7 @@ def test_overwrite_joins_a_run_that_is_at_work(tmp_path):
     with FileLock(tmp_path / "work" / "1.json.lock"):
         open_as(tmp_path, units, overwrite=True)
         assert units[0].path.exists(), "it was made by this run"
-        with pytest.raises(ValueError, match="^lora: r must be None as in the results in"):
+        with pytest.raises(ValueError, match="^lora: r must be 64 as in the results in"):
             open_as(tmp_path, units, overwrite=True, r=8)
     open_as(tmp_path, units, overwrite=True)
     assert not units[0].path.exists()
@@ -304,7 +304,7 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
     assert not list((tmp_path / "two").rglob("*.lock")) and not list((tmp_path / "two").rglob("checkpoint"))
 
 
-def test_a_study_survives_the_kill_of_one_of_its_processes(tmp_path, monkeypatch, capsys):
+def test_a_run_survives_the_kill_of_one_of_its_processes(tmp_path, monkeypatch, capsys):
     (tmp_path / "long.txt").write_text(TEXTS["long"] * 4, encoding="utf-8")
     arguments = ["perplexity", "long.txt", "--out", "o", "--method", "lora", *FAST]
     monkeypatch.chdir(tmp_path)

@@ -15,11 +15,11 @@ from locas_command import program as cli
 from locas_peft import backbone, units
 from locas_peft.asking.answers import recite_for
 from locas_peft.asking.prompts import encode_answer
-from locas_peft.evaluation import load_column, load_documents, load_locomo, locomo, open_run, runs
+from locas_peft.evaluation import load_column, load_documents, load_locomo, locomo, runs
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
-from locas_peft.evaluation.runs import reading_unit, summarize_reading
+from locas_peft.evaluation.runs import Run, summarize_reading
 from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
@@ -441,7 +441,7 @@ def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
     weights = {name: value.clone() for name, value in base.state_dict().items()}
     ids = tokenizer(BOOK, return_tensors="pt")["input_ids"][0]
     settings = ReadingSettings(method=method, window=32, stride=16, r=4, readings=2, token_weighting="loss").complete()
-    unit = reading_unit(base, ids, settings, tmp_path / "memory.json", keep_memory=True)
+    unit = Run(base, tokenizer, {}, tmp_path).reading(ids, settings, tmp_path / "memory.json")
     run_units([unit])
     found = summarize_reading(load_json(unit.path))
     assert len(found["perplexity"]) == 2 and found["perplexity"][1] < found["perplexity"][0]
@@ -470,11 +470,12 @@ def test_progress_begins_anew_with_each_reading():
     ]
 
 
-def test_a_new_study_is_a_table_of_units_and_a_summary(tmp_path):
+def test_a_new_protocol_is_a_table_of_units_and_a_summary(tmp_path):
     """The perplexity of one text under the memories of several texts: written with public names alone."""
 
-    def run_transfer(base, texts, target, settings, out, overwrite=False):
-        folder = out / "transfer"
+    def run_transfer(texts, overwrite=False):
+        run = Run(base, tokenizer, {"locas-glu": settings}, tmp_path, overwrite=overwrite)
+        folder = run.out / "transfer"
 
         def score_with(memory):
             with memory_attached(base, memory) as model:
@@ -482,9 +483,9 @@ def test_a_new_study_is_a_table_of_units_and_a_summary(tmp_path):
 
         units = []
         for name, ids in texts.items():
-            reading = reading_unit(base, ids, settings, folder / "memories" / f"{name}.json", keep_memory=True)
+            reading = run.reading(ids, settings, folder / "memories" / f"{name}.json")
             units.append(Unit(folder / f"{name}.json", partial(score_with, reading.memory), name, needs=reading))
-        open_run(out, "transfer", {"texts": list(texts)}, {"locas-glu": settings}, overwrite, units)
+        run.open("transfer", units, texts=list(texts))
         run_units(units)
         return mean_interval([unit.load()["perplexity"] for unit in units])
 
@@ -494,14 +495,14 @@ def test_a_new_study_is_a_table_of_units_and_a_summary(tmp_path):
     )
     settings = ReadingSettings(method="locas-glu", window=32, stride=16, r=4, anchor=0).complete(base)
     texts = dict(zip(("own", "other"), texts, strict=True))
-    found = run_transfer(base, texts, target, settings, tmp_path)
+    found = run_transfer(texts)
     own, other = (read(tmp_path / "transfer" / f"{name}.json")["perplexity"] for name in texts)
     assert found["n"] == 2 and own < other
-    assert run_transfer(base, texts, target, settings, tmp_path) == found
+    assert run_transfer(texts) == found
     with pytest.raises(ValueError, match=r"^texts must be \['own', 'other'\] as in the results in "):
-        run_transfer(base, {"own": texts["own"]}, target, settings, tmp_path)
+        run_transfer({"own": texts["own"]})
     (tmp_path / "transfer" / "memories" / "other" / EXCHANGES).write_text("")  # of a study
-    run_transfer(base, {"own": texts["own"]}, target, settings, tmp_path, overwrite=True)
+    run_transfer({"own": texts["own"]}, overwrite=True)
     assert not list((tmp_path / "transfer").rglob("other*"))
 
 

@@ -70,8 +70,7 @@ def perplexity(
         column: of the dataset: where the texts are.
         limit_documents: the first documents.
     """
-    from locas_peft.evaluation.documents import load_column, load_documents
-    from locas_peft.evaluation.perplexity import run_perplexity
+    from locas_peft.evaluation import Run, load_column, load_documents, run_perplexity
 
     from .running import load
 
@@ -89,9 +88,8 @@ def perplexity(
         methods["long"] = _long_window(methods, long_window, loaded)
     ids = {name: loaded.encode(text, settings.max_tokens, unwrap) for name, text in documents.items()}
     with show_progress(stderr) as progress:
-        figures = run_perplexity(
-            loaded.model, ids, methods, out, common=_describe(loaded), overwrite=overwrite, progress=progress
-        )
+        run = Run(loaded.model, loaded.tokenizer, methods, out, _describe(loaded), overwrite, progress)
+        figures = run_perplexity(run, ids)
     _show(figures, stdout, out)
 
 
@@ -134,6 +132,7 @@ def locomo(
     from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
     from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
     from locas_peft.evaluation.prompts import PROMPTS, load_prompts
+    from locas_peft.evaluation.runs import Run
 
     from .running import load
 
@@ -161,10 +160,8 @@ def locomo(
     methods = _complete(settings, method, loaded)
     common = {**_describe(loaded), "data": data.name, "limit_questions": limit_questions, "left_out": problems}
     with show_progress(stderr) as progress:
-        figures = run_locomo(
-            loaded.model, loaded.tokenizer, chosen, methods, out,
-            plan=plan, common=common, overwrite=overwrite, progress=progress,
-        )  # fmt: skip
+        run = Run(loaded.model, loaded.tokenizer, methods, out, common, overwrite, progress)
+        figures = run_locomo(run, chosen, plan)
     _show(figures, stdout, out)
 
 
@@ -208,6 +205,7 @@ def forgetting(
     from locas_peft.evaluation.documents import load_documents
     from locas_peft.evaluation.forgetting import ForgettingPlan, run_forgetting
     from locas_peft.evaluation.harness import find_tasks
+    from locas_peft.evaluation.runs import Run
     from locas_peft.text import load_text
 
     from .running import load
@@ -237,10 +235,8 @@ def forgetting(
     ids = loaded.encode(content, settings.max_tokens, unwrap)
     methods = _complete(settings, method, loaded)
     with show_progress(stderr) as progress:
-        figures = run_forgetting(
-            loaded.model, loaded.tokenizer, ids, methods, out, plan,
-            common=_describe(loaded), overwrite=overwrite, progress=progress,
-        )  # fmt: skip
+        run = Run(loaded.model, loaded.tokenizer, methods, out, _describe(loaded), overwrite, progress)
+        figures = run_forgetting(run, ids, plan)
     _show(figures, stdout, out)
 
 

@@ -8,8 +8,7 @@ from .locomo import run_locomo
 from .perplexity import run_perplexity
 from .prompts import load_prompts
 from .report import tabulate_figures, write_report
-from .runs import open_run, reading_unit
+from .runs import Run
 
-__all__ = ["choose_conversations", "load_blimp", "load_column", "load_documents", "load_locomo", "load_prompts"]
-__all__ += ["open_run", "reading_unit", "run_forgetting", "run_locomo", "run_perplexity", "tabulate_figures"]
-__all__ += ["write_report"]
+__all__ = ["Run", "choose_conversations", "load_blimp", "load_column", "load_documents", "load_locomo", "load_prompts"]
+__all__ += ["run_forgetting", "run_locomo", "run_perplexity", "tabulate_figures", "write_report"]

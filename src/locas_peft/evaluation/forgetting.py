@@ -15,13 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import write_json
 from ..memories.loading import memory_attached
 from ..plots import label_axes, pick_colours
-from ..progress import Progress, silent
-from ..reading.settings import ReadingSettings
 from ..tables import Sheet, format_figure, format_mean, format_percent
 from ..units import Unit, run_units
 from .blimp import MinimalPair, PairScore, score_pairs, summarize_pairs
@@ -30,7 +27,7 @@ from .harness import evaluate_tasks, find_tasks
 from .intervals import mean_interval
 from .own_answers import NAME as OWN_ANSWERS
 from .own_answers import write_own_answers
-from .runs import describe_text, digest, open_run, reading_unit, summarize_reading
+from .runs import Run, describe_text, digest, summarize_reading
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,106 +65,84 @@ class ForgettingPlan:
         return {**pairs, "unread": unread, "own_answers": self.own_answers, **tasks}
 
 
-def run_forgetting(
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    book: Tensor,
-    methods: dict[str, ReadingSettings],
-    out: Path,
-    plan: ForgettingPlan,
-    *,
-    common: dict[str, Any] | None = None,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Run the protocol, or continue a run; return the figures, as in `forgetting.json`.
+def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, Any]:
+    """Measure the base, and each method's memory of a book.
 
-    Args: as for `perplexity.run_perplexity`, and
+    Args:
+        run: its folder gets memories in `forgetting/memories`, each state's measures in `forgetting/*.json`, and
+            `forgetting.json`. The methods' window and stride are also those of the frozen measures and must be the
+            same in all of them.
         book: LongTensor [T], the text that the memories read.
-        methods: each method's settings, by its name in tables. Their window and stride are also those of the frozen
-            measures and must be the same in all of them.
-        out: the folder: memories in `forgetting/memories`, each state's measures in `forgetting/*.json`, and
-            `forgetting.json`.
         plan: what is measured.
 
-    Raises:
-        ValueError: the folder holds another run, the methods' windows differ, or a task does not exist.
-        OSError: the disk is full, or the folder cannot be written.
+    Returns, raises: as for `perplexity.run_perplexity`; and a `ValueError` where the methods' windows differ, or a
+    task does not exist.
     """
-    methods = {name: settings.complete(base) for name, settings in methods.items()}
-    windows = {(settings.window, settings.stride) for settings in methods.values()}
+    windows = {(settings.window, settings.stride) for settings in run.methods.values()}
     if len(windows) != 1:
         raise ValueError(f"methods must share window and stride, got {sorted(windows)}: give them the same")
     if plan.tasks:
         find_tasks(plan.tasks, plan.include_path)
-    first = next(iter(methods.values()))
-    shared = {**(common or {}), "book": describe_text(book), "window": first.window, "stride": first.stride}
-    shared["plan"] = plan.to_json()
+    (window, stride), folder = windows.pop(), run.out / NAME
     # The base reads the book too: the memories' gain is measured against it.
-    readers = {BASE: first.for_base()}
-    readers |= {name: settings for name, settings in methods.items() if settings.method != "none"}
-    folder = out / NAME
+    readers = {BASE: next(iter(run.methods.values())).for_base()}
+    readers |= {name: settings for name, settings in run.methods.items() if settings.method != "none"}
+    texts = {name: cut_text(ids, window, stride) for name, ids in plan.unread.items()}
     readings, states = {}, {}
-    texts = {name: cut_text(ids, first.window, first.stride) for name, ids in plan.unread.items()}
-    measure = partial(_measure, tokenizer=tokenizer, texts=texts, progress=progress)
     for name, settings in readers.items():
-        path, label = folder / "memories" / f"{name}.json", f"{name} reads the book"
-        taught = name != BASE
-        options = {"tokenizer": tokenizer, "keep_memory": taught, "label": label, "progress": progress}
-        readings[name] = reading_unit(base, book, settings, path, **options)
-        memory = readings[name].memory if taught else None
-        make = partial(_measure_state, base, memory, name, plan, measure)
+        taught, path = name != BASE, folder / "memories" / f"{name}.json"
+        reading = run.reading(book, settings, path, f"{name} reads the book", keep_memory=taught)
+        make = partial(_measure_state, run, plan, texts, name, reading.memory if taught else None)
         path = folder / (f"after-{name}.json" if taught else "before.json")
-        states[name] = Unit(path, make, name, needs=readings[name])
+        readings[name], states[name] = reading, Unit(path, make, name, needs=reading)
     units = [*readings.values(), *states.values()]
-    head = open_run(out, NAME, shared, methods, overwrite, units)
+    shared = {"book": describe_text(book), "window": window, "stride": stride, "plan": plan.to_json()}
+    head = run.open(NAME, units, **shared)
     if plan.own_answers and not all(unit.path.exists() for unit in units):
-        texts[OWN_ANSWERS] = write_own_answers(base.eval(), tokenizer)
-    run_units(units, progress)
-    teachings = {name: {"teaching": summarize_reading(unit.load())} for name, unit in readings.items()}
-    found = {name: {**teachings[name], **state.load()} for name, state in states.items()}
+        texts[OWN_ANSWERS] = write_own_answers(run.base.eval(), run.tokenizer)
+    run_units(units, run.progress)
+    found = {name: {"teaching": summarize_reading(readings[name].load()), **states[name].load()} for name in readers}
     before = found.pop(BASE)
     after = {name: _describe_after(before, state) for name, state in found.items()}
     figures = {**head, "before": _describe_before(before), "after": after}
-    write_json(out / f"{NAME}.json", figures)
+    write_json(run.out / f"{NAME}.json", figures)
     return figures
 
 
 def _measure_state(
-    base: PreTrainedModel, memory: Path | None, name: str, plan: ForgettingPlan, measure: Callable[..., dict[str, Any]]
+    run: Run, plan: ForgettingPlan, texts: dict[str, list[Piece]], name: str, memory: Path | None
 ) -> dict[str, Any]:
     """Measure the base, or a memory: after the book, and disabled."""
     if memory is None:
-        return measure(base, nullcontext, plan, name)
-    with memory_attached(base, memory) as model:
-        after = measure(model, model.disable_adapter, plan, name)
+        return _measure(run, plan, run.base, nullcontext, texts, name)
+    with memory_attached(run.base, memory) as model:
+        after = _measure(run, plan, model, model.disable_adapter, texts, name)
         with model.disable_adapter():
             # The unread texts were scored with the memory disabled above: as the reference.
-            disabled = measure(model, nullcontext, plan, f"{name}, disabled", texts={})
+            disabled = _measure(run, plan, model, nullcontext, {}, f"{name}, disabled")
     return {"after": after, "disabled": disabled}
 
 
 def _measure(
+    run: Run,
+    plan: ForgettingPlan,
     model: nn.Module,
     reference: Callable[[], AbstractContextManager],
-    plan: ForgettingPlan,
-    label: str,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
     texts: dict[str, list[Piece]],
-    progress: Progress,
+    label: str,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"drift": {}, "pairs": [], "tasks": {}}
     for text, pieces in texts.items():
-        advance = progress(f"{label}: {text}", sum(scored for _, scored in pieces))
+        advance = run.progress(f"{label}: {text}", sum(scored for _, scored in pieces))
         found["drift"][text] = measure_drift(model, reference, pieces, advance)
     if plan.pairs:
-        advance = progress(f"{label}: minimal pairs", 2 * len(plan.pairs))
-        found["pairs"] = score_pairs(model, tokenizer, plan.pairs, batch_tokens=plan.batch_tokens, on_batch=advance)
+        advance = run.progress(f"{label}: minimal pairs", 2 * len(plan.pairs))
+        options = {"batch_tokens": plan.batch_tokens, "on_batch": advance}
+        found["pairs"] = score_pairs(model, run.tokenizer, plan.pairs, **options)
     if plan.tasks:
-        advance = progress(f"{label}: {', '.join(plan.tasks)}", 1)
+        advance = run.progress(f"{label}: {', '.join(plan.tasks)}", 1)
         options = {name: getattr(plan, name) for name in ("include_path", "limit", "batch_size", "seed")}
-        found["tasks"] = evaluate_tasks(model, tokenizer, plan.tasks, **options)
+        found["tasks"] = evaluate_tasks(model, run.tokenizer, plan.tasks, **options)
         advance(1)
     return found
 

@@ -19,25 +19,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..asking import answer, encode_answer, recite_for
 from ..checks import check_choice
 from ..files import load_json, write_json
 from ..memories.loading import memory_attached
 from ..plots import GREY, label_axes
-from ..progress import Progress, silent
-from ..reading.settings import ReadingSettings
 from ..tables import Sheet, format_figure, format_mean, format_percent, to_number
 from ..text import tokenize
 from ..tuner.modes import adapters_disabled
 from ..units import Unit, run_units
 from .cloze import find_spans, firsts, gains, score_spans
-from .conversations import Conversation, LocomoQuestion, dialogue
+from .conversations import Conversation, dialogue
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, PROMPTS, RECITED, make_prompts
-from .runs import digest, open_run, reading_unit, summarize_reading
+from .runs import Run, digest, summarize_reading
 from .scoring import score_targets
 
 if TYPE_CHECKING:
@@ -92,60 +89,46 @@ class _Row(NamedTuple):
         return None if self.reading is None else self.reading.path.stem
 
 
-def run_locomo(
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Conversation],
-    methods: dict[str, ReadingSettings],
-    out: Path,
-    *,
-    plan: LocomoPlan | None = None,
-    common: dict[str, Any] | None = None,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Run the protocol, or continue a run; return the figures, as in `locomo.json`.
+def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan) -> dict[str, Any]:
+    """Ask about each conversation: the base, and each method with its memories.
 
-    Args: as for `perplexity.run_perplexity`, and
-        conversations: at least one; a single one has no wrong memory.
-        methods: each method's settings, by its name in tables; the base is always asked too.
-        out: the folder: answers in `locomo/predictions`, scored spans in `locomo/cloze`, memories in
+    Args:
+        run: its folder gets answers in `locomo/predictions`, scored spans in `locomo/cloze`, memories in
             `locomo/memories`, and `locomo.json`.
+        conversations: at least one; a single one has no wrong memory.
         plan: what is asked.
 
-    Raises:
-        ValueError: the folder holds another run, or the model has too few positions for the questions.
-        OSError: the disk is full, or the folder cannot be written.
+    Returns, raises: as for `perplexity.run_perplexity`; and a `ValueError` where the model has too few positions for
+    the questions.
     """
-    plan = plan or LocomoPlan()
     if set(plan.settings) - {CLOZE}:
         load_stemmer()  # a missing package is reported before the work begins
-    methods = {name: settings.complete(base) for name, settings in methods.items()}
-    folder = out / NAME
-    taught = {method: settings for method, settings in methods.items() if settings.method != "none"}
-    readings: dict[str, dict[str, Unit]] = {method: {} for method in taught}
-    for conversation in conversations:
-        name, ids = conversation.sample_id, tokenize(tokenizer, dialogue(conversation))
-        for method, settings in taught.items():
-            path, label = folder / "memories" / method / f"{name}.json", f"{method} reads {name}"
-            options = {"tokenizer": tokenizer, "keep_memory": True, "label": label, "progress": progress}
-            readings[method][name] = reading_unit(base, ids, settings, path, **options)
+    folder = run.out / NAME
+    texts = {one.sample_id: tokenize(run.tokenizer, dialogue(one)) for one in conversations}
+    readings = {
+        method: {
+            name: run.reading(ids, settings, folder / "memories" / method / f"{name}.json", f"{method} reads {name}")
+            for name, ids in texts.items()
+        }
+        for method, settings in run.methods.items()
+        if settings.method != "none"
+    }
     rows = _list_rows(folder, conversations, readings, plan)
     units = [unit for row in readings.values() for unit in row.values()]
     for row in rows:
         label = f"{row.method}, memory of {row.memory}" if row.memory else "base"
         label += f": {row.conversation.sample_id}, {row.setting}"
-        units.append(Unit(row.path, partial(_ask, base, tokenizer, row, plan, progress, label), label, row.reading))
-    shared = {
-        **(common or {}),
-        "conversations": {one.sample_id: digest(asdict(one)) for one in conversations},
-        "plan": {name: value for name, value in asdict(plan).items() if name != "settings"},
-    }
-    head = open_run(out, NAME, shared, methods, overwrite, units)
-    run_units(units, progress)
+        units.append(Unit(row.path, partial(_ask, run, plan, row, label), label, row.reading))
+    head = run.open(
+        NAME,
+        units,
+        conversations={one.sample_id: digest(asdict(one)) for one in conversations},
+        plan={name: value for name, value in asdict(plan).items() if name != "settings"},
+    )
+    run_units(units, run.progress)
     figures = {
         **head,
-        "conversations": [conversation.sample_id for conversation in conversations],
+        "conversations": list(texts),
         "teachings": {
             method: {name: summarize_reading(unit.load()) for name, unit in row.items()}
             for method, row in readings.items()
@@ -153,7 +136,7 @@ def run_locomo(
         "answers": _summarize_answers([row for row in rows if row.setting != CLOZE]),
         "cloze": _summarize_cloze([row for row in rows if row.setting == CLOZE]) if CLOZE in plan.settings else {},
     }
-    write_json(out / f"{NAME}.json", figures)
+    write_json(run.out / f"{NAME}.json", figures)
     return figures
 
 
@@ -183,15 +166,14 @@ def _list_rows(
     return rows
 
 
-def _ask(
-    base: PreTrainedModel, tokenizer, row: _Row, plan: LocomoPlan, progress: Progress, label: str
-) -> list[dict[str, Any]]:
-    with nullcontext(base) if row.reading is None else memory_attached(base, row.reading.memory) as model:
+def _ask(run: Run, plan: LocomoPlan, row: _Row, label: str) -> list[dict[str, Any]]:
+    with nullcontext(run.base) if row.reading is None else memory_attached(run.base, row.reading.memory) as model:
         if row.setting == CLOZE:
             spans = find_spans(row.conversation, plan.seed)
-            advance = progress(label, sum(1 + len(span.others) for span in spans))
-            return score_spans(model, tokenizer, spans, batch_tokens=plan.batch_tokens, on_batch=advance)
-        return _answer_questions(model, tokenizer, row, plan, progress(label, len(row.conversation.questions)))
+            advance = run.progress(label, sum(1 + len(span.others) for span in spans))
+            return score_spans(model, run.tokenizer, spans, batch_tokens=plan.batch_tokens, on_batch=advance)
+        advance = run.progress(label, len(row.conversation.questions))
+        return _answer_questions(model, run.tokenizer, row, plan, advance)
 
 
 def _answer_questions(
@@ -201,7 +183,10 @@ def _answer_questions(
     questions, unfinished = row.conversation.questions, Unit(row.path, list).unfinished
     records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
     if row.setting == RECITED:
-        records |= _recite(model, tokenizer, [question for question in questions if question.index not in records])
+        left = [each for each in questions if each.index not in records]
+        passages = recite_for(model, tokenizer, [each.question for each in left])
+        for each, found in zip(left, passages, strict=True):
+            records[each.index] = {"index": each.index, "recited": found}
         write_json(unfinished, [records[index] for index in sorted(records)])
     recited = {index: record.get("recited") for index, record in records.items()}
     wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens, "recited": recited}
@@ -234,15 +219,6 @@ def _answer_questions(
             write_json(unfinished, [records[index] for index in sorted(records)])
             advance(len(batch))
     return [records[index] for index in sorted(records)]
-
-
-def _recite(model: nn.Module, tokenizer, questions: Sequence[LocomoQuestion]) -> dict[int, dict[str, Any]]:
-    """Return records of what a memory recites for each question, by the question's index."""
-    recited = recite_for(model, tokenizer, [question.question for question in questions])
-    return {
-        question.index: {"index": question.index, "recited": passages}
-        for question, passages in zip(questions, recited, strict=True)
-    }
 
 
 # ---------------------------------------------------------------------- summary

@@ -6,22 +6,18 @@ The paper's PG-19 protocol. Over documents the mean is weighted by tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from ..files import write_json
 from ..plots import label_axes, pick_colours, settled_points
-from ..progress import Progress, silent
 from ..reading.record import Reading
-from ..reading.settings import ReadingSettings
 from ..tables import Sheet, format_figure, to_number
 from ..ttt.chunks import perplexity
 from ..units import run_units
 from .intervals import mean_interval
-from .runs import describe_text, open_run, reading_unit
+from .runs import Run, describe_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,26 +27,12 @@ __all__ = ["NAME", "TITLE", "draw", "run_perplexity", "tabulate"]
 NAME, TITLE = "perplexity", "Perplexity"
 
 
-def run_perplexity(
-    base: PreTrainedModel,
-    documents: dict[str, torch.Tensor],
-    methods: dict[str, ReadingSettings],
-    out: Path,
-    *,
-    common: dict[str, Any] | None = None,
-    overwrite: bool = False,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Read each document with each method, or continue such a run.
+def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
+    """Read each document with each method.
 
     Args:
-        base: a causal LM without adapters; mutated while it runs, and restored.
+        run: its folder gets `perplexity/METHOD/DOCUMENT.json`, one a reading, and `perplexity.json`.
         documents: LongTensor [T] each, by name.
-        methods: each method's settings, by its name in tables.
-        out: the folder: `perplexity/METHOD/DOCUMENT.json`, one a reading, and `perplexity.json`.
-        common: more fields for the record of the run, as JSON values.
-        overwrite: see `runs.open_run`.
-        progress: shows progress, in tokens.
 
     Returns:
         The figures, as in `perplexity.json`.
@@ -59,24 +41,22 @@ def run_perplexity(
         ValueError: the folder holds another run, or a method does not fit the base.
         OSError: the disk is full, or the folder cannot be written.
     """
-    methods = {name: settings.complete(base) for name, settings in methods.items()}
-    shared = {**(common or {}), "documents": {name: describe_text(ids) for name, ids in documents.items()}}
-    rows = {}
-    for method, settings in methods.items():
-        folder = out / NAME / method
-        rows[method] = {
-            name: reading_unit(
-                base, ids, settings, folder / f"{name}.json", label=f"{method}: {name}", progress=progress
+    units = {
+        method: {
+            name: run.reading(
+                ids, settings, run.out / NAME / method / f"{name}.json", f"{method}: {name}", keep_memory=False
             )
             for name, ids in documents.items()
         }
-    units = [unit for row in rows.values() for unit in row.values()]
-    head = open_run(out, NAME, shared, methods, overwrite, units)
-    run_units(units, progress)
-    readings = {method: {name: unit.load() for name, unit in row.items()} for method, row in rows.items()}
+        for method, settings in run.methods.items()
+    }
+    table = [unit for row in units.values() for unit in row.values()]
+    head = run.open(NAME, table, documents={name: describe_text(ids) for name, ids in documents.items()})
+    run_units(table, run.progress)
+    readings = {method: {name: unit.load() for name, unit in row.items()} for method, row in units.items()}
     means = {method: _average(list(map(Reading.from_json, row.values()))) for method, row in readings.items()}
     figures = {**head, "readings": readings, "means": means}
-    write_json(out / f"{NAME}.json", figures)
+    write_json(run.out / f"{NAME}.json", figures)
     return figures
 
 

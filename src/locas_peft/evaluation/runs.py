@@ -1,6 +1,6 @@
-"""Runs of a protocol: the record of a run in its folder, and the unit of a reading.
+"""Runs of the protocols: where a run's results are, which run they are of, and the unit of a reading.
 
-A protocol is a function that lists units, calls `open_run` and `run_units`, and summarizes the results.
+A protocol is a function that lists units, calls `Run.open` and `run_units`, and summarizes the results.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import describe_difference
@@ -24,70 +24,111 @@ from ..reading.teaching import memorize
 from ..text import digest_ids
 from ..units import Unit, add_needed, is_locked, locked, remove_unit
 
-__all__ = ["describe_text", "digest", "open_run", "reading_unit", "summarize_reading"]
+__all__ = ["Run", "describe_text", "digest", "summarize_reading"]
 
 
-def open_run(
-    out: Path,
-    name: str,
-    common: dict[str, Any],
-    methods: dict[str, ReadingSettings],
-    overwrite: bool,
-    units: Sequence[Unit],
-) -> dict[str, Any]:
-    """Record in `out/NAME/run.json` which run its results are of, or refuse a run that differs from the recorded one.
-
-    Later runs may add methods; the fields in `common`, JSON values, must stay the same. A record without results, of a
-    run that failed at once, is replaced.
+@dataclass
+class Run:
+    """What a protocol runs on and where its results go; the same arguments continue an interrupted run.
 
     Args:
+        base: a causal LM without adapters; mutated while a unit is made, and restored.
+        tokenizer: of the base.
+        methods: each method's settings, by its name in tables; completed for the base.
         out: the folder; made if it does not exist. It may hold runs of several protocols.
-        name: the protocol's; the key `study` of the record and the figures.
+        common: more fields for the record of the run, as JSON values.
         overwrite: remove the results of an earlier run, and no other file. If another process is at work in the
             folder, its results stay, so that processes that are all started with `overwrite` share one run.
-        units: the protocol's table, with paths in `out / name`.
-
-    Returns:
-        The fields that the protocol's figures begin with: its name, those in `common`, the settings of each of the
-        `methods`, and, if they agree in it, the `recipe` by which they teach a text.
-
-    Raises:
-        ValueError: the folder holds results of a different run.
+        progress: shows progress.
     """
-    folder = out / name
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "run.json"
-    settings = {method: asdict(values) for method, values in methods.items()}
-    files = [unit.path.relative_to(folder).as_posix() for unit in add_needed(units)]
-    run = {"study": name, "common": common, "methods": settings, "files": files}
-    with locked(path):
-        before = load_json(path) if path.exists() else {}
-        write_json(path, _join(folder, before, json.loads(json.dumps(run)), overwrite))
-    fields = ("readings", "objective", "teacher_window", "token_weighting")
-    recipes = [{field: values[field] for field in fields} for values in settings.values()]
-    recipe = {"recipe": recipes[0]} if all(other == recipes[0] for other in recipes) else {}
-    return {"study": name, **common, **recipe, "methods": settings}
+
+    base: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    methods: dict[str, ReadingSettings]
+    out: Path
+    common: dict[str, Any] = field(default_factory=dict)
+    overwrite: bool = False
+    progress: Progress = silent
+
+    def __post_init__(self) -> None:
+        self.methods = {name: settings.complete(self.base) for name, settings in self.methods.items()}
+
+    def open(self, name: str, units: Sequence[Unit], **shared: Any) -> dict[str, Any]:
+        """Record in `out/NAME/run.json` which run its results are of, or refuse to mix two runs.
+
+        Later runs may add methods; the fields in `common` and `shared`, JSON values, must stay the same. A record
+        without results, of a run that failed at once, is replaced.
+
+        Args:
+            name: the protocol's; the key `study` of the record and the figures.
+            units: the protocol's table, with paths in `out / name`.
+
+        Returns:
+            The fields that the protocol's figures begin with: its name, those in `common` and `shared`, the settings
+            of each of the `methods`, and, if they agree in it, the `recipe` by which they teach a text.
+
+        Raises:
+            ValueError: the folder holds results of a different run.
+        """
+        folder = self.out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        path, common = folder / "run.json", {**self.common, **shared}
+        settings = {method: asdict(values) for method, values in self.methods.items()}
+        files = [unit.path.relative_to(folder).as_posix() for unit in add_needed(units)]
+        record = {"study": name, "common": common, "methods": settings, "files": files}
+        with locked(path):
+            before = load_json(path) if path.exists() else {}
+            write_json(path, _join(folder, before, json.loads(json.dumps(record)), self.overwrite))
+        fields = ("readings", "objective", "teacher_window", "token_weighting")
+        recipes = [{field: values[field] for field in fields} for values in settings.values()]
+        recipe = {"recipe": recipes[0]} if all(other == recipes[0] for other in recipes) else {}
+        return {"study": name, **common, **recipe, "methods": settings}
+
+    def reading(
+        self, input_ids: Tensor, settings: ReadingSettings, path: Path, label: str = "", *, keep_memory: bool = True
+    ) -> Unit:
+        """Return the unit of one reading, whose result is a `Reading`; if interrupted, it continues inside its text.
+
+        Args:
+            input_ids: LongTensor [T].
+            settings: complete.
+            path: the unit's.
+            keep_memory: save the memory too, in the unit's `memory`.
+        """
+
+        def make() -> dict[str, Any]:
+            memory = unit.memory if keep_memory else None
+            reading = find_finished(memory, settings, input_ids) if memory else None
+            if reading is None:
+                on_chunk = follow(self.progress(label, len(input_ids) * settings.readings))
+                options = {"out": memory, "checkpoint_dir": unit.checkpoint, "resume": True, "on_chunk": on_chunk}
+                if settings.study:
+                    options |= {"tokenizer": self.tokenizer, "on_study": follow_study(self.progress)}
+                reading = memorize(self.base, input_ids, settings, **options)
+            return reading.to_json()
+
+        unit = Unit(path, make, label)
+        return unit
 
 
-def _join(folder: Path, before: dict[str, Any], run: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+def _join(folder: Path, before: dict[str, Any], record: dict[str, Any], overwrite: bool) -> dict[str, Any]:
     """Return a run's record together with the one before it; check that they agree, or remove the earlier results."""
     own = [file for file in before.get("files", ()) if not Path(file).is_absolute() and ".." not in Path(file).parts]
-    files = sorted({*own, *run["files"]})
+    files = sorted({*own, *record["files"]})
     units = [Unit(folder / file, dict) for file in files]
     if overwrite and not any(map(is_locked, units)):
         for unit in units:
             remove_unit(unit, folder, FILES)
     elif any(unit.has_begun() for unit in units):
-        methods = before.get("methods", {})
-        pairs = [(run["common"], before.get("common", {}), "")]
-        pairs += [(run["methods"][name], methods[name], f"{name}: ") for name in run["methods"] if name in methods]
+        ours, theirs = record["methods"], before.get("methods", {})
+        pairs = [(record["common"], before.get("common", {}), "")]
+        pairs += [(ours[name], theirs[name], f"{name}: ") for name in ours if name in theirs]
         where, remedy = f"the results in {str(folder.parent)!r}", "choose another folder, or give --overwrite"
-        for ours, theirs, prefix in pairs:
-            difference = describe_difference(ours, theirs, where, remedy, prefix)
-            if difference is not None:
+        for here, there, prefix in pairs:
+            if (difference := describe_difference(here, there, where, remedy, prefix)) is not None:
                 raise ValueError(difference)
-        return {**run, "methods": {**methods, **run["methods"]}, "files": files}
-    return run
+        return {**record, "methods": {**theirs, **ours}, "files": files}
+    return record
 
 
 def digest(value: Any) -> str:
@@ -95,45 +136,9 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()
 
 
-def describe_text(input_ids: torch.Tensor) -> dict[str, Any]:
+def describe_text(input_ids: Tensor) -> dict[str, Any]:
     """Return the identity of a text [T] for the record of a run: its number of tokens and their SHA-256."""
     return {"tokens": len(input_ids), "sha256": digest_ids(input_ids)}
-
-
-def reading_unit(
-    base: PreTrainedModel,
-    input_ids: torch.Tensor,
-    settings: ReadingSettings,
-    path: Path,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    keep_memory: bool = False,
-    label: str = "",
-    progress: Progress = silent,
-) -> Unit:
-    """Return the unit of one reading, whose result is a `Reading`; if interrupted, it continues inside its text.
-
-    Args:
-        base: a causal LM without adapters; mutated while the unit is made, and restored.
-        input_ids: LongTensor [T].
-        settings: complete.
-        tokenizer: of the base, for a self-study.
-        keep_memory: save the memory too, in the unit's `memory`.
-    """
-
-    def make() -> dict[str, Any]:
-        memory = unit.memory if keep_memory else None
-        reading = find_finished(memory, settings, input_ids) if memory else None
-        if reading is None:
-            on_chunk = follow(progress(label, len(input_ids) * settings.readings))
-            options = {"out": memory, "checkpoint_dir": unit.checkpoint, "resume": True, "on_chunk": on_chunk}
-            if settings.study:
-                options |= {"tokenizer": tokenizer, "on_study": follow_study(progress)}
-            reading = memorize(base, input_ids, settings, **options)
-        return reading.to_json()
-
-    unit = Unit(path, make, label)
-    return unit
 
 
 def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
