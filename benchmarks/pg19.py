@@ -171,7 +171,7 @@ def make_unit(texts: Texts, table: Table, row: Row, document: str, seed: int, ou
         head = {"row": row.name, "document": document, "tokens_read": len(ids)}
         return {**head, **figures, "unread_tokens": table.unread_tokens}
 
-    unit = Unit(path, make, row.name)
+    unit = Unit(path, make)
     return unit
 
 
@@ -313,7 +313,7 @@ def fill_block(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[s
         return {"settings": settings, "results": results, **describe_machine(base.device)}
 
     if not arguments.collect:
-        run_units([Unit(path, make, name)])
+        run_units([Unit(path, make)])
         check_fields(settings, load_json(path)["settings"], path)
     return with_markdown(path, pg19_report.block_to_markdown)
 

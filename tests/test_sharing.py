@@ -34,7 +34,7 @@ def make_units(folder, count: int, made: list) -> list[Unit]:
         made.append(number)
         return {"number": number}
 
-    return [Unit(folder / f"{number}.json", partial(make, number), str(number)) for number in range(count)]
+    return [Unit(folder / f"{number}.json", partial(make, number)) for number in range(count)]
 
 
 def test_each_result_is_made_once_and_what_exists_is_left(tmp_path):

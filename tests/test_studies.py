@@ -484,7 +484,7 @@ def test_a_new_protocol_is_a_table_of_units_and_a_summary(tmp_path):
         units = []
         for name, ids in texts.items():
             reading = run.reading(ids, settings, folder / "memories" / f"{name}.json")
-            units.append(Unit(folder / f"{name}.json", partial(score_with, reading.memory), name, needs=reading))
+            units.append(Unit(folder / f"{name}.json", partial(score_with, reading.memory), needs=reading))
         run.open("transfer", units, texts=list(texts))
         run_units(units)
         return mean_interval([unit.load()["perplexity"] for unit in units])

@@ -28,7 +28,6 @@ class Unit:
 
     path: Path
     make: Callable[[], dict | list]
-    label: str = ""
     needs: Unit | None = None
 
     @property

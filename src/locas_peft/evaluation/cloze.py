@@ -19,14 +19,14 @@ from .conversations import Conversation, LocomoQuestion
 from .f1 import ADVERSARIAL
 from .scoring import encode_pair, score_targets
 
-__all__ = ["OTHERS", "Span", "find_spans", "firsts", "gains", "score_spans"]
+__all__ = ["OTHERS", "AnswerSpan", "find_spans", "firsts", "gains", "score_spans"]
 
 OTHERS = 3
 """The number of other spans that each span is compared with: a quarter of all spans come first by chance."""
 
 
 @dataclass(frozen=True)
-class Span:
+class AnswerSpan:
     """A gold answer in its turn, of a question's `index` and `category` (the first one, if several have this answer).
 
     `prompt` is "Speaker: " and the turn's text up to the span, `text` the span as it is written in the turn, `others`
@@ -42,13 +42,13 @@ class Span:
     others: tuple[str, ...] = ()
 
 
-def find_spans(conversation: Conversation, seed: int = 0) -> list[Span]:
+def find_spans(conversation: Conversation, seed: int = 0) -> list[AnswerSpan]:
     """Find the gold answers that occur word for word in their evidence turns, in any case.
 
     For category 1 each item of the comma-separated list is searched. Category 5 is left out: its answers are traps. A
     place in a turn counts once, even if it answers several questions. The other spans are drawn by `seed`.
     """
-    found: dict[tuple[str, int, int], Span] = {}
+    found: dict[tuple[str, int, int], AnswerSpan] = {}
     turns, sample_id = conversation.turns, conversation.sample_id
     for question in conversation.questions:
         if question.category == ADVERSARIAL:
@@ -59,7 +59,7 @@ def find_spans(conversation: Conversation, seed: int = 0) -> list[Span]:
                 match = re.search(rf"(?<!\w){re.escape(item)}(?!\w)", text, re.IGNORECASE)
                 if match:
                     prompt = f"{turn.speaker}: {text[: match.start()]}"
-                    span = Span(sample_id, turn.dia_id, question.index, question.category, prompt, match[0])
+                    span = AnswerSpan(sample_id, turn.dia_id, question.index, question.category, prompt, match[0])
                     found.setdefault((turn.dia_id, *match.span()), span)
     texts = sorted({span.text for span in found.values()})
     spans = []
@@ -78,7 +78,7 @@ def _items(question: LocomoQuestion) -> list[str]:
 def score_spans(
     model: nn.Module,
     tokenizer,
-    spans: Sequence[Span],
+    spans: Sequence[AnswerSpan],
     *,
     batch_tokens: int = 4096,
     on_batch: Callable[[int], None] | None = None,

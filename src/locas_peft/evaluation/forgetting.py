@@ -94,7 +94,7 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
         reading = run.reading(book, settings, path, f"{name} reads the book", keep_memory=taught)
         make = partial(_measure_state, run, plan, texts, name, reading.memory if taught else None)
         path = folder / (f"after-{name}.json" if taught else "before.json")
-        readings[name], states[name] = reading, Unit(path, make, name, needs=reading)
+        readings[name], states[name] = reading, Unit(path, make, reading)
     units = [*readings.values(), *states.values()]
     shared = {"book": describe_text(book), "window": window, "stride": stride, "plan": plan.to_json()}
     head = run.open(NAME, units, **shared)

@@ -21,11 +21,8 @@ _MANY = 5_000
 def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
     """Compute a mean (nan without values) with its 95% interval; the values are resampled, drawn from the seed."""
     array = np.asarray(values, dtype=np.float64)
-    n = len(array)
-    mean = math.fsum(array) / n if n else math.nan
-    resamples, batch = (999, 50) if n > _MANY else (9_999, 1_000)
-    same = n > 1 and (array == array[0]).all()
-    return _interval(mean, n, same, lambda rows: array[rows].mean(axis=-1), resamples, batch, seed)
+    mean = math.fsum(array) / len(array) if len(array) else math.nan
+    return _interval(mean, (array == array[:1]).all(), len(array), lambda rows: array[rows].mean(axis=-1), seed)
 
 
 def rise_interval(before_nats: Sequence[float], after_nats: Sequence[float], tokens: Sequence[int]) -> Interval:
@@ -35,34 +32,25 @@ def rise_interval(before_nats: Sequence[float], after_nats: Sequence[float], tok
     the difficulty of a chunk cancels.
     """
     before, after, counts = (np.asarray(values, dtype=np.float64) for values in (before_nats, after_nats, tokens))
-    n = len(counts)
 
     def rise(rows: np.ndarray) -> np.ndarray:
         total = counts[rows].sum(axis=-1)
         return np.exp(after[rows].sum(axis=-1) / total) - np.exp(before[rows].sum(axis=-1) / total)
 
-    mean = float(rise(np.arange(n))) if n else math.nan
-    return _interval(mean, n, n > 1 and (before == after).all(), rise, 9_999, 500, seed=0)
+    mean = float(rise(np.arange(len(counts)))) if len(counts) else math.nan
+    return _interval(mean, (before == after).all(), len(counts), rise, seed=0)
 
 
-def _interval(
-    mean: float,
-    n: int,
-    same: bool,
-    statistic: Callable[[np.ndarray], np.ndarray],
-    resamples: int,
-    batch: int,
-    seed: int,
-) -> Interval:
+def _interval(mean: float, same: bool, n: int, statistic: Callable[[np.ndarray], np.ndarray], seed: int) -> Interval:
     """Add the ends of the 95% interval to a statistic: its own value where all `n` units are the same.
 
-    `statistic` computes one number a row from the indices of the drawn units [rows, n]. `batch` rows at once limit the
-    memory used.
+    `statistic` computes one number a row from the indices of the drawn units [rows, n].
     """
-    low = high = mean if same else math.nan
+    low = high = mean if same and n > 1 else math.nan
     if n > 1 and not same:
         random = np.random.default_rng(seed)
-        sizes = [min(batch, resamples - start) for start in range(0, resamples, batch)]
+        resamples, rows = (999, 50) if n > _MANY else (9_999, 500)  # so many rows at once limit the memory used
+        sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
         values = np.concatenate([statistic(random.integers(0, n, size=(size, n))) for size in sizes])
         low, high = np.quantile(values, (_TAIL, 1 - _TAIL)).tolist()
     return {"mean": mean, "low": low, "high": high, "n": n}

@@ -33,7 +33,7 @@ from .cloze import find_spans, firsts, gains, score_spans
 from .conversations import Conversation, dialogue
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
-from .prompts import ANSWERED, PROMPTS, RECITED, make_prompts
+from .prompts import ANSWERED, FROM_RECITED, PROMPTS, make_prompts
 from .runs import Run, digest, summarize_reading
 from .scoring import score_targets
 
@@ -118,7 +118,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     for row in rows:
         label = f"{row.method}, memory of {row.memory}" if row.memory else "base"
         label += f": {row.conversation.sample_id}, {row.setting}"
-        units.append(Unit(row.path, partial(_ask, run, plan, row, label), label, row.reading))
+        units.append(Unit(row.path, partial(_ask, run, plan, row, label), row.reading))
     head = run.open(
         NAME,
         units,
@@ -158,11 +158,10 @@ def _list_rows(
     for setting in plan.settings:
         kind, middle = ("cloze", "") if setting == CLOZE else ("predictions", f".{setting}")
         for method, group, conversation, reading in asked:
-            if setting == RECITED and reading is None:
-                continue
             memory = "none" if reading is None else reading.path.stem
             path = folder / kind / method / f"{conversation.sample_id}{middle}.memory-{memory}.json"
-            rows.append(_Row(method, setting, group, conversation, reading, path))
+            if reading is not None or setting != FROM_RECITED:
+                rows.append(_Row(method, setting, group, conversation, reading, path))
     return rows
 
 
@@ -182,7 +181,7 @@ def _answer_questions(
     """Answer a conversation's questions; what is recited and each batch are kept in a file, not to be asked again."""
     questions, unfinished = row.conversation.questions, Unit(row.path, list).unfinished
     records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
-    if row.setting == RECITED:
+    if row.setting == FROM_RECITED:
         left = [each for each in questions if each.index not in records]
         passages = recite_for(model, tokenizer, [each.question for each in left])
         for each, found in zip(left, passages, strict=True):
@@ -195,7 +194,7 @@ def _answer_questions(
     advance(len(known))
     options = {"max_new_tokens": plan.max_new_tokens, "batch_size": plan.batch_size, "known": known}
     # The base answers from what its memory has recited.
-    with adapters_disabled(model) if row.setting == RECITED else nullcontext():
+    with adapters_disabled(model) if row.setting == FROM_RECITED else nullcontext():
         for batch, texts in answer(model, tokenizer, prompts, **options):
             golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
             scores = score_targets(model, golds, batch_tokens=plan.batch_tokens)
@@ -257,29 +256,37 @@ def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
     for row in rows:
         spans.setdefault(row.method, {}).setdefault(row.group, []).extend(load_json(row.path))
     base = spans.pop(BASE)["none"]
-    figures: dict[str, Any] = {"spans": len(base), "base": {"first": mean_interval(firsts(base))}, "methods": {}}
+    methods: dict[str, dict[str, Any]] = {}
     contrasts: dict[str, list[float]] = {}  # each method's gains of the right memory over the wrong one
     for method, groups in spans.items():
         right, wrong = groups["right"], groups.get("wrong", [])
-        found = {"gain_right": mean_interval(gains(right, base)), "first_right": mean_interval(firsts(right))}
+        methods[method] = {
+            "gain_right": mean_interval(gains(right, base)),
+            "first_right": mean_interval(firsts(right)),
+        }
         if len(wrong) == len(right):
-            contrasts[method] = gains(right, wrong)
-            by_category: dict[str, list[float]] = {name: [] for name in CATEGORIES.values()}
-            for record, gain in zip(right, contrasts[method], strict=True):
-                by_category[CATEGORIES[record["category"]]].append(gain)
-            found |= {
+            contrast = contrasts[method] = gains(right, wrong)
+            by_category = {
+                name: [gain for record, gain in zip(right, contrast, strict=True) if record["category"] == number]
+                for number, name in CATEGORIES.items()
+            }
+            methods[method] |= {
                 "gain_wrong": mean_interval(gains(wrong, base)),
                 "first_wrong": mean_interval(firsts(wrong)),
-                "right_minus_wrong": mean_interval(contrasts[method]),
+                "right_minus_wrong": mean_interval(contrast),
                 "by_category": {name: mean_interval(values) for name, values in by_category.items() if values},
             }
-        figures["methods"][method] = found
-    figures["differences"] = []
-    for number, one in enumerate(contrasts):
-        for other in list(contrasts)[:number]:
-            difference = mean_interval([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)])
-            figures["differences"].append({"method": one, "against": other, "right_minus_wrong": difference})
-    return figures
+    differences = [
+        {
+            "method": one,
+            "against": other,
+            "right_minus_wrong": mean_interval([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)]),
+        }
+        for number, one in enumerate(contrasts)
+        for other in list(contrasts)[:number]
+    ]
+    first = {"first": mean_interval(firsts(base))}
+    return {"spans": len(base), "base": first, "methods": methods, "differences": differences}
 
 
 # ---------------------------------------------------------------------- tables and plot
@@ -304,19 +311,14 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
         for sample_id, lines in found["dropped_lines"].items()
         if lines
     }
+    nats = (
+        "LoCoMo, categories 1 to 4: nats a token of the gold answer, and the share of the gap to the evidence closed"
+    )
+    lines = "Dialogues longer than the model's positions: oldest lines left out"
     sheets = [
         Sheet("LoCoMo answers: F1 in %, adversarial: negative F1 with the trap", ["", *names], f1),
-        Sheet(
-            "LoCoMo, categories 1 to 4: nats a token of the gold answer, and the share of the gap to the evidence "
-            "closed",
-            ["", "nats", "gap closed"],
-            gold,
-        ),
-        Sheet(
-            "Dialogues longer than the model's positions: oldest lines left out",
-            ["", "lines"],
-            sorted(dropped.items()),
-        ),
+        Sheet(nats, ["", "nats", "gap closed"], gold),
+        Sheet(lines, ["", "lines"], sorted(dropped.items())),
     ]
     if cloze := figures.get("cloze"):
         gains, shares = ("gain_right", "gain_wrong", "right_minus_wrong"), ("first_right", "first_wrong")

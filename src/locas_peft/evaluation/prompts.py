@@ -17,10 +17,10 @@ from ..model.causal_lm import count_positions
 from .conversations import Conversation, LocomoQuestion, dialogue, dialogue_lines, keep_evidence
 from .f1 import CATEGORIES
 
-__all__ = ["ANSWERED", "PROMPTS", "RECITED", "load_prompts", "make_prompt", "make_prompts"]
+__all__ = ["ANSWERED", "PROMPTS", "FROM_RECITED", "load_prompts", "make_prompt", "make_prompts"]
 
-RECITED = "recited"
-ANSWERED = ("no-context", RECITED, "evidence", "full-context")
+FROM_RECITED = "recited"
+ANSWERED = ("no-context", FROM_RECITED, "evidence", "full-context")
 PROMPTS: dict[str, str] = {
     "no-context": (
         "{speaker_a} and {speaker_b} have been writing to each other.{hint} Answer the question with a short "
@@ -62,7 +62,7 @@ def make_prompts(
 
     def encode(question: LocomoQuestion, kept: int = len(lines)) -> list[int]:
         text = "\n".join(lines[len(lines) - kept :])
-        if setting == RECITED:
+        if setting == FROM_RECITED:
             text = "\n".join((recited or {})[question.index])
         elif setting == "evidence":
             text = dialogue(keep_evidence(conversation, question))
@@ -93,7 +93,7 @@ def make_prompt(
         ValueError: the setting is not in `ANSWERED`.
     """
     check_choice("setting", setting, ANSWERED)
-    return prompts["full-context" if setting in ("evidence", RECITED) else setting].format(
+    return prompts["full-context" if setting in ("evidence", FROM_RECITED) else setting].format(
         speaker_a=conversation.speakers[0],
         speaker_b=conversation.speakers[1],
         question=question.question,

@@ -107,7 +107,7 @@ class Run:
                 reading = memorize(self.base, input_ids, settings, **options)
             return reading.to_json()
 
-        unit = Unit(path, make, label)
+        unit = Unit(path, make)
         return unit
 
 
