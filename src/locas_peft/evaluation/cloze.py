@@ -94,15 +94,9 @@ def score_spans(
     records = []
     for span in spans:
         own, *others = (next(scores) for _ in (span.text, *span.others))
-        records.append(
-            {
-                **asdict(span),
-                "nll_per_token": own.per_token,
-                "others_nll_per_token": [other.per_token for other in others],
-                "tokens": own.tokens,
-                "first": all(own.per_token < other.per_token for other in others),
-            }
-        )
+        nats = [other.per_token for other in others]
+        scored = {"nll_per_token": own.per_token, "others_nll_per_token": nats, "tokens": own.tokens}
+        records.append({**asdict(span), **scored, "first": all(own.per_token < other for other in nats)})
     return records
 
 

@@ -60,31 +60,30 @@ def measure_drift(
         `reference_nll_nats` and `kl_nats` in all; and of each piece `chunk_tokens`, `chunk_nll_nats` under the model
         and `chunk_kl_nats`, the mean KL a token.
     """
-    host = CausalLM(model)
-    rows = []
-    hashed = hashlib.sha256()
+    host, hashed = CausalLM(model), hashlib.sha256()
+    counts, sums = [], []
     for ids, scored in pieces:
         ids = ids.to(host.device)
         targets, read = ids[-scored:], ids[None, :-1]
         logits = host.logits(read, scored, use_cache=False)[0]  # [N, V]
         with reference():
-            reference_logits = host.logits(read, scored, use_cache=False)[0]
-        hashed.update(reference_logits.contiguous().view(torch.uint8).cpu().numpy())
-        losses = token_losses(logits, targets), token_losses(reference_logits, targets)
-        kls = divergences(logits, reference_logits)
-        rows.append((scored, *(values.double().sum().item() for values in (*losses, kls))))
+            others = host.logits(read, scored, use_cache=False)[0]
+        hashed.update(others.contiguous().view(torch.uint8).cpu().numpy())
+        values = token_losses(logits, targets), token_losses(others, targets), divergences(logits, others)
+        counts.append(scored)
+        sums.append([each.double().sum().item() for each in values])
         if on_chunk is not None:
             on_chunk(scored)
-    counts, ours, theirs, kls = map(list, zip(*rows, strict=True))
-    tokens, nll_nats, reference_nll_nats, kl_nats = sum(counts), math.fsum(ours), math.fsum(theirs), math.fsum(kls)
+    tokens = sum(counts)
+    nll_nats, reference_nll_nats, kl_nats = (math.fsum(column) for column in zip(*sums, strict=True))
     return {
         "tokens": tokens,
         "nll_nats": nll_nats,
         "reference_nll_nats": reference_nll_nats,
         "kl_nats": kl_nats,
         "reference_sha256": hashed.hexdigest(),
-        "chunk_kl_nats": [kl / count for kl, count in zip(kls, counts, strict=True)],
-        "chunk_nll_nats": ours,
+        "chunk_kl_nats": [kl / count for (_, _, kl), count in zip(sums, counts, strict=True)],
+        "chunk_nll_nats": [nll for nll, _, _ in sums],
         "chunk_tokens": counts,
         "perplexity": perplexity(nll_nats, tokens),
         "reference_perplexity": perplexity(reference_nll_nats, tokens),
