@@ -4,7 +4,7 @@ The paper's section on long-context dialogue, with the wrong-memory control that
 than another conversation's memory has learned style, not facts. Conversation i is also asked with the memory of
 conversation i - 1 (the first one with that of the last).
 
-A question passes through `load_locomo`, `make_prompts`, `answering.answer`, `_answer_questions` (a record with its F1)
+A question passes through `load_locomo`, `make_prompts`, `asking.answer`, `_answer_questions` (a record with its F1)
 and `f1_by_category` (a mean).
 """
 
