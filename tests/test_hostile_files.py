@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file
 
 from locas_peft import LocasConfig, calibrate
 from locas_peft.memories.loading import describe_memory, load_memory
-from locas_peft.tuner.modes import remember_modules
+from locas_peft.tuner.modules import remember_modules
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 CASES = 240

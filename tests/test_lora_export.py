@@ -81,8 +81,10 @@ def test_bad_exports_are_refused():
     model = make_memory("llama")
     with pytest.raises(ValueError, match="neurons must be at least the memory's r of 4, got 3: raise it"):
         to_lora(model, neurons=3)
-    with pytest.raises(ValueError, match="the model has no memory 'other': load it first"):
+    with pytest.raises(ValueError, match="the model has no single LOCAS memory 'other' to export"):
         to_lora(model, "other")
+    with pytest.raises(ValueError, match=r"no single LOCAS memory that is active \(active: none\) to export: add it"):
+        to_lora(make_host("llama"))
     model.merge_adapter()
     with pytest.raises(ValueError, match="must not be merged, got .*mlp merged: call unmerge_adapter"):
         to_lora(model)

@@ -327,7 +327,7 @@ def test_variant_mlp_is_the_hosts_own_structure_on_two_layer_hosts():
         ({"normalization": "layer"}, "normalization must be one of 'token', 'chunk', got 'layer'"),
         ({"fold": "half"}, "fold must be one of 'nlsvd', 'refit', got 'half'"),
         ({"slots_per_chunk": 0}, "slots_per_chunk must be a whole number of at least 1, got 0"),
-        ({"adapter_name": "other"}, "the model has no LOCAS memory 'other' to write into"),
+        ({"adapter_name": "other"}, "the model has no single LOCAS memory 'other' to write into"),
     ],
 )
 def test_bad_arguments_are_named(kwargs, message):
@@ -343,7 +343,7 @@ def test_memories_that_cannot_be_written_are_refused():
         SlotWriter(make_model(rank_pattern={"layers.0.mlp": 8}))
     with pytest.raises(ValueError, match="r must be at least 2 for a memory that is written, got 1"):
         SlotWriter(make_model(r=1))
-    with pytest.raises(ValueError, match="must be one LOCAS memory, got none that is active"):
+    with pytest.raises(ValueError, match=r"no single LOCAS memory that is active \(active: none\) to write into"):
         SlotWriter(make_host("gpt_neox"))
     silent = get_peft_model(make_host("gpt_neox"), LocasConfig(r=4, init_strategy="write", scaling=0.0))
     with pytest.raises(ValueError, match="output scale above 0"):

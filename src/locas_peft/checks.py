@@ -7,7 +7,7 @@ from typing import Any
 
 from .tuner.memory_file import one_line
 
-__all__ = ["check_choice", "check_whole", "describe_difference", "first_line"]
+__all__ = ["check_choice", "check_whole", "describe_difference", "first_line", "one_line"]
 
 
 def check_whole(name: str, value: Any, least: int) -> None:

@@ -10,8 +10,8 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__, backbone
 from ..bases.gguf import is_gguf
+from ..checks import one_line
 from ..files import staged_file
-from ..tuner.memory_file import one_line
 
 __all__ = ["CARD", "escape", "make_card", "set_license"]
 

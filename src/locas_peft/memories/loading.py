@@ -15,11 +15,11 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from transformers import PreTrainedModel
 
-from ..checks import first_line
+from ..checks import first_line, one_line
 from ..files import finish_replacement, is_out_of_memory, load_json
 from ..tuner.load_checks import load_memory_file
-from ..tuner.memory_file import PREFIX, find_memory_file, load_tensors, one_line, split_tensors
-from ..tuner.modes import remember_modules
+from ..tuner.memory_file import PREFIX, find_memory_file, load_tensors, split_tensors
+from ..tuner.modules import remember_modules
 
 __all__ = [
     "MEMORY_CONFIG",

@@ -14,7 +14,7 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..tuner.modes import ADAPTER_LAYERS
+from ..tuner.modules import ADAPTER_LAYERS
 from .cpu_attention import CpuAttention
 
 __all__ = ["CausalLM", "check_window", "count_positions"]

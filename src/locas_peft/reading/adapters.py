@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..tuner import LocasConfig, find_ffns
-from ..tuner.modes import remember_modules
+from ..tuner.modules import remember_modules
 from .settings import ReadingSettings
 
 __all__ = ["ADAPTERS", "attached", "find_layers"]

@@ -15,7 +15,7 @@ from huggingface_hub import HfApi
 from peft import PeftConfig, PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from ..checks import describe_difference
+from ..checks import describe_difference, one_line
 from ..files import finish_replacement, load_json, staged, write_json
 from ..memories.card import CARD, escape, make_card
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
@@ -24,7 +24,6 @@ from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
 from ..text import digest_ids
 from ..ttt import perplexity
-from ..tuner.memory_file import one_line
 from .settings import ReadingSettings
 
 __all__ = [

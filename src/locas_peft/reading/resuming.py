@@ -17,7 +17,7 @@ from ..memories import checkpoint
 from ..selfstudy import SelfStudy
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
-from ..tuner.modes import ADAPTER_LAYERS, base_parameters
+from ..tuner.modules import ADAPTER_LAYERS, base_parameters
 
 __all__ = ["Checkpoints", "capture", "fingerprint", "restore"]
 

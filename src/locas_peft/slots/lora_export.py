@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..tuner.attached import find_memory
 from ..tuner.ffn import HostFFN
-from ..tuner.finding import Host, find_ffns
-from ..tuner.layer import LocasLayer, list_active_memories, list_layers
+from ..tuner.finding import AnyFFN, find_ffns
+from ..tuner.layer import LocasLayer
 from ..tuner.mixture import HostMixture
 from ..tuner.widths import WidthGroup, widen_to, widened_config
 
@@ -63,11 +64,7 @@ def to_lora(
     Raises:
         ValueError: the memory is merged or of a structure that its host does not have, or W is too small.
     """
-    if adapter_name is None:
-        (adapter_name,) = list_active_memories(model) or ("default",)
-    layers = list_layers(model, adapter_name)
-    if not layers:
-        raise ValueError(f"the model has no memory {adapter_name!r}: load it first.")
+    adapter_name, layers = find_memory(model, adapter_name, "export")
     widest = max(layer.locas_up[adapter_name].out_features for layer in layers)
     neurons = widest if neurons is None else neurons
     if neurons < widest:
@@ -100,7 +97,7 @@ def to_lora(
     }
 
 
-def _check_dense(name: str, ffn: Host) -> None:
+def _check_dense(name: str, ffn: AnyFFN) -> None:
     if isinstance(ffn, HostMixture):
         raise ValueError(
             f"a memory beside a mixture of experts cannot be exported as LoRA, got {name}: merge it into the base."
@@ -111,13 +108,13 @@ def _factors(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, tu
     """Return for each projection of an FFN, by its name in the model, the LoRA factors A [R, in] and B [out, R]."""
     gate, up, down = layer.neurons(adapter_name)
     width, parts, r = layer.ffn.width, layer.ffn.parts, len(up)
-    place = up.new_zeros(width + neurons, r)
-    place[width : width + r] = torch.eye(r, dtype=up.dtype, device=up.device)
-    factors = {parts.down: (place.T, down)}
+    added = up.new_zeros(width + neurons, r)  # [0; I; 0]
+    added[width : width + r] = torch.eye(r, dtype=up.dtype, device=up.device)
+    factors = {parts.down: (added.T, down)}
     if parts.gate_up:
-        factors[parts.gate_up] = torch.cat([gate, up]), torch.block_diag(place, place)
+        factors[parts.gate_up] = torch.cat([gate, up]), torch.block_diag(added, added)
     else:
-        factors |= {name: (rows, place) for name, rows in ((parts.gate, gate), (parts.up, up)) if name is not None}
+        factors |= {name: (rows, added) for name, rows in ((parts.gate, gate), (parts.up, up)) if name is not None}
     owner = layer.name.removesuffix(f".{parts.down}") if layer.ffn.is_flat else layer.name
     return {f"{owner}.{name}": pair for name, pair in factors.items()}
 

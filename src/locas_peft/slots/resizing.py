@@ -1,11 +1,11 @@
 """Change how many slots a memory has: compress it to fewer, or grow it by slots that are still empty.
 
-To fewer slots lead NL-SVD, for two-layer memories, and the choice and refit of slots, for any memory.
-
-Two-layer memories can be reduced without a text (`nl_svd`). The paper has nothing for gated memories, whose slots have
-two input directions each. The other method suits every structure, since the output is linear in the values: keep n of
-the slots and fit their values, by least squares over a text, to the output of the whole memory. The slots are chosen
-one at a time, each time the one that reduces the remaining error most.
+A memory is compressed in one of two ways:
+- NL-SVD (`nl_svd`), for memories of two layers. It needs no text. The paper has nothing for gated memories, whose
+  slots have two input directions each.
+- Keep n of the slots and fit their values, by least squares over a text, to the output of the whole memory. This
+  suits every structure, since the output is linear in the values. The slots are chosen one at a time, each time the one that
+  reduces the remaining error most.
 
 Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..tuner.attached import find_memory
+from ..tuner.calibration import observe_host, to_inputs
 from ..tuner.initialization import STRATEGIES, Statistics, make_generator
-from ..tuner.layer import LocasLayer, list_active_memories, list_layers
-from ..tuner.memories import observe_host
-from ..tuner.modes import evaluating, to_inputs
+from ..tuner.layer import LocasLayer
+from ..tuner.modes import evaluating
 from ..tuner.scale import KAPPA
 from .nlsvd import check_rank, nl_svd
 
@@ -51,7 +52,7 @@ def compress(
         compress(model, 32, batches=[tokenizer(text, return_tensors="pt").input_ids])
         ```
     """
-    name, layers = _find_layers(model, adapter_name, "compress")
+    name, layers = find_memory(model, adapter_name, "compress")
     if batches is None and any(name in layer.locas_gate for layer in layers):
         raise ValueError(
             "NL-SVD needs a memory of two layers, got one with gates: give batches of a text to refit on."
@@ -95,7 +96,7 @@ def grow(
         grow(model, 128, batches=[tokenizer(text, return_tensors="pt").input_ids])
         ```
     """
-    name, layers = _find_layers(model, adapter_name, "grow")
+    name, layers = find_memory(model, adapter_name, "grow")
     config = layers[0].locas_config[name]
     strategy = STRATEGIES[config.init_strategy]
     widest = max(layer.locas_up[name].out_features for layer in layers)
@@ -190,14 +191,6 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
     chosen_gram = chosen_gram + torch.diag_embed(ridge[..., None].expand(slots.shape))
     chosen_target = target.gather(-2, slots[..., None].expand(*slots.shape, target.shape[-1]))
     return slots, torch.linalg.solve(chosen_gram, chosen_target).to(value.dtype)
-
-
-def _find_layers(model: nn.Module, adapter_name: str | None, verb: str) -> tuple[str, list[LocasLayer]]:
-    names = list_active_memories(model) if adapter_name is None else [adapter_name]
-    layers = list_layers(model, names[0]) if len(names) == 1 else []
-    if not layers:
-        raise ValueError(f"the model has no single LOCAS memory {adapter_name or 'that is active'!r} to {verb}.")
-    return names[0], layers
 
 
 def _check_memory(name: str, layers: list[LocasLayer], rank: int) -> None:

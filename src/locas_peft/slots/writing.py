@@ -33,7 +33,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from ..tuner.layer import LocasLayer, list_active_memories, list_layers
+from ..tuner.attached import find_memory
+from ..tuner.layer import LocasLayer
 from ..tuner.modes import evaluating
 from .nlsvd import nl_svd
 from .resizing import refit_slots
@@ -100,7 +101,7 @@ class SlotWriter:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
         self.epsilon, self.tokens, self.slots_per_chunk = epsilon, tokens, slots_per_chunk
         self.normalization, self.fold = normalization, fold
-        self.adapter_name, self._layers = _find_memory(model, adapter_name)
+        self.adapter_name, self._layers = _find_two_layer_memory(model, adapter_name)
         self.folds = 0
         self._inputs: list[Tensor | None] = []  # a layer's A [N, D] of the last recorded pass
         self._gradients: list[Tensor | None] = []  # the gradient of the loss at a layer's output [N, D]
@@ -304,14 +305,8 @@ _CHOICES: dict[str, Callable[[Tensor, int], Tensor]] = {
 }
 
 
-def _find_memory(model: nn.Module, adapter_name: str | None) -> tuple[str, list[LocasLayer]]:
-    names = list_active_memories(model) if adapter_name is None else [adapter_name]
-    if len(names) != 1:
-        raise ValueError(f"adapter_name must be one LOCAS memory, got {names or 'none that is active'}: name one.")
-    name = names[0]
-    layers = list_layers(model, name)
-    if not layers:
-        raise ValueError(f"the model has no LOCAS memory {name!r} to write into: add it first.")
+def _find_two_layer_memory(model: nn.Module, adapter_name: str | None) -> tuple[str, list[LocasLayer]]:
+    name, layers = find_memory(model, adapter_name, "write into")
     if any(name in layer.locas_gate for layer in layers):
         raise ValueError(
             f"the memory {name!r} must have two layers to be written, got gates beside {layers[0].name}: train it, or "

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..model.causal_lm import CausalLM
 from ..tuner import STRATEGIES, LocasConfig, LocasLayer, list_layers
-from ..tuner.modes import ADAPTER_LAYERS
+from ..tuner.modules import ADAPTER_LAYERS
 from .anchor import Anchor
 from .chunks import Chunk, cut
 from .learner import Learner

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tuner.modes import ADAPTER_LAYERS
+from ..tuner.modules import ADAPTER_LAYERS
 
 __all__ = ["active_configs", "model_state", "restore_model_state"]
 

@@ -1,13 +1,15 @@
 """The PEFT tuner: config, layer, model and their parts. Nothing here imports from outside this folder."""
 
+from .attached import empty_memories, list_layers, rescale, unwritten_memories
+from .calibration import calibrate
 from .config import LocasConfig
 from .ffn import KNOWN_PARTS, FFNParts
 from .finding import find_ffns
 from .initialization import STRATEGIES, Rows, Strategy
-from .layer import LocasLayer, list_layers
-from .memories import calibrate, empty_memories, rescale, unwritten_memories
+from .layer import LocasLayer
 from .model import LocasModel
-from .modes import adapters_disabled, evaluating, trained_parameters
+from .modes import adapters_disabled, evaluating
+from .modules import trained_parameters
 
 __all__ = [
     "KNOWN_PARTS",

@@ -14,11 +14,11 @@ from .mixture import HostMixture
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 
-Host = HostFFN | HostMixture
+AnyFFN = HostFFN | HostMixture
 """What a memory can stand beside: one FFN, or one mixture's block."""
 
 
-def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str, Host]:
+def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str, AnyFFN]:
     """Find the FFNs of a language model by their structure. Vision and audio towers are left out.
 
     The experts of a mixture are one FFN together, with the shared expert beside them. A mixture of an unknown
@@ -33,7 +33,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
         FFN) to the FFN, in the model's order.
     """
     candidates = list_known_parts() if parts is None else [to_parts(parts)]
-    found: dict[str, Host] = {}
+    found: dict[str, AnyFFN] = {}
     blocks: tuple[str, ...] = ()
     for name, module in model.named_modules():
         inside = name.startswith(blocks) or "experts" in name.split(".")
@@ -49,7 +49,7 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
         elif dense := find_dense(module, host, candidates, given=parts is not None):
             found[f"{host}.{dense.parts.down}" if dense.is_flat else host] = dense
     found.pop("", None)
-    first_of_class: dict[tuple, Host] = {}
+    first_of_class: dict[tuple, AnyFFN] = {}
     for ffn in found.values():
         first_of_class.setdefault((type(ffn.owner), ffn.parts), ffn)
     for ffn in first_of_class.values():
@@ -71,7 +71,7 @@ def to_parts(names: dict[str, str]) -> FFNParts:
     return FFNParts(**names)
 
 
-def find_unknown_experts(model: nn.Module, found: dict[str, Host]) -> list[str]:
+def find_unknown_experts(model: nn.Module, found: dict[str, AnyFFN]) -> list[str]:
     """Name the modules that hold the experts of mixtures which are not among the FFNs that were found."""
     experts = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == "experts"]
     return [name for name in experts if _plain_name(name.rpartition(".")[0]) not in found]

@@ -16,7 +16,7 @@ import torch
 from torch import distributed as dist
 
 from .ffn import SumActivity
-from .finding import Host
+from .finding import AnyFFN
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Rows:
 class Strategy:
     """One way to make a memory's rows, from the host FFN, the statistics (or `None`), R and a generator."""
 
-    make: Callable[[Host, Statistics | None, int, torch.Generator], Rows]
+    make: Callable[[AnyFFN, Statistics | None, int, torch.Generator], Rows]
     needs_calibration: bool = True  # whether `make` uses the statistics
     clones: bool = True  # whether the rows are slots of the host, so that R cannot exceed F
     takes_tokens: bool = False  # whether each row is a token of the calibration text
@@ -124,34 +124,34 @@ class Strategy:
     written: bool = False
 
 
-def clone_slots(ffn: Host, slots: torch.Tensor) -> Rows:
+def clone_slots(ffn: AnyFFN, slots: torch.Tensor) -> Rows:
     """Clone slots of the host, `LongTensor [R]`, each row scaled to unit norm; rows of zeros stay zero."""
     gate, up = ffn.gate_and_up_rows(slots)
     return Rows(gate=None if gate is None else _to_unit(gate), up=_to_unit(up), slots=slots)
 
 
-def clone_most_active(ffn: Host, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
+def clone_most_active(ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
     """Clone the R slots with the largest alpha, largest first: the paper's strategy."""
     return clone_slots(ffn, statistics.importance.topk(r).indices)
 
 
-def clone_least_active(ffn: Host, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
+def clone_least_active(ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
     """Clone the R slots with the smallest alpha, smallest first."""
     return clone_slots(ffn, statistics.importance.topk(r, largest=False).indices)
 
 
-def clone_random(ffn: Host, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
+def clone_random(ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
     """Clone R different slots, drawn uniformly."""
     return clone_slots(ffn, torch.randperm(ffn.slots, generator=generator)[:r])
 
 
-def draw_gaussian(ffn: Host, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
+def draw_gaussian(ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
     """Draw unit rows in random directions, independent of the host."""
     gate, up = (_to_unit(torch.randn(r, ffn.hidden_size, generator=generator)) for _ in range(2))
     return Rows(gate=gate if ffn.gated else None, up=up)
 
 
-def take_activations(ffn: Host, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
+def take_activations(ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
     """Take the normalised FFN inputs of R tokens, like the keys of Locas-MLP; gate and up start equal.
 
     A text with fewer than R tokens gives each of them several times.

@@ -18,30 +18,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
-from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
 
 from .config import LocasConfig
 from .ffn import HostFFN, SumActivity
-from .finding import Host
+from .finding import AnyFFN
 from .initialization import STRATEGIES, Calibration, Rows, Statistics, make_generator
+from .mixed_batch import add_by_row, check_adapter_names
 from .mixture import HostMixture
-from .modes import used_modules
 from .norm_clip import clip_after_optimizer_steps
-from .scale import SAMPLED_TOKENS, measure_input_scale, measure_output_scale
-
-
-class ScaleDict(BufferDict):
-    """One scale of each memory. They move with the layer to another device and stay float32 in any model."""
-
-    def _apply(self, fn, recurse: bool = True):
-        scales = dict(self.items())
-        super()._apply(fn, recurse)
-        for name, scale in scales.items():
-            if self[name].dtype != scale.dtype:
-                self[name] = scale.to(self[name].device)
-        return self
+from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_output_scale
 
 
 class LocasLayer(nn.Module, BaseTunerLayer):
@@ -54,7 +41,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     other_param_names: tuple[str, ...] = ("locas_input_scale", "locas_tau", "locas_config", "locas_multiplier")
 
     def __init__(
-        self, base_layer: nn.Module, ffn: Host, name: str, adapter_name: str, config: LocasConfig, r: int
+        self, base_layer: nn.Module, ffn: AnyFFN, name: str, adapter_name: str, config: LocasConfig, r: int
     ) -> None:
         super().__init__()
         self.base_layer = base_layer
@@ -212,9 +199,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 self.unmerge()
             return self.base_layer(hidden_states, *args, **kwargs)
         if adapter_names is not None:
-            self._check_adapter_names(adapter_names, ffn_input)
+            check_adapter_names(self, adapter_names, ffn_input)
             if len(set(adapter_names)) > 1:
-                return self._forward_mixed_batch(adapter_names, ffn_input, hidden_states, *args, **kwargs)
+                result = self.base_layer(hidden_states, *args, **kwargs)
+                return add_by_row(self, adapter_names, ffn_input, result)
         elif self.merged:
             return self.base_layer(hidden_states, *args, **kwargs)
 
@@ -298,53 +286,6 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
         with self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
-
-    def _check_adapter_names(self, adapter_names: list[str], ffn_input: torch.Tensor) -> None:
-        if self.merged:
-            raise ValueError(
-                "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
-            )
-        inputs, names = len(ffn_input), len(adapter_names)
-        if inputs % names or (ffn_input.dim() > 2 and inputs != names):  # the input of a flat FFN is [B * T, D]
-            raise ValueError(
-                f"Length of `adapter_names` should be the same as the number of inputs, but got {names} and {inputs} "
-                "respectively."
-            )
-
-    def _forward_mixed_batch(
-        self, adapter_names: list[str], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Return the FFN's output plus, for each row of the batch, the output of the memory of that name."""
-        result = self.base_layer(*args, **kwargs)
-        batch = len(adapter_names)
-        inputs = ffn_input.reshape(batch, -1, ffn_input.shape[-1])  # [B, T, D], flat FFN or not
-        outputs = result.reshape(batch, -1, result.shape[-1])
-        for names, rows in self._group_rows(adapter_names):
-            in_order = rows == list(range(batch))
-            selected = inputs if in_order else inputs[rows]
-            recalled = self.recall(names, selected.reshape(len(names), -1, inputs.shape[-1]))
-            recalled = recalled.reshape(len(rows), *outputs.shape[1:]).to(outputs.dtype)
-            if in_order:
-                outputs = outputs + recalled
-            else:
-                outputs = outputs.index_add(0, torch.tensor(rows, device=outputs.device), recalled)
-        return outputs.reshape(result.shape)
-
-    def _group_rows(self, adapter_names: list[str]) -> list[tuple[list[str], list[int]]]:
-        """Group the rows of a batch whose memories have one shape, dtype and number of rows.
-
-        Returns:
-            For each group its memories and their rows, the rows of the first memory first. Rows without a memory
-            here are in no group.
-        """
-        rows: dict[str, list[int]] = {}
-        for name in self._memories(adapter_names):
-            rows[name] = [row for row, other in enumerate(adapter_names) if other == name]
-        groups: dict[tuple, list[str]] = {}
-        for name in rows:
-            up = self.locas_up[name].weight
-            groups.setdefault((name in self.locas_gate, up.shape, up.dtype, len(rows[name])), []).append(name)
-        return [(names, [row for name in names for row in rows[name]]) for names in groups.values()]
 
     def _check_replica(self) -> None:
         # Trainer wraps a model in torch.nn.DataParallel on several GPUs. What a replica writes is lost, and its hooks
@@ -488,14 +429,3 @@ def _scale(tensor: torch.Tensor, scales: list[torch.Tensor]) -> torch.Tensor:
     """Multiply a tensor by one memory's scale, or `[N, T, ...]` by the scales of N memories; the dtype stays."""
     factor = scales[0] if len(scales) == 1 else torch.stack(scales).reshape(-1, 1, 1)
     return (tensor * factor).to(tensor.dtype)
-
-
-def list_layers(model: nn.Module, adapter_name: str | None = None) -> list[LocasLayer]:
-    """Return the model's LocasLayers, lowest first; only those with the memory of that name if one is given."""
-    layers = [module for module in used_modules(model) if isinstance(module, LocasLayer)]
-    return layers if adapter_name is None else [layer for layer in layers if adapter_name in layer.locas_up]
-
-
-def list_active_memories(model: nn.Module) -> list[str]:
-    """Return the names of a model's active memories, in the order of its layers."""
-    return list(dict.fromkeys(name for layer in list_layers(model) for name in layer._memories(layer.active_adapters)))

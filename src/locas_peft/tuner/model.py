@@ -19,11 +19,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from .attached import list_layers
 from .combination import combined_config, fill_combined
 from .config import LocasConfig
-from .finding import Host, describe_without_ffn, find_ffns, find_unknown_experts
+from .finding import AnyFFN, describe_without_ffn, find_ffns, find_unknown_experts
 from .initialization import STRATEGIES
-from .layer import LocasLayer, list_layers
+from .layer import LocasLayer
 from .load_checks import (
     check_task,
     check_tokens,
@@ -33,7 +34,7 @@ from .load_checks import (
     rename_trained_modules,
 )
 from .memory_file import one_line
-from .modes import remember_modules
+from .modules import remember_modules
 from .quantised import forbid_packing
 from .weight_sample import may_be_same_weights, sample_weights
 from .widths import WidthGroup, widen_to, widened_config, width_step
@@ -53,7 +54,7 @@ class LocasModel(BaseTuner):
 
     # ---------------------------------------------------------------- injection
 
-    _ffns: dict[str, Host] = {}  # the model's FFNs, found at the start of an injection
+    _ffns: dict[str, AnyFFN] = {}  # the model's FFNs, found at the start of an injection
     _mask_hook = None
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
@@ -124,7 +125,7 @@ class LocasModel(BaseTuner):
                 stacklevel=2,
             )
 
-    def _find_ffn(self, name: str, module: nn.Module, peft_config: LocasConfig) -> Host:
+    def _find_ffn(self, name: str, module: nn.Module, peft_config: LocasConfig) -> AnyFFN:
         if name in self._ffns:
             return self._ffns[name]
         raise ValueError(
@@ -395,7 +396,7 @@ def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
             layer.merge(adapter_names=kept)
 
 
-def _check_variant(config: LocasConfig, name: str, ffn: Host) -> None:
+def _check_variant(config: LocasConfig, name: str, ffn: AnyFFN) -> None:
     """Raise a `ValueError` if the memory's structure does not suit the FFN."""
     if ffn.gated and config.variant == "mlp" and not config.gated_host_experiment:
         raise ValueError(
@@ -409,14 +410,14 @@ def _check_variant(config: LocasConfig, name: str, ffn: Host) -> None:
         )
 
 
-def _to_suffixes(ffns: dict[str, Host], model: nn.Module) -> set[str]:
+def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
     """Return names that match these FFNs and no other module: suffixes such as {"mlp"}, or else full names."""
     suffixes = {name.rpartition(".")[2] for name in ffns}
     taken = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in ffns}
     return suffixes if suffixes.isdisjoint(taken) else set(ffns)
 
 
-def _describe_host(model: nn.Module, ffns: dict[str, Host]) -> dict[str, Any]:
+def _describe_host(model: nn.Module, ffns: dict[str, AnyFFN]) -> dict[str, Any]:
     """Return the properties of the base that a memory depends on. The width is none of them: merging changes it.
 
     `weights` is a sample of its numbers, to recognise the base by (see `sample_weights`).

@@ -17,6 +17,7 @@ others' (attention sinks of pretrained models).
 from __future__ import annotations
 
 import torch
+from peft.tuners._buffer_dict import BufferDict
 
 KAPPA = 0.5
 ALPHA = 4.608
@@ -39,3 +40,15 @@ def measure_output_scale(
     activity = activations.float().abs().mean()
     share = ALPHA / hidden_size**0.5
     return torch.where(activity > 0, share / activations.shape[-1] * output_norms.median() / activity, otherwise)
+
+
+class ScaleDict(BufferDict):
+    """One scale of each memory. They move with the layer to another device and stay float32 in any model."""
+
+    def _apply(self, fn, recurse: bool = True):
+        scales = dict(self.items())
+        super()._apply(fn, recurse)
+        for name, scale in scales.items():
+            if self[name].dtype != scale.dtype:
+                self[name] = scale.to(self[name].device)
+        return self

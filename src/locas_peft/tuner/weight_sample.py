@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .modes import base_parameters
+from .modules import base_parameters
 
 MATRICES = 32
 NUMBERS = 4

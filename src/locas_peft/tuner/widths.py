@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from .finding import Host, find_ffns
+from .finding import AnyFFN, find_ffns
 from .mixture import HostMixture
 
 # Fields of a transformers config that hold the FFN's width.
@@ -26,7 +26,7 @@ class WidthGroup:
 
     width: int
     new_width: int
-    ffns: dict[str, Host]
+    ffns: dict[str, AnyFFN]
 
 
 def widened_config(
@@ -81,7 +81,7 @@ def _language_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     return [config] if text is config else [config, text]
 
 
-def width_step(model: nn.Module, ffn: Host) -> int:
+def width_step(model: nn.Module, ffn: AnyFFN) -> int:
     """Return the number that an FFN's width in the model's config is a multiple of."""
     if not isinstance(ffn, HostMixture) or not ffn.widens_shared or not hasattr(model, "config"):
         return 1

@@ -1,18 +1,18 @@
-"""Functions on the memories of a model, beyond PEFT's verbs: calibrate them, list empty ones, rescale them."""
+"""Calibrate the memories of a model on a text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from .attached import list_layers, names_or_active
 from .initialization import Statistics
-from .layer import LocasLayer, list_active_memories, list_layers
-from .modes import adapters_disabled, evaluating, to_inputs
+from .layer import LocasLayer
+from .modes import adapters_disabled, evaluating
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def calibrate(
         calibrate(model, [tokenizer(text, return_tensors="pt").input_ids])
         ```
     """
-    memories = {name: list_layers(model, name) for name in _names(model, adapter_name)}
+    memories = {name: list_layers(model, name) for name in names_or_active(model, adapter_name)}
     if not any(memories.values()):
         raise ValueError(f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to calibrate.")
     for name, layers in memories.items():
@@ -95,58 +95,13 @@ def observe_host(
             layer.calibration = layer.token_mask = None
 
 
-def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[str]:
-    """Name the memories that wait for their calibration, for rows or for the measured scale.
-
-    Without a name, the active memories are checked.
-    """
-    return [
-        name
-        for name in _names(model, adapter_name)
-        if any(layer.needs_calibration(name) for layer in list_layers(model, name))
-    ]
-
-
-def unwritten_memories(model: nn.Module) -> list[str]:
-    """Name the active memories of the strategy "write" that have no slot yet, so that training cannot change them."""
-    return [
-        name
-        for name in _names(model, None)
-        if all(layer.is_written(name) and layer.is_empty(name) for layer in list_layers(model, name))
-    ]
-
-
-@contextmanager
-def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None) -> Iterator[None]:
-    """Multiply the output of a memory by a number within the context: 0 silences it, 1 changes nothing.
-
-    The multiplier is not saved with the memory, and a memory cannot be merged inside the context. Contexts may be
-    nested: their multipliers are multiplied. Without a name, the active memories are rescaled. PEFT's
-    `rescale_adapter_scale` does this for LoRA.
-
-    Raises:
-        ValueError: the model has no such memory, or it is merged.
-    """
-    memories = [(layer, name) for name in _names(model, adapter_name) for layer in list_layers(model, name)]
-    if not memories:
-        raise ValueError(f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to rescale.")
-    for layer, name in memories:
-        if name in layer.merged_adapters:
-            raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it is rescaled.")
-    former = [layer.locas_multiplier.get(name) for layer, name in memories]
-    for (layer, name), value in zip(memories, former, strict=True):
-        layer.locas_multiplier[name] = multiplier if value is None else value * multiplier
-    try:
-        yield
-    finally:
-        for (layer, name), value in zip(memories, former, strict=True):
-            layer.locas_multiplier.pop(name, None)
-            if value is not None and name in layer.locas_up:
-                layer.locas_multiplier[name] = value
-
-
-def _names(model: nn.Module, adapter_name: str | None) -> list[str]:
-    return list_active_memories(model) if adapter_name is None else [adapter_name]
+def to_inputs(model: nn.Module, batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a batch, `LongTensor [B, T]` or a mapping, as the model's arguments, on the device of its embeddings."""
+    inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":  # offloaded: accelerate moves the inputs
+        device = inputs["input_ids"].device
+    return {key: inputs[key].to(device) for key in ("input_ids", "attention_mask") if key in inputs}
 
 
 def _find_backbone(model: nn.Module) -> nn.Module:
