@@ -4,8 +4,8 @@ A memory is compressed in one of two ways:
 - NL-SVD (`nl_svd`), for memories of two layers. It needs no text. The paper has nothing for gated memories, whose
   slots have two input directions each.
 - Keep n of the slots and fit their values, by least squares over a text, to the output of the whole memory. This
-  suits every structure, since the output is linear in the values. The slots are chosen one at a time, each time the one that
-  reduces the remaining error most.
+  suits every structure, since the output is linear in the values. The slots are chosen one at a time, each time the
+  one that reduces the remaining error most.
 
 Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
