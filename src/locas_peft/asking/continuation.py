@@ -40,9 +40,6 @@ _WORTH_KEEPING = 64
 """A beginning that all prompts share is computed once where it has at least this many tokens."""
 
 
-# ---------------------------------------------------------------------- rows as the model's inputs
-
-
 def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
     """Return rows of token ids as the model's inputs, each LongTensor [B, L], so that all rows end together."""
     length = max(map(len, rows))
@@ -112,9 +109,6 @@ def begin_rows(
     return {**inputs, "past_key_values": cache}
 
 
-# ---------------------------------------------------------------------- the loop over tokens
-
-
 @torch.no_grad()
 def continue_rows(
     host: CausalLM,
@@ -175,20 +169,16 @@ def draw(temperature: float, generator: torch.Generator, limits: GenerationConfi
         limits: draw among the likeliest tokens alone, by its `top_k` and `top_p`; 50 where it leaves `top_k` open,
             as transformers' `generate` does.
     """
-    warpers = LogitsProcessorList()
-    if limits is not None:
-        top_k, top_p = 50 if limits.top_k is None else limits.top_k, 1.0 if limits.top_p is None else limits.top_p
-        warpers += [TopKLogitsWarper(top_k)] if top_k else []
-        warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    limits = GenerationConfig(top_k=0) if limits is None else limits
+    warpers, top_k = LogitsProcessorList(), 50 if limits.top_k is None else limits.top_k
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(limits.top_p)] if (limits.top_p or 1) < 1 else []
 
     def choose(logits: Tensor) -> Tensor:
         shares = warpers(None, logits / temperature).softmax(-1)
         return torch.multinomial(shares, 1, generator=generator)[:, 0]
 
     return choose
-
-
-# ---------------------------------------------------------------------- texts
 
 
 def continue_texts(
@@ -283,17 +273,11 @@ def recite(
     for batch in _make_batches(model, prompts, max_new_tokens, batch_size):
         inputs = pad_left([prompts[number] for number in batch], pad, CausalLM(model).device)
         ids = inputs["ids"]
-        # The options of sampling are unset too: transformers warns of one that a greedy search does not use.
-        output = model.generate(
-            input_ids=ids,
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad,
-            num_beams=2 * count,
-            num_return_sequences=count,
-            **{"do_sample": False, "temperature": None, "top_p": None, "top_k": None},
-            **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0},
-        )
+        options = {"max_new_tokens": max_new_tokens, "num_beams": 2 * count, "num_return_sequences": count}
+        # What the call leaves open, `generate` takes from the model's generation config.
+        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "pad_token_id": pad}
+        output = model.generate(input_ids=ids, attention_mask=inputs["attention_mask"], **options)
         texts = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
         for row, number in enumerate(batch):
             found = map(first_line, texts[row * count : (row + 1) * count])
@@ -302,11 +286,7 @@ def recite(
 
 
 def check_room(
-    model: nn.Module,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    name: str = "prompt",
-    option: str = "max_new_tokens",
+    model: nn.Module, prompt: Sequence[int], max_new_tokens: int, name: str, option: str = "max_new_tokens"
 ) -> None:
     """Raise a `ValueError` for a prompt that is empty, or leaves no positions for `max_new_tokens` tokens.
 

@@ -161,8 +161,13 @@ def _ask(
                 asked.append((passage, KINDS[kinds[passage] % len(KINDS)]))
                 kinds[passage] += 1
         written.asked += len(asked)
-        lines = _reply(host, tokenizer, asked, generator)
-        for (passage, (_, _, form)), line in zip(asked, lines, strict=True):
+        requests = [
+            (request.replace("{subject}", of.subject).replace("{passage}", of.text).strip(), begin)
+            for of, (request, begin, _) in asked
+        ]
+        replies = write_replies(host, tokenizer, requests, generator)
+        for (passage, (_, _, form)), reply in zip(asked, replies, strict=True):
+            line = reply.strip().split("\n")[0]
             question = line[: line.find("?") + 1].strip()
             if form != "{}":
                 name = find_common(line, passage.text)
@@ -173,21 +178,6 @@ def _ask(
             elif all(len(words & other) < _DUPLICATE * len(words | other) for other in questions[passage].values()):
                 questions[passage][question] = words
     return [(passage, question) for passage, found in questions.items() for question in found]
-
-
-def _reply(
-    host: CausalLM,
-    tokenizer,
-    asked: Sequence[tuple[Passage, tuple[str, str, str]]],
-    generator: torch.Generator,
-) -> Iterator[str]:
-    """Yield the first line of the model's reply to each request, about a passage and of a kind in `KINDS`."""
-    requests = [
-        (request.replace("{subject}", of.subject).replace("{passage}", of.text).strip(), begin)
-        for of, (request, begin, _) in asked
-    ]
-    for reply in write_replies(host, tokenizer, requests, generator):
-        yield reply.strip().split("\n")[0]
 
 
 def write_replies(
