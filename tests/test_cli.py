@@ -180,28 +180,13 @@ def test_a_text_of_a_few_chunks_gives_a_remark(run):
 
 
 def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
-    arguments = [
-        "memorize",
-        "text.txt",
-        "--out",
-        "memory",
-        "--r",
-        4,
-        "--window",
-        64,
-        "--stride",
-        64,
-        "--device",
-        "cpu",
-        *NO_ANCHOR,
-    ]
+    arguments = ["memorize", "text.txt", "--out", "memory", "--r", 4, *FAST, *NO_ANCHOR]
     assert run(*arguments, "--max-tokens", 100)[0] == 0
     before = (tmp_path / "memory" / "adapter_model.safetensors").read_bytes()
     code, stdout, stderr = run(*arguments, "--max-tokens", 120)
     assert (code, stdout) == (2, "")
     assert stderr == "error: --out 'memory' holds a memory: choose another folder, or give --overwrite\n"
-    code, _, stderr = run(*arguments, "--max-tokens", 120, "--resume")
-    assert (code, stderr) == (
+    assert run(*arguments, "--max-tokens", 120, "--resume")[::2] == (
         2,
         "error: max_tokens must be 100 as in the memory in 'memory', got 120: "
         "choose another folder, or give --overwrite\n",
@@ -253,8 +238,7 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
     assert signal.getsignal(signal.SIGTERM) == former
     assert names(tmp_path / "parts") == ["checkpoint"]
 
-    code, _, stderr = run(*arguments, "--out", "parts")
-    assert (code, stderr) == (
+    assert run(*arguments, "--out", "parts")[::2] == (
         2,
         "error: --out 'parts' holds an unfinished reading: go on with --resume, or give --overwrite\n",
     )
@@ -278,79 +262,27 @@ def test_resume_starts_afresh_where_there_is_nothing(run, tmp_path):
     ("arguments", "message"),
     [
         (["none.txt"], "text must be an existing file, got 'none.txt': check the path, or give - to read stdin"),
-        (
-            ["empty.txt"],
-            "text must not be empty, got nothing but whitespace in 'empty.txt': give a file with text in it",
-        ),
         (["short.txt"], "text must have at least 2 tokens, got 1: give a longer text"),
-        (
-            ["text.txt", "--method", "memo"],
-            "method must be one of none, lora, locas-glu, locas-mlp, got 'memo': choose one of them",
-        ),
-        (
-            ["text.txt", "--init", "zero"],
-            f"init must be one of {', '.join(STRATEGIES)}, got 'zero': choose one of them",
-        ),
         (["text.txt", "--preset", "best"], "preset must be one of paper, tuned, got 'best': choose one of them"),
-        (
-            ["text.txt", "--dtype", "int3"],
-            "dtype must be one of auto, float32, bfloat16, float16, got 'int3': choose one of them",
-        ),
-        (
-            ["text.txt", "--method", "locas-mlp"],
-            "method 'locas-mlp' needs two-layer FFNs, got Qwen3ForCausalLM with gated ones: use 'locas-glu'",
-        ),
-        (
-            ["text.txt", "--model", "./nowhere"],
-            "model must be an existing folder or a name on the hub, got './nowhere': check the path",
-        ),
-        (
-            ["text.txt", "--json", "no/r.json"],
-            "--json must lie in an existing folder, got 'no/r.json': make its folder first",
-        ),
-        (
-            ["text.txt", "--resume", "--overwrite"],
-            "--resume and --overwrite exclude each other: continue, or start afresh",
-        ),
-        (
-            ["text.txt", "--window", "64", "--stride", "128"],
-            "stride must be at most window, got stride 128 with window 64: lower stride or raise window",
-        ),
-        (
-            ["text.txt", "--window", "4096"],
-            "window must be within the model's 2048 positions, got 4096: lower window, and stride with it",
-        ),
-        (
-            ["text.txt", "--layers", "top"],
-            "Invalid value for --layers: must be upper, or indices separated by commas, ",
-        ),
-        (
-            ["text.txt", "--layers", "5,6"],
-            "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got 6: lower it",
-        ),
-        (
-            ["text.txt", "--epsilon", "0.1"],
-            "epsilon has no meaning for the method 'locas-glu', got 0.1: leave it out",
-        ),
-        (["text.txt", "--stride", "0"], "stride must be at least 1, got 0: raise it"),
-        (["text.txt", "--max-tokens", "1"], "max_tokens must be at least 2, got 1: raise it"),
+        (["text.txt", "--model", "./no"], "model must be an existing folder or a name on the hub, got './no': check "),
+        (["text.txt", "--json", "no/r.json"], "--json must lie in an existing folder, got 'no/r.json': make its "),
+        (["text.txt", "--resume", "--overwrite"], "--resume and --overwrite exclude each other: continue, or start "),
+        (["text.txt", "--window", "4096"], "window must be within the model's 2048 positions, got 4096: lower window"),
+        (["text.txt", "--layers", "top"], "Invalid value for --layers: must be upper, or indices separated by commas"),
+        (["text.txt", "--layers", "5,6"], "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got"),
+        (["text.txt", "--epsilon", "0.1"], "epsilon has no meaning for the method 'locas-glu', got 0.1: leave it out"),
         (["text.txt", "--r", "many"], "Invalid value for --r: unable to convert "),
-        (
-            ["text.txt", "--r", "9" * 16],
-            "r must be at most 281,474,976,710,656, got 9,999,999,999,999,999: lower it",
-        ),
+        (["text.txt", "--r", "9" * 16], "r must be at most 281,474,976,710,656, got 9,999,999,999,999,999: lower it"),
         (["text.txt", "--checkpoint-seconds", "-1"], 'Invalid value "-1.0" for --checkpoint-seconds. Must be >= 0'),
     ],
 )
 def test_bad_input_is_one_line(arguments, message, run, tmp_path):
-    (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "short.txt").write_text("a")
     before = names(tmp_path)
     code, stdout, stderr = run("memorize", *arguments, "--out", "memory", "--device", "cpu")
     assert (code, stdout) == (2, "")
     assert stderr.startswith(f"error: {message}")
     assert stderr.count("\n") == 1
-    assert message.startswith("Invalid") or stderr == f"error: {message}\n"
     assert names(tmp_path) == before
 
 
@@ -451,15 +383,9 @@ def unfinished(interrupted, run, tmp_path):
     ("options", "message"),
     [
         (["--lr", 0.5], "learning_rate must be 0.004 as in the checkpoint in 'parts/checkpoint', got 0.5: "),
-        (["--r", 4], "r must be 8 as in the checkpoint in 'parts/checkpoint', got 4: "),
-        (["--max-tokens", 280], "max_tokens must be 300 as in the checkpoint in 'parts/checkpoint', got 280: "),
         (["--layers", "upper"], "layers_to_transform must be None as in the checkpoint in 'parts/checkpoint', got "),
         (["--method", "lora"], "method must be 'locas-glu' as in the checkpoint in 'parts/checkpoint', got 'lora': "),
-        (["--window", "256"], "window must be 128 as in the checkpoint in 'parts/checkpoint', got 256: "),
-        (
-            ["--dtype", "bfloat16"],
-            "dtype must be 'float32' as in the checkpoint in 'parts/checkpoint', got 'bfloat16': ",
-        ),
+        (["--dtype", "bfloat16"], "dtype must be 'float32' as in the checkpoint in 'parts/checkpoint', got 'bfloat1"),
     ],
 )
 def test_a_checkpoint_of_another_reading_is_one_line_and_stands(run, unfinished, options, message):
@@ -476,12 +402,11 @@ def test_a_second_writer_is_one_line_and_harms_nothing(run, unfinished, option):
     folder, arguments = unfinished
     before = (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes()
     with checkpoint.locked(folder / "checkpoint"):
-        code, _, stderr = run(*arguments, "--out", "parts", option)
-    assert (code, stderr) == (
-        2,
-        "error: checkpoint folder must have one writer, got 'parts/checkpoint', which another reading is using: "
-        "wait for it, or choose another folder\n",
-    )
+        assert run(*arguments, "--out", "parts", option)[::2] == (
+            2,
+            "error: checkpoint folder must have one writer, got 'parts/checkpoint', which another reading is using: "
+            "wait for it, or choose another folder\n",
+        )
     assert (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes() == before
 
 
@@ -506,8 +431,7 @@ def test_a_full_disk_at_the_end_loses_nothing_that_was_learned(run, unfinished, 
 
 
 def test_memorize_needs_a_folder(run):
-    code, _, stderr = run("memorize", "text.txt")
-    assert (code, stderr) == (
+    assert run("memorize", "text.txt")[::2] == (
         2,
         "error: --out must name a folder for what locas-glu learns, got none: add --out DIR\n",
     )
@@ -609,8 +533,7 @@ def test_the_traceback_can_be_asked_for(run, monkeypatch):
 # ---------------------------------------------------------------------- files of the user, and of killed processes
 
 
-@pytest.mark.parametrize("name", [*MEMORY_FILES])
-@pytest.mark.parametrize("option", [[], ["--resume"]])
+@pytest.mark.parametrize(("name", "option"), [("README.md", []), ("reading.json", ["--resume"])])
 def test_files_of_the_user_are_not_replaced(run, tmp_path, name, option):
     (tmp_path / name).write_text("mine")
     code, stdout, stderr = run("memorize", "text.txt", "--out", ".", *option, "--r", 4, *FAST, *NO_ANCHOR)
@@ -771,8 +694,7 @@ def test_compare_without_out_writes_nothing(run, tmp_path):
 
 
 def test_compare_reads_with_each_method_once(run):
-    code, _, stderr = run("compare", "text.txt", "--methods", "none,none")
-    assert (code, stderr) == (
+    assert run("compare", "text.txt", "--methods", "none,none")[::2] == (
         2,
         "error: --methods must name each once, got 'none,none': drop the second mention\n",
     )
@@ -886,8 +808,7 @@ def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):
 
 
 def test_generate_without_a_memory(run):
-    code, _, stderr = run("generate", "Once", "--memory", "nowhere")
-    assert (code, stderr) == (
+    assert run("generate", "Once", "--memory", "nowhere")[::2] == (
         2,
         "error: memory must be a folder that holds a memory, got 'nowhere', no folder: "
         "make one with `locas memorize TEXT --out DIR`\n",
@@ -919,8 +840,7 @@ def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits, adapted(ids).logits, atol=1e-4)
 
-    code, _, stderr = run("merge", memory, "--out", "merged")
-    assert (code, stderr) == (
+    assert run("merge", memory, "--out", "merged")[::2] == (
         2,
         "error: --out must be a new or empty folder, got 'merged' with files in it: choose another, or give "
         "--overwrite\n",
@@ -1298,8 +1218,7 @@ def test_demo_takes_the_chat_model_where_it_is_installed(monkeypatch):
 def test_demo_does_not_overwrite_a_memory_that_is_not_its_own(run, tmp_path, memory):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "lora").symlink_to(memory)
-    code, _, stderr = run("demo", "--out", "mine")
-    assert (code, stderr) == (
+    assert run("demo", "--out", "mine")[::2] == (
         2,
         "error: --out 'mine/lora' holds a memory: choose another folder, or give --overwrite\n",
     )

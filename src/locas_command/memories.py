@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from .console import open_consoles, printable, warnings_as_lines, write_result
 from .options import (
-    BASE,
+    BASE_ON_CPU,
     AtLeastTwo,
-    BaseBesideDevice,
-    BaseOptions,
+    BaseOnCpu,
     Count,
-    Device,
     JsonFile,
     Memory,
     NamedPath,
@@ -32,15 +29,13 @@ def merge(
     out: NamedPath,
     overwrite: Overwrite = False,
     pad_to_multiple_of: Count | None = None,
-    device: Device = "cpu",
-    base: BaseBesideDevice = BASE,
+    base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
     """Merge a memory into its base model: a checkpoint that stock transformers loads.
 
     Args:
         out: the checkpoint's folder, new or empty.
         pad_to_multiple_of: pad the merged FFNs' width with zeros to a multiple of this.
-        device: cpu, cuda, cuda:1, ... or auto.
     """
     from locas_peft.files import check_output_directory
     from locas_peft.memories.conversion import merge_memory
@@ -52,7 +47,7 @@ def merge(
         check_output_directory("--out", out)
     else:
         _check_empty(out, "choose another, or give --overwrite")
-    loaded = load_base_of(memory, replace(base, device=device))
+    loaded = load_base_of(memory, base)
     with warnings_as_lines():
         merged = merge_memory(loaded.model, loaded.tokenizer, memory, out, **_padding(pad_to_multiple_of))
     width = getattr(merged.config, "intermediate_size", None)
@@ -73,8 +68,7 @@ def export(
     base_only: bool = False,
     neurons: Count | None = None,
     pad_to_multiple_of: Count | None = None,
-    device: Device = "cpu",
-    base: BaseBesideDevice = BASE,
+    base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
     """Export a memory for engines that do not know LOCAS.
 
@@ -87,27 +81,42 @@ def export(
         base_only: export the base alone.
         neurons: how many neurons the base gets: the r of the widest memory that it shall serve; this one's by default.
         pad_to_multiple_of: with plain and gguf, pad the merged FFNs' width with zeros to a multiple of this.
-        device: cpu, cuda, cuda:1, ... or auto.
     """
+    from locas_peft.bases.gguf import find_converter
+    from locas_peft.memories.conversion import export_memory, merge_to_gguf
+
+    from .running import load_base_of
+
     if to == "lora" and pad_to_multiple_of is not None:
         raise ValueError("--pad-to-multiple-of goes with --to plain or gguf, got --to lora: choose --neurons")
     if to != "lora" and (no_base or base_only or neurons is not None):
         raise ValueError(f"--no-base, --base-only and --neurons go with --to lora, got --to {to}: leave them out")
+    if no_base and base_only:
+        raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
+    stdout, _ = open_consoles()
     _check_empty(out, "choose another")
     if to == "plain":
-        merge(memory, out=out, pad_to_multiple_of=pad_to_multiple_of, device=device, base=base)
-    elif to == "gguf":
-        _export_gguf(memory, out, pad_to_multiple_of, replace(base, device=device))
-    else:
-        _export_lora(memory, out, no_base, base_only, neurons, replace(base, device=device))
+        return merge(memory, out=out, pad_to_multiple_of=pad_to_multiple_of, base=base)
+    converter = find_converter() if to == "gguf" else None
+    loaded = load_base_of(memory, base)
+    made = loaded.model, loaded.tokenizer, memory, out
+    with warnings_as_lines():
+        if to == "gguf":
+            merge_to_gguf(*made, converter, **_padding(pad_to_multiple_of))
+            return stdout.print(f"The merged model is in {out / 'model.gguf'}: llama.cpp loads it")
+        neurons, rank = export_memory(*made, neurons=neurons, with_base=not no_base, with_adapter=not base_only)
+    if not no_base:
+        stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
+    if not base_only:
+        stdout.print(f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base")
+        stdout.print(_name_vllm_option(rank))
 
 
 def combine(
     *memory: Path,
     out: NamedPath,
     weights: str | None = None,
-    device: Device = "cpu",
-    base: BaseBesideDevice = BASE,
+    base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
     """Combine memories of one base into one memory that adds exactly what their weighted sum adds.
 
@@ -115,7 +124,6 @@ def combine(
         memory: two or more folders of memories.
         out: a new or empty folder.
         weights: a number for each memory, separated by commas; 1 each by default.
-        device: cpu, cuda, cuda:1, ... or auto.
     """
     from locas_peft.memories.conversion import combine_memories
 
@@ -129,7 +137,7 @@ def combine(
     except ValueError:
         raise ValueError(f"--weights must be numbers separated by commas, got {weights!r}: write 1,0.5, say") from None
     _check_empty(out, "choose another")
-    loaded = load_base_of(memory[0], replace(base, device=device))
+    loaded = load_base_of(memory[0], base)
     with warnings_as_lines():
         slots = combine_memories(loaded.model, loaded.name, memory, numbers, out)
     stdout.print(f"The combined memory of {slots} slots is in {out}")
@@ -143,8 +151,7 @@ def resize(
     out: NamedPath,
     text: Text | None = None,
     max_tokens: AtLeastTwo = 8192,
-    device: Device = "cpu",
-    base: BaseBesideDevice = BASE,
+    base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
     """Change how many slots a memory has. Fewer keep its output nearly; more keep it exactly, and can learn more.
 
@@ -154,7 +161,6 @@ def resize(
         text: a UTF-8 text file, or - for stdin: best what the memory has read. Fewer slots are refitted on it, and new
             ones are cloned from what is active on it. A two-layer memory can get fewer slots without (NL-SVD).
         max_tokens: the first tokens of the text.
-        device: cpu, cuda, cuda:1, ... or auto.
     """
     from locas_peft import compress, grow
     from locas_peft.memories.card import escape
@@ -168,7 +174,7 @@ def resize(
     stdout, _ = open_consoles()
     _check_empty(out, "choose another")
     content = None if text is None else load_text(text)
-    loaded = load_base_of(memory, replace(base, device=device))
+    loaded = load_base_of(memory, base)
     model = load_onto(loaded, memory)
     widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
     if not widths:
@@ -222,45 +228,6 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     if found["layers"]:
         stdout.print(tabulate_memory(found).to_rich())
     write_result(json_file, found)
-
-
-def _export_gguf(memory: Path, out: Path, pad_to_multiple_of: int | None, base: BaseOptions) -> None:
-    """Write the merged model as a GGUF file."""
-    from locas_peft.bases.gguf import find_converter
-    from locas_peft.memories.conversion import merge_to_gguf
-
-    from .running import load_base_of
-
-    stdout, _ = open_consoles()
-    converter = find_converter()
-    loaded = load_base_of(memory, base)
-    with warnings_as_lines():
-        merge_to_gguf(loaded.model, loaded.tokenizer, memory, out, converter, **_padding(pad_to_multiple_of))
-    stdout.print(f"The merged model is in {out / 'model.gguf'}: llama.cpp loads it")
-
-
-def _export_lora(
-    memory: Path, out: Path, no_base: bool, base_only: bool, neurons: int | None, base: BaseOptions
-) -> None:
-    """Write a memory as a LoRA adapter, the widened base, or both."""
-    from locas_peft.memories.conversion import export_memory
-
-    from .running import load_base_of
-
-    stdout, _ = open_consoles()
-    if no_base and base_only:
-        raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
-    loaded = load_base_of(memory, base)
-    with warnings_as_lines():
-        neurons, rank = export_memory(
-            loaded.model, loaded.tokenizer, memory, out,
-            neurons=neurons, with_base=not no_base, with_adapter=not base_only,
-        )  # fmt: skip
-    if not no_base:
-        stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
-    if not base_only:
-        stdout.print(f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base")
-        stdout.print(_name_vllm_option(rank))
 
 
 def _name_vllm_option(rank: int) -> str:

@@ -133,7 +133,14 @@ class BaseOptions:
     device: str = "auto"
 
 
-READING, BASE = ReadingOptions(), BaseOptions()
+@dataclass(frozen=True, kw_only=True)
+class BaseOnCpuOptions(BaseOptions):
+    """The base model of a command that works on the CPU unless a device is given."""
+
+    device: str = "cpu"
+
+
+READING, BASE, BASE_ON_CPU = ReadingOptions(), BaseOptions(), BaseOnCpuOptions()
 OneMethod = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse="^(?!model$|dtype$)")]
 ManyMethods = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$)")]
 ManyScored = Annotated[
@@ -142,9 +149,7 @@ ManyScored = Annotated[
 ]
 """Without the options of a self-study, which comes after a text is scored."""
 BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
-# For commands whose device is the CPU unless it is given.
-BaseBesideDevice = Annotated[BaseOptions, Parameter(name="*", group="Base model", parse="^(?!device$)")]
-Device = Annotated[str, Parameter(group="Base model")]
+BaseOnCpu = Annotated[BaseOnCpuOptions, Parameter(name="*", group="Base model")]
 Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
 Memory = Annotated[Path, Parameter(help="a memory's folder.")]
 NamedPath = Annotated[Path, Parameter(converter=_parse_path)]
