@@ -131,24 +131,3 @@ def test_unknown_dtypes_and_devices():
         loading.load_base(dtype="int3", device="cpu")
     with pytest.raises(ValueError, match="^device must be one that torch can use, got 'abacus' "):
         loading.load_base(device="abacus")
-
-
-def test_a_launcher_chooses_device_and_dtype(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert loading.choose_device("auto") == torch.device("cuda")
-    for rank, expected in (("0", "cuda:0"), ("1", "cuda:1"), ("2", "cuda:0")):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert loading.choose_device("auto") == torch.device(expected)
-    assert loading.choose_device("cpu") == torch.device("cpu")
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
-    assert loading.choose_device("auto") == torch.device("cpu")
-    for precision, expected in (("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-        assert loading.load_base()[0].dtype == expected
-    assert loading.load_base(dtype="float32")[0].dtype == torch.float32
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
-    with pytest.raises(
-        ValueError, match="^mixed precision must be one of no, bf16, fp16, got 'fp8': choose one of them$"
-    ):
-        loading.load_base()

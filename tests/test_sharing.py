@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -255,6 +256,12 @@ def launch(*args, folder, **environment: str) -> subprocess.Popen:
     )
 
 
+def find_free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
     """Wait for a process; return its code, stdout and stderr."""
     try:
@@ -282,19 +289,17 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     arguments = ["perplexity", "long.txt", "short.txt", "--method", "none,lora,locas-glu", *FAST]
     monkeypatch.chdir(tmp_path)
-    other = launch(*arguments, "--out", "two", "--overwrite", folder=tmp_path, **rank(1))
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    both = [
+        launch(*arguments, "--out", "two", "--overwrite", folder=tmp_path, **rank(number), **address)
+        for number in (0, 1)
+    ]
     try:
-        while not list((tmp_path / "two").rglob("run.json")):  # then it has begun
-            assert other.poll() is None, other.communicate()
-            time.sleep(0.05)
-        with monkeypatch.context() as patch:
-            for name, value in rank(0).items():
-                patch.setenv(name, value)
-            assert run_here(*arguments, "--out", "two", "--overwrite") == 0
+        (code, out, _), (other_code, other_out, other_err) = map(finish, both)
     finally:
-        ended = finish(other)
-    out = capsys.readouterr().out
-    assert ended == (0, "", "") and out.count("all tokens") == 1
+        for process in both:
+            process.kill()
+    assert (code, other_code, other_out, other_err) == (0, 0, "", "") and out.count("all tokens") == 1
 
     assert run_here(*arguments, "--out", "one") == 0
     assert capsys.readouterr().out == out.replace("two", "one")

@@ -125,12 +125,15 @@ class BaseOptions:
         model: folder, hub name or GGUF file of a causal LM, or smollm2; where not given, the one that the memory
             names, or an embedded one.
         dtype: auto, float32, bfloat16 or float16.
-        device: cpu, cuda, cuda:1, ... or auto.
+        device: cpu, cuda, cuda:1, ... or auto, which is Accelerate's: a base that does not fit there is split over all
+            devices, the CPU's memory and the disk.
+        quantize: nf4 or int8, with bitsandbytes, or int8 with torchao; for folders and hub names.
     """
 
     model: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    quantize: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Importing this module imports torch and PEFT: a command does it when it runs.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -53,7 +55,9 @@ def load(options: BaseOptions) -> Base:
     silence_libraries()
     show_remarks()
     name = options.model or backbone.NAME
-    model, tokenizer = base_models.load_base(name, options.dtype, options.device)
+    accelerator = Accelerator()  # takes over what a launcher has set
+    atexit.register(accelerator.end_training)
+    model, tokenizer = base_models.load_base(name, options.dtype, options.device, options.quantize)
     return Base(backbone.name_of(name), model, tokenizer)
 
 

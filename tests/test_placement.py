@@ -1,0 +1,116 @@
+"""Placement: Accelerate's device and precision, a base split over CPU and disk, quantised bases."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from locas_peft import backbone
+from locas_peft.asking import Question, ask
+from locas_peft.bases import choose_device, load_base, placement
+from locas_peft.memories import load_memory, memory_attached
+from locas_peft.reading import ReadingSettings, memorize, score
+from locas_peft.selfstudy import Exchange
+
+LAYERS = 6
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny base with the embedded tokenizer, saved."""
+    path = tmp_path_factory.mktemp("base")
+    tokenizer = backbone.load()[1]
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "head_dim": 16}
+    config = Qwen3Config(
+        **shape, vocab_size=len(tokenizer), num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def split(folder, monkeypatch):
+    """Load the base where the CPU's memory has room for a part of it."""
+    sizes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    monkeypatch.setattr(placement, "get_max_memory", lambda: {"cpu": int(0.95 * sizes)})
+    base, _ = load_base(str(folder))
+    assert set(map(str, base.hf_device_map.values())) == {"cpu", "disk"}
+    return base
+
+
+def test_accelerate_chooses_device_and_dtype():
+    assert choose_device("auto") == PartialState().device
+    for precision, expected in (("no", torch.float32), ("bf16", torch.bfloat16)):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        Accelerator(mixed_precision=precision, cpu=True)
+        assert load_base()[0].dtype == expected
+        assert load_base(dtype="float16")[0].dtype == torch.float16
+
+
+def test_a_base_that_fits_is_on_one_device(folder):
+    base, _ = load_base(str(folder))
+    assert {parameter.device.type for parameter in base.parameters()} == {"cpu"}
+
+
+def test_a_split_base_reads_saves_loads_and_answers_as_a_whole_one(folder, tmp_path, monkeypatch):
+    ids = torch.randint(5, 500, (96,), generator=torch.Generator().manual_seed(0))
+    settings = ReadingSettings(r=4, window=32, stride=16, anchor=0.0, brake=True)
+    readings, scores = {}, {}
+    whole, _ = load_base(str(folder))
+    for name, base in (("whole", whole), ("split", split(folder, monkeypatch))):
+        readings[name] = memorize(base, ids, settings, out=tmp_path / name)
+        with memory_attached(base, tmp_path / name) as model:
+            scores[name] = score(model, ids, readings[name].settings)
+        assert base(ids[None, :8]).logits.isfinite().all()
+    assert readings["split"].nll_nats == pytest.approx(readings["whole"].nll_nats, abs=1e-3)
+    assert scores["split"] == pytest.approx(scores["whole"], rel=1e-4)
+
+
+def test_a_split_base_studies_and_is_asked(folder, monkeypatch):
+    base, tokenizer = split(folder, monkeypatch), backbone.load()[1]
+    settings = ReadingSettings(r=4, window=32, stride=16, anchor=0.0, study=True, passes=1)
+    exchange = Exchange("Who keeps the light?", "Jonas Hale keeps the light.")
+    reading = memorize(base, torch.arange(5, 69), settings, tokenizer=tokenizer, exchanges=[exchange])
+    assert reading.studied["steps"] > 0 and reading.studied["skipped_steps"] == 0
+    assert len(ask(base, tokenizer, [Question(exchange.question)], max_new_tokens=4)) == 1
+
+
+def test_a_memory_is_loaded_onto_a_base_on_the_disk(folder, tmp_path, monkeypatch):
+    ids = torch.arange(5, 69)
+    whole, _ = load_base(str(folder))
+    memorize(whole, ids, ReadingSettings(r=4, window=32, stride=16, anchor=0.0), out=tmp_path / "memory")
+    expected = load_memory(whole, tmp_path / "memory")(input_ids=ids[None]).logits
+    base = split(folder, monkeypatch)
+    model = load_memory(base, tmp_path / "memory")
+    assert torch.allclose(model(input_ids=ids[None]).logits, expected, atol=1e-5)
+    assert set(map(str, base.hf_device_map.values())) == {"cpu", "disk"}
+
+
+@pytest.mark.parametrize(
+    ("name", "quantize", "message"),
+    [
+        ("locas_peft/tinybook-glu", "nf4", "^quantize is for a folder or a name on the hub, got 'nf4' for "),
+        ("folder", "int3", "^quantize must be one of nf4, int8, got 'int3': choose one of them$"),
+        (
+            "folder",
+            "nf4",
+            "^quantize must have its package, got 'nf4' without bitsandbytes: pip install bitsandbytes$",
+        ),
+    ],
+)
+def test_refused_quantisations(name, quantize, message, folder, monkeypatch):
+    if "without" in message:
+        monkeypatch.setattr(placement.importlib.util, "find_spec", lambda package: None)
+    elif quantize == "nf4":
+        monkeypatch.setattr(placement.importlib.util, "find_spec", lambda package: object())
+    with pytest.raises(ValueError, match=message):
+        load_base(str(folder) if name == "folder" else name, quantize=quantize)
