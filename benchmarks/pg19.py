@@ -23,7 +23,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ from locas_peft.files import check_output_directory, load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.memories.checkpoint import has_checkpoint
 from locas_peft.model import count_positions
-from locas_peft.reading import ReadingSettings, memorize, score
+from locas_peft.reading import CompleteSettings, ReadingSettings, memorize, score
 from locas_peft.text import digest_ids, tokenize, unwrap
 from locas_peft.units import Unit, run_units
 
@@ -178,7 +177,7 @@ def make_unit(texts: Texts, table: Table, row: Row, document: str, seed: int, ou
 def read(
     base: transformers.PreTrainedModel,
     ids: torch.Tensor,
-    settings: ReadingSettings,
+    settings: CompleteSettings,
     unread: dict[str, torch.Tensor],
     checkpoint_dir: Path,
 ) -> dict[str, Any]:
@@ -191,7 +190,7 @@ def read(
             base, ids, settings, out=memory, checkpoint_dir=checkpoint_dir, resume=True, on_chunk=chunks.append
         )
         seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor
-        with nullcontext(base) if settings.method == "none" else memory_attached(base, memory) as model:
+        with nullcontext(base) if settings.method.name == "none" else memory_attached(base, memory) as model:
             unread_perplexities = {name: score(model, text, settings) for name, text in unread.items()}
         adapter_bytes = sum(file.stat().st_size for file in memory.glob("*.safetensors"))
     return {
@@ -206,10 +205,10 @@ def read(
     }
 
 
-def check_same(path: Path, settings: ReadingSettings, ids: torch.Tensor, document: str) -> None:
+def check_same(path: Path, settings: CompleteSettings, ids: torch.Tensor, document: str) -> None:
     recorded = load_json(path)
     # Older versions did not record all settings.
-    known = {key: item for key, item in asdict(settings).items() if recorded.get(key) is not None}
+    known = {key: item for key, item in settings.to_json().items() if recorded.get(key) is not None}
     check_fields(known, recorded, path)
     if recorded["text_sha256"] != digest_ids(ids):
         raise ValueError(f"{str(path)!r} is of another text named {document!r}: choose another --out")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from locas_peft.reading import ReadingSettings
+from locas_peft.reading import CompleteSettings, ReadingSettings
 
 HEADLINE = ("3649", "5274", "36235")
 TUNING = "1684"
@@ -45,7 +45,7 @@ class Row:
 
     Args:
         name: in tables and files.
-        method: a name in `locas_peft.settings.METHODS`.
+        method: a name in `locas_peft.reading.METHODS`.
         given: settings besides the command's window, stride, seed and model.
         windows: a multiple of the command's window.
         seeds: how many seeds it is read with.
@@ -59,7 +59,7 @@ class Row:
     seeds: int = 1
     writer: dict[str, Any] | None = None
 
-    def settings(self, common: ReadingSettings, seed: int = 0, max_tokens: int | None = None) -> ReadingSettings:
+    def settings(self, common: ReadingSettings, seed: int = 0, max_tokens: int | None = None) -> CompleteSettings:
         """Return the row's complete settings.
 
         Args:

@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from locas_peft import Anchor, Chunk, SlotWriter, TestTimeTrainer, write_own_text
 from locas_peft.model import count_positions
-from locas_peft.reading import ReadingSettings, attached, memorize
+from locas_peft.reading import CompleteSettings, ReadingSettings, attached, memorize
 from locas_peft.reading.peak_memory import PeakMemory
 from locas_peft.ttt import at_marks, perplexity_of
 
@@ -58,11 +58,11 @@ class TimedReading:
         settings, clock, self._device = row.settings(common), Clock(base.device), base.device
         model = stack.enter_context(attached(share_weights(base), settings))
         anchor = None
-        if settings.anchor:
-            texts = write_own_text(model, tokens=settings.stride, seed=settings.seed)
-            anchor = Anchor(texts, weight=settings.anchor, every=settings.anchor_every)
+        if settings.method.anchor:
+            texts = write_own_text(model, tokens=settings.training.stride, seed=settings.seed)
+            anchor = Anchor(texts, weight=settings.method.anchor, every=settings.method.anchor_every)
         self.writer = None if row.writer is None else SlotWriter(model, **row.writer)
-        self.trainer = TestTimeTrainer(model, settings, writer=self.writer, anchor=anchor)
+        self.trainer = TestTimeTrainer(model, settings.training, writer=self.writer, anchor=anchor)
         self._chunks = stack.enter_context(closing(self.trainer.read(ids)))
         self.parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.start = dict(zip(("time", "processor_time"), clock.read(), strict=True))
@@ -170,20 +170,20 @@ def time_rows(
     return results
 
 
-def count_chunks(base: PreTrainedModel, settings: ReadingSettings) -> int:
+def count_chunks(base: PreTrainedModel, settings: CompleteSettings) -> int:
     """Return the number of chunks after which a row's operations repeat.
 
     The cache's context is fed again at two windows, or at the model's last position, and an anchor acts on every n-th
     step.
     """
-    cycle = 1
-    if settings.context == "cache":
-        limit = min(2 * settings.window, count_positions(base) or 2 * settings.window)
-        kept = max(settings.window - settings.stride, 1) - 1
-        cycle = max(1, (limit - kept) // settings.stride)
+    cycle, training = 1, settings.training
+    if training.context == "cache":
+        limit = min(2 * training.window, count_positions(base) or 2 * training.window)
+        kept = max(training.window - training.stride, 1) - 1
+        cycle = max(1, (limit - kept) // training.stride)
     if cycle > MOST_COUNTED_CHUNKS:  # too rare to matter
         cycle = TURN_CHUNKS
-    return math.lcm(cycle, settings.anchor_every if settings.anchor else 1)
+    return math.lcm(cycle, settings.method.anchor_every if settings.method.anchor else 1)
 
 
 def read_block(
@@ -252,7 +252,7 @@ def _prepare_process(threads: int) -> None:
 
 
 def measure_row(
-    load: Callable[[], PreTrainedModel], settings: ReadingSettings, ids: torch.Tensor
+    load: Callable[[], PreTrainedModel], settings: CompleteSettings, ids: torch.Tensor
 ) -> dict[str, int | None]:
     """Measure one row in this process; see `measure_memory`."""
     base = load()

@@ -40,7 +40,7 @@ from locas_peft.evaluation.own_answers import write_own_answers
 from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
-from locas_peft.reading import ReadingSettings, memorize, parse_method
+from locas_peft.reading import ReadingSettings, StudySettings, memorize, parse_method
 from locas_peft.selfstudy import StudyStep, split_passages, write_exchanges
 from locas_peft.text import load_text, tokenize
 from locas_peft.ttt import Chunk
@@ -51,7 +51,6 @@ READING_ONLY = "locas-glu:reading-only"
 METHODS = f"locas-glu,lora@11,{READING_ONLY}"
 READINGS = 120  # about the processor time of a study
 MEASURED_READINGS = 40
-DEFAULTS = ReadingSettings(study=True).complete()
 
 
 class Page:
@@ -133,7 +132,7 @@ def study_page(
     page.measure_base(base)
     other.measure_base(base)
     began, exchanges = time.process_time(), []
-    for written in write_exchanges(base, tokenizer, split_passages(tokenizer, page.text), DEFAULTS.exchanges):
+    for written in write_exchanges(base, tokenizer, split_passages(tokenizer, page.text), StudySettings.exchanges):
         exchanges += written.exchanges
     writing = time.process_time() - began
     results: dict[str, Any] = {

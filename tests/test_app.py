@@ -27,9 +27,8 @@ from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions, shelf
 from locas_peft.app.sessions import Job, SharedModel, Visitors
 from locas_peft.app.shelf import Shelf, check_name
-from locas_peft.memories import memory_attached
+from locas_peft.memories import READING, memory_attached
 from locas_peft.memories.loading import describe_memory
-from locas_peft.reading.record import READING
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEXT = " ".join(f"The keeper of house {number} lit {number} lamps and walked down the stairs." for number in range(14))

@@ -178,7 +178,7 @@ def test_an_objective_from_outside_reaches_a_reading(monkeypatch):
         memorize(base, make_ids(200), ReadingSettings(objective=name, window=64, stride=32, r=4, anchor=0))
         for name in ("nll", "mine")
     ]
-    assert readings[1].settings.objective == "mine"
+    assert readings[1].settings.training.objective == "mine"
     assert readings[0].curve[0] == readings[1].curve[0]
     assert readings[0].curve[-1] != readings[1].curve[-1]
     monkeypatch.undo()

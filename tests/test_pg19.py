@@ -323,13 +323,13 @@ def test_rows_are_read_with_the_settings_that_they_name(pg19):
     common = ReadingSettings(method="none", window=64, stride=16)
     found = {row.name: row.settings(common, seed=2, max_tokens=80) for row in rows.TABLES["headline"].rows}
     assert len(found) == len(rows.TABLES["headline"].rows)
-    assert all((value.stride, value.max_tokens, value.seed) == (16, 80, 2) for value in found.values())
-    assert found["long, 4 windows"].window == 256
-    assert (found["none, recompute"].context, found["none, cache"].context) == ("recompute", "cache")
+    assert all((value.training.stride, value.max_tokens, value.seed) == (16, 80, 2) for value in found.values())
+    assert found["long, 4 windows"].training.window == 256
+    assert [found[name].training.context for name in ("none, recompute", "none, cache")] == ["recompute", "cache"]
     published = found["lora@64, 2 epochs, recompute"]
-    assert (published.epochs, published.context, published.r) == (2, "recompute", 64)
-    assert found["locas-glu@64, upper layers"].layers_to_transform == "upper"
-    assert (found["locas-glu@64, paper"].scaling, found["locas-glu@64"].scaling) == (1.0, 64.0)
+    assert (published.training.epochs, published.training.context, published.method.r) == (2, "recompute", 64)
+    assert found["locas-glu@64, upper layers"].method.layers_to_transform == "upper"
+    assert [found[name].method.scaling for name in ("locas-glu@64, paper", "locas-glu@64")] == [1.0, 64.0]
 
 
 def test_frozen_rates_follow_their_rule_from_the_sweep(pg19):

@@ -21,16 +21,23 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from locas_peft import backbone, text
-from locas_peft.bases import loading
+from locas_peft.bases import load_base
 from locas_peft.files import format_json
-from locas_peft.memories import checkpoint
-from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
-from locas_peft.memories.loading import memory_attached
+from locas_peft.memories import (
+    CHECKPOINT_FOLDER,
+    READING,
+    check_vacant,
+    checkpoint,
+    load_memory,
+    load_memory_config,
+    memory_attached,
+)
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading import teaching as reading
-from locas_peft.reading.adapters import attached, find_layers
-from locas_peft.reading.record import READING, Reading, check_vacant, find_finished
-from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.adapters import attached
+from locas_peft.reading.methods.method import find_layers
+from locas_peft.reading.record import Reading, find_finished
+from locas_peft.reading.settings import CompleteSettings, ReadingSettings
 from locas_peft.reading.teaching import StopReading, memorize, score
 from locas_peft.ttt import anchor, write_own_text
 
@@ -44,7 +51,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 @pytest.fixture(scope="module")
 def base():
-    return loading.load_base(device="cpu")[0]
+    return load_base(device="cpu")[0]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +60,7 @@ def input_ids():
     return text.tokenize(tokenizer, text.unwrap(text.python_reference()[:4000]), 500)
 
 
-def small(method: str = "locas-glu", **given) -> ReadingSettings:
+def small(method: str = "locas-glu", **given) -> CompleteSettings:
     if method == "locas-glu":
         given = {"anchor": 0, **given}  # writing its text would take longer than these readings
     return ReadingSettings(**{"method": method, "window": 128, "stride": 64} | given).complete()
@@ -329,7 +336,7 @@ def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
     settings = small("locas-mlp", r=4, window=32, stride=16, **given)
     record = memorize(make_two_layer_host(), ids, settings, out=tmp_path / "memory")
     assert record.skipped_chunks == 0 and math.isfinite(record.perplexity)
-    model, ids = loading.load_memory(make_two_layer_host(), tmp_path / "memory"), ids[None, :32]
+    model, ids = load_memory(make_two_layer_host(), tmp_path / "memory"), ids[None, :32]
     with torch.no_grad():
         expected = model(input_ids=ids).logits
         assert not torch.equal(expected, make_two_layer_host()(input_ids=ids).logits)
@@ -397,9 +404,9 @@ def test_a_memory_names_the_base_that_read(name, tmp_path):
     host.name_or_path = name
     settings = ReadingSettings(method="locas-mlp", r=2, window=32)
     read = memorize(host, make_ids(40), settings, out=tmp_path / "m").settings
-    assert (read.model, read.dtype, read.window) == (name, "bfloat16", 32)
+    assert (read.model, read.dtype, read.training.window) == (name, "bfloat16", 32)
     assert json.loads((tmp_path / "m" / "adapter_config.json").read_text())["base_model_name_or_path"] == name
-    assert ReadingSettings(r=2).complete(host).window == 64, "its positions, not the embedded model's window"
+    assert ReadingSettings(r=2).complete(host).training.window == 64, "its positions, not the embedded model's window"
 
 
 def test_a_local_base_is_not_named_as_one_of_the_hub(base, input_ids, tmp_path):
@@ -518,10 +525,10 @@ def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(base, inp
             memorize(base, ids, small(r=8), out=folder, overwrite=True)
     shutil.copytree(folder, tmp_path / "copy")
     width = 8 if move > 2 else 4
-    assert find_finished(folder, small(r=width), ids).settings.r == width
+    assert find_finished(folder, small(r=width), ids).settings.method.r == width
     with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder"):
         check_vacant(tmp_path / "copy")
-    assert loading.load_memory_config(tmp_path / "copy")["r"] == width
+    assert load_memory_config(tmp_path / "copy")["r"] == width
 
 
 # Unfinished readings
@@ -587,7 +594,7 @@ def test_an_unfinished_replacement_of_a_memory_goes_on(base, input_ids, tmp_path
     options = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER}
     memorize(base, input_ids[:200], small(r=4), **options)
     interrupted(base, input_ids[:200], small(r=8), at=2, **options, overwrite=True)
-    assert loading.load_memory_config(folder)["r"] == 4
+    assert load_memory_config(folder)["r"] == 4
     assert find_finished(folder, small(r=8), input_ids[:200]) is None
     record = memorize(base, input_ids[:200], small(r=8), **options, resume=True)
     assert find_finished(folder, small(r=8), input_ids[:200]) == record
@@ -628,7 +635,7 @@ def test_the_checkpoint_stays_until_the_memory_is_saved(base, input_ids, tmp_pat
 
     options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
     with monkeypatch.context() as patch:
-        patch.setattr(memory_folder, "staged", full)
+        patch.setattr("locas_peft.memories.folder.staged", full)
         with pytest.raises(OSError, match="No space left"):
             memorize(base, input_ids[:130], small(), **options)
     seen = []

@@ -9,7 +9,7 @@ from locas_peft.asking import SHORT_PROMPT, Question, ask, ask_by_reciting, enco
 from locas_peft.asking import answer as answer_all
 from locas_peft.asking.answers import MOST_RECITED
 from locas_peft.memories import memory_attached
-from locas_peft.reading.settings import STUDY, ReadingSettings
+from locas_peft.reading.settings import ReadingSettings, StudySettings
 from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import Exchange
 from locas_peft.text import tokenize
@@ -87,7 +87,7 @@ def test_the_questions_about_the_page_are_answered_by_it_and_not_by_themselves()
 
 
 def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path, monkeypatch):
-    monkeypatch.setitem(demo.STUDY, "exchanges", 2)
+    monkeypatch.setattr(StudySettings, "exchanges", 2)
     model, tokenizer = backbone.load()
     settings = ReadingSettings(r=4, max_tokens=50, anchor=0.0).complete(model)
     lines = []
@@ -107,9 +107,9 @@ def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path, 
     lines.clear()
     reading = demo.teach_page(model, tokenizer, settings, given, tmp_path / "memory", progress=progress)
     assert reading.curve[-1][0] == len(tokenize(tokenizer, demo.load_page())) > 128
-    assert reading.studied["kept"] == 1 and reading.studied["steps"] == STUDY["passes"]
+    assert reading.studied["kept"] == 1 and reading.studied["steps"] == StudySettings.passes
     tokens = reading.curve[-1][0]
-    assert lines == [["locas-glu", tokens, tokens], ["learn", STUDY["passes"], STUDY["passes"]]]
+    assert lines == [["locas-glu", tokens, tokens], ["learn", StudySettings.passes, StudySettings.passes]]
     assert names == [name for name, _ in model.named_modules()]
     assert (tmp_path / "memory" / "exchanges.jsonl").exists()
 

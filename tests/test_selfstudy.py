@@ -14,12 +14,11 @@ from safetensors.torch import load_file
 from locas_peft import text
 from locas_peft.asking import continue_rows, draw, encode_prompt
 from locas_peft.bases import loading
-from locas_peft.memories import checkpoint
-from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
+from locas_peft.memories import CHECKPOINT_FOLDER, checkpoint
 from locas_peft.model import CausalLM
 from locas_peft.reading.adapters import attached
 from locas_peft.reading.record import find_finished
-from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.settings import CompleteSettings, ReadingSettings
 from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import (
     Exchange,
@@ -77,7 +76,7 @@ def ask_without_filter(host, tokenizer, passages, per_passage, generator, writte
     return [(passage, tokenizer.decode(reply) + "?") for passage, reply in zip(asked, replies, strict=True)]
 
 
-def settings_of(method: str = "locas-glu", **given) -> ReadingSettings:
+def settings_of(method: str = "locas-glu", **given) -> CompleteSettings:
     given = {"anchor": 0, "study": True, "exchanges": 2, "passes": 2, "r": 4, "window": 256, **given}
     return ReadingSettings(**{"method": method, "stride": 64} | given).complete()
 
@@ -367,7 +366,7 @@ def test_given_exchanges_are_learned_with_any_adapter_and_the_base_is_untouched(
     with pytest.raises(ValueError, match="holds the memory of other exchanges"):
         find_finished(tmp_path / "m", settings, input_ids, GIVEN[:1])
     # A reading without a study replaces the memory, and its exchanges too.
-    plain = dataclasses.replace(settings, study=False, exchanges=None, passes=None)
+    plain = dataclasses.replace(settings, study=None)
     memorize(base, input_ids, plain, out=tmp_path / "m", overwrite=True)
     assert not (tmp_path / "m" / EXCHANGES).exists()
 
@@ -462,7 +461,7 @@ def test_a_model_that_writes_nothing_usable_still_reads(loaded, input_ids, monke
     reading = memorize(base, input_ids, settings_of(exchanges=8), tokenizer=tokenizer, out=tmp_path / "m")
     assert reading.studied["kept"] == reading.studied["steps"] == 0
     assert len(reading.studied["samples"]) == 3 and all(reading.studied["samples"])
-    read = memorize(base, input_ids, dataclasses.replace(settings_of(), study=False, exchanges=None, passes=None))
+    read = memorize(base, input_ids, dataclasses.replace(settings_of(), study=None))
     assert reading.perplexity == read.perplexity
 
 

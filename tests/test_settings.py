@@ -8,19 +8,19 @@ import pytest
 from families import make_host
 
 from locas_peft import backbone
-from locas_peft.reading.settings import METHODS, PRESETS, ReadingSettings, complete_all
+from locas_peft.reading import METHODS, PRESETS, CompleteSettings, ReadingSettings, complete_all
+from locas_peft.reading.settings import FIELDS
 from locas_peft.ttt import TrainingSettings
 from locas_peft.tuner import STRATEGIES
 
 RATE = "give one, 1e-3 say; to read without learning, give the model without its adapter"
 
 
-def complete(method: str, preset: str = "tuned", **given) -> ReadingSettings:
+def complete(method: str, preset: str = "tuned", **given) -> CompleteSettings:
     return ReadingSettings(method=method, preset=preset, **given).complete()
 
 
-@pytest.mark.parametrize("make", [TrainingSettings, ReadingSettings])
-@pytest.mark.parametrize(
+RANGES = pytest.mark.parametrize(
     ("given", "error", "message"),
     [
         ({"stride": 0}, ValueError, "stride must be at least 1, got 0: raise it"),
@@ -58,9 +58,26 @@ def complete(method: str, preset: str = "tuned", **given) -> ReadingSettings:
     ],
     ids=str,
 )
-def test_values_out_of_range_are_named(make, given, error, message):
+
+
+@RANGES
+def test_values_out_of_range_are_named(given, error, message):
     with pytest.raises(error) as caught:
-        make(**{"window": 16, "stride": 8, "learning_rate": 0.02} | given)
+        TrainingSettings(**{"window": 16, "stride": 8, "learning_rate": 0.02} | given)
+    assert str(caught.value) == message
+
+
+@RANGES
+def test_they_are_refused_where_they_are_given(given, error, message):
+    given = {"window": 16, "stride": 8, "learning_rate": 0.02} | given
+    if None in given.values():  # not given
+        assert (
+            ReadingSettings(**given).complete().training
+            == ReadingSettings(window=16, stride=8, learning_rate=0.02).complete().training
+        )
+        return
+    with pytest.raises(error) as caught:
+        ReadingSettings(**given)
     assert str(caught.value) == message
 
 
@@ -127,26 +144,57 @@ def test_values_that_a_method_does_not_have_are_refused(method, preset, given, m
 
 def test_presets_fill_in_what_is_not_given():
     tuned, paper = complete("locas-glu", r=16), complete("locas-glu", "paper", r=16)
-    assert (tuned.learning_rate, tuned.scaling, tuned.init, tuned.anchor, tuned.anchor_every) == (
-        4e-3, 1.0, "topk", 0.3, 4,
+    assert (tuned.training.learning_rate, paper.training.learning_rate) == (4e-3, 4e-3)
+    assert (tuned.method.scaling, tuned.method.init, tuned.method.anchor, tuned.method.anchor_every) == (
+        1.0, "topk", 0.3, 4,
     )  # fmt: skip
-    assert (paper.learning_rate, paper.scaling, paper.init, paper.anchor) == (4e-3, 1.0, "topk", None)
-    assert (tuned.output_scale, paper.output_scale) == ("measured", "paper")
-    assert (tuned.decay_steps, paper.decay_steps, complete("lora").decay_steps) == (100, 0, 100)
-    assert complete("locas-glu", decay_steps=0).decay_steps == 0
-    assert complete("locas-mlp", "paper", r=16).scaling == 16.0
-    assert complete("locas-glu", scaling=2.5).scaling == 2.5
+    assert (paper.method.scaling, paper.method.init, paper.method.anchor) == (1.0, "topk", None)
+    assert (tuned.method.output_scale, paper.method.output_scale) == ("measured", "paper")
+    decay_steps = [each.training.decay_steps for each in (tuned, paper, complete("lora"))]
+    assert decay_steps == [100, 0, 100]
+    assert [each.training.brake for each in (tuned, paper)] == [True, False]
+    assert complete("locas-glu", decay_steps=0).training.decay_steps == 0
+    assert complete("locas-mlp", "paper", r=16).method.scaling == 16.0
+    assert complete("locas-glu", scaling=2.5).method.scaling == 2.5
     lora, none = complete("lora"), complete("none")
-    assert (lora.r, lora.learning_rate, lora.init, lora.scaling, lora.anchor) == (64, 1e-3, None, None, None)
-    assert (none.r, none.learning_rate, none.init, none.scaling, none.gradient) == (None, None, None, None, None)
+    assert (lora.method.r, lora.training.learning_rate, lora.method.anchor) == (64, 1e-3, None)
+    assert (none.method.r, none.training.learning_rate, none.method.anchor) == (None, None, None)
+
+
+def test_the_record_has_every_setting_and_null_where_one_has_no_meaning():
+    lora, none, study = complete("lora").to_json(), complete("none").to_json(), complete("lora", study=True).to_json()
+    assert tuple(lora) == tuple(none) == FIELDS
+    assert (lora["method"], lora["r"], lora["init"], lora["scaling"], lora["gradient"]) == (
+        "lora",
+        64,
+        None,
+        None,
+        "full",
+    )
+    assert {none[name] for name in ("r", "learning_rate", "decay_steps", "init", "scaling", "gradient", "brake")} == {
+        None
+    }
+    assert (lora["study"], lora["exchanges"], study["study"], study["exchanges"], study["passes"]) == (
+        False,
+        None,
+        True,
+        16,
+        4,
+    )
+    assert complete("locas-mlp", "paper", update="nlsvd").to_json()["decay_steps"] is None
 
 
 def test_what_a_written_memory_does_not_use_is_left_out():
     bp, nlsvd = (complete("locas-mlp", "paper", update=update) for update in (None, "nlsvd"))
     topk = complete("locas-mlp")
-    assert (bp.init, bp.update) == ("write", "bp") and bp.learning_rate and bp.epsilon
-    assert nlsvd.learning_rate is nlsvd.decay_steps is None and nlsvd.epsilon
-    assert topk.learning_rate and (topk.update, topk.epsilon, topk.slots_per_chunk) == (None, None, None)
+    assert (bp.method.init, bp.method.update) == ("write", "bp") and bp.training.learning_rate and bp.method.epsilon
+    assert nlsvd.training.learning_rate is None and nlsvd.method.epsilon
+    method = topk.method
+    assert topk.training.learning_rate and (method.update, method.epsilon, method.slots_per_chunk) == (
+        None,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize("given", [{}, {"anchor": 0}, {"anchor": 0.5}], ids=str)
@@ -155,21 +203,25 @@ def test_what_a_written_memory_does_not_use_is_left_out():
 def test_complete_settings_are_complete(method, preset, given):
     given = given if method != "none" else {}
     settings = complete(method, preset, **given)
-    assert settings.complete() == settings
-    assert (settings.window, settings.stride, settings.context) == (512, 256, "cache")
-    assert settings.anchor_every == (4 if settings.anchor else None)
-    assert settings.gradient == (None if method == "none" else "full")
-    assert PRESETS[preset].keys() == set(METHODS)
+    assert settings.complete() == settings == ReadingSettings(**settings.to_json()).complete()
+    training = settings.training
+    assert (training.window, training.stride, training.context) == (512, 256, "cache")
+    assert settings.to_json()["anchor_every"] == (4 if settings.method.anchor else None)
+    assert METHODS[method].presets.keys() == set(PRESETS)
 
 
 def test_window_stride_and_context_suit_the_base():
     base = make_host("llama")  # 64 positions
     named, default = ReadingSettings(model="mine"), ReadingSettings()
-    assert [getattr(named.complete(base), name) for name in ("window", "stride", "context")] == [64, 32, "cache"]
-    assert named.complete(make_host("lfm2")).context == "recompute"  # its layers also keep other state
-    assert named.complete(backbone.load()[0]).window == 2048
-    assert default.complete(base).window == 64
-    given = ReadingSettings(model="mine", window=20, context="cache").complete(base)
+    assert [getattr(named.complete(base).training, name) for name in ("window", "stride", "context")] == [
+        64,
+        32,
+        "cache",
+    ]
+    assert named.complete(make_host("lfm2")).training.context == "recompute"  # its layers also keep other state
+    assert named.complete(backbone.load()[0]).training.window == 2048
+    assert default.complete(base).training.window == 64
+    given = ReadingSettings(model="mine", window=20, context="cache").complete(base).training
     assert (given.window, given.stride, given.context) == (20, 10, "cache")
 
 
@@ -181,11 +233,11 @@ def test_each_method_uses_the_values_that_it_has():
     completed = complete_all(given, ["none", "lora@16:2e-3", "lora", "locas-glu:1e-3"])
     assert list(completed) == ["none", "lora@16-lr2e-3", "lora", "locas-glu-lr1e-3"]
     none, wide, lora, locas = completed.values()
-    assert [settings.window for settings in completed.values()] == [64] * 4
-    assert (none.method, none.r, none.scaling) == ("none", None, None)
-    assert (wide.method, wide.r, wide.learning_rate) == ("lora", 16, 2e-3)
-    assert (lora.r, lora.learning_rate, lora.scaling) == (8, 1e-3, None)
-    assert (locas.r, locas.learning_rate, locas.scaling) == (8, 1e-3, 2.0)
+    assert [settings.training.window for settings in completed.values()] == [64] * 4
+    assert (none.method.name, none.method.r) == ("none", None)
+    assert (wide.method.name, wide.method.r, wide.training.learning_rate) == ("lora", 16, 2e-3)
+    assert (lora.method.r, lora.training.learning_rate) == (8, 1e-3)
+    assert (locas.method.r, locas.training.learning_rate, locas.method.scaling) == (8, 1e-3, 2.0)
     assert locas == ReadingSettings(r=8, scaling=2.0, window=64, learning_rate=1e-3).complete()
 
 
@@ -215,6 +267,6 @@ def test_the_settings_of_the_base_have_the_same_windows_and_no_adapter():
         method="locas-glu", window=64, stride=16, context="cache", sinks=2, start_token=7, readings=2, study=True
     ).complete()
     base = settings.for_base(window=128)
-    assert (base.method, base.window, base.stride, base.sinks, base.start_token) == ("none", 128, 16, 2, 7)
-    assert (base.learning_rate, base.r, base.readings, base.study) == (None, None, 1, False)
-    assert base.complete() == base
+    training = base.training
+    assert (training.window, training.stride, training.sinks, training.start_token) == (128, 16, 2, 7)
+    assert (base.method.name, training.learning_rate, training.readings, base.study) == ("none", None, 1, None)

@@ -372,7 +372,7 @@ def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path,
             if len(begun) == 3:
                 raise KeyboardInterrupt
 
-        stop_there = on_each if settings.method != "none" else on_chunk
+        stop_there = on_each if settings.method.name != "none" else on_chunk
         return memorize(base, ids, settings, on_chunk=stop_there, **{**options, "checkpoint_seconds": 0.0})
 
     monkeypatch.setattr(runs, "memorize", stopped)

@@ -50,18 +50,17 @@ def generate(
     """
     from locas_peft.asking import can_chat, check_room, continue_texts, encode_prompt
 
-    from .running import load_base_of, load_onto
+    from .running import open_with_base
 
     stdout, _ = open_consoles(json_file)
     if not prompt.strip():
         raise ValueError("PROMPT must not be empty: give the beginning of a text")
     if any("\ud800" <= char <= "\udfff" for char in prompt):
         raise ValueError(f"PROMPT must be valid UTF-8, got {prompt!r}: convert it, for instance with iconv -t UTF-8")
-    loaded = load_base_of(memory, base)
+    loaded, adapted = open_with_base(memory, base)
     chat = not raw and can_chat(loaded.tokenizer)
     ids = encode_prompt(loaded.tokenizer, prompt) if chat else loaded.tokenizer(prompt)["input_ids"]
     check_room(loaded.model, ids, max_new_tokens, "prompt", "--max-new-tokens")
-    adapted = load_onto(loaded, memory)
     options = {"temperature": temperature, "seed": seed}
     with adapted.disable_adapter():
         (without,) = continue_texts(adapted, loaded.tokenizer, [ids], max_new_tokens, **options)
@@ -194,9 +193,11 @@ def _check_recite(recite: bool, without_memory: bool, context: Path | None = Non
 
 def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:
     """Load a base and, unless it is asked alone, the memory; return the base and the model that is asked."""
-    from .running import load, load_base_of, load_onto
+    from .running import load, load_base_of, open_with_base
 
     if memory is None and not (without_memory and base.model):
         raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
+    if not without_memory:
+        return open_with_base(memory, base)
     loaded = load(base) if memory is None else load_base_of(memory, base)
-    return loaded, (loaded.model if without_memory else load_onto(loaded, memory).eval())
+    return loaded, loaded.model

@@ -50,7 +50,7 @@ def demo(
     from locas_peft import demo as page
     from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory, write_json
-    from locas_peft.memories.loading import load_memory
+    from locas_peft.memories import load_memory
     from locas_peft.model import count_positions
     from locas_peft.reading.settings import complete_all
     from locas_peft.reading.teaching import score
@@ -69,7 +69,7 @@ def demo(
     check_all_vacant(out, folders, [PLOT], overwrite=own)
     base = load(BaseOptions(model=name, device=device))
     options = replace(options, window=min(512, count_positions(base.model) or 512), context="cache")
-    settings = complete_all(make_settings(options, base), METHODS, base.model)
+    settings = complete_all(make_settings(options, base), METHODS, base.model, base.tokenizer)
     if not own:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / DEMO_JSON, [])  # after an interruption the same command may replace what this one wrote

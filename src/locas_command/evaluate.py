@@ -32,7 +32,7 @@ from .options import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from locas_peft.reading.settings import ReadingSettings
+    from locas_peft.reading.settings import CompleteSettings
 
     from .running import Base
 
@@ -268,22 +268,22 @@ def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
     return open_consoles()
 
 
-def _complete(settings: ReadingOptions, method: str, base: Base) -> dict[str, ReadingSettings]:
+def _complete(settings: ReadingOptions, method: str, base: Base) -> dict[str, CompleteSettings]:
     from locas_peft.reading.settings import complete_all
 
     from .running import make_settings
 
-    return complete_all(make_settings(settings, base), split_names(method, "--method"), base.model)
+    return complete_all(make_settings(settings, base), split_names(method, "--method"), base.model, base.tokenizer)
 
 
-def _long_window(methods: dict[str, ReadingSettings], window: int, base: Base) -> ReadingSettings:
+def _long_window(methods: dict[str, CompleteSettings], window: int, base: Base) -> CompleteSettings:
     """Return the settings of a frozen reading that differs from the first method's in its window alone."""
     from locas_peft.model import count_positions
 
     limit = count_positions(base.model)
     if limit is not None and window > limit:
         raise ValueError(f"--long-window must be within the model's {limit} positions, got {window}: lower it")
-    return next(iter(methods.values())).for_base(window=window).complete(base.model)
+    return next(iter(methods.values())).for_base(window=window)
 
 
 def _describe(base: Base) -> dict[str, Any]:

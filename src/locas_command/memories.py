@@ -169,13 +169,12 @@ def resize(
     from locas_peft.text import load_text
     from locas_peft.tuner import list_layers
 
-    from .running import load_base_of, load_onto
+    from .running import open_with_base
 
     stdout, _ = open_consoles()
     _check_empty(out, "choose another")
     content = None if text is None else load_text(text)
-    loaded = load_base_of(memory, base)
-    model = load_onto(loaded, memory)
+    loaded, model = open_with_base(memory, base)
     widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
     if not widths:
         raise ValueError(f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu")
@@ -200,8 +199,8 @@ def push(memory: Memory, /, *, repo: str, license: str | None = None, private: b
         private: make a new repository a private one.
     """
     from locas_peft.memories.card import set_license
+    from locas_peft.memories.folder import upload_memory
     from locas_peft.memories.loading import describe_memory
-    from locas_peft.reading.record import upload_memory
 
     stdout, _ = open_consoles()
     describe_memory(memory)  # it refuses a damaged file in one line

@@ -53,8 +53,9 @@ def memorize(
     """
     from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory
+    from locas_peft.memories import check_vacant
     from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, has_checkpoint
-    from locas_peft.reading.record import check_vacant, find_finished
+    from locas_peft.reading.record import find_finished
     from locas_peft.selfstudy import load_exchanges
     from locas_peft.text import load_text
 
@@ -76,7 +77,7 @@ def memorize(
     content = load_text(text)
     loaded = load(base)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
-    complete = make_settings(settings, loaded).complete(loaded.model)
+    complete = make_settings(settings, loaded).complete(loaded.model, loaded.tokenizer)
     result = find_finished(out, complete, input_ids, exchanges) if resume and saves else None
     if result is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
@@ -91,8 +92,8 @@ def memorize(
             if saves and has_checkpoint(out / CHECKPOINT_FOLDER):
                 stderr.print(f"{out} holds a checkpoint: the same command with --resume continues from there")
             raise
-        chunks = math.ceil(len(input_ids) / complete.stride) * complete.readings
-        if saves and not complete.study and chunks < FEW_CHUNKS:
+        chunks = math.ceil(len(input_ids) / complete.training.stride) * complete.training.readings
+        if saves and complete.study is None and chunks < FEW_CHUNKS:
             stderr.print(
                 f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty. Add --study for "
                 "questions about a short text, or --readings and a shorter --window and --stride"
@@ -142,10 +143,8 @@ def compare(
     content = load_text(text)
     loaded = load(base)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
-    readings = read_each(
-        loaded, input_ids, complete_all(make_settings(settings, loaded), names, loaded.model), stderr, out,
-        overwrite=overwrite, title=_title(text),
-    )  # fmt: skip
+    complete = complete_all(make_settings(settings, loaded), names, loaded.model, loaded.tokenizer)
+    readings = read_each(loaded, input_ids, complete, stderr, out, overwrite=overwrite, title=_title(text))
     rows = [each.to_json() for each in readings]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)

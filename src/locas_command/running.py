@@ -14,18 +14,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from peft import PeftModel
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from locas_peft import backbone, text
+from locas_peft import backbone, memories, text
 from locas_peft.bases import loading as base_models
-from locas_peft.memories import loading as memories
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
 from locas_peft.progress import follow, follow_study
 from locas_peft.reading import teaching
 from locas_peft.reading.comparison import plot_readings, tabulate_readings
-from locas_peft.reading.record import Reading, check_vacant
-from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.record import Reading
+from locas_peft.reading.settings import CompleteSettings, ReadingSettings
 
 from .console import deferring_signals, printable, show_progress, show_remarks, silence_libraries, warnings_as_lines
 from .options import BaseOptions, ReadingOptions
@@ -50,13 +50,18 @@ class Base:
         return text.tokenize(self.tokenizer, content, max_tokens)
 
 
-def load(options: BaseOptions) -> Base:
-    """Load the base model that the options name."""
+def _prepare() -> None:
+    """Set up what loading a model needs."""
     silence_libraries()
     show_remarks()
-    name = options.model or backbone.NAME
     accelerator = Accelerator()  # takes over what a launcher has set
     atexit.register(accelerator.end_training)
+
+
+def load(options: BaseOptions) -> Base:
+    """Load the base model that the options name."""
+    _prepare()
+    name = options.model or backbone.NAME
     model, tokenizer = base_models.load_base(name, options.dtype, options.device, options.quantize)
     return Base(backbone.name_of(name), model, tokenizer)
 
@@ -69,10 +74,14 @@ def load_base_of(memory: Path, options: BaseOptions) -> Base:
     return load(replace(options, model=name))
 
 
-def load_onto(base: Base, memory: Path, **fields: Any) -> Any:
-    """Load a memory onto its base (see `memories.loading.load_memory`)."""
+def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]:
+    """Load a memory on the base model that the options name, or else the memory (see `memories.open_memory`)."""
+    _prepare()
     with warnings_as_lines():
-        return memories.load_memory(base.model, memory, **fields)
+        placing = {"dtype": options.dtype, "device": options.device, "quantize": options.quantize}
+        base, tokenizer, model = memories.open_memory(memory, options.model, **placing)
+    name = options.model or model.peft_config["default"].base_model_name_or_path
+    return Base(backbone.name_of(name), base, tokenizer), model
 
 
 def check_settings(options: ReadingOptions) -> None:
@@ -85,17 +94,14 @@ def check_settings(options: ReadingOptions) -> None:
 
 
 def make_settings(options: ReadingOptions, base: Base) -> ReadingSettings:
-    """Return the settings of a reading, with the base's name and dtype, and its tokenizer's start token."""
-    settings = ReadingSettings(**{**vars(options), "model": base.name, "dtype": base.dtype})
-    if settings.start_token is not None:
-        return settings
-    return replace(settings, start_token=text.find_start_token(base.tokenizer))
+    """Return the settings of a reading, with the base's name and dtype for its record."""
+    return ReadingSettings(**{**vars(options), "model": base.name, "dtype": base.dtype})
 
 
 def check_all_vacant(out: Path, folders: Iterable[str], files: Sequence[str], overwrite: bool) -> None:
     """Refuse a folder in which memories or files would replace something."""
     for folder in folders:
-        check_vacant(out / folder, overwrite=overwrite)
+        memories.check_vacant(out / folder, overwrite=overwrite)
     for name in files if not overwrite else ():
         if os.path.lexists(out / name):
             raise ValueError(f"--out {str(out)!r} holds {name}: choose another folder, or give --overwrite")
@@ -104,7 +110,7 @@ def check_all_vacant(out: Path, folders: Iterable[str], files: Sequence[str], ov
 def read_each(
     base: Base,
     input_ids: torch.LongTensor,
-    settings: dict[str, ReadingSettings],
+    settings: dict[str, CompleteSettings],
     stderr: Console,
     out: Path | None,
     *,
@@ -127,9 +133,13 @@ def read_each(
         for name, each in settings.items():
             memory = None if out is None else out / name
             if checkpoint_seconds is not None and memory is not None:
-                options |= {"checkpoint_dir": memory / CHECKPOINT_FOLDER, "checkpoint_seconds": checkpoint_seconds}
-            on_chunk = then_check(follow(progress(name or each.method, len(input_ids) * each.readings)))
-            if each.study:
+                options |= {
+                    "checkpoint_dir": memory / CHECKPOINT_FOLDER,
+                    "checkpoint_seconds": checkpoint_seconds,
+                }
+            tokens = len(input_ids) * each.training.readings
+            on_chunk = then_check(follow(progress(name or each.method.name, tokens)))
+            if each.study is not None:
                 options |= {"on_study": then_check(follow_study(progress)), "tokenizer": base.tokenizer}
             readings.append(teaching.memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
     return readings

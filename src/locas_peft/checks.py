@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from .tuner.memory_file import one_line
 
-__all__ = ["check_choice", "check_whole", "describe_difference", "first_line", "one_line"]
+__all__ = ["check_choice", "check_number", "check_whole", "describe_difference", "first_line", "one_line"]
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
@@ -23,6 +24,13 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}: choose one of them")
+
+
+def check_number(name: str, value: Any, may_be_0: bool = False) -> None:
+    """Raise a `ValueError` unless a value is finite and above 0, or 0 where it may be."""
+    if not 0 <= value < math.inf or (value == 0 and not may_be_0):
+        rule = "0 or a finite number above" if may_be_0 else "a finite number above 0"
+        raise ValueError(f"{name} must be {rule}, got {value}: leave it out for the preset's")
 
 
 def describe_difference(

@@ -15,7 +15,7 @@ import pandas as pd
 
 from .. import demo
 from ..memories.loading import describe_memory
-from ..reading.settings import STUDY
+from ..reading.settings import StudySettings
 from ..text import load_text, python_reference
 from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors, describe_refusal
 from .shelf import MOST_BYTES, Shelf
@@ -25,7 +25,7 @@ __all__ = ["build", "launch"]
 TICK_SECONDS = 0.5
 REFERENCE_CHARACTERS = 24_000
 """Of the Python reference: about the 6,000 tokens of the demo's second act."""
-QUESTIONS = STUDY["exchanges"]
+QUESTIONS = StudySettings.exchanges
 ACCENT = "#1f6fb4"
 LINES = {"without a memory": "#8b8f98", "with the memory": ACCENT}
 PHASES = {

@@ -29,10 +29,10 @@ from ..asking import can_chat, continue_texts, fit_turns
 from ..memories.conversion import combine_memories, export_memory, merge_memory, share_weights
 from ..memories.loading import memory_attached
 from ..model import count_positions
-from ..reading.settings import ReadingSettings
+from ..reading.settings import CompleteSettings, ReadingSettings
 from ..reading.teaching import StopReading, memorize
 from ..selfstudy import Exchange, StudyStep
-from ..text import find_start_token, tokenize, unwrap
+from ..text import tokenize, unwrap
 from ..ttt import Chunk, TestTimeTrainer, cumulative
 from ..tuner import find_ffns
 from .shelf import Shelf, pack
@@ -279,7 +279,7 @@ class SharedModel:
 
             job.advance("scoring", 0, len(ids))
             on_chunk = follow("scoring", job.without)
-            for chunk in TestTimeTrainer(base, settings.for_base()).read(ids):
+            for chunk in TestTimeTrainer(base, settings.for_base().training).read(ids):
                 on_chunk(chunk)
             job.advance("reading", 0, len(ids))
             on_chunk = follow("reading", job.with_memory)
@@ -297,17 +297,16 @@ class SharedModel:
             _logger.exception("a reading failed")
             job.message, job.outcome = "the program has an error, which is in the server's log", "failed"
 
-    def _choose_settings(self, base: PreTrainedModel, tokens: int, questions: int) -> ReadingSettings:
+    def _choose_settings(self, base: PreTrainedModel, tokens: int, questions: int) -> CompleteSettings:
         gated = all(ffn.gated for ffn in find_ffns(base).values())
         window = min(512, count_positions(base) or 512)
         return ReadingSettings(
             method="locas-glu" if gated else "locas-mlp",
             window=window,
             stride=max(min(tokens // LEAST_CHUNKS, window // 2), window // 16),
-            start_token=find_start_token(self._tokenizer),
             model=self.name,
             **({"study": True, "exchanges": questions} if questions else {}),
-        ).complete(base)
+        ).complete(base, self._tokenizer)
 
     def _answer(self, answer: Answer, memory: Path | None, chats: Sequence[list[dict[str, str]]]) -> None:
         answer.begun = True

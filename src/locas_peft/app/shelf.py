@@ -18,8 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..files import staged
-from ..memories.loading import MEMORY_CONFIG, describe_memory
-from ..reading.record import FILES
+from ..memories import FILES, MEMORY_CONFIG, describe_memory
 
 __all__ = ["MOST_BYTES", "MOST_MEMORIES", "Shelf", "check_name", "pack"]
 

@@ -20,7 +20,7 @@ from ..bases.gguf import PACKAGES, is_installed
 from ..memories.loading import memory_attached
 from ..progress import Progress, follow, follow_study
 from ..reading.record import Reading
-from ..reading.settings import STUDY, ReadingSettings
+from ..reading.settings import CompleteSettings, StudySettings
 from ..reading.teaching import memorize
 from ..selfstudy import Exchange, split_passages, write_exchanges
 from ..text import load_text, tokenize
@@ -96,7 +96,7 @@ def load_page_questions() -> list[Question]:
 def teach_page(
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    settings: ReadingSettings,
+    settings: CompleteSettings,
     exchanges: Sequence[Exchange],
     out: Path,
     *,
@@ -112,20 +112,20 @@ def teach_page(
         overwrite: replace a memory in `out`.
     """
     input_ids = tokenize(tokenizer, load_page())
-    settings = replace(settings, max_tokens=None, study=True)
-    on_chunk = follow(progress(settings.method, len(input_ids)))
+    settings = replace(settings, max_tokens=None, study=StudySettings())
+    on_chunk = follow(progress(settings.method.name, len(input_ids)))
     options = {"on_chunk": on_chunk, "on_study": follow_study(progress), "tokenizer": tokenizer}
     options |= {"exchanges": exchanges, "title": "lighthouse.txt"}
     return memorize(base, input_ids, settings, out=out, overwrite=overwrite, **options)
 
 
 def write_page_exchanges(
-    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: ReadingSettings, *, progress: Progress
+    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: CompleteSettings, *, progress: Progress
 ) -> list[Exchange]:
     """Let the model write exchanges about the page, once for all methods: no adapter takes part in it."""
     passages = split_passages(tokenizer, load_page())
     advance, exchanges = progress("exchanges", len(passages)), []
-    for written in write_exchanges(base, tokenizer, passages, STUDY["exchanges"], seed=settings.seed):
+    for written in write_exchanges(base, tokenizer, passages, StudySettings.exchanges, seed=settings.seed):
         exchanges += written.exchanges
         advance(written.passages, f"{len(exchanges)} exchanges")
     return exchanges
@@ -134,7 +134,7 @@ def write_page_exchanges(
 def recall(
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    settings: dict[str, ReadingSettings],
+    settings: dict[str, CompleteSettings],
     out: Path,
     *,
     progress: Progress,
@@ -164,7 +164,7 @@ def recall(
     yield answer(IN_CONTEXT, base, context=load_page())
     exchanges = write_page_exchanges(base, tokenizer, next(iter(settings.values())), progress=progress)
     for method, each in settings.items():
-        if each.method != "none":
+        if each.method.name != "none":
             options = {"progress": progress, "overwrite": overwrite}
             reading = teach_page(base, tokenizer, each, exchanges, out / method, **options)
             with memory_attached(base, out / method) as model:

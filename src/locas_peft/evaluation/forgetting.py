@@ -78,7 +78,7 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
     Returns, raises: as for `perplexity.run_perplexity`; and a `ValueError` where the methods' windows differ, or a
     task does not exist.
     """
-    windows = {(settings.window, settings.stride) for settings in run.methods.values()}
+    windows = {(settings.training.window, settings.training.stride) for settings in run.methods.values()}
     if len(windows) != 1:
         raise ValueError(f"methods must share window and stride, got {sorted(windows)}: give them the same")
     if plan.tasks:
@@ -86,7 +86,7 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
     (window, stride), folder = windows.pop(), run.out / NAME
     # The base reads the book too: the memories' gain is measured against it.
     readers = {BASE: next(iter(run.methods.values())).for_base()}
-    readers |= {name: settings for name, settings in run.methods.items() if settings.method != "none"}
+    readers |= {name: settings for name, settings in run.methods.items() if settings.method.name != "none"}
     texts = {name: cut_text(ids, window, stride) for name, ids in plan.unread.items()}
     readings, states = {}, {}
     for name, settings in readers.items():

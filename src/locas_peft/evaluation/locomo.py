@@ -111,7 +111,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
             for name, ids in texts.items()
         }
         for method, settings in run.methods.items()
-        if settings.method != "none"
+        if settings.method.name != "none"
     }
     rows = _list_rows(folder, conversations, readings, plan)
     units = [unit for row in readings.values() for unit in row.values()]

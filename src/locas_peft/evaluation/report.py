@@ -12,7 +12,7 @@ from typing import Any
 
 from ..files import load_json, staged_file
 from ..plots import make_figure, save_figure
-from ..reading.settings import METHOD_FIELDS
+from ..reading.methods import METHOD_FIELDS
 from ..tables import Sheet
 from . import forgetting, locomo, perplexity
 

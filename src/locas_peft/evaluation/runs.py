@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import describe_difference
 from ..files import load_json, write_json
+from ..memories.folder import FILES
 from ..progress import Progress, follow, follow_study, silent
-from ..reading.record import FILES, Reading, find_finished
-from ..reading.settings import ReadingSettings
+from ..reading.record import Reading, find_finished
+from ..reading.settings import CompleteSettings, ReadingSettings
 from ..reading.teaching import memorize
 from ..text import digest_ids
 from ..units import Unit, add_needed, is_locked, locked, remove_unit
@@ -44,14 +45,14 @@ class Run:
 
     base: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    methods: dict[str, ReadingSettings]
+    methods: dict[str, ReadingSettings | CompleteSettings]
     out: Path
     common: dict[str, Any] = field(default_factory=dict)
     overwrite: bool = False
     progress: Progress = silent
 
     def __post_init__(self) -> None:
-        self.methods = {name: settings.complete(self.base) for name, settings in self.methods.items()}
+        self.methods = {name: settings.complete(self.base, self.tokenizer) for name, settings in self.methods.items()}
 
     def open(self, name: str, units: Sequence[Unit], **shared: Any) -> dict[str, Any]:
         """Record in `out/NAME/run.json` which run its results are of, or refuse to mix two runs.
@@ -73,7 +74,7 @@ class Run:
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
         path, common = folder / "run.json", {**self.common, **shared}
-        settings = {method: asdict(values) for method, values in self.methods.items()}
+        settings = {method: values.to_json() for method, values in self.methods.items()}
         files = [unit.path.relative_to(folder).as_posix() for unit in add_needed(units)]
         record = {"study": name, "common": common, "methods": settings, "files": files}
         with locked(path):
@@ -85,13 +86,12 @@ class Run:
         return {"study": name, **common, **recipe, "methods": settings}
 
     def reading(
-        self, input_ids: Tensor, settings: ReadingSettings, path: Path, label: str = "", *, keep_memory: bool = True
+        self, input_ids: Tensor, settings: CompleteSettings, path: Path, label: str = "", *, keep_memory: bool = True
     ) -> Unit:
         """Return the unit of one reading, whose result is a `Reading`; if interrupted, it continues inside its text.
 
         Args:
             input_ids: LongTensor [T].
-            settings: complete.
             path: the unit's.
             keep_memory: save the memory too, in the unit's `memory`.
         """
@@ -100,9 +100,9 @@ class Run:
             memory = unit.memory if keep_memory else None
             reading = find_finished(memory, settings, input_ids) if memory else None
             if reading is None:
-                on_chunk = follow(self.progress(label, len(input_ids) * settings.readings))
+                on_chunk = follow(self.progress(label, len(input_ids) * settings.training.readings))
                 options = {"out": memory, "checkpoint_dir": unit.checkpoint, "resume": True, "on_chunk": on_chunk}
-                if settings.study:
+                if settings.study is not None:
                     options |= {"tokenizer": self.tokenizer, "on_study": follow_study(self.progress)}
                 reading = memorize(self.base, input_ids, settings, **options)
             return reading.to_json()
@@ -147,7 +147,7 @@ def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
     return {
         "parameters": reading.extra_parameters,
         "perplexity": reading.perplexities,
-        "scored_tokens": reading.scored_tokens * reading.settings.readings,
+        "scored_tokens": reading.scored_tokens * reading.settings.training.readings,
         "seconds": reading.seconds,
         "skipped_chunks": reading.skipped_chunks,
         "taken_back": reading.taken_back,

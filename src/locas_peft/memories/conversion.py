@@ -1,4 +1,4 @@
-"""What is made of saved memories: one that combines several, a merged checkpoint or GGUF file, a LoRA with its base.
+"""Convert saved memories: combine several, merge one into a checkpoint or GGUF file, export one as a LoRA.
 
 Each function mutates the base that it is given: load it anew, or give one that shares its weights (`share_weights`).
 """
@@ -19,7 +19,8 @@ from ..bases.gguf import write_gguf
 from ..files import staged
 from ..slots import to_lora, widen_base
 from ..tuner import list_layers
-from .card import CARD, escape, make_card
+from .card import escape, make_card
+from .folder import save_memory
 from .loading import describe_memory, load_memory, memory_attached
 
 __all__ = ["combine_memories", "export_memory", "merge_memory", "merge_to_gguf", "save_adapter", "share_weights"]
@@ -131,13 +132,6 @@ def save_adapter(
         rows: of the card's table.
     """
     config = model.peft_config[adapter_name]
-    config.base_model_name_or_path = base_name
     rows = {"base": escape(base_name), "slots in a layer": str(config.r), **rows}
-    with staged(out) as folder:
-        model.save_pretrained(folder, selected_adapters=[adapter_name], save_embedding_layers=False)
-        if adapter_name != "default":  # PEFT saves it in a folder of its name
-            for file in (folder / adapter_name).iterdir():
-                file.rename(folder / file.name)
-            (folder / adapter_name).rmdir()
-        card = make_card(base_name, config.peft_type, title, "made of other memories", rows)
-        (folder / CARD).write_text(card, encoding="utf-8")  # in place of PEFT's template
+    card = make_card(base_name, config.peft_type, title, "made of other memories", rows)
+    save_memory(model, out, base_name, card, adapter_name=adapter_name)

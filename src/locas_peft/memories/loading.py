@@ -1,4 +1,4 @@
-"""Saved memories: loaded onto their base, or described from their files alone."""
+"""Load saved memories onto their base, or describe them from their files alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,53 @@ import torch
 from peft import PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..bases import load_base
 from ..checks import first_line, one_line
 from ..files import finish_replacement, is_out_of_memory, load_json
 from ..tuner.load_checks import load_memory_file
 from ..tuner.memory_file import PREFIX, find_memory_file, load_tensors, split_tensors
 from ..tuner.modules import remember_modules
 
-__all__ = [
-    "MEMORY_CONFIG",
-    "describe_memory",
-    "load_memory",
-    "load_memory_config",
-    "memory_attached",
-]
+__all__ = ["MEMORY_CONFIG", "describe_memory", "load_memory", "load_memory_config", "memory_attached", "open_memory"]
 
 MEMORY_CONFIG = "adapter_config.json"
+
+
+def open_memory(
+    directory: str | Path,
+    base: str | None = None,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
+    **fields: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PeftModel]:
+    """Load a memory together with its base, both frozen and in evaluation mode.
+
+    Args:
+        directory: the memory's folder.
+        base: name of the base, as for `load_base`; None for the one that the memory names.
+        dtype, device, quantize: as for `load_base`.
+        fields: as for `load_memory`.
+
+    Returns:
+        The base, its tokenizer, and the base with the memory. Base and memory share their modules: within
+        `model.disable_adapter()` the model is the base.
+
+    Raises:
+        ValueError: as for `load_base` and `load_memory`, or no base is named.
+
+    Example:
+        >>> base, tokenizer, model = open_memory("memory")
+    """
+    saved = _find_memory(directory)
+    name = base or saved.config.base_model_name_or_path
+    if not name:
+        raise ValueError(f"memory {str(directory)!r} does not name its base: give it with --model")
+    model, tokenizer = load_base(name, dtype, device, quantize)
+    return model, tokenizer, _attach(model, saved, fields).eval()
 
 
 def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> PeftModel:
@@ -44,34 +75,7 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
             was before. A base of the same shapes with other weights gives a warning.
     """
-    peft_type = load_memory_config(directory)["peft_type"]
-    path = _find_weights(directory)
-    config = _make_config(directory, peft_type)
-    if peft_type != "LOCAS":
-        _check_other_adapter(path, _load_other_tensors(path), base, config)
-    for name, value in fields.items():
-        if not hasattr(config, name):
-            raise ValueError(f"{name} has no meaning for a memory of type {peft_type}, got {value!r}: leave it out")
-        dataclasses.replace(config, **{name: value})  # for its checks
-        setattr(config, name, value)
-    restore = remember_modules(base)
-    try:
-        with warnings.catch_warnings(), _without_device_map(base):
-            warnings.filterwarnings("error", message="Found missing adapter keys")
-            return PeftModel.from_pretrained(base, str(directory), config=config)
-    except Exception as error:
-        restore()
-        if isinstance(error, OSError) or is_out_of_memory(error):
-            raise
-        names_modules = isinstance(error, ValueError) and str(error).startswith("Target module")
-        if isinstance(error, ValueError) and not names_modules and "\n" not in str(error):
-            raise
-        # PEFT's message lists every module.
-        reason = "it has other modules" if names_modules else first_line(error)
-        raise ValueError(
-            f"memory {str(directory)!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason}): "
-            "load the base that it was made for"
-        ) from error
+    return _attach(base, _find_memory(directory), fields)
 
 
 @contextmanager
@@ -144,13 +148,10 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no memory, or its files hold something that loading refuses.
     """
-    directory = Path(directory)
-    config = load_memory_config(directory)
-    path = _find_weights(directory)
-    is_memory = config["peft_type"] == "LOCAS"
-    checked = _make_config(directory, config["peft_type"])
-    tensors = load_memory_file(str(path), checked)[0] if is_memory else _load_other_tensors(path)
-    slots = config.get("slots") or {}
+    saved = _find_memory(directory)
+    config, path, is_memory = saved.config, saved.weights, saved.peft_type == "LOCAS"
+    tensors = load_memory_file(str(path), config)[0] if is_memory else _load_other_tensors(path)
+    slots = getattr(config, "slots", None) or {}
     layers: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         owner, _, part = key.removesuffix(".weight").rpartition(".locas_")
@@ -167,15 +168,15 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
             layer["r"] = len(norms)
     return {
         "memory_dir": str(directory),
-        "base": config.get("base_model_name_or_path"),
-        "peft_type": config["peft_type"],
-        "r": config.get("r"),
-        "init": config.get("init_strategy"),
-        "scaling": config.get("scaling"),
+        "base": config.base_model_name_or_path,
+        "peft_type": saved.peft_type,
+        "r": getattr(config, "r", None),
+        "init": getattr(config, "init_strategy", None),
+        "scaling": getattr(config, "scaling", None),
         "dtype": ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": path.stat().st_size,
-        "host": config.get("host"),
+        "host": getattr(config, "host", None),
         "replaces": [key.removeprefix(PREFIX) for key in split_tensors(tensors)[1]] if is_memory else [],
         "learned": any(layer["down"]["max"] > 0 for layer in layers.values()) if is_memory else None,
         "layers": sorted(layers.values(), key=lambda layer: _natural(layer["name"])),
@@ -210,19 +211,22 @@ def _check_other_adapter(
             )
 
 
-def _make_config(directory: str | Path, peft_type: str) -> PeftConfig:
-    """Make PEFT's config of a memory."""
-    try:
-        return PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
-    except (TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise ValueError(
-            f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have "
-            f"({first_line(error)}): copy or save the memory again"
-        ) from error
+@dataclass(frozen=True)
+class _SavedMemory:
+    """A memory's folder, whose config was parsed and checked; no tensor was read."""
+
+    directory: Path
+    config: PeftConfig
+    weights: Path
+
+    @property
+    def peft_type(self) -> str:
+        return str(self.config.peft_type.value)
 
 
-def _find_weights(directory: str | Path) -> Path:
-    """Return the file of a memory's tensors: safetensors, or else a pickle of tensors alone."""
+def _find_memory(directory: str | Path) -> _SavedMemory:
+    """Parse the config of a memory's folder, and find its tensors: safetensors, or else a pickle of tensors alone."""
+    peft_type = load_memory_config(directory)["peft_type"]
     path = find_memory_file(str(directory))
     if path is None:
         raise ValueError(f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again")
@@ -230,7 +234,46 @@ def _find_weights(directory: str | Path) -> Path:
         open(path, "rb").close()
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): check the file's permissions") from None
-    return Path(path)
+    try:
+        config = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
+    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+        raise ValueError(
+            f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have "
+            f"({first_line(error)}): copy or save the memory again"
+        ) from error
+    return _SavedMemory(Path(directory), config, Path(path))
+
+
+def _attach(base: PreTrainedModel, saved: _SavedMemory, fields: dict[str, Any]) -> PeftModel:
+    """Put a memory onto its base, with fields of its config in place of the saved ones."""
+    config, directory = saved.config, str(saved.directory)
+    if saved.peft_type != "LOCAS":
+        _check_other_adapter(saved.weights, _load_other_tensors(saved.weights), base, config)
+    for name, value in fields.items():
+        if not hasattr(config, name):
+            raise ValueError(
+                f"{name} has no meaning for a memory of type {saved.peft_type}, got {value!r}: leave it out"
+            )
+        dataclasses.replace(config, **{name: value})  # for its checks
+        setattr(config, name, value)
+    restore = remember_modules(base)
+    try:
+        with warnings.catch_warnings(), _without_device_map(base):
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            return PeftModel.from_pretrained(base, directory, config=config)
+    except Exception as error:
+        restore()
+        if isinstance(error, OSError) or is_out_of_memory(error):
+            raise
+        names_modules = isinstance(error, ValueError) and str(error).startswith("Target module")
+        if isinstance(error, ValueError) and not names_modules and "\n" not in str(error):
+            raise
+        # PEFT's message lists every module.
+        reason = "it has other modules" if names_modules else first_line(error)
+        raise ValueError(
+            f"memory {directory!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason}): "
+            "load the base that it was made for"
+        ) from error
 
 
 def _natural(name: str) -> list:

@@ -31,7 +31,7 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
     rows = [
         [
             reading.method,
-            "-" if reading.settings.r is None else str(reading.settings.r),
+            "-" if reading.settings.method.r is None else str(reading.settings.method.r),
             f"{reading.extra_parameters:,}",
             *(format_figure(reading.perplexity_at.get(mark)) for mark in marks),
             f"{reading.perplexity:.2f}",
@@ -57,7 +57,10 @@ def plot_readings(readings: Sequence[Reading], path: str | Path, title: str = ""
         OSError: the file cannot be written; one that was there is untouched.
     """
     figure, axes = make_figure()
-    names = [each.method if each.settings.r is None else f"{each.method}, r={each.settings.r}" for each in readings]
+    names = [
+        each.method if each.settings.method.r is None else f"{each.method}, r={each.settings.method.r}"
+        for each in readings
+    ]
     colours = pick_colours(names)
     for name, reading in zip(names, readings, strict=True):
         dash = "--" if reading.method == "none" else "-"

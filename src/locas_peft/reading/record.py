@@ -1,9 +1,8 @@
-"""The folder of a memory: the record of the reading that made it, what may be replaced in it, and how it is saved."""
+"""The record of a reading: its settings and figures, as JSON, in a memory's folder and on its model card."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -11,34 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
 from peft import PeftConfig, PeftModel
-from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-from ..checks import describe_difference, one_line
-from ..files import finish_replacement, load_json, staged, write_json
-from ..memories.card import CARD, escape, make_card
+from ..checks import describe_difference
+from ..files import finish_replacement, load_json, write_json
+from ..memories.card import escape, make_card
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
+from ..memories.folder import READING, save_memory
 from ..memories.loading import MEMORY_CONFIG
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
 from ..text import digest_ids
 from ..ttt import perplexity
-from .settings import ReadingSettings
+from .settings import FIELDS, CompleteSettings, ReadingSettings
 
-__all__ = [
-    "READING",
-    "Reading",
-    "check_vacant",
-    "find_finished",
-    "save_memory",
-    "upload_memory",
-]
+__all__ = ["Reading", "find_finished", "save_reading"]
 
-READING = "reading.json"
-"""The file in a memory's folder that holds the reading that made it."""
-FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES)
-"""The files of a memory; no other is packed, unpacked or deleted."""
 _CARD_SETTINGS = [
     *("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings", "anchor"),
     *("passes", "seed", "dtype"),
@@ -70,7 +57,7 @@ class Reading:
         title: of the text, or its file's name; None where none was given.
     """
 
-    settings: ReadingSettings
+    settings: CompleteSettings
     text_sha256: str
     scored_tokens: int
     nll_nats: float
@@ -93,18 +80,17 @@ class Reading:
 
     @property
     def method(self) -> str:
-        return self.settings.method
+        return self.settings.method.name
 
     @property
     def tokens_per_second(self) -> float:
-        tokens = self.scored_tokens * self.settings.readings
+        tokens = self.scored_tokens * self.settings.training.readings
         return tokens / self.seconds if self.seconds > 0 else float("nan")
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings and the figures in one flat dictionary of JSON values."""
         figures = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        settings = dataclasses.asdict(figures.pop("settings"))
-        return {**settings, **figures, "tokens_per_second": self.tokens_per_second}
+        return {**figures.pop("settings").to_json(), **figures, "tokens_per_second": self.tokens_per_second}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Reading:
@@ -114,13 +100,12 @@ class Reading:
             ValueError: a key is missing or unknown.
         """
         value = {name: item for name, item in value.items() if name != "tokens_per_second"}
-        names = {item.name for item in dataclasses.fields(ReadingSettings)}
-        settings = {name: value.pop(name) for name in list(value) if name in names}
+        settings = {name: value.pop(name) for name in list(value) if name in FIELDS}
         optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied", "stopped", "title"}
         for name in value.keys() - optional:
             value[name] = _null_to_nan(value[name])
         try:
-            reading = cls(settings=ReadingSettings(**settings), **value)
+            reading = cls(settings=ReadingSettings(**settings).complete(), **value)
         except TypeError as error:
             raise ValueError(f"{READING} must be one that this version wrote ({error}): read the text again") from None
         return dataclasses.replace(reading, curve=[tuple(point) for point in reading.curve])
@@ -134,35 +119,9 @@ def _null_to_nan(value: Any) -> Any:
     return float("nan") if value is None else value
 
 
-def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Raise a `ValueError` for a folder in which a reading would replace something. It need not exist.
-
-    Args:
-        resume: an unfinished reading in it will go on.
-        overwrite: a memory in it may be replaced. Other files that only have the same names may not.
-    """
-    folder = Path(directory)
-    finish_replacement(folder)
-    is_memory = (folder / MEMORY_CONFIG).exists() and (folder / READING).exists()
-    unfinished = has_checkpoint(folder / CHECKPOINT_FOLDER)
-    if not is_memory:
-        for name in FILES:
-            if os.path.lexists(folder / name):
-                raise ValueError(
-                    f"--out {str(folder)!r} holds a file {name} that no reading wrote: choose another folder, or move "
-                    "that file"
-                )
-    if unfinished and not resume and not overwrite:
-        raise ValueError(
-            f"--out {str(folder)!r} holds an unfinished reading: go on with --resume, or give --overwrite"
-        )
-    if is_memory and not unfinished and not overwrite:
-        raise ValueError(f"--out {str(folder)!r} holds a memory: choose another folder, or give --overwrite")
-
-
 def find_finished(
     directory: str | Path,
-    settings: ReadingSettings,
+    settings: CompleteSettings,
     input_ids: torch.LongTensor,
     exchanges: Sequence[Exchange] | None = None,
 ) -> Reading | None:
@@ -171,7 +130,7 @@ def find_finished(
     The lock of a reading that was killed right after it had finished is removed.
 
     Args:
-        settings: of the reading that would be done, complete.
+        settings: of the reading that would be done.
         input_ids: LongTensor [T], the text.
         exchanges: those that would be studied; None where the model writes them.
 
@@ -189,7 +148,7 @@ def find_finished(
     if not (folder / READING).exists():
         raise ValueError(f"--out {str(folder)!r} holds a memory that no reading here made: {remedy}")
     reading = Reading.from_json(load_json(folder / READING))
-    here, there = dataclasses.asdict(settings), dataclasses.asdict(reading.settings)
+    here, there = settings.to_json(), reading.settings.to_json()
     difference = describe_difference(here, there, f"the memory in {str(folder)!r}", remedy)
     if difference is not None:
         raise ValueError(difference)
@@ -205,63 +164,30 @@ def find_finished(
     return reading
 
 
-def save_memory(
+def save_reading(
     model: PeftModel, directory: str | Path, reading: Reading, exchanges: Sequence[Exchange] | None = None
 ) -> None:
-    """Write PEFT's files, a model card, the reading and the exchanges into a folder, whole or not at all."""
-    config = model.peft_config[model.active_adapter]
-    name = config.base_model_name_or_path
-    try:
-        # The name on other machines too.
-        config.base_model_name_or_path = reading.settings.model
-        with staged(directory) as folder:
-            # Embeddings are not trained here, and PEFT would ask the hub about them.
-            model.save_pretrained(str(folder), save_embedding_layers=False)
-            (folder / CARD).write_text(_make_card(config, reading), encoding="utf-8")
-            write_json(folder / READING, reading.to_json())
-            if exchanges is not None:
-                save_exchanges(folder / EXCHANGES, exchanges)
-        if exchanges is None:
-            (Path(directory) / EXCHANGES).unlink(missing_ok=True)  # of the memory that this one replaces
-    finally:
-        config.base_model_name_or_path = name
+    """Write the memory of a reading into a folder, whole or not at all, with its record and its exchanges."""
 
+    def add_files(folder: Path) -> None:
+        write_json(folder / READING, reading.to_json())
+        if exchanges is not None:
+            save_exchanges(folder / EXCHANGES, exchanges)
 
-def upload_memory(directory: str | Path, repo: str, *, private: bool = False) -> str:
-    """Upload the files of a memory, its model card among them, to the Hugging Face hub.
-
-    `PeftModel.push_to_hub` would write an empty template in place of the card. The exchanges of a self-study, which
-    can quote the text, stay here.
-
-    Args:
-        repo: NAME or OWNER/NAME; made where there is none.
-        private: make a new repository a private one.
-
-    Returns:
-        The address of the repository.
-
-    Raises:
-        ValueError: the hub cannot be reached, or refuses.
-    """
-    try:
-        url = HfApi().create_repo(repo, private=private, exist_ok=True)
-        files = [CARD, MEMORY_CONFIG, "adapter_model.*", READING]
-        HfApi().upload_folder(repo_id=url.repo_id, folder_path=directory, allow_patterns=files)
-    except Exception as error:  # whatever the network and its libraries raise
-        reason = one_line(" ".join(str(error).split()))
-        raise ValueError(
-            f"memory cannot be pushed to {repo!r} ({reason}): check the name, and log in with `hf auth login`"
-        ) from error
-    return str(url)
+    card = _make_card(model.peft_config[model.active_adapter], reading)
+    save_memory(model, directory, reading.settings.model, card, add_files=add_files)
+    if exchanges is None:
+        (Path(directory) / EXCHANGES).unlink(missing_ok=True)  # of the memory that this one replaces
 
 
 def _make_card(config: PeftConfig, reading: Reading) -> str:
     """Return the model card of a reading's memory."""
     settings, title = reading.settings, escape(reading.title or "a text")
+    given = settings.to_json()
     rows = {
         "text": f"{title}, {reading.curve[-1][0]:,} tokens",
         "base": escape(settings.model),
-        "method": f"{settings.method}, {reading.extra_parameters:,} parameters",
+        "method": f"{reading.method}, {reading.extra_parameters:,} parameters",
         "perplexity while reading, each token scored before it was learned": f"{reading.perplexity:.2f}",
         "time to read": f"{reading.seconds:,.0f} s",
     }
@@ -272,7 +198,7 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
     if reading.studied is not None:
         seconds = reading.studied["writing_seconds"] + reading.studied["learning_seconds"]
         rows["self-study"] = f"{reading.studied['kept']} exchanges in {seconds:,.0f} s"
-    rows |= {name: f"`{value}`" for name in _CARD_SETTINGS if (value := getattr(settings, name)) is not None}
+    rows |= {name: f"`{value}`" for name in _CARD_SETTINGS if (value := given[name]) is not None}
     made = "trained by reading one text"
     note = f"The perplexities are of this text alone. All settings and figures are in `{READING}`."
     return make_card(settings.model, config.peft_type, title, made, rows, note)

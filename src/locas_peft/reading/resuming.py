@@ -18,6 +18,7 @@ from ..selfstudy import SelfStudy
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
 from ..tuner.modules import ADAPTER_LAYERS, base_parameters
+from .settings import CompleteSettings
 
 __all__ = ["Checkpoints", "capture", "fingerprint", "restore"]
 
@@ -30,8 +31,21 @@ _NO_ARITHMETIC |= {"slots", "task_type"}
 class Checkpoints:
     """Saves the state of a reading: where a checkpoint is due, and where a caller's function raises."""
 
-    def __init__(self, folder: Path | None, seconds: float, trainer: TestTimeTrainer, study: SelfStudy | None):
-        self._folder, self._seconds, self._trainer, self._study = folder, seconds, trainer, study
+    def __init__(
+        self,
+        folder: Path | None,
+        seconds: float,
+        settings: CompleteSettings,
+        trainer: TestTimeTrainer,
+        study: SelfStudy | None,
+    ):
+        self._folder, self._seconds, self._settings, self._trainer, self._study = (
+            folder,
+            seconds,
+            settings,
+            trainer,
+            study,
+        )
         self._saved, self._failed = time.monotonic(), False
 
     def after(self, step: Any, follow: Callable[[Any], None] | None, due: bool = False) -> None:
@@ -49,7 +63,7 @@ class Checkpoints:
     def save(self) -> None:
         if self._folder is None:
             return
-        state = capture(self._trainer)
+        state = capture(self._trainer, self._settings)
         if self._study is not None:
             state["study"] = self._study.state_dict()
         try:
@@ -61,12 +75,22 @@ class Checkpoints:
         self._saved = time.monotonic()
 
 
-def capture(trainer: TestTimeTrainer) -> dict[str, Any]:
-    """Return a trainer's state together with what a continuation must share with its run, as plain values."""
-    return {"run": _describe_run(trainer), **trainer.state_dict()}
+def capture(trainer: TestTimeTrainer, settings: CompleteSettings | None = None) -> dict[str, Any]:
+    """Return a trainer's state together with what a continuation must share with its run, as plain values.
+
+    Args:
+        settings: of the reading; None where there are none besides the trainer's.
+    """
+    return {"run": _describe_run(trainer, settings), **trainer.state_dict()}
 
 
-def restore(directory: str | Path, state: dict[str, Any], trainer: TestTimeTrainer, text_sha256: str) -> None:
+def restore(
+    directory: str | Path,
+    state: dict[str, Any],
+    trainer: TestTimeTrainer,
+    text_sha256: str,
+    settings: CompleteSettings | None = None,
+) -> None:
     """Load a checkpoint's state into the trainer that will go on with it.
 
     Of an adapter's configuration, the fields that change its arithmetic must be the same. The fields that calibration
@@ -76,12 +100,13 @@ def restore(directory: str | Path, state: dict[str, Any], trainer: TestTimeTrain
         directory: the checkpoint's folder, for messages.
         state: from `load`.
         text_sha256: of the document that will be read, as `text.digest_ids` returns it.
+        settings: as for `capture`.
 
     Raises:
         ValueError: the checkpoint is of another model, adapter, setting or text, or it is damaged.
     """
     try:
-        difference = _find_difference(_describe_run(trainer), state["run"], directory)
+        difference = _find_difference(_describe_run(trainer, settings), state["run"], directory)
         begun = state["text"]
         if difference is None and begun not in (None, text_sha256):
             difference = (
@@ -96,19 +121,20 @@ def restore(directory: str | Path, state: dict[str, Any], trainer: TestTimeTrain
         raise ValueError(difference)
 
 
-def _describe_run(trainer: TestTimeTrainer) -> dict[str, Any]:
+def _describe_run(trainer: TestTimeTrainer, settings: CompleteSettings | None) -> dict[str, Any]:
     adapters = {}
     for name, config in active_configs(trainer.model).items():
         fields = {field: value for field, value in config.to_dict().items() if field not in _NO_ARITHMETIC}
         text = json.dumps(fields, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
         adapters[name] = json.loads(text)
-    return {"settings": trainer.describe(), "adapters": adapters, "base": fingerprint(trainer.model)}
+    run = {"settings": trainer.describe(), "adapters": adapters, "base": fingerprint(trainer.model)}
+    return {"reading": {} if settings is None else settings.to_json(), **run}
 
 
 def _find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: str | Path) -> str | None:
     """Return the message for the first difference between two results of `_describe_run`; None where there is none."""
     where = f"the checkpoint in {str(directory)!r}"
-    compared = [("", ours["settings"], theirs["settings"])]
+    compared = [("", ours[part], theirs[part]) for part in ("reading", "settings")]
     for name, config in ours["adapters"].items():
         compared.append((f"adapter {name!r}: ", config, theirs["adapters"].get(name, config)))
     for prefix, here, recorded in compared:

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..memories import checkpoint
+from ..memories.folder import check_vacant
 from ..selfstudy import Exchange, SelfStudy, StudyStep
-from ..slots import SlotWriter
 from ..text import digest_ids
 from ..ttt import (
     Anchor,
@@ -31,9 +31,9 @@ from ..ttt import (
 )
 from .adapters import attached
 from .peak_memory import PeakMemory
-from .record import Reading, check_vacant, save_memory
+from .record import Reading, save_reading
 from .resuming import Checkpoints, restore
-from .settings import ReadingSettings
+from .settings import CompleteSettings, ReadingSettings
 
 __all__ = ["StopReading", "make_trainer", "memorize", "score"]
 
@@ -52,7 +52,7 @@ class StopReading(Exception):
 def memorize(
     base: PreTrainedModel,
     input_ids: torch.LongTensor,
-    settings: ReadingSettings,
+    settings: ReadingSettings | CompleteSettings,
     *,
     out: str | Path | None = None,
     checkpoint_dir: str | Path | None = None,
@@ -72,7 +72,7 @@ def memorize(
     Args:
         base: a causal LM without adapters.
         input_ids: LongTensor [T], T >= 2; the first `settings.max_tokens` are read.
-        settings: completed here.
+        settings: completed here, where they are not.
         out: the memory's folder, written whole or not at all. The method "none" has nothing to save.
         checkpoint_dir: a folder for the unfinished state, saved every `checkpoint_seconds`, and where a callback
             raises, and removed after the memory was saved; without `out` the caller removes it. It is locked for the
@@ -97,9 +97,9 @@ def memorize(
     """
     if input_ids.dim() != 1 or input_ids.numel() < 2:
         raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
-    settings = settings.complete(base)
+    settings = settings.complete(base, tokenizer)
     input_ids = input_ids[: settings.max_tokens]
-    if settings.method == "none":
+    if settings.method.name == "none":
         out = checkpoint_dir = None
     with ExitStack() as stack:
         folder = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
@@ -110,7 +110,7 @@ def memorize(
         trainer = make_trainer(model, settings)
         state = checkpoint.load(folder) if resume and folder is not None else None
         if state is not None:
-            restore(folder, state, trainer, digest_ids(input_ids))
+            restore(folder, state, trainer, digest_ids(input_ids), settings)
         study = _make_study(model, tokenizer, input_ids, settings, exchanges)
         if state is not None and study is not None and "study" in state:
             try:
@@ -118,7 +118,7 @@ def memorize(
             except (KeyError, TypeError, AttributeError) as error:
                 raise checkpoint.damaged(folder, error) from None
         del state
-        checkpoints, stopped = Checkpoints(folder, checkpoint_seconds, trainer, study), False
+        checkpoints, stopped = Checkpoints(folder, checkpoint_seconds, settings, trainer, study), False
         try:
             for chunk in trainer.chunks if on_chunk is not None else ():
                 on_chunk(chunk)
@@ -135,7 +135,7 @@ def memorize(
         figures = {"studied": studied, "stopped": stopped, "memory_dir": memory_dir, "title": title}
         reading = _make_reading(trainer, settings, input_ids, peak, **figures)
         if out is not None:
-            save_memory(model, out, reading, None if study is None else study.exchanges)
+            save_reading(model, out, reading, None if study is None else study.exchanges)
         if folder is not None and out is not None:
             checkpoint.remove(folder)
     return reading
@@ -145,11 +145,11 @@ def _make_study(
     model: nn.Module,
     tokenizer: Any,
     input_ids: torch.LongTensor,
-    settings: ReadingSettings,
+    settings: CompleteSettings,
     exchanges: Sequence[Exchange] | None,
 ) -> SelfStudy | None:
     """Return the self-study that the settings ask for, or None."""
-    if not settings.study:
+    if settings.study is None:
         if exchanges is not None:
             raise ValueError(f"exchanges have no meaning without study, got {len(exchanges)}: set study, or leave out")
         return None
@@ -159,37 +159,34 @@ def _make_study(
         model,
         tokenizer,
         input_ids,
-        per_passage=settings.exchanges,
-        passes=settings.passes,
-        learning_rate=STUDY_RATE * settings.learning_rate,
-        window=settings.window,
+        per_passage=settings.study.exchanges,
+        passes=settings.study.passes,
+        learning_rate=STUDY_RATE * settings.training.learning_rate,
+        window=settings.training.window,
         seed=settings.seed,
-        anchor=STUDY_ANCHOR * (settings.anchor or 0.0),
+        anchor=STUDY_ANCHOR * (settings.method.anchor or 0.0),
         given=exchanges,
     )
 
 
-def make_trainer(model: nn.Module, settings: ReadingSettings) -> TestTimeTrainer:
+def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTrainer:
     """Return the trainer of a reading, with the memory's writer and the anchor where the settings ask for them."""
-    writer = anchor = None
-    if settings.init == "write":
-        fold = "nlsvd" if settings.update == "nlsvd" else "refit"
-        writer = SlotWriter(model, fold=fold, epsilon=settings.epsilon, slots_per_chunk=settings.slots_per_chunk)
-    if settings.anchor:
-        texts = OwnText(model, tokens=max(min(settings.stride, ANCHOR_TOKENS), 2), seed=settings.seed)
-        anchor = Anchor(texts, weight=settings.anchor, every=settings.anchor_every)
-    return TestTimeTrainer(model, settings, writer=writer, anchor=anchor)
+    method, anchor = settings.method, None
+    if method.anchor:
+        texts = OwnText(model, tokens=max(min(settings.training.stride, ANCHOR_TOKENS), 2), seed=settings.seed)
+        anchor = Anchor(texts, weight=method.anchor, every=method.anchor_every)
+    return TestTimeTrainer(model, settings.training, writer=method.make_writer(model), anchor=anchor)
 
 
 def _make_reading(
     trainer: TestTimeTrainer,
-    settings: ReadingSettings,
+    settings: CompleteSettings,
     input_ids: torch.LongTensor,
     peak: PeakMemory,
     **figures: Any,
 ) -> Reading:
     """Return the figures of a reading, with those that are given."""
-    readings = [[chunk for chunk in trainer.chunks if chunk.reading == n] for n in range(settings.readings)]
+    readings = [[chunk for chunk in trainer.chunks if chunk.reading == n] for n in range(settings.training.readings)]
     readings = [chunks for chunks in readings if chunks]  # fewer where the reading was stopped
     nlls = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
     counts = [sum(chunk.tokens for chunk in chunks) for chunks in readings]
@@ -216,16 +213,16 @@ def _make_reading(
     )
 
 
-def score(model: nn.Module, input_ids: torch.LongTensor, settings: ReadingSettings) -> float:
+def score(model: nn.Module, input_ids: torch.LongTensor, settings: CompleteSettings) -> float:
     """Return the perplexity of a text, LongTensor [T], T >= 2, under a frozen model, with or without an adapter.
 
-    The windows of the settings, which are complete, are used. A parameter that requires gradients is a `ValueError`;
+    The windows of the settings are used. A parameter that requires gradients is a `ValueError`;
     the model is not changed.
     """
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if learning:
         raise ValueError(f"model must be frozen, got {len(learning)} trainable parameters: freeze them first")
-    trainer = TestTimeTrainer(model, settings.for_base())
+    trainer = TestTimeTrainer(model, settings.for_base().training)
     for _ in trainer.read(input_ids):
         pass
     return trainer.perplexity

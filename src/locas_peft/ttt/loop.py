@@ -329,9 +329,6 @@ def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | Non
 
 def _fit(settings: TrainingSettings, host: CausalLM) -> TrainingSettings:
     """Check settings against a model, and fill in the teacher's window."""
-    for name in ("window", "stride", "context"):
-        if getattr(settings, name) is None:
-            raise ValueError(f"{name} must be given for training, got None: give one, or call complete() first")
     limit = sys.maxsize if host.positions is None else host.positions
     check_window(settings.window, host.positions)
     if settings.start_token is not None and settings.stride == settings.window == host.positions:

@@ -12,7 +12,8 @@ __all__ = ["CONTEXTS", "GRADIENTS", "TrainingSettings"]
 
 CONTEXTS = ("recompute", "cache")
 GRADIENTS = ("full", "tokenwise")
-_LEAST_IF_GIVEN = {"window": 1, "stride": 1, "teacher_window": 1, "start_token": 0, "decay_steps": 0}
+_LEAST = {"window": 1, "stride": 1, "epochs": 1, "readings": 1, "warmup_steps": 0, "decay_steps": 0, "sinks": 0}
+_LEAST_IF_GIVEN = {"teacher_window": 1, "start_token": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +68,12 @@ class TrainingSettings:
     brake: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("readings", 1), ("warmup_steps", 0), ("sinks", 0)):
+        for name, least in _LEAST.items():
             check_whole(name, getattr(self, name), least)
         for name, least in _LEAST_IF_GIVEN.items():
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), least)
-        if self.window is not None and self.stride is not None and self.stride > self.window:
+        if self.stride > self.window:
             raise ValueError(
                 f"stride must be at most window, got stride {self.stride} with window {self.window}: lower stride or "
                 "raise window"
@@ -82,9 +83,8 @@ class TrainingSettings:
                 f"learning_rate must be a number above 0, got {self.learning_rate}: give one, 1e-3 say; to read "
                 "without learning, give the model without its adapter"
             )
-        for name, choices in (("context", CONTEXTS), ("gradient", GRADIENTS)):
-            if getattr(self, name) is not None:
-                check_choice(name, getattr(self, name), choices)
+        check_choice("context", self.context, CONTEXTS)
+        check_choice("gradient", self.gradient, GRADIENTS)
         check_choice("objective", self.objective, OBJECTIVES)
         check_choice("token_weighting", self.token_weighting, WEIGHTINGS)
         if self.teacher_window is not None and not OBJECTIVES[self.objective].needs_teacher:
