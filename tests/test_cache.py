@@ -90,8 +90,8 @@ def test_the_start_token_stays_in_a_cache_without_sinks():
 
 
 def test_a_memory_is_calibrated_after_the_start_token(monkeypatch):
-    seen, calibrate_empty = [], loop.calibrate_empty
-    monkeypatch.setattr(loop, "calibrate_empty", lambda model, ids: (seen.append(ids), calibrate_empty(model, ids)))
+    seen, calibrate = [], loop.calibrate
+    monkeypatch.setattr(loop, "calibrate", lambda model, ids, name: (seen.extend(ids), calibrate(model, ids, name)))
     ids = make_ids(24)
     trainer = TestTimeTrainer(make_model("locas"), window=16, stride=8, learning_rate=1e-3, start_token=1)
     read(trainer, ids)
