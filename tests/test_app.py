@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ import pytest
 import torch
 from families import make_host
 from peft import get_peft_model
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM
 
 from locas_command import program as cli
@@ -55,12 +57,16 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def model(loaded, monkeypatch):
+def no_anchor(monkeypatch):
+    """Writing the anchor's text would take longer than these readings."""
     choose = SharedModel._choose_settings
-    # Writing the anchor's text would take longer than these readings.
     monkeypatch.setattr(
         SharedModel, "_choose_settings", lambda *given: replace(choose(*given), anchor=0.0, anchor_every=None)
     )
+
+
+@pytest.fixture
+def model(loaded, no_anchor):
     shared = SharedModel(BASE, *loaded)
     yield shared
     shared.close()
@@ -269,6 +275,45 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, vis
     assert busy.with_memory == quiet.with_memory and busy.without == quiet.without
     assert len(busy.without) > 2
     assert [tokens for tokens, _ in busy.without] == [tokens for tokens, _ in busy.with_memory]
+
+
+def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(loaded, no_anchor, visitors, monkeypatch):
+    base, tokenizer = loaded
+    model, visitor, job = SharedModel(BASE, copy.deepcopy(base).bfloat16(), tokenizer), visitors.find(None), None
+    query, key, value = torch.randn(3, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    mask = torch.ones(40, 40, dtype=torch.bool).tril()
+    clock, outputs, phases = [0.0], [], set()
+
+    def answer(*_) -> None:
+        phases.add(job.phase)
+        clock[0] += 1.0
+        outputs.append(scaled_dot_product_attention(query, key, value, attn_mask=mask))
+        assert torch.is_grad_enabled()
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(model, "_answer", answer)
+    job = Job("busy", TEXT[:450], 1)
+    model.read(job, visitor.shelf)
+    while not job.ended:
+        model.ask(None, [chat("Who?")]).finished.result()
+    model.close()
+    assert job.outcome == "done" and phases >= {"reading", "writing"}, job.message
+    reading = json.loads((visitor.shelf.find("busy") / READING).read_text())
+    assert reading["seconds"] == reading["studied"]["writing_seconds"] == reading["studied"]["learning_seconds"] == 0
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    assert all(torch.equal(output, expected) for output in outputs)
+
+
+def test_the_time_left_is_counted_from_the_beginning_of_the_phase(monkeypatch):
+    now, job = 13_511.0, Job("one", TEXT, 0)
+    monkeypatch.setattr(sessions.time, "monotonic", lambda: now)
+    for phase in ("scoring", "reading"):
+        job.advance(phase, 0, 100)
+        assert job.seconds_left is None
+        now += 1.8
+        job.advance(phase, 50, 100)
+        assert job.seconds_left == pytest.approx(1.8)
+        now += 60
 
 
 def test_stop_keeps_what_was_learned_and_a_reading_that_waits_is_stopped_before_it_learns(model, visitors):

@@ -1,6 +1,6 @@
 """Visitors of the page, and the one model that they share.
 
-One thread owns the model. It does one reading at a time; before each forward pass of a reading it answers the
+One thread owns the model. It does one reading at a time; after each chunk and each step of a reading it answers the
 questions that wait. Each piece of work has its own modules around the same weights (`share_weights`), so that a
 memory, read, asked or merged, touches no other, and a question never meets an adapter that is being trained.
 """
@@ -99,7 +99,6 @@ class Job:
     memory: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     _began: float = 0.0
-    _last: float = 0.0
 
     @property
     def ended(self) -> bool:
@@ -113,8 +112,8 @@ class Job:
     def advance(self, phase: str, done: int, total: int) -> None:
         """Record a step; raise `StopReading` if the job shall stop."""
         if phase != self.phase:
-            self._began = self._last
-        self.phase, self.done, self.total, self._last = phase, done, total, time.monotonic()
+            self._began = time.monotonic()
+        self.phase, self.done, self.total = phase, done, total
         if self.stop.is_set():
             raise StopReading
 
@@ -243,18 +242,22 @@ class SharedModel:
             future.set_exception(error)
         return kind
 
-    def _pause(self, job: Job) -> None:
-        """Answer one question that waits, before a forward pass of a reading; end a self-study within a step."""
-        if job.stop.is_set() and job.phase in ("writing", "learning"):  # a step takes up to a minute
+    def _answer_waiting(self) -> None:
+        """Answer the questions that wait now, between two steps of a reading, which does not count the time."""
+        with torch.random.fork_rng():  # the reading draws what it would have drawn
+            for kind, *_ in list(self._work.queue):  # others put work in, this thread alone takes it out
+                if kind == _ANSWER:
+                    self._do_next()
+
+    def _stop_study(self, job: Job) -> None:
+        """End a self-study before a forward pass: a step of it takes up to a minute."""
+        if job.stop.is_set() and job.phase in ("writing", "learning"):
             raise StopReading
-        if self._work.queue and self._work.queue[0][0] == _ANSWER:  # only this thread takes work out
-            with torch.random.fork_rng():  # the reading draws what it would have drawn
-                self._do_next()
 
     def _read(self, job: Job, shelf: Shelf) -> None:
         try:
             base = share_weights(self._base)
-            base.get_input_embeddings().register_forward_pre_hook(lambda *_: self._pause(job))
+            base.get_input_embeddings().register_forward_pre_hook(lambda *_: self._stop_study(job))
             text = unwrap(job.text) if backbone.is_embedded(self.name) else job.text
             ids = tokenize(self._tokenizer, text)
             settings = self._choose_settings(base, len(ids), job.questions)
@@ -268,6 +271,7 @@ class SharedModel:
                     job.advance(phase, chunk.stop, len(ids))
                     if phase == "reading" and job.questions and chunk.stop == len(ids):
                         job.advance("writing", 0, 1)  # the first exchanges take long
+                    self._answer_waiting()
 
                 return on_chunk
 
@@ -276,6 +280,7 @@ class SharedModel:
                 job.advance("writing" if step.phase == "write" else "learning", step.done, step.total)
                 if step.phase == "write" and step.done == step.total:
                     job.advance("learning", 0, 1)
+                self._answer_waiting()
 
             job.advance("scoring", 0, len(ids))
             on_chunk = follow("scoring", job.without)
