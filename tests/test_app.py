@@ -60,9 +60,12 @@ def made(tmp_path_factory):
 def no_anchor(monkeypatch):
     """Writing the anchor's text would take longer than these readings."""
     choose = SharedModel._choose_settings
-    monkeypatch.setattr(
-        SharedModel, "_choose_settings", lambda *given: replace(choose(*given), anchor=0.0, anchor_every=None)
-    )
+
+    def choose_without(*given):
+        settings = choose(*given)
+        return replace(settings, method=replace(settings.method, anchor=0.0, anchor_every=None))
+
+    monkeypatch.setattr(SharedModel, "_choose_settings", choose_without)
 
 
 @pytest.fixture
