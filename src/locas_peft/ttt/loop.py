@@ -324,7 +324,7 @@ def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | Non
     That is the first chunk that they take part in: later tokens would leak into scores that are still to be taken.
     """
     for name in empty_memories(model, adapter_name):
-        calibrate(model, [input_ids], name)
+        calibrate(model, [input_ids], name, across_processes=False)
 
 
 def _fit(settings: TrainingSettings, host: CausalLM) -> TrainingSettings:

@@ -20,17 +20,20 @@ def calibrate(
     model: nn.Module,
     batches: Iterable[torch.Tensor | Mapping[str, torch.Tensor]],
     adapter_name: str | None = None,
+    across_processes: bool = True,
 ) -> None:
     """Make a memory's gate and up rows from what the host does on a text, and measure its scale. The values stay zero.
 
-    Each batch takes one forward pass of the host without its head. Under torch.distributed the text is that of all
-    processes together. Other memories are switched off meanwhile. Paper, "Activation-Based Basis Selection".
+    Each batch takes one forward pass of the host without its head. Other memories are switched off meanwhile. Paper,
+    "Activation-Based Basis Selection".
 
     Args:
         model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
         batches: `LongTensor [B, T]`, or mappings with `input_ids` and, where there is padding, `attention_mask` (both
             `[B, T]`, nonzero where a token counts).
         adapter_name: the memory; `None` for the active ones.
+        across_processes: under torch.distributed, whether the text is that of all processes together, which train one
+            memory; else each process has a memory of its own.
 
     Raises:
         ValueError: there is no such memory, it has learned already, is merged or sharded, or the text has no tokens or
@@ -56,19 +59,26 @@ def calibrate(
             raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it is calibrated.")
     batches = list(batches) if len(memories) > 1 else batches  # a generator gives its batches once
     for name, layers in memories.items():
-        _calibrate_one(model, batches, name, layers)
+        _calibrate_one(model, batches, name, layers, across_processes)
 
 
-def _calibrate_one(model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer]) -> None:
+def _calibrate_one(
+    model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer], across_processes: bool
+) -> None:
     # All layers' rows are computed before the first is changed: a failure leaves every layer unchanged.
-    statistics = observe_host(model, batches, name, layers)
+    statistics = observe_host(model, batches, name, layers, across_processes=across_processes)
     rows = [layer.make_rows(name, seen) for layer, seen in zip(layers, statistics, strict=True)]
     for layer, layer_rows, seen in zip(layers, rows, statistics, strict=True):
         layer.initialize(name, layer_rows, seen)
 
 
 def observe_host(
-    model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer], r: int | None = None
+    model: nn.Module,
+    batches: Iterable,
+    name: str,
+    layers: list[LocasLayer],
+    r: int | None = None,
+    across_processes: bool = True,
 ) -> list[Statistics]:
     """Return what the host's FFNs do on a text, for each of the layers of a memory. No memory takes part.
 
@@ -82,7 +92,7 @@ def observe_host(
     kept = [module for module in model.modules() if not isinstance(module, LocasLayer) or module in layers]
     try:
         for layer in layers:
-            layer.calibration = layer.start_calibration(name, r)
+            layer.calibration = layer.start_calibration(name, r, across_processes)
         with evaluating(backbone), adapters_disabled(model, except_for=kept):
             for batch in batches:
                 inputs = to_inputs(model, batch)

@@ -31,16 +31,18 @@ class Statistics:
 class Calibration:
     """Collects the statistics of one FFN over a text: sums, and a sample of the tokens. Padding does not count.
 
-    At most `samples` tokens are sampled, drawn by `seed`.
+    At most `samples` tokens are sampled, drawn by `seed`. With `across_processes`, under torch.distributed, they are
+    tokens of all processes together.
     """
 
-    def __init__(self, samples: int, seed: int = 0) -> None:
+    def __init__(self, samples: int, seed: int = 0, across_processes: bool = True) -> None:
         self.samples = samples
+        self._across_processes = across_processes and _is_distributed()
         self._tokens = 0
         self._activity: torch.Tensor | None = None  # [F] float64, sum over tokens of |M|
         # Of each sampled token its random key [n] float64, A [n, D] and |FFN(A)| [n].
         self._sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        rank = dist.get_rank() if _is_distributed() else 0
+        rank = dist.get_rank() if self._across_processes else 0
         self._generator = make_generator(seed, f"process {rank}")
 
     @torch.no_grad()
@@ -75,13 +77,13 @@ class Calibration:
         return tuple(tensor[largest.to(tensor.device)] for tensor in tensors)
 
     def finish(self) -> Statistics:
-        """Return the statistics over the tokens of all processes.
+        """Return the statistics over all tokens.
 
         Raises:
             ValueError: there were no tokens, or values that are not finite.
         """
         tokens = torch.tensor(float(self._tokens), dtype=torch.float64)
-        if self._activity is not None and _is_distributed():
+        if self._activity is not None and self._across_processes:
             tokens = tokens.to(self._activity.device)
             dist.all_reduce(self._activity)
             dist.all_reduce(tokens)

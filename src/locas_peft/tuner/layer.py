@@ -139,10 +139,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self._ready.add(adapter_name)
         return False
 
-    def start_calibration(self, adapter_name: str, r: int | None = None) -> Calibration:
+    def start_calibration(self, adapter_name: str, r: int | None = None, across_processes: bool = True) -> Calibration:
         """Return a calibration that has seen nothing yet, for a memory of its own width or of width `r`."""
         samples = max(SAMPLED_TOKENS, r or self.locas_up[adapter_name].out_features)
-        return Calibration(samples, self.locas_config[adapter_name].seed)
+        return Calibration(samples, self.locas_config[adapter_name].seed, across_processes)
 
     def make_rows(self, adapter_name: str, statistics: Statistics | None = None) -> Rows:
         """Return a memory's initial rows by its strategy. The memory does not change."""
