@@ -149,8 +149,10 @@ class LocasConfig(PeftConfig):
         except ValueError as error:
             raise ValueError(one_line(str(error))) from error
         except (TypeError, AttributeError, RecursionError, OverflowError) as error:
-            path = os.path.join(pretrained_model_name_or_path, subfolder or "", CONFIG_NAME)
-            reason = one_line(str(error))
+            folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
+            if find_memory_file(folder) is None:  # a config alone: PEFT's own errors
+                raise
+            path, reason = os.path.join(folder, CONFIG_NAME), one_line(str(error))
             raise ValueError(f"{path} is no config of a memory ({reason}): copy or save the memory again") from error
         if isinstance(config, LocasConfig):
             config._file = find_memory_file(pretrained_model_name_or_path, subfolder, **cls._split_kwargs(kwargs)[0])
