@@ -6,7 +6,17 @@ import math
 
 import pytest
 
-from locas_peft.ttt import Chunk, Span, at_marks, choose_marks, cumulative, cut, per_segment, perplexity, perplexity_of
+from locas_peft.ttt import (
+    Chunk,
+    ChunkBounds,
+    at_marks,
+    choose_marks,
+    cumulative,
+    cut,
+    per_segment,
+    perplexity,
+    perplexity_of,
+)
 
 
 def make_chunks(*nlls: float, stride: int = 10) -> list[Chunk]:
@@ -31,7 +41,7 @@ def test_every_token_but_the_first_is_scored_once_with_the_context_of_the_window
 
 
 def test_a_chunk_as_long_as_the_window_has_the_token_before_it_as_context():
-    assert list(cut(20, 8, 8)) == [Span(0, 0, 8), Span(7, 8, 16), Span(15, 16, 20)]
+    assert list(cut(20, 8, 8)) == [ChunkBounds(0, 0, 8), ChunkBounds(7, 8, 16), ChunkBounds(15, 16, 20)]
 
 
 def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():

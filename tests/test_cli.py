@@ -35,7 +35,6 @@ from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading.methods.locas_mlp import UPDATES
 from locas_peft.ttt import TrainingSettings
-from locas_peft.ttt.objectives import OBJECTIVES, WEIGHTINGS
 from locas_peft.ttt.settings import CONTEXTS, GRADIENTS
 from locas_peft.tuner import STRATEGIES, list_layers
 
@@ -99,7 +98,7 @@ def test_each_setting_is_an_option_with_help(run):
         "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling --row-norm "
         "--max-slot-norm "
         "--update --epsilon --slots-per-chunk --gradient --anchor --anchor-every --window --stride --context --epochs "
-        "--seed --readings --objective --teacher-window --token-weighting --warmup-steps --decay-steps --model "
+        "--seed --readings --warmup-steps --decay-steps --model "
         "--dtype --device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
     )
     assert [option for option in options.split() if f"{option} " not in stdout] == []
@@ -108,12 +107,12 @@ def test_each_setting_is_an_option_with_help(run):
 def test_the_options_of_a_reading_are_its_settings_and_list_their_choices():
     """The command line's own copies of fields and names, which help needs, are those of the package."""
     given, needed = ({field.name: field.default for field in fields(cls)} for cls in (ReadingOptions, ReadingSettings))
-    shown = ("epochs", "readings", "sinks", "warmup_steps", "objective", "token_weighting")  # no preset has them
+    shown = ("epochs", "readings", "sinks", "warmup_steps")  # no preset has them
     assert given == needed | {name: getattr(TrainingSettings, name) for name in shown}
     lines = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", ReadingOptions.__doc__, flags=re.MULTILINE)
     assert [name for name, _ in lines if name not in given] == [] and len(lines) == len(given)
     tables = {"method": METHODS, "preset": PRESETS, "init": STRATEGIES, "update": UPDATES, "context": CONTEXTS}
-    tables |= {"gradient": GRADIENTS, "objective": OBJECTIVES, "token_weighting": WEIGHTINGS}
+    tables |= {"gradient": GRADIENTS}
     for name, choices in tables.items():
         assert set(choices) <= set(re.findall(r"[\w-]+", dict(lines)[name])), name
     assert all(
@@ -319,9 +318,6 @@ def test_each_shared_option_arrives_in_the_settings(run):
         "--readings": ("readings", 2),
         "--warmup-steps": ("warmup_steps", 1),
         "--decay-steps": ("decay_steps", 7),
-        "--objective": ("objective", "distill"),
-        "--teacher-window": ("teacher_window", 128),
-        "--token-weighting": ("token_weighting", "loss"),
     }
     given = [word for option, (_, value) in options.items() for word in (option, value)]
     code, stdout, _ = run(

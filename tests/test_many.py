@@ -94,12 +94,10 @@ def test_positions_stay_within_the_model_for_rows_of_different_lengths(family):
     "settings",
     [
         {"warmup_steps": 0},
-        {"token_weighting": "loss"},
         {"gradient": "tokenwise"},
         {"gradient": "tokenwise", "context": "cache"},
         {"epochs": 2, "context": "cache"},
         {"readings": 2, "context": "cache"},
-        {"objective": "distill", "teacher_window": 32},
         {"anchor": make_anchor(every=2)},
         {"anchor": make_anchor(every=3), "readings": 2, "epochs": 2},
     ],

@@ -39,18 +39,6 @@ RANGES = pytest.mark.parametrize(
         ),
         ({"context": "whole"}, ValueError, "context must be one of recompute, cache, got 'whole': choose one of them"),
         ({"gradient": "some"}, ValueError, "gradient must be one of full, tokenwise, got 'some': choose one of them"),
-        ({"objective": "kl"}, ValueError, "objective must be one of nll, distill, got 'kl': choose one of them"),
-        ({"objective": None}, ValueError, "objective must be one of nll, distill, got None: choose one of them"),
-        (
-            {"token_weighting": "focal"},
-            ValueError,
-            "token_weighting must be one of uniform, loss, got 'focal': choose one of them",
-        ),
-        (
-            {"teacher_window": 32},
-            ValueError,
-            "teacher_window is for objectives with a teacher, got 32 with objective 'nll': leave it out",
-        ),
         *(
             ({"learning_rate": rate}, ValueError, f"learning_rate must be a number above 0, got {rate}: {RATE}")
             for rate in (0.0, math.nan, math.inf)

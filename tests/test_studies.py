@@ -211,7 +211,7 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["locomo", "talks.json", "--method", "lora@0"], "error: method must be NAME, NAME@WIDTH, NAME:RATE or both"),
         (["locomo", "talks.json", "--method", "none@4"], "error: r has no meaning for the method 'none', got 4"),
         (["locomo", "talks.json", "--method", "lora,lora"], "error: --method must name each once, got 'lora,lora'"),
-        (["locomo", "talks.json", "--objective", "kl"], "error: objective must be one of nll, distill, got 'kl'"),
+        (["locomo", "talks.json", "--gradient", "some"], "error: gradient must be one of full, tokenwise, got 'some'"),
         (
             ["forgetting", "book.txt"],
             "error: something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks",
@@ -440,7 +440,7 @@ def test_a_kept_memory_is_the_one_that_was_made(tmp_path, method):
     base.requires_grad_(False)
     weights = {name: value.clone() for name, value in base.state_dict().items()}
     ids = tokenizer(BOOK, return_tensors="pt")["input_ids"][0]
-    settings = ReadingSettings(method=method, window=32, stride=16, r=4, readings=2, token_weighting="loss").complete()
+    settings = ReadingSettings(method=method, window=32, stride=16, r=4, readings=2).complete()
     unit = Run(base, tokenizer, {}, tmp_path).reading(ids, settings, tmp_path / "memory.json")
     run_units([unit])
     found = summarize_reading(load_json(unit.path))

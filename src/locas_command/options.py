@@ -62,9 +62,6 @@ class ReadingOptions:
         readings: how often the text is read.
         warmup_steps: optimizer steps with a smaller rate at the start.
         decay_steps: the rate is divided by the root of 1 + steps / this; 0 for a constant rate.
-        objective: nll, or distill: learn the distributions of the base with a longer window.
-        teacher_window: tokens that the teacher of distill sees.
-        token_weighting: uniform, or loss: a token counts in proportion to its own loss.
         max_tokens: the first tokens of the text that are read; all where not given.
         study: after reading, the model asks itself about the text, and learns the answers without the text.
         exchanges: questions wanted about each sentence; 16 where not given.
@@ -85,9 +82,6 @@ class ReadingOptions:
     gradient: str | None = None
     warmup_steps: int = 2
     decay_steps: int | None = None
-    objective: str = "nll"
-    teacher_window: int | None = None
-    token_weighting: str = "uniform"
     brake: Annotated[bool | None, Parameter(negative="--no-brake")] = None
     method: str = "locas-glu"
     preset: str = "tuned"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..model.causal_lm import CausalLM
 from ..ttt.chunks import cut, perplexity
-from ..ttt.objectives import divergences, token_losses
+from ..ttt.losses import divergences, token_losses
 from .intervals import Interval, rise_interval
 
 __all__ = ["Piece", "cut_text", "measure_drift", "perplexity_rise"]

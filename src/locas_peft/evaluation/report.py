@@ -73,7 +73,7 @@ def _describe(figures: dict[str, Any]) -> str:
     parts = [f"Model {figures.get('model', 'unknown')}, {'; '.join(sorted(windows))}."]
     if recipe:
         times = f"{recipe['readings']} reading{'s' if recipe['readings'] > 1 else ''}"
-        parts.append(f"Trained in {times}, objective {recipe['objective']}, weighting {recipe['token_weighting']}.")
+        parts.append(f"Trained in {times}.")
     for method, settings in methods.items():
         own = {name: value for name, value in settings.items() if name in METHOD_FIELDS and value is not None}
         if settings["method"] != "none":

@@ -80,9 +80,8 @@ class Run:
         with locked(path):
             before = load_json(path) if path.exists() else {}
             write_json(path, _join(folder, before, json.loads(json.dumps(record)), self.overwrite))
-        fields = ("readings", "objective", "teacher_window", "token_weighting")
-        recipes = [{field: values[field] for field in fields} for values in settings.values()]
-        recipe = {"recipe": recipes[0]} if all(other == recipes[0] for other in recipes) else {}
+        readings = {values["readings"] for values in settings.values()}
+        recipe = {"recipe": {"readings": readings.pop()}} if len(readings) == 1 else {}
         return {"study": name, **common, **recipe, "methods": settings}
 
     def reading(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..model.causal_lm import CausalLM
-from ..ttt.objectives import token_losses
+from ..ttt.losses import token_losses
 
 __all__ = ["Score", "encode_pair", "score_targets"]
 

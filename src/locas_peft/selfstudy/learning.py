@@ -21,7 +21,7 @@ from ..model.causal_lm import CausalLM
 from ..text import find_start_token
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
-from ..ttt.objectives import token_losses
+from ..ttt.losses import token_losses
 from ..tuner.modes import evaluating
 from ..tuner.modules import trained_parameters
 from .exchanges import Exchange, Passage, digest_exchanges, split_passages

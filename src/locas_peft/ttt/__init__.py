@@ -5,21 +5,18 @@ in one batch, each into a LOCAS memory of its own.
 """
 
 from .anchor import Anchor, OwnText, write_own_text
-from .chunks import Chunk, Span, at_marks, choose_marks, cumulative, cut, per_segment, perplexity, perplexity_of
+from .chunks import Chunk, ChunkBounds, at_marks, choose_marks, cumulative, cut, per_segment, perplexity, perplexity_of
+from .losses import divergences, token_losses
 from .many import ManyReading, read_many
-from .objectives import OBJECTIVES, WEIGHTINGS, Objective, divergences, token_losses
 from .settings import TrainingSettings
 from .trainer import TestTimeTrainer
 
 __all__ = [
-    "OBJECTIVES",
-    "WEIGHTINGS",
     "Anchor",
     "Chunk",
+    "ChunkBounds",
     "ManyReading",
-    "Objective",
     "OwnText",
-    "Span",
     "TestTimeTrainer",
     "TrainingSettings",
     "at_marks",

@@ -23,7 +23,7 @@ from ..asking import continue_rows, draw
 from ..checks import check_whole
 from ..model.causal_lm import CausalLM
 from ..tuner.modes import adapters_disabled, evaluating
-from .objectives import divergences
+from .losses import divergences
 
 __all__ = ["Anchor", "OwnText", "write_own_text"]
 

@@ -93,7 +93,7 @@ class SlidingCache:
         return {"layers": self._layers, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; raise a `ValueError` where keys and values do not belong together."""
+        """Load what `state_dict` returned; raise a `ValueError` where keys and values do not belong together."""
         layers = [tuple(entries.to(self._host.device) for entries in pair) for pair in state["layers"]]
         if any(entries.ndim != 4 or entries.shape[:3] != pair[0].shape[:3] for pair in layers for entries in pair):
             raise ValueError("keys and values of the cache do not belong together")

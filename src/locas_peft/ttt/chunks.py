@@ -12,7 +12,7 @@ from itertools import accumulate
 
 __all__ = [
     "Chunk",
-    "Span",
+    "ChunkBounds",
     "at_marks",
     "choose_marks",
     "cumulative",
@@ -24,7 +24,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Span:
+class ChunkBounds:
     """The tokens of one chunk, [start, stop), and of its context, [begin, start), as indices into the document."""
 
     begin: int
@@ -37,13 +37,13 @@ class Span:
         return self.stop - max(self.start, 1)
 
 
-def cut(tokens: int, window: int, stride: int, start: int = 0) -> Iterator[Span]:
+def cut(tokens: int, window: int, stride: int, start: int = 0) -> Iterator[ChunkBounds]:
     """Cut a document of some tokens, from `start` on, into chunks of `stride` tokens; the last one may be shorter.
 
     A chunk has up to `window - stride` tokens of context, and at least one, by which its first token is predicted.
     """
     for first in range(start, tokens, stride):
-        yield Span(max(0, first - max(window - stride, 1)), first, min(first + stride, tokens))
+        yield ChunkBounds(max(0, first - max(window - stride, 1)), first, min(first + stride, tokens))
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ class Learner:
 
     @torch.no_grad()
     def restore_snapshot(self) -> None:
-        """Bring parameters and optimizer back to the last snapshot."""
+        """Restore parameters and optimizer from the last snapshot."""
         values, self.optimizer, self.steps, state = self._snapshot
         for parameter, value in values:
             parameter.copy_(value)
@@ -131,19 +131,19 @@ class Learner:
 
     @torch.no_grad()
     def keep_good(self) -> None:
-        """Take the parameters as they are for the good state, to which `take_back` returns."""
+        """Copy the parameters; `take_back` returns to this copy."""
         self.good = [parameter.detach().clone() for parameter in self.parameters()]
 
     @torch.no_grad()
     def take_back(self, rate_factor: float) -> None:
-        """Bring the parameters back to the good state; the next optimizer starts afresh, with the rates multiplied."""
+        """Restore the parameters from the good state; the next step makes a new optimizer, with lower rates."""
         for parameter, value in zip(self.parameters(), self.good, strict=True):
             parameter.copy_(value)
         self._earlier_steps += self.steps
         self.optimizer, self.steps, self._rate_factor = None, 0, self._rate_factor * rate_factor
 
     def load_good(self, good: list[Tensor] | None) -> None:
-        """Take over the good state of another learner; raise a `ValueError` where its tensors are of other shapes."""
+        """Load a good state; raise a `ValueError` where its tensors have other shapes than the parameters."""
         parameters = self.parameters()
         if good is not None and [value.shape for value in good] != [value.shape for value in parameters]:
             raise ValueError("the good state has other shapes than the parameters")
@@ -159,7 +159,7 @@ class Learner:
         return {**steps, "rate_factor": self._rate_factor, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned; raise a `ValueError` where it does not fit the parameters."""
+        """Load what `state_dict` returned; raise a `ValueError` where it does not fit the parameters."""
         self.steps, self._earlier_steps = int(state["steps"]), int(state["earlier_steps"])
         self._rate_factor = float(state["rate_factor"])
         if state["optimizer"] is None:

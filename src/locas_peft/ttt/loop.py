@@ -25,9 +25,9 @@ from .anchor import Anchor
 from .attention_bypass import bypassing, is_tokenwise, list_attention
 from .brake import RATE_FACTOR, is_due, is_worse
 from .cache import SlidingCache
-from .chunks import Chunk, Span, cut, perplexity_of
+from .chunks import Chunk, ChunkBounds, cut, perplexity_of
 from .learner import Learner
-from .objectives import OBJECTIVES, WEIGHTINGS, token_losses
+from .losses import token_losses
 from .settings import TrainingSettings
 
 __all__ = ["Batch", "Loop", "Row", "calibrate_empty"]
@@ -115,8 +115,6 @@ class Loop:
     ):
         self.host, self.settings, self.writer, self.anchor = host, _fit(settings, host), writer, anchor
         self._bypassed = list_attention(host.model) if settings.gradient == "tokenwise" else []
-        self._objective = OBJECTIVES[settings.objective]
-        self._weigh = WEIGHTINGS[settings.token_weighting]
 
     def make_batch(self, rows: list[Row]) -> Batch:
         """Return a batch of rows whose context is not known yet."""
@@ -130,7 +128,7 @@ class Loop:
         """Return the tokens of a row's first chunk after the start token, where there is one, [1, N]."""
         return self._put_start(row.ids[None, : self.settings.stride], 0)
 
-    def step(self, batch: Batch, span: Span, reading: int = 0) -> list[Batch]:
+    def step(self, batch: Batch, bounds: ChunkBounds, reading: int = 0) -> list[Batch]:
         """Score a chunk, which each row's document has, and learn it; append its record to each row.
 
         Returns:
@@ -142,7 +140,7 @@ class Loop:
         with evaluating(self.host.model), bypassing(self._bypassed):
             if learning and batch.adapters is None:
                 # Not at the first chunk alone: the adapter may have been enabled after it.
-                calibrate_empty(self.host.model, self._window(batch, span.start, span.stop))
+                calibrate_empty(self.host.model, self._window(batch, bounds.start, bounds.stop))
             for row in batch.rows if learning and self.settings.brake else ():
                 if not row.chunks or row.learner.good is None:
                     row.learner.keep_good()
@@ -152,7 +150,7 @@ class Loop:
                     row.learner.take_snapshot()
                 began += time.perf_counter() - paused  # a safeguard of ours, not a cost of the method
             with nullcontext() if self.writer is None else self.writer.recording():
-                outcomes, going_on = self._score_and_learn(batch, span, learning)
+                outcomes, going_on = self._score_and_learn(batch, bounds, learning)
         seconds = (time.perf_counter() - began) / len(batch.rows)
         batches = [going_on] if going_on.rows else []
         for row, outcome in zip(batch.rows, outcomes, strict=True):
@@ -165,10 +163,10 @@ class Loop:
                 row.skipped_chunks += 1
                 if self.settings.epochs > 1:
                     row.learner.restore_snapshot()
-            learned = learning and finished and span.scored > 0
+            learned = learning and finished and bounds.scored > 0
             index = row.chunks[-1].index + 1 if row.chunks and row.chunks[-1].reading == reading else 0
             figures = {**vars(outcome), "seconds": seconds, "learned": learned, "reading": reading}
-            row.chunks.append(Chunk(index, span.start, span.stop, span.scored, **figures))
+            row.chunks.append(Chunk(index, bounds.start, bounds.stop, bounds.scored, **figures))
         return batches
 
     def finish(self, row: Row) -> None:
@@ -185,115 +183,101 @@ class Loop:
         began = time.perf_counter()
         chunk = next((chunk for chunk in reversed(scored) if chunk.base_nll_nats is not None), scored[-1])
         batch = self.make_batch([row])
-        span = next(cut(chunk.stop, self.settings.window, self.settings.stride, chunk.start))
+        bounds = next(cut(chunk.stop, self.settings.window, self.settings.stride, chunk.start))
         with evaluating(self.host.model):
-            (nll,) = self._reread(batch, span, with_adapters=True)
+            (nll,) = self._reread(batch, bounds, with_adapters=True)
             base_nll = chunk.base_nll_nats
             if base_nll is None:
-                (base_nll,) = self._reread(batch, span, with_adapters=False)
+                (base_nll,) = self._reread(batch, bounds, with_adapters=False)
         if math.isfinite(base_nll):
             row.final = nll / chunk.tokens, base_nll / chunk.tokens
             if not nll <= base_nll:  # nan too
                 row.learner.take_back(RATE_FACTOR)
         row.final_seconds = time.perf_counter() - began
 
-    def _score_and_learn(self, batch: Batch, span: Span, learning: bool) -> tuple[list[Outcome], Batch]:
+    def _score_and_learn(self, batch: Batch, bounds: ChunkBounds, learning: bool) -> tuple[list[Outcome], Batch]:
         """Return each row's outcome, and the batch of the rows that go on with this context.
 
         These are the rows whose losses and gradients were finite and whose adapters were not taken back.
         """
         outcomes = [Outcome(0.0) for _ in batch.rows]
-        targets = batch.tokens(max(span.start, 1), span.stop)
-        losses_of = self._objective.losses if learning else token_losses
-        wanted = targets  # what the objective compares the logits with
-        if learning and span.scored and self._objective.needs_teacher:
-            wanted = self._teacher_logits(batch, span)
-        for epoch in range(self.settings.epochs if span.scored else 0):
+        targets = batch.tokens(max(bounds.start, 1), bounds.stop)
+        for epoch in range(self.settings.epochs if bounds.scored else 0):
             with torch.set_grad_enabled(learning):
-                logits = self._logits(batch, span).flatten(0, 1)
-                losses = losses_of(logits, wanted.flatten(0, 1)).unflatten(0, targets.shape)  # [B, N]
+                logits = self._logits(batch, bounds).flatten(0, 1)
+                losses = token_losses(logits, targets.flatten()).unflatten(0, targets.shape)  # [B, N]
             if epoch == 0:
-                scores = losses.detach()
-                if losses_of is not token_losses:
-                    scores = token_losses(logits.detach(), targets.flatten()).unflatten(0, targets.shape)
-                outcomes = [Outcome(row_scores.double().sum().item()) for row_scores in scores]
+                outcomes = [Outcome(row_losses.double().sum().item()) for row_losses in losses.detach()]
             del logits
             if epoch == 0 and learning and self.settings.brake:
-                self._compare(batch, span, outcomes)
+                self._compare(batch, bounds, outcomes)
                 kept = [index for index, outcome in enumerate(outcomes) if not outcome.taken_back]
                 if len(kept) < len(outcomes):
-                    batch, targets, wanted, losses = batch.select(kept), targets[kept], wanted[kept], losses[kept]
+                    batch, targets, losses = batch.select(kept), targets[kept], losses[kept]
                 if not kept:
                     break
             healthy = self._learn(batch, losses) if learning else [math.isfinite(one.nll_nats) for one in outcomes]
             kept = [index for index, good in enumerate(healthy) if good]
             if len(kept) < len(healthy):
-                batch, targets, wanted = batch.select(kept), targets[kept], wanted[kept]
+                batch, targets = batch.select(kept), targets[kept]
             if not kept or not learning:
                 break
-        if learning and batch.rows and span.scored and self.writer is not None and self.writer.is_finite():
+        if learning and batch.rows and bounds.scored and self.writer is not None and self.writer.is_finite():
             batch.rows[0].learner.move_slots(self.writer.write(losses.detach()[0]).moved or {})
         batch.cache.advance()
         return outcomes, batch
 
-    def _compare(self, batch: Batch, span: Span, outcomes: list[Outcome]) -> None:
+    def _compare(self, batch: Batch, bounds: ChunkBounds, outcomes: list[Outcome]) -> None:
         """Compare with the base the rows whose turn it is, before they learn the chunk; complete their outcomes."""
         rows = zip(batch.rows, outcomes, strict=True)
-        due = [(row, one) for row, one in rows if is_due(row.chunks, one.nll_nats / span.scored)]
+        due = [(row, one) for row, one in rows if is_due(row.chunks, one.nll_nats / bounds.scored)]
         if not due:
             return
-        base_nlls = self._reread(replace(batch, rows=[row for row, _ in due]), span, with_adapters=False)
+        base_nlls = self._reread(replace(batch, rows=[row for row, _ in due]), bounds, with_adapters=False)
         for (row, one), base_nll in zip(due, base_nlls, strict=True):
             one.base_nll_nats = base_nll
-            one.taken_back = is_worse(row.chunks, one.nll_nats / span.scored, base_nll / span.scored)
+            one.taken_back = is_worse(row.chunks, one.nll_nats / bounds.scored, base_nll / bounds.scored)
             if one.nll_nats < base_nll:
                 row.learner.keep_good()
 
     @torch.no_grad()
-    def _reread(self, batch: Batch, span: Span, with_adapters: bool) -> list[float]:
+    def _reread(self, batch: Batch, bounds: ChunkBounds, with_adapters: bool) -> list[float]:
         """Return each row's nll of a chunk, in nats, from a window that is fed again."""
-        targets = batch.tokens(max(span.start, 1), span.stop)
-        ids = self._window(batch, span.begin, span.stop - 1)
+        targets = batch.tokens(max(bounds.start, 1), bounds.stop)
+        ids = self._window(batch, bounds.begin, bounds.stop - 1)
         pausing = nullcontext() if self.writer is None else self.writer.pausing()
         with pausing, nullcontext() if with_adapters else adapters_disabled(self.host.model):
             adapters = batch.adapters if with_adapters else None
-            logits = self.host.logits(ids, span.scored, adapters, use_cache=False)
+            logits = self.host.logits(ids, bounds.scored, adapters, use_cache=False)
         losses = token_losses(logits.flatten(0, 1), targets.flatten()).unflatten(0, targets.shape)
         return [row_losses.double().sum().item() for row_losses in losses]
 
-    def _logits(self, batch: Batch, span: Span) -> Tensor:
+    def _logits(self, batch: Batch, bounds: ChunkBounds) -> Tensor:
         """Return the logits [B, N, V] of the chunk's targets: token t is predicted where token t - 1 is fed."""
-        ids = self._window(batch, span.begin, span.stop - 1)
+        ids = self._window(batch, bounds.begin, bounds.stop - 1)
         if self.settings.context == "cache":
-            return batch.cache.forward(ids, span.scored, batch.adapters)
-        return self.host.logits(ids, span.scored, batch.adapters, use_cache=False)
+            return batch.cache.forward(ids, bounds.scored, batch.adapters)
+        return self.host.logits(ids, bounds.scored, batch.adapters, use_cache=False)
 
     def _window(self, batch: Batch, begin: int, stop: int) -> Tensor:
         """Return the tokens [begin, stop) of each row's document after the start token, where there is one."""
         return self._put_start(batch.tokens(begin, stop), begin)
 
     def _put_start(self, ids: Tensor, begin: int) -> Tensor:
-        """Return the start token, where there is one, and tokens [B, n] of documents from the place `begin` on."""
+        """Return the start token, where there is one, and tokens [B, n] of documents from the index `begin` on."""
         start = self.settings.start_token
         if start is None or (begin == 0 and bool((ids[:, 0] == start).all())):
             return ids
         return torch.cat([ids.new_full((len(ids), 1), start), ids], dim=1)
 
-    @torch.no_grad()
-    def _teacher_logits(self, batch: Batch, span: Span) -> Tensor:
-        """Return the logits [B, N, V] of the base without adapters, with up to `teacher_window - S` tokens before."""
-        begin = max(0, span.start - max(self.settings.teacher_window - self.settings.stride, 1))
-        with adapters_disabled(self.host.model):
-            return self.host.logits(self._window(batch, begin, span.stop - 1), span.scored, use_cache=False)
-
     def _learn(self, batch: Batch, losses: Tensor) -> list[bool]:
         """Take a step for each row whose loss and gradient are finite; return which they are. `losses` is [B, N]."""
-        row_losses = [self._weigh(tokens) for tokens in losses]
-        healthy = torch.stack(row_losses).detach().isfinite().tolist()
-        if not any(healthy):
-            return healthy
+        row_losses = losses.mean(dim=1)
+        finite = row_losses.isfinite()
+        if not finite.any():
+            return finite.tolist()
         # The gradient of the sum is each row's own gradient, since no adapter serves two rows.
-        loss = torch.stack([loss for loss, good in zip(row_losses, healthy, strict=True) if good]).sum()
+        loss = row_losses[finite].sum()
         if self.writer is not None and not batch.rows[0].learner.trains:
             loss.backward()
             for parameter in batch.rows[0].learner.parameters():
@@ -303,7 +287,7 @@ class Loop:
             row.learner.begin()
         loss.backward()
         self._pull_to_base(batch)
-        return [row.learner.finish(step=good) for row, good in zip(batch.rows, healthy, strict=True)]
+        return [row.learner.finish(step=good) for row, good in zip(batch.rows, finite.tolist(), strict=True)]
 
     def _pull_to_base(self, batch: Batch) -> None:
         """Add the anchor's gradient to the rows whose step has one."""
@@ -328,8 +312,7 @@ def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | Non
 
 
 def _fit(settings: TrainingSettings, host: CausalLM) -> TrainingSettings:
-    """Check settings against a model, and fill in the teacher's window."""
-    limit = sys.maxsize if host.positions is None else host.positions
+    """Check settings against a model; return them with the context that they mean."""
     check_window(settings.window, host.positions)
     if settings.start_token is not None and settings.stride == settings.window == host.positions:
         raise ValueError(
@@ -350,12 +333,4 @@ def _fit(settings: TrainingSettings, host: CausalLM) -> TrainingSettings:
             f"gradient must be 'full' for {host.kind}, got 'tokenwise': its tokens interact outside the attention "
             "that would be left out"
         )
-    if not OBJECTIVES[settings.objective].needs_teacher:
-        return settings
-    teacher_window = settings.teacher_window or min(4 * settings.window, limit)
-    if not settings.window <= teacher_window <= limit:
-        raise ValueError(
-            f"teacher_window must be from window ({settings.window}) to the model's {host.positions} positions, got "
-            f"{teacher_window}: the teacher's context is at least the student's"
-        )
-    return replace(settings, teacher_window=teacher_window)
+    return settings

@@ -147,8 +147,8 @@ class ManyReading:
         for index, row in enumerate(batch.rows):
             by_stop.setdefault(min(start + settings.stride, len(row.ids)), []).append(index)
         for stop, indices in by_stop.items():
-            span = next(cut(stop, settings.window, settings.stride, start))
-            for after in self._loop.step(batch.select(indices), span, reading):
+            bounds = next(cut(stop, settings.window, settings.stride, start))
+            for after in self._loop.step(batch.select(indices), bounds, reading):
                 going_on = [index for index, row in enumerate(after.rows) if len(row.ids) > stop]
                 if going_on:
                     yield after.select(going_on)

@@ -6,14 +6,12 @@ import math
 from dataclasses import dataclass
 
 from ..checks import check_choice, check_whole
-from .objectives import OBJECTIVES, WEIGHTINGS
 
 __all__ = ["CONTEXTS", "GRADIENTS", "TrainingSettings"]
 
 CONTEXTS = ("recompute", "cache")
 GRADIENTS = ("full", "tokenwise")
 _LEAST = {"window": 1, "stride": 1, "epochs": 1, "readings": 1, "warmup_steps": 0, "decay_steps": 0, "sinks": 0}
-_LEAST_IF_GIVEN = {"teacher_window": 1, "start_token": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +36,8 @@ class TrainingSettings:
         warmup_steps: the first n steps use 1/(n+1), 2/(n+1), ..., n/(n+1) of the rate.
         decay_steps: the rate falls with the inverse square root of the steps: step t, counted from 0, uses
             1 / sqrt(1 + t / decay_steps) of it. 0 for a constant rate.
-        objective: a name in `objectives.OBJECTIVES`. "nll" teaches the text's own next tokens, "distill" the
-            next-token distributions of the base with a longer context, at the cost of one more forward pass a chunk.
-        teacher_window: the longest stretch that the teacher's predictions rest on, in tokens; from `window` to the
-            model's positions. None: four windows, or all positions where there are fewer.
         brake: whether the adapter is compared with the base now and then, and taken back where it makes the text
             worse (`brake.py`).
-        token_weighting: a name in `objectives.WEIGHTINGS`. "uniform", or "loss": each token of a chunk counts in
-            proportion to its own loss.
 
     Raises:
         TypeError, ValueError: a value out of range; one line with the field, its rule, its value and the remedy.
@@ -62,17 +54,13 @@ class TrainingSettings:
     gradient: str = "full"
     warmup_steps: int = 2
     decay_steps: int = 0
-    objective: str = "nll"
-    teacher_window: int | None = None
-    token_weighting: str = "uniform"
     brake: bool = True
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             check_whole(name, getattr(self, name), least)
-        for name, least in _LEAST_IF_GIVEN.items():
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), least)
+        if self.start_token is not None:
+            check_whole("start_token", self.start_token, 0)
         if self.stride > self.window:
             raise ValueError(
                 f"stride must be at most window, got stride {self.stride} with window {self.window}: lower stride or "
@@ -85,10 +73,3 @@ class TrainingSettings:
             )
         check_choice("context", self.context, CONTEXTS)
         check_choice("gradient", self.gradient, GRADIENTS)
-        check_choice("objective", self.objective, OBJECTIVES)
-        check_choice("token_weighting", self.token_weighting, WEIGHTINGS)
-        if self.teacher_window is not None and not OBJECTIVES[self.objective].needs_teacher:
-            raise ValueError(
-                f"teacher_window is for objectives with a teacher, got {self.teacher_window} with objective "
-                f"{self.objective!r}: leave it out"
-            )

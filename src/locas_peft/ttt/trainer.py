@@ -198,8 +198,8 @@ class TestTimeTrainer:
             if reading == self.settings.readings:
                 self._loop.finish(self._row)
                 return
-            span = next(cut(len(ids), self.settings.window, self.settings.stride, position))
-            (self._batch,) = self._loop.step(self._batch, span, reading)
+            bounds = next(cut(len(ids), self.settings.window, self.settings.stride, position))
+            (self._batch,) = self._loop.step(self._batch, bounds, reading)
             yield self.chunks[-1]
 
     def _list_trained(self) -> list[nn.Parameter]:

@@ -1,6 +1,4 @@
-"""What a chunk is learned by: a table of objectives, and how the tokens of a chunk are weighted.
-
-The losses work over the vocabulary in pieces, so that a large vocabulary needs no float32 copy of all the logits.
+"""The losses of a chunk's tokens, computed in pieces: a large vocabulary needs no float32 copy of all the logits.
 
 Axes: N tokens of a chunk, V vocabulary.
 """
@@ -8,12 +6,11 @@ Axes: N tokens of a chunk, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["OBJECTIVES", "WEIGHTINGS", "Objective", "divergences", "token_losses"]
+__all__ = ["divergences", "token_losses"]
 
 PIECE = 2**23
 """Logits a piece: 32 MiB in float32."""
@@ -39,36 +36,6 @@ def divergences(logits: Tensor, teacher_logits: Tensor) -> Tensor:
         teacher_logits: [N, V], the teacher's; no gradient flows into them.
     """
     return _Divergences.apply(logits, teacher_logits.detach())
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A row of `OBJECTIVES`.
-
-    Args:
-        losses: from the logits [N, V] and the targets to the losses [N], in nats.
-        needs_teacher: whether the targets are the teacher's logits [N, V] instead of the next tokens [N]. The teacher
-            is the base without its adapter, with a context of up to `teacher_window` tokens.
-    """
-
-    losses: Callable[[Tensor, Tensor], Tensor]
-    needs_teacher: bool = False
-
-
-OBJECTIVES: dict[str, Objective] = {
-    "nll": Objective(token_losses),
-    "distill": Objective(divergences, needs_teacher=True),
-}
-
-
-def _mean_by_loss(losses: Tensor) -> Tensor:
-    """Return the mean in which each token counts in proportion to its own loss; the weights carry no gradient."""
-    weights = losses.detach().clamp_min(0)
-    return (weights * losses).sum() / weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)
-
-
-WEIGHTINGS: dict[str, Callable[[Tensor], Tensor]] = {"uniform": torch.mean, "loss": _mean_by_loss}
-"""From the losses of a chunk's tokens [N] to the scalar that is differentiated."""
 
 
 def _pieces(logits: Tensor) -> Iterator[slice]:
