@@ -345,8 +345,8 @@ def _gap_closed(figures: dict[str, Any], found: dict[str, Any]) -> str:
 
 def draw(figures: dict[str, Any], axes: Axes) -> bool:
     """Draw the gains of the cloze, with each conversation's own memory and with another one's."""
-    methods = {n: f for n, f in figures.get("cloze", {}).get("methods", {}).items() if f.get("right_minus_wrong")}
-    if not methods:
+    methods = {n: f for n, f in figures["cloze"].get("methods", {}).items() if "right_minus_wrong" in f}
+    if not methods or not figures["cloze"]["spans"]:
         return False
     bars = ((-0.2, "gain_right", "C0", "its own memory"), (0.2, "gain_wrong", GREY, "another one's"))
     for offset, key, colour, label in bars:
