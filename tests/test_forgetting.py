@@ -16,11 +16,10 @@ from locas_command import program as cli
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.asking.prompts import encode_prompt
 from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
-from locas_peft.evaluation.drift import cut_text, measure_drift, perplexity_rise
+from locas_peft.evaluation.drift import QUESTIONS, cut_text, measure_drift, perplexity_rise, write_own_answers
 from locas_peft.evaluation.forgetting import ForgettingPlan
 from locas_peft.evaluation.harness import evaluate_tasks
 from locas_peft.evaluation.intervals import rise_interval
-from locas_peft.evaluation.own_answers import QUESTIONS, write_own_answers
 from locas_peft.evaluation.scoring import encode_pair, score_targets
 
 PAIRS = {

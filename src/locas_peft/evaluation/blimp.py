@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import nn
 
 from ..files import parse_json_lines
 from .intervals import mean_interval
-from .scoring import encode_pair, score_targets
+from .scoring import OnBatch, encode_pair, score_targets
 
 __all__ = ["MinimalPair", "PairScore", "load_blimp", "score_pairs", "summarize_pairs"]
 
@@ -93,12 +93,7 @@ def _open_blimp(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def score_pairs(
-    model: nn.Module,
-    tokenizer,
-    pairs: Sequence[MinimalPair],
-    *,
-    batch_tokens: int = 4096,
-    on_batch: Callable[[int], None] | None = None,
+    model: nn.Module, tokenizer, pairs: Sequence[MinimalPair], *, batch_tokens: int = 4096, on_batch: OnBatch = None
 ) -> list[PairScore]:
     """Score both sentences of each pair, each after the begin-of-text token alone (see `scoring.score_targets`)."""
     texts = [encode_pair(tokenizer, "", text) for pair in pairs for text in (pair.good, pair.bad)]

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from .conversations import Conversation, LocomoQuestion
+from .conversations import Conversation
 from .f1 import ADVERSARIAL
-from .scoring import encode_pair, score_targets
+from .scoring import OnBatch, encode_pair, score_targets
 
 __all__ = ["OTHERS", "AnswerSpan", "find_spans", "firsts", "gains", "score_spans"]
 
@@ -55,9 +55,9 @@ def find_spans(conversation: Conversation, seed: int = 0) -> list[AnswerSpan]:
             continue
         for turn in (turns[dia_id] for dia_id in question.evidence if dia_id in turns):
             text = " ".join(turn.text.split())
-            for item in _items(question):
-                match = re.search(rf"(?<!\w){re.escape(item)}(?!\w)", text, re.IGNORECASE)
-                if match:
+            items = question.answer.split(",") if question.category == 1 else [question.answer]
+            for item in filter(None, (" ".join(item.split()).rstrip(".") for item in items)):
+                if match := re.search(rf"(?<!\w){re.escape(item)}(?!\w)", text, re.IGNORECASE):
                     prompt = f"{turn.speaker}: {text[: match.start()]}"
                     span = AnswerSpan(sample_id, turn.dia_id, question.index, question.category, prompt, match[0])
                     found.setdefault((turn.dia_id, *match.span()), span)
@@ -70,18 +70,8 @@ def find_spans(conversation: Conversation, seed: int = 0) -> list[AnswerSpan]:
     return spans
 
 
-def _items(question: LocomoQuestion) -> list[str]:
-    items = question.answer.split(",") if question.category == 1 else [question.answer]
-    return [item for item in (" ".join(item.split()).rstrip(".") for item in items) if item]
-
-
 def score_spans(
-    model: nn.Module,
-    tokenizer,
-    spans: Sequence[AnswerSpan],
-    *,
-    batch_tokens: int = 4096,
-    on_batch: Callable[[int], None] | None = None,
+    model: nn.Module, tokenizer, spans: Sequence[AnswerSpan], *, batch_tokens: int = 4096, on_batch: OnBatch = None
 ) -> list[dict[str, Any]]:
     """Score spans, and the other spans of each one after the same prompt (see `scoring.score_targets`).
 

@@ -87,11 +87,11 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
 
 def keep_evidence(conversation: Conversation, question: LocomoQuestion) -> Conversation:
     """Return a conversation with no turns but those that a question names as its evidence."""
-    sessions = (
-        replace(session, turns=tuple(turn for turn in session.turns if turn.dia_id in question.evidence))
-        for session in conversation.sessions
-    )
-    return replace(conversation, sessions=tuple(session for session in sessions if session.turns))
+    sessions = []
+    for session in conversation.sessions:
+        if turns := tuple(turn for turn in session.turns if turn.dia_id in question.evidence):
+            sessions.append(replace(session, turns=turns))
+    return replace(conversation, sessions=tuple(sessions))
 
 
 def keep_sessions(conversation: Conversation, sessions: int) -> Conversation:
@@ -166,10 +166,10 @@ def _parse_sample(sample: Any, name: str, problems: list[str], known: set[str]) 
     sessions = []
     for number in sorted(int(key[8:]) for key in talk if re.fullmatch(r"session_\d+", key)):
         key = f"session_{number}"
-        turns, date_time, place = talk[key], talk.get(f"{key}_date_time"), f"{name}.conversation.{key}"
+        turns, date_time, path = talk[key], talk.get(f"{key}_date_time"), f"{name}.conversation.{key}"
         if not isinstance(turns, list):
-            problems.append(f"{place} must be a list of turns, got {type(turns).__name__}: session left out")
-        elif parsed := _parse_each(_parse_turn, turns, place, problems):
+            problems.append(f"{path} must be a list of turns, got {type(turns).__name__}: session left out")
+        elif parsed := _parse_each(_parse_turn, turns, path, problems):
             sessions.append(Session(number, date_time if isinstance(date_time, str) else None, tuple(parsed)))
     rule = f"{name}.conversation must have a session with turns, got none in {sample_id!r}: sample left out"
     _require(sessions, rule)
@@ -186,8 +186,8 @@ def _parse_sample(sample: Any, name: str, problems: list[str], known: set[str]) 
 
 def _parse_turn(turn: Any, name: str) -> Turn:
     fields = [turn.get(key) for key in ("dia_id", "speaker", "text")] if isinstance(turn, dict) else [None]
-    whole = all(isinstance(field, str) for field in fields)
-    _require(whole, f"{name} must have dia_id, speaker and text, got {turn!r:.60}: turn left out")
+    rule = f"{name} must have dia_id, speaker and text, got {turn!r:.60}: turn left out"
+    _require(all(isinstance(field, str) for field in fields), rule)
     caption = turn.get("blip_caption")
     return Turn(*fields, caption if isinstance(caption, str) and caption.strip() else None)
 
@@ -197,7 +197,7 @@ def _parse_question(numbered: tuple[int, Any], name: str) -> LocomoQuestion:
     asked = str(entry.get("question") or "").strip() if isinstance(entry, dict) else ""
     _require(asked, f"{name} must have a 'question', got {entry!r:.60}: left out")
     category = entry.get("category")
-    is_category = isinstance(category, int) and not isinstance(category, bool) and category in CATEGORIES
+    is_category = type(category) is int and category in CATEGORIES
     _require(is_category, f"{name}.category must be 1 to 5, got {category!r}: question left out")
     key = "adversarial_answer" if category == ADVERSARIAL else "answer"
     gold = entry.get(key)

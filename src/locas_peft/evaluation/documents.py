@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..checks import first_line
 from ..text import load_text
 from .extras import import_extra
 
@@ -53,8 +54,8 @@ def load_column(dataset: str, split: str, column: str, limit: int | None = None)
             if isinstance(row[column], str) and row[column].strip():
                 texts[f"{_as_name(split)}-{number}"] = row[column]
     except (OSError, ValueError, KeyError) as error:
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"dataset {dataset!r} cannot be read ({line}): check name, split and column") from error
+        reason = first_line(error)
+        raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): check name, split and column") from error
     if not texts:
         raise ValueError(f"dataset must hold texts, got none in {column!r} of {dataset!r}: choose another column")
     return texts

@@ -1,5 +1,7 @@
 """Drift: the perplexity of a text with frozen weights, and the KL divergence of the model from its reference.
 
+The base's own answers to everyday questions are a text on which a memory of something else should change nothing.
+
 Axes: N tokens scored, V vocabulary.
 """
 
@@ -14,12 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..asking import answer, encode_prompt
 from ..model.causal_lm import CausalLM
 from ..ttt.chunks import cut, perplexity
 from ..ttt.losses import divergences, token_losses
 from .intervals import Interval, rise_interval
 
-__all__ = ["Piece", "cut_text", "measure_drift", "perplexity_rise"]
+__all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "perplexity_rise", "write_own_answers"]
+
+OWN_ANSWERS = "own answers"
+"""In the figures of the forgetting protocol, beside the names of the unread texts."""
+QUESTIONS = (
+    "What is the capital of France?",
+    "How do I boil an egg?",
+    "Write a short poem about the sea.",
+    "What is photosynthesis?",
+    "Give me three tips for learning a language.",
+    "Who wrote Romeo and Juliet?",
+    "Explain what a computer program is.",
+    "What should I pack for a week in the mountains?",
+    "How does a bicycle stay upright?",
+    "Translate 'good morning' into Spanish.",
+    "What is 12 times 8?",
+    "Why is the sky blue?",
+    "Suggest a name for a cat.",
+    "What is the difference between a lake and a river?",
+    "How can I sleep better?",
+    "Tell me a fact about elephants.",
+)
 
 Piece = tuple[Tensor, int]
 """Token ids, LongTensor [T], and how many of the last ones are scored."""
@@ -35,6 +59,23 @@ def cut_text(input_ids: Tensor, window: int, stride: int) -> list[Piece]:
         raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
     spans = cut(len(input_ids), window, stride)
     return [(input_ids[span.begin : span.stop], span.scored) for span in spans if span.scored]
+
+
+def write_own_answers(base: nn.Module, tokenizer, max_new_tokens: int = 48) -> list[tuple[torch.Tensor, int]]:
+    """Let a base answer `QUESTIONS` greedily, by its chat template where it has one.
+
+    Returns:
+        Of each answer that is not empty the token ids of question and answer, LongTensor [T], and how many of the last
+        ones are the answer's: what `measure_drift` scores.
+    """
+    prompts = [encode_prompt(tokenizer, question) for question in QUESTIONS]
+    pieces = []
+    for batch, texts in answer(base, tokenizer, prompts, max_new_tokens=max_new_tokens):
+        for number, text in zip(batch, texts, strict=True):
+            reply = tokenizer(text, add_special_tokens=False)["input_ids"]
+            if reply:
+                pieces.append((torch.tensor([*prompts[number], *reply]), len(reply)))
+    return pieces
 
 
 @torch.inference_mode()
@@ -99,8 +140,7 @@ def perplexity_rise(before: dict[str, Any], after: dict[str, Any]) -> Interval:
     """
     chunks, others = before["chunk_tokens"], after["chunk_tokens"]
     if chunks != others:
-        raise ValueError(
-            f"before and after must be of the same chunks, got {len(chunks)} and {len(others)} of them, or other "
-            "ones: measure both with the same window and stride"
-        )
+        got = f"{len(chunks)} and {len(others)} of them, or other ones"
+        remedy = "measure both with the same window and stride"
+        raise ValueError(f"before and after must be of the same chunks, got {got}: {remedy}")
     return rise_interval(before["chunk_nll_nats"], after["chunk_nll_nats"], chunks)

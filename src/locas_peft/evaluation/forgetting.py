@@ -22,11 +22,9 @@ from ..plots import label_axes, pick_colours
 from ..tables import Sheet, format_figure, format_mean, format_percent
 from ..units import Unit, run_units
 from .blimp import MinimalPair, PairScore, score_pairs, summarize_pairs
-from .drift import Piece, cut_text, measure_drift, perplexity_rise
+from .drift import OWN_ANSWERS, Piece, cut_text, measure_drift, perplexity_rise, write_own_answers
 from .harness import evaluate_tasks, find_tasks
 from .intervals import mean_interval
-from .own_answers import NAME as OWN_ANSWERS
-from .own_answers import write_own_answers
 from .runs import Run, describe_text, digest, summarize_reading
 
 if TYPE_CHECKING:
@@ -43,8 +41,8 @@ class ForgettingPlan:
     """What is measured before and after: pairs, texts that the memory does not read, and tasks of the harness.
 
     `unread` has a LongTensor [T] by name. With `own_answers` the base's answers to everyday questions are measured as
-    one more unread text (see `own_answers`). `batch_tokens` is for the pairs; `include_path`, `limit`, `batch_size`
-    and `seed` are for the tasks (see `harness.evaluate_tasks`).
+    one more unread text (see `drift.write_own_answers`). `batch_tokens` is for the pairs; `include_path`, `limit`,
+    `batch_size` and `seed` are for the tasks (see `harness.evaluate_tasks`).
     """
 
     pairs: Sequence[MinimalPair] = ()
@@ -136,9 +134,8 @@ def _measure(
         advance = run.progress(f"{label}: {text}", sum(scored for _, scored in pieces))
         found["drift"][text] = measure_drift(model, reference, pieces, advance)
     if plan.pairs:
-        advance = run.progress(f"{label}: minimal pairs", 2 * len(plan.pairs))
-        options = {"batch_tokens": plan.batch_tokens, "on_batch": advance}
-        found["pairs"] = score_pairs(model, run.tokenizer, plan.pairs, **options)
+        advance, batch = run.progress(f"{label}: minimal pairs", 2 * len(plan.pairs)), plan.batch_tokens
+        found["pairs"] = score_pairs(model, run.tokenizer, plan.pairs, batch_tokens=batch, on_batch=advance)
     if plan.tasks:
         advance = run.progress(f"{label}: {', '.join(plan.tasks)}", 1)
         options = {name: getattr(plan, name) for name in ("include_path", "limit", "batch_size", "seed")}
@@ -168,7 +165,11 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         "blimp": disabled["pairs"] == before["pairs"],
         "tasks": _without_errors(disabled["tasks"]) == _without_errors(before["tasks"]),
     }
-    figures: dict[str, Any] = {
+    first, later = _load_scores(before), _load_scores(after)
+    drops = [float(one.right) - float(two.right) for one, two in zip(first, later, strict=True)]
+    disabled_accuracy = summarize_pairs(_load_scores(disabled))["accuracy"]
+    blimp = {"blimp": summarize_pairs(later), "blimp_drop": mean_interval(drops), "blimp_disabled": disabled_accuracy}
+    return {
         "parameters": state["teaching"]["parameters"],
         "book_perplexity": state["teaching"]["perplexity"],
         "book_gain": before["teaching"]["perplexity"][0] - state["teaching"]["perplexity"][0],
@@ -184,14 +185,8 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         "disabled_tasks": disabled["tasks"],
         "disabled_is_before": all(same.values()),
         "disabled_is_before_in": same,
+        **(blimp if before["pairs"] else {}),
     }
-    if before["pairs"]:
-        first, later = _load_scores(before), _load_scores(after)
-        drops = [float(one.right) - float(two.right) for one, two in zip(first, later, strict=True)]
-        figures["blimp"] = summarize_pairs(later)
-        figures["blimp_drop"] = mean_interval(drops)
-        figures["blimp_disabled"] = summarize_pairs(_load_scores(disabled))["accuracy"]
-    return figures
 
 
 def _load_scores(state: dict[str, Any]) -> list[PairScore]:
@@ -215,25 +210,22 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
     texts = [before["book_perplexity"], *before["unread_perplexity"].values()]
     rows = [["before", "0", *map(format_figure, texts), *("0" for _ in unread)]]
     rows[0] += [format_percent(before["blimp"]["accuracy"]), ""] if blimp else []
-    for name, found in after.items():
-        row = [name, f"{found['parameters']:,}", format_figure(found["book_perplexity"][0])]
-        for text in unread:
-            rise = found["unread_rise"][text]
-            sign = "+" if rise["mean"] > 0 else ""
-            row.append(f"{format_figure(found['unread_perplexity'][text])} ({sign}{format_mean(rise, 2)})")
-        row += [format_mean(found["kl_per_token"][text], 4) for text in unread]
-        row += [format_percent(found["blimp"]["accuracy"]), format_percent(found["blimp_drop"], 2)] if blimp else []
-        rows.append(row)
     disabled = []
     for name, found in after.items():
-        where = [measure for measure, same in found["disabled_is_before_in"].items() if not same]
-        disabled.append([name, f"differs in {', '.join(where)}" if where else "equal to before, to the last bit"])
-    states = [before, *after.values()]
-    tasks = sorted((task, name) for task, measures in before["tasks"].items() for name in measures)
+        row = [name, f"{found['parameters']:,}", format_figure(found["book_perplexity"][0])]
+        for text, rise in found["unread_rise"].items():
+            sign = "+" if rise["mean"] > 0 else ""
+            row.append(f"{format_figure(found['unread_perplexity'][text])} ({sign}{format_mean(rise, 2)})")
+        row += [format_mean(kl, 4) for kl in found["kl_per_token"].values()]
+        row += [format_percent(found["blimp"]["accuracy"]), format_percent(found["blimp_drop"], 2)] if blimp else []
+        rows.append(row)
+        unequal = [measure for measure, same in found["disabled_is_before_in"].items() if not same]
+        disabled.append([name, f"differs in {', '.join(unequal)}" if unequal else "equal to before, to the last bit"])
+    states = [_without_errors(state["tasks"]) for state in (before, *after.values())]
     scores = [
-        [f"{task} {name}", *(format_figure(state["tasks"].get(task, {}).get(name), 4) for state in states)]
-        for task, name in tasks
-        if "stderr" not in name
+        [f"{task} {name}", *(format_figure(tasks.get(task, {}).get(name), 4) for tasks in states)]
+        for task, measures in sorted(states[0].items())
+        for name in sorted(measures)
     ]
     return [
         Sheet("After a whole book, measured on other texts", headers, rows),
@@ -244,19 +236,16 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
 
 def draw(figures: dict[str, Any], axes: Axes) -> bool:
     """Draw each memory's gain on the book against its cost on unread texts."""
-    rises = {
-        name: [rise["mean"] for rise in found["unread_rise"].values()] for name, found in figures["after"].items()
-    }
-    if not any(rises.values()):
+    memories, colours = figures["after"], pick_colours(figures["after"])
+    if not figures["before"]["unread_perplexity"] or not memories:
         return False
-    colours = pick_colours(rises)
-    for name, values in rises.items():
-        point = figures["after"][name]["book_gain"], sum(values) / len(values)
+    for name, found in memories.items():
+        rises = [rise["mean"] for rise in found["unread_rise"].values()]
+        point = found["book_gain"], sum(rises) / len(rises)
         axes.plot(*point, "o", label=name, color=colours[name])
         axes.annotate(name, point, xytext=(5, 5), textcoords="offset points")
     axes.plot(0, 0, "k+", label="base")  # the slope from here to a point is what its gain costs
     axes.margins(0.15)
-    label_axes(
-        axes, "perplexity gained while reading the book", "perplexity lost on unread text", "Gain against forgetting"
-    )
+    gain, loss = "perplexity gained while reading the book", "perplexity lost on unread text"
+    label_axes(axes, gain, loss, "Gain against forgetting")
     return True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from ..checks import first_line
 from ..model.causal_lm import count_positions
 from .extras import import_extra
 
@@ -28,12 +29,10 @@ def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> 
         ValueError: a task or the folder does not exist, or the harness is not installed.
     """
     folder = None if include_path is None else str(include_path)
-    if folder is not None:
-        if not Path(folder).is_dir():
-            raise ValueError(f"include_path must be a folder with task files, got {folder!r}: check the path")
-        own = _index(folder, defaults=False)
-        if set(tasks) <= set(own.all_subtasks):
-            return own
+    if folder is not None and not Path(folder).is_dir():
+        raise ValueError(f"include_path must be a folder with task files, got {folder!r}: check the path")
+    if folder is not None and set(tasks) <= set((own := _index(folder, defaults=False)).all_subtasks):
+        return own
     index = _index(folder, defaults=True)
     for task in tasks:
         if task not in index.all_tasks:
@@ -72,24 +71,18 @@ def evaluate_tasks(
     index = find_tasks(tasks, include_path)
     options = {"backend": "causal", "batch_size": batch_size, "max_length": count_positions(model)}
     host = import_extra("lm_eval.models.huggingface").HFLM(pretrained=model, tokenizer=tokenizer, **options)
-    seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    seeds = {f"{name}_seed": seed for name in ("random", "numpy_random", "torch_random", "fewshot_random")}
+    options = {"limit": limit, "bootstrap_iters": 1000, "log_samples": False, **seeds}
     try:
-        found = import_extra("lm_eval").simple_evaluate(
-            model=host,
-            tasks=list(tasks),
-            task_manager=index,
-            limit=limit,
-            bootstrap_iters=1000,
-            log_samples=False,
-            **dict.fromkeys(seeds, seed),
-        )
+        found = import_extra("lm_eval").simple_evaluate(host, tasks=list(tasks), task_manager=index, **options)
     except (OSError, KeyError) as error:
-        raise ValueError(
-            f"task {', '.join(tasks)} cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0][:200]}): "
-            "check the network or the task's files"
-        ) from error
-    figures: dict[str, dict[str, Any]] = {}
-    for task, measures in found["results"].items():
-        numbers = {name: value for name, value in measures.items() if isinstance(value, (int, float))}
-        figures[task] = {name.removesuffix(",none").replace(",", " "): value for name, value in numbers.items()}
-    return figures
+        reason, remedy = f"{type(error).__name__}: {first_line(error)[:200]}", "check the network or the task's files"
+        raise ValueError(f"task {', '.join(tasks)} cannot be loaded ({reason}): {remedy}") from error
+    return {
+        task: {
+            name.removesuffix(",none").replace(",", " "): value
+            for name, value in measures.items()
+            if isinstance(value, (int, float))
+        }
+        for task, measures in found["results"].items()
+    }

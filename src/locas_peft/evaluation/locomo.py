@@ -3,9 +3,6 @@
 The paper's section on long-context dialogue, with the wrong-memory control that it lacks: a memory that helps no more
 than another conversation's memory has learned style, not facts. Conversation i is also asked with the memory of
 conversation i - 1 (the first one with that of the last).
-
-A question passes through `load_locomo`, `make_prompts`, `asking.answer`, `_answer_questions` (a record with its F1)
-and `f1_by_category` (a mean).
 """
 
 from __future__ import annotations
@@ -14,9 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -69,26 +65,6 @@ class LocomoPlan:
             check_choice("setting", name, SETTINGS)
 
 
-class _Row(NamedTuple):
-    """One conversation, asked in one setting with one memory; `path` is the file of its records.
-
-    `group` is "none" for the base, "right" for the conversation's own memory, "wrong" for another one's. `reading`
-    makes the memory; None for the base.
-    """
-
-    method: str
-    setting: str
-    group: str
-    conversation: Conversation
-    reading: Unit | None
-    path: Path
-
-    @property
-    def memory(self) -> str | None:
-        """The conversation that the memory is of."""
-        return None if self.reading is None else self.reading.path.stem
-
-
 def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan) -> dict[str, Any]:
     """Ask about each conversation: the base, and each method with its memories.
 
@@ -105,20 +81,15 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
         load_stemmer()  # a missing package is reported before the work begins
     folder = run.out / NAME
     texts = {one.sample_id: tokenize(run.tokenizer, dialogue(one)) for one in conversations}
-    readings = {
-        method: {
-            name: run.reading(ids, settings, folder / "memories" / method / f"{name}.json", f"{method} reads {name}")
-            for name, ids in texts.items()
-        }
-        for method, settings in run.methods.items()
-        if settings.method.name != "none"
-    }
-    rows = _list_rows(folder, conversations, readings, plan)
+    taught = {method: settings for method, settings in run.methods.items() if settings.method.name != "none"}
+    readings: dict[str, dict[str, Unit]] = {method: {} for method in taught}
+    for method, settings in taught.items():
+        for name, ids in texts.items():
+            path = folder / "memories" / method / f"{name}.json"
+            readings[method][name] = run.reading(ids, settings, path, f"{method} reads {name}")
     units = [unit for row in readings.values() for unit in row.values()]
-    for row in rows:
-        label = f"{row.method}, memory of {row.memory}" if row.memory else "base"
-        label += f": {row.conversation.sample_id}, {row.setting}"
-        units.append(Unit(row.path, partial(_ask, run, plan, row, label), row.reading))
+    asked = _list_asked(run, conversations, readings, plan)
+    units += [unit for row in asked.values() for unit in row]
     head = run.open(
         NAME,
         units,
@@ -126,6 +97,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
         plan={name: value for name, value in asdict(plan).items() if name != "settings"},
     )
     run_units(units, run.progress)
+    records = {row: [record for unit in row_units for record in unit.load()] for row, row_units in asked.items()}
     figures = {
         **head,
         "conversations": list(texts),
@@ -133,86 +105,100 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
             method: {name: summarize_reading(unit.load()) for name, unit in row.items()}
             for method, row in readings.items()
         },
-        "answers": _summarize_answers([row for row in rows if row.setting != CLOZE]),
-        "cloze": _summarize_cloze([row for row in rows if row.setting == CLOZE]) if CLOZE in plan.settings else {},
+        "answers": _summarize_answers({row: found for row, found in records.items() if row[0] != CLOZE}),
+        "cloze": _summarize_cloze({row[1:]: found for row, found in records.items() if row[0] == CLOZE}),
     }
     write_json(run.out / f"{NAME}.json", figures)
     return figures
 
 
-def _list_rows(
-    folder: Path, conversations: Sequence[Conversation], readings: dict[str, dict[str, Unit]], plan: LocomoPlan
-) -> list[_Row]:
-    """List what is asked; the rows of one setting, method and group follow each other."""
+def _list_asked(
+    run: Run, conversations: Sequence[Conversation], readings: dict[str, dict[str, Unit]], plan: LocomoPlan
+) -> dict[tuple[str, str, str], list[Unit]]:
+    """List the units that ask, one a conversation, by setting, method and group.
+
+    The group is "none" for the base, "right" for the conversation's own memory, "wrong" for another one's.
+    """
     groups = {"right": conversations}
     if plan.wrong_memory and len(conversations) > 1:
         groups["wrong"] = [conversations[-1], *conversations[:-1]]
-    asked = [(BASE, "none", conversation, None) for conversation in conversations]
-    asked += [
-        (method, group, conversation, row[owner.sample_id])
-        for method, row in readings.items()
-        for group, owners in groups.items()
-        for conversation, owner in zip(conversations, owners, strict=True)
-    ]
-    rows = []
+    memories: dict[tuple[str, str], list[Unit | None]] = {(BASE, "none"): [None] * len(conversations)}
+    for method, row in readings.items():
+        memories |= {(method, group): [row[one.sample_id] for one in owners] for group, owners in groups.items()}
+    asked: dict[tuple[str, str, str], list[Unit]] = {}
     for setting in plan.settings:
         kind, middle = ("cloze", "") if setting == CLOZE else ("predictions", f".{setting}")
-        for method, group, conversation, reading in asked:
-            memory = "none" if reading is None else reading.path.stem
-            path = folder / kind / method / f"{conversation.sample_id}{middle}.memory-{memory}.json"
-            if reading is not None or setting != FROM_RECITED:
-                rows.append(_Row(method, setting, group, conversation, reading, path))
-    return rows
+        for (method, group), row in memories.items():
+            if method == BASE and setting == FROM_RECITED:
+                continue
+            units = asked[setting, method, group] = []
+            for conversation, reading in zip(conversations, row, strict=True):
+                memory = "none" if reading is None else reading.path.stem
+                path = run.out / NAME / kind / method / f"{conversation.sample_id}{middle}.memory-{memory}.json"
+                label = f"{method}, memory of {memory}" if reading else "base"
+                label += f": {conversation.sample_id}, {setting}"
+                units.append(
+                    Unit(path, partial(_ask, run, plan, setting, conversation, reading, path, label), reading)
+                )
+    return asked
 
 
-def _ask(run: Run, plan: LocomoPlan, row: _Row, label: str) -> list[dict[str, Any]]:
-    with nullcontext(run.base) if row.reading is None else memory_attached(run.base, row.reading.memory) as model:
-        if row.setting == CLOZE:
-            spans = find_spans(row.conversation, plan.seed)
+def _ask(
+    run: Run, plan: LocomoPlan, setting: str, conversation: Conversation, reading: Unit | None, path: Path, label: str
+) -> list[dict[str, Any]]:
+    with nullcontext(run.base) if reading is None else memory_attached(run.base, reading.memory) as model:
+        if setting == CLOZE:
+            spans = find_spans(conversation, plan.seed)
             advance = run.progress(label, sum(1 + len(span.others) for span in spans))
             return score_spans(model, run.tokenizer, spans, batch_tokens=plan.batch_tokens, on_batch=advance)
-        advance = run.progress(label, len(row.conversation.questions))
-        return _answer_questions(model, run.tokenizer, row, plan, advance)
+        advance = run.progress(label, len(conversation.questions))
+        memory = None if reading is None else reading.path.stem
+        return _answer_questions(model, run.tokenizer, setting, conversation, memory, path, plan, advance)
 
 
 def _answer_questions(
-    model: nn.Module, tokenizer, row: _Row, plan: LocomoPlan, advance: Callable[..., None]
+    model: nn.Module,
+    tokenizer,
+    setting: str,
+    conversation: Conversation,
+    memory: str | None,
+    path: Path,
+    plan: LocomoPlan,
+    advance: Callable[..., None],
 ) -> list[dict[str, Any]]:
     """Answer a conversation's questions; what is recited and each batch are kept in a file, not to be asked again."""
-    questions, unfinished = row.conversation.questions, Unit(row.path, list).unfinished
+    questions, unfinished = conversation.questions, Unit(path, list).unfinished
     records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
-    if row.setting == FROM_RECITED:
+    if setting == FROM_RECITED:
         left = [each for each in questions if each.index not in records]
         passages = recite_for(model, tokenizer, [each.question for each in left])
-        for each, found in zip(left, passages, strict=True):
-            records[each.index] = {"index": each.index, "recited": found}
+        records |= {
+            each.index: {"index": each.index, "recited": found} for each, found in zip(left, passages, strict=True)
+        }
         write_json(unfinished, [records[index] for index in sorted(records)])
     recited = {index: record.get("recited") for index, record in records.items()}
     wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens, "recited": recited}
-    prompts, dropped = make_prompts(model, tokenizer, row.conversation, row.setting, **wording)
+    prompts, dropped = make_prompts(model, tokenizer, conversation, setting, **wording)
     known = {number for number, each in enumerate(questions) if "prediction" in records.get(each.index, ())}
     advance(len(known))
     options = {"max_new_tokens": plan.max_new_tokens, "batch_size": plan.batch_size, "known": known}
     # The base answers from what its memory has recited.
-    with adapters_disabled(model) if row.setting == FROM_RECITED else nullcontext():
+    with adapters_disabled(model) if setting == FROM_RECITED else nullcontext():
         for batch, texts in answer(model, tokenizer, prompts, **options):
             golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
             scores = score_targets(model, golds, batch_tokens=plan.batch_tokens)
             for number, text, score in zip(batch, texts, scores, strict=True):
                 question = questions[number]
                 records[question.index] = {
-                    "sample_id": row.conversation.sample_id,
-                    "index": question.index,
-                    "question": question.question,
-                    "category": question.category,
-                    "answer": question.answer,
+                    "sample_id": conversation.sample_id,
+                    **{name: getattr(question, name) for name in ("index", "question", "category", "answer")},
                     "prediction": text,
                     "recited": recited.get(question.index),
                     "f1": answer_f1(text, question.answer, question.category),
                     "abstains": abstains(text),
                     "gold_nats": score.per_token,
-                    "memory": row.memory,
-                    "setting": row.setting,
+                    "memory": memory,
+                    "setting": setting,
                     "dropped_lines": dropped,
                 }
             write_json(unfinished, [records[index] for index in sorted(records)])
@@ -223,10 +209,9 @@ def _answer_questions(
 # ---------------------------------------------------------------------- summary
 
 
-def _summarize_answers(rows: Sequence[_Row]) -> dict[str, Any]:
+def _summarize_answers(asked: dict[tuple[str, str, str], list[dict[str, Any]]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
-    for (method, setting, group), part in groupby(rows, key=lambda row: row[:3]):
-        records = [record for row in part for record in load_json(row.path)]
+    for (setting, method, group), records in asked.items():
         if records:
             figures.setdefault(method, {}).setdefault(setting, {})[group] = {
                 **f1_by_category(records),
@@ -242,40 +227,37 @@ def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, Interval]:
     "adversarial" is the negative F1 with the trap, "answerable" the mean over categories 1 to 4, "abstention" the
     share of category 5 that was declined. The records have `category`, `f1` and `abstains`.
     """
-    values = {
-        name: [record["f1"] for record in records if record["category"] == category]
-        for category, name in CATEGORIES.items()
+    scores = [record["f1"] for record in records]
+    answerable = [record["f1"] for record in records if record["category"] != ADVERSARIAL]
+    declined = [float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL]
+    totals = {"answerable": answerable, "abstention": declined}
+    return _mean_by_category(records, scores) | {
+        name: mean_interval(values) for name, values in totals.items() if values
     }
-    values["answerable"] = [record["f1"] for record in records if record["category"] != ADVERSARIAL]
-    values["abstention"] = [float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL]
-    return {name: mean_interval(numbers) for name, numbers in values.items() if numbers}
 
 
-def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
-    spans: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for row in rows:
-        spans.setdefault(row.method, {}).setdefault(row.group, []).extend(load_json(row.path))
-    base = spans.pop(BASE)["none"]
+def _mean_by_category(records: Sequence[dict[str, Any]], values: Sequence[float]) -> dict[str, Interval]:
+    """Return the mean of the records' values for each category that has some."""
+    pairs = [(record["category"], value) for record, value in zip(records, values, strict=True)]
+    grouped = {name: [value for category, value in pairs if category == number] for number, name in CATEGORIES.items()}
+    return {name: mean_interval(group) for name, group in grouped.items() if group}
+
+
+def _summarize_cloze(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
+    if not spans:
+        return {}
+    base = spans[BASE, "none"]
     methods: dict[str, dict[str, Any]] = {}
     contrasts: dict[str, list[float]] = {}  # each method's gains of the right memory over the wrong one
-    for method, groups in spans.items():
-        right, wrong = groups["right"], groups.get("wrong", [])
-        methods[method] = {
-            "gain_right": mean_interval(gains(right, base)),
-            "first_right": mean_interval(firsts(right)),
-        }
-        if len(wrong) == len(right):
-            contrast = contrasts[method] = gains(right, wrong)
-            by_category = {
-                name: [gain for record, gain in zip(right, contrast, strict=True) if record["category"] == number]
-                for number, name in CATEGORIES.items()
-            }
-            methods[method] |= {
-                "gain_wrong": mean_interval(gains(wrong, base)),
-                "first_wrong": mean_interval(firsts(wrong)),
-                "right_minus_wrong": mean_interval(contrast),
-                "by_category": {name: mean_interval(values) for name, values in by_category.items() if values},
-            }
+    for (method, group), records in spans.items():
+        if method != BASE:
+            found = {f"gain_{group}": gains(records, base), f"first_{group}": firsts(records)}
+            methods.setdefault(method, {}).update({name: mean_interval(values) for name, values in found.items()})
+        if group == "wrong":
+            right = spans[method, "right"]
+            contrasts[method] = gains(right, records)
+            methods[method]["right_minus_wrong"] = mean_interval(contrasts[method])
+            methods[method]["by_category"] = _mean_by_category(right, contrasts[method])
     differences = [
         {
             "method": one,
@@ -294,38 +276,30 @@ def _summarize_cloze(rows: Sequence[_Row]) -> dict[str, Any]:
 
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
     """Return the tables: answers, the nats of gold answers, lines of dialogues left out, the cloze and differences."""
-    groups = {
-        f"{method}, {setting}" + ("" if memory == "none" else f", {memory} memory"): found
-        for method, settings in figures["answers"].items()
-        for setting, memories in settings.items()
-        for memory, found in memories.items()
-    }
+    f1, gold, dropped = [], [], {}
     names = [*CATEGORIES.values(), "answerable", "abstention"]
-    f1 = [[title, *(format_percent(found.get(name)) for name in names)] for title, found in groups.items()]
-    gold = [[title, format_mean(found["gold_nats"]), _gap_closed(figures, found)] for title, found in groups.items()]
-    dropped = {
-        f"{sample_id}, {setting}": str(lines)
-        for settings in figures["answers"].values()
-        for setting, memories in settings.items()
-        for found in memories.values()
-        for sample_id, lines in found["dropped_lines"].items()
-        if lines
-    }
-    nats = (
-        "LoCoMo, categories 1 to 4: nats a token of the gold answer, and the share of the gap to the evidence closed"
-    )
+    for method, settings in figures["answers"].items():
+        for setting, groups in settings.items():
+            for group, found in groups.items():
+                title = f"{method}, {setting}" + ("" if group == "none" else f", {group} memory")
+                f1.append([title, *(format_percent(found.get(name)) for name in names)])
+                gold.append([title, format_mean(found["gold_nats"]), _gap_closed(figures, found)])
+                dropped |= {
+                    f"{name}, {setting}": str(lines) for name, lines in found["dropped_lines"].items() if lines
+                }
+    nats = "nats a token of the gold answer, and the share of the gap to the evidence closed"
     lines = "Dialogues longer than the model's positions: oldest lines left out"
     sheets = [
         Sheet("LoCoMo answers: F1 in %, adversarial: negative F1 with the trap", ["", *names], f1),
-        Sheet(nats, ["", "nats", "gap closed"], gold),
+        Sheet(f"LoCoMo, categories 1 to 4: {nats}", ["", "nats", "gap closed"], gold),
         Sheet(lines, ["", "lines"], sorted(dropped.items())),
     ]
-    if cloze := figures.get("cloze"):
-        gains, shares = ("gain_right", "gain_wrong", "right_minus_wrong"), ("first_right", "first_wrong")
+    if cloze := figures["cloze"]:
+        keys = ("gain_right", "gain_wrong", "right_minus_wrong", "first_right", "first_wrong")
+        formats = {key: format_percent if key.startswith("first") else format_mean for key in keys}
         rows = [["base", "", "", "", format_percent(cloze["base"]["first"]), ""]]
         for method, found in cloze["methods"].items():
-            means = [format_mean(found.get(key)) for key in gains] + [format_percent(found.get(key)) for key in shares]
-            rows.append([method, *means])
+            rows.append([method, *(form(found.get(key)) for key, form in formats.items())])
         headers = ["memory", "gain", "of a wrong one", "right - wrong", "first, %", "with a wrong one, %"]
         sheets.append(Sheet(f"LoCoMo cloze: nats a token, {cloze['spans']} spans", headers, rows))
         rows = [[f"{d['method']} - {d['against']}", format_mean(d["right_minus_wrong"])] for d in cloze["differences"]]

@@ -8,6 +8,8 @@ extra `eval`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from ..asking import is_exact, is_right
@@ -19,29 +21,30 @@ evaluate, datasets = import_extra("evaluate"), import_extra("datasets")
 
 __all__ = ["ExactMatch", "LocomoF1", "Perplexity", "Recall"]
 
-_CITATION = "Locas, arXiv:2602.05085"
-
 
 class _Metric(evaluate.Metric):
-    """A metric over pairs of a prediction and a reference, whose columns are `columns`."""
+    """A metric over pairs: `key` names it and its result, `columns` its inputs; the result is the mean `measure`."""
 
+    key: str
+    measure: Callable[[str, str], float]
     columns: dict[str, str] = {"predictions": "string", "references": "string"}
 
     def __init__(self, **options: Any):
         # The pairs of one process need no file.
         super().__init__(**{"keep_in_memory": options.get("num_process", 1) == 1, **options})
 
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        return {self.key: fmean(map(self.measure, predictions, references))}
+
     def _info(self) -> Any:
-        features = datasets.Features({name: datasets.Value(kind) for name, kind in self.columns.items()})
         text = type(self).__doc__ or ""
         return evaluate.MetricInfo(
-            description=text, citation=_CITATION, inputs_description=text, features=features, module_name=self.key
+            description=text,
+            citation="Locas, arXiv:2602.05085",
+            inputs_description=text,
+            features=datasets.Features({name: datasets.Value(kind) for name, kind in self.columns.items()}),
+            module_name=self.key,
         )
-
-    @property
-    def key(self) -> str:
-        """The name of the metric, and of its result."""
-        return type(self).__name__.lower()
 
 
 class Perplexity(_Metric):
@@ -57,7 +60,7 @@ class Perplexity(_Metric):
         {'perplexity': 46.2, 'scored_tokens': 29999}
     """
 
-    columns = {"predictions": "float64", "references": "int64"}
+    key, columns = "perplexity", {"predictions": "float64", "references": "int64"}
 
     def _compute(self, predictions: list[float], references: list[int]) -> dict[str, float]:
         tokens = sum(references)
@@ -70,8 +73,7 @@ class Recall(_Metric):
     Predictions are answers, references are gold phrases; both are strings.
     """
 
-    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        return {"recall": _mean(map(is_right, predictions, references))}
+    key, measure = "recall", staticmethod(is_right)
 
 
 class ExactMatch(_Metric):
@@ -80,12 +82,7 @@ class ExactMatch(_Metric):
     Predictions are answers, references are gold phrases; both are strings.
     """
 
-    @property
-    def key(self) -> str:
-        return "exact_match"
-
-    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
-        return {"exact_match": _mean(map(is_exact, predictions, references))}
+    key, measure = "exact_match", staticmethod(is_exact)
 
 
 class LocomoF1(_Metric):
@@ -95,22 +92,13 @@ class LocomoF1(_Metric):
     LoCoMo's numbers, 1 to 5.
     """
 
-    columns = {"predictions": "string", "references": "string", "categories": "int64"}
-
-    @property
-    def key(self) -> str:
-        return "f1"
+    key, columns = "f1", {**_Metric.columns, "categories": "int64"}
 
     def _compute(self, predictions: list[str], references: list[str], categories: list[int]) -> dict[str, float]:
         scores = list(map(answer_f1, predictions, references, categories))
         named = {
-            f"f1_{name}": _mean(score for score, own in zip(scores, categories, strict=True) if own == number)
+            f"f1_{name}": fmean(score for score, own in zip(scores, categories, strict=True) if own == number)
             for number, name in CATEGORIES.items()
             if number in categories
         }
-        return {"f1": _mean(scores), **named}
-
-
-def _mean(values: Any) -> float:
-    values = list(values)
-    return sum(values) / len(values)
+        return {"f1": fmean(scores), **named}

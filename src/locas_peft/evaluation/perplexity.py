@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ..files import write_json
 from ..plots import label_axes, pick_colours, settled_points
-from ..reading.record import Reading
 from ..tables import Sheet, format_figure, to_number
 from ..ttt.chunks import perplexity
-from ..units import run_units
+from ..units import Unit, run_units
 from .intervals import mean_interval
 from .runs import Run, describe_text
 
@@ -41,33 +40,26 @@ def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
         ValueError: the folder holds another run, or a method does not fit the base.
         OSError: the disk is full, or the folder cannot be written.
     """
-    units = {
-        method: {
-            name: run.reading(
-                ids, settings, run.out / NAME / method / f"{name}.json", f"{method}: {name}", keep_memory=False
-            )
-            for name, ids in documents.items()
-        }
-        for method, settings in run.methods.items()
-    }
+    units: dict[str, dict[str, Unit]] = {method: {} for method in run.methods}
+    for method, settings in run.methods.items():
+        for name, ids in documents.items():
+            path = run.out / NAME / method / f"{name}.json"
+            units[method][name] = run.reading(ids, settings, path, f"{method}: {name}", keep_memory=False)
     table = [unit for row in units.values() for unit in row.values()]
     head = run.open(NAME, table, documents={name: describe_text(ids) for name, ids in documents.items()})
     run_units(table, run.progress)
     readings = {method: {name: unit.load() for name, unit in row.items()} for method, row in units.items()}
-    means = {method: _average(list(map(Reading.from_json, row.values()))) for method, row in readings.items()}
+    means = {method: _average(list(row.values())) for method, row in readings.items()}
     figures = {**head, "readings": readings, "means": means}
     write_json(run.out / f"{NAME}.json", figures)
     return figures
 
 
-def _average(readings: Sequence[Reading]) -> dict[str, Any]:
-    tokens = sum(reading.scored_tokens for reading in readings)
-    return {
-        "perplexity": perplexity(sum(reading.nll_nats for reading in readings), tokens),
-        "scored_tokens": tokens,
-        "documents": len(readings),
-        "nll_per_token": mean_interval([reading.nll_nats / reading.scored_tokens for reading in readings]),
-    }
+def _average(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    nats, tokens = ([reading[key] for reading in readings] for key in ("nll_nats", "scored_tokens"))
+    per_token = mean_interval([nll / count for nll, count in zip(nats, tokens, strict=True)])
+    means = {"perplexity": perplexity(sum(nats), sum(tokens)), "scored_tokens": sum(tokens)}
+    return {**means, "documents": len(readings), "nll_per_token": per_token}
 
 
 # ---------------------------------------------------------------------- tables and plot

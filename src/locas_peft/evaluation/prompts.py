@@ -61,11 +61,12 @@ def make_prompts(
     lines = dialogue_lines(conversation)
 
     def encode(question: LocomoQuestion, kept: int = len(lines)) -> list[int]:
-        text = "\n".join(lines[len(lines) - kept :])
+        shown = lines[len(lines) - kept :]
         if setting == FROM_RECITED:
-            text = "\n".join((recited or {})[question.index])
+            shown = (recited or {})[question.index]
         elif setting == "evidence":
-            text = dialogue(keep_evidence(conversation, question))
+            shown = dialogue_lines(keep_evidence(conversation, question))
+        text = "\n".join(shown)
         return encode_prompt(tokenizer, make_prompt(conversation, question, setting, text=text, prompts=prompts))
 
     encoded = [encode(question) for question in conversation.questions]
@@ -112,24 +113,24 @@ def load_prompts(path: str | Path) -> dict[str, str]:
         given = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"prompts must be a JSON file, got {str(path)!r} ({error}): check it") from None
-    settings = [setting for setting in ANSWERED if setting in PROMPTS]
-    names = [*settings, *(f"hint-{category}" for category in CATEGORIES)]
+    shared = {"hint", "question", "speaker_a", "speaker_b"}
+    # The placeholders that each prompt must have, and those that it may have.
+    placeholders: dict[str, tuple[set[str], set[str]]] = {
+        "no-context": ({"question"}, shared),
+        "full-context": ({"dialogue", "question"}, shared | {"dialogue"}),
+        **{f"hint-{category}": (set(), shared) for category in CATEGORIES},
+    }
+    names = ", ".join(placeholders)
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        raise ValueError(f"prompts must be an object of texts, got {str(path)!r}: name {', '.join(names)}")
+        raise ValueError(f"prompts must be an object of texts, got {str(path)!r}: name {names}")
     for name, value in given.items():
-        if name not in names:
-            raise ValueError(f"prompts must be named {', '.join(names)}, got {name!r} in {str(path)!r}: rename it")
-        context = {"dialogue"} if name == "full-context" else set()
-        allowed = {"speaker_a", "speaker_b", "question", "hint"} | context
-        needed = {"question"} | context if name in settings else set()
-        found = set(re.findall(r"{(\w*)}", value))
-        if found - allowed or needed - found:
+        if name not in placeholders:
+            raise ValueError(f"prompts must be named {names}, got {name!r} in {str(path)!r}: rename it")
+        (needed, allowed), found = placeholders[name], set(re.findall(r"{(\w*)}", value))
+        if not needed <= found <= allowed:
+            lists = (", ".join(f"{{{each}}}" for each in sorted(some)) for some in (needed, allowed, found))
+            must, may, got = (listed or "no placeholders" for listed in lists)
             raise ValueError(
-                f"prompt {name!r} must have {_braced(needed)} and may have {_braced(allowed)}, got {_braced(found)}: "
-                "correct the placeholders"
+                f"prompt {name!r} must have {must} and may have {may}, got {got}: correct the placeholders"
             )
     return {**PROMPTS, **given}
-
-
-def _braced(names: set[str]) -> str:
-    return ", ".join(f"{{{name}}}" for name in sorted(names)) or "no placeholders"

@@ -66,19 +66,18 @@ def write_report(folders: Sequence[Path], path: Path, remark: Callable[[str], No
 
 def _describe(figures: dict[str, Any]) -> str:
     """Return a paragraph with the model and the settings of a run."""
-    methods, recipe = figures["methods"], figures.get("recipe")
-    windows = {
-        f"window {m['window']}, stride {m['stride']}, {m['context']}, epochs {m['epochs']}" for m in methods.values()
-    }
-    parts = [f"Model {figures.get('model', 'unknown')}, {'; '.join(sorted(windows))}."]
-    if recipe:
-        times = f"{recipe['readings']} reading{'s' if recipe['readings'] > 1 else ''}"
-        parts.append(f"Trained in {times}.")
-    for method, settings in methods.items():
-        own = {name: value for name, value in settings.items() if name in METHOD_FIELDS and value is not None}
+    form = "window {window}, stride {stride}, {context}, epochs {epochs}"
+    windows = sorted({form.format_map(settings) for settings in figures["methods"].values()})
+    parts = [f"Model {figures.get('model', 'unknown')}, {'; '.join(windows)}."]
+    if "recipe" in figures:
+        readings = figures["recipe"]["readings"]
+        parts.append(f"Trained in {readings} reading{'s' if readings > 1 else ''}.")
+    for method, settings in figures["methods"].items():
         if settings["method"] != "none":
-            listed = ", ".join(f"{name} {value}" for name, value in own.items())
-            parts.append(f"{method}: {listed.replace('_', ' ')}.")
+            own = (
+                f"{name} {settings[name]}" for name in settings if name in METHOD_FIELDS and settings[name] is not None
+            )
+            parts.append(f"{method}: {', '.join(own).replace('_', ' ')}.")
     if figures.get("conversations"):
         parts.append(f"Conversations {', '.join(figures['conversations'])}.")
     return " ".join([*parts, "In brackets 95% bootstrap intervals."])

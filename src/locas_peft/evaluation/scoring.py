@@ -11,7 +11,11 @@ from torch import nn
 from ..model.causal_lm import CausalLM
 from ..ttt.losses import token_losses
 
-__all__ = ["Score", "encode_pair", "score_targets"]
+__all__ = ["OnBatch", "Score", "encode_pair", "score_targets"]
+
+OnBatch = Callable[[int], None] | None
+"""Called after each batch with the number of pairs that it scored."""
+Pair = tuple[Sequence[int], Sequence[int]]
 
 
 class Score(NamedTuple):
@@ -48,11 +52,7 @@ def encode_pair(tokenizer, prompt: str, target: str) -> tuple[list[int], list[in
 
 @torch.inference_mode()
 def score_targets(
-    model: nn.Module,
-    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
-    *,
-    batch_tokens: int = 4096,
-    on_batch: Callable[[int], None] | None = None,
+    model: nn.Module, pairs: Sequence[Pair], *, batch_tokens: int = 4096, on_batch: OnBatch = None
 ) -> list[Score]:
     """Score targets after their prompts, in batches of similar length, padded on the right.
 
@@ -62,7 +62,6 @@ def score_targets(
         model: a causal language model in evaluation mode.
         pairs: (prompt ids, target ids). After an empty prompt the target's first token is not scored.
         batch_tokens: the most tokens of a batch, padding included; a longer pair is a batch of its own.
-        on_batch: called with the number of pairs that were scored.
 
     Raises:
         ValueError: a target is empty, or a pair is longer than the model's positions.
@@ -73,10 +72,8 @@ def score_targets(
         if not len(target):
             raise ValueError(f"target {number} must not be empty: leave it out")
         if host.positions is not None and tokens - 1 > host.positions:
-            raise ValueError(
-                f"pair {number} must fit the model's {host.positions} positions, got {tokens} tokens: "
-                "shorten its prompt"
-            )
+            rule = f"pair {number} must fit the model's {host.positions} positions"
+            raise ValueError(f"{rule}, got {tokens} tokens: shorten its prompt")
     sequences = [torch.tensor([*prompt, *target], device=host.device) for prompt, target in pairs]
     firsts = [max(len(prompt), 1) for prompt, _ in pairs]  # each sequence's first scored token
     scores = [Score(0.0, 0)] * len(sequences)
