@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from training import make_ids, make_model, read
+from training import make_ids, make_model, make_trainer, read
 from transformers import AutoModelForCausalLM, Phi3Config
 
 from locas_peft.bases.gguf import is_installed
@@ -66,6 +66,31 @@ def test_every_window_begins_with_the_start_token(context):
     assert read(trainer, ids)[:count] == pytest.approx(expected[:count], rel=1e-5)
 
 
+@pytest.mark.parametrize("context", ["recompute", "cache"])
+def test_a_document_that_begins_with_the_start_token_tells_it(context):
+    ids = torch.cat([torch.tensor([1]), make_ids(39).clamp(min=2)])
+    options = {"window": 16, "stride": 8, "learning_rate": 1e-3, "context": context, "sinks": 0}
+    told, given = make_trainer(**options), make_trainer(**options, start_token=1)
+    told.model.config.bos_token_id = given.model.config.bos_token_id = 1
+    assert read(told, ids) == read(given, ids)
+    other = make_trainer(**options)
+    other.model.config.bos_token_id = 2
+    assert read(other, ids) != read(make_trainer(**options, start_token=1), ids), "it is not this model's"
+    told.rewind()
+    assert read(told, ids[1:]) != read(given, ids) and told.settings.start_token is None
+
+
+def test_a_resumed_reading_keeps_the_start_token(tmp_path):
+    ids = torch.cat([torch.tensor([1]), make_ids(39).clamp(min=2)])
+    whole, first, second = (make_trainer(window=16, stride=8, context="cache", sinks=0) for _ in range(3))
+    for trainer in (whole, first, second):
+        trainer.model.config.bos_token_id = 1
+    expected = read(whole, ids)
+    next(iter(first.read(ids)))
+    second.load_state_dict(first.state_dict())
+    assert read(second, ids) == expected[1:]
+
+
 @pytest.mark.parametrize("stride", [15, 16])
 @pytest.mark.parametrize("context", ["recompute", "cache"])
 def test_chunks_without_context_begin_with_the_start_token_too(stride, context):
@@ -91,7 +116,9 @@ def test_the_start_token_stays_in_a_cache_without_sinks():
 
 def test_a_memory_is_calibrated_after_the_start_token(monkeypatch):
     seen, calibrate = [], loop.calibrate
-    monkeypatch.setattr(loop, "calibrate", lambda model, ids, name: (seen.extend(ids), calibrate(model, ids, name)))
+    monkeypatch.setattr(
+        loop, "calibrate", lambda model, ids, name, **given: (seen.extend(ids), calibrate(model, ids, name, **given))
+    )
     ids = make_ids(24)
     trainer = TestTimeTrainer(make_model("locas"), window=16, stride=8, learning_rate=1e-3, start_token=1)
     read(trainer, ids)

@@ -202,6 +202,20 @@ def test_settings_that_are_not_complete_are_completed(base, input_ids):
     assert memorize(base, input_ids[:100], given).settings == given.complete(base)
 
 
+def test_the_tokenizer_tells_the_start_token():
+    def tokenizer(text):
+        return {"input_ids": [1, 7]}
+
+    tokenizer.all_special_ids = [1, 2]
+    host, ids = make_two_layer_host(), make_ids(40)
+    settings = ReadingSettings(method="none", window=32, stride=16)
+    told, without = (memorize(host, ids, settings, tokenizer=each) for each in (tokenizer, None))
+    assert (told.settings.training.start_token, without.settings.training.start_token) == (1, None)
+    assert told.nll_nats != without.nll_nats
+    given = dataclasses.replace(settings, start_token=1)
+    assert memorize(host, ids, given).nll_nats == told.nll_nats
+
+
 def test_a_reading_records_what_it_did(base, input_ids):
     seen = []
     reading = memorize(base, input_ids, small(r=8, max_tokens=300), on_chunk=seen.append)
@@ -243,8 +257,13 @@ def test_figures_that_overflowed_survive_json(base, input_ids):
 def test_a_record_of_another_version_is_named(base, input_ids):
     value = memorize(base, input_ids[:130], small("none")).to_json()
     older = {name: item for name, item in value.items() if name not in ("layers_to_transform", "perplexities")}
+    older |= {"objective": "nll", "teacher_window": None, "token_weighting": "uniform"}  # now the only values
     assert Reading.from_json(older).perplexities == []
-    for wrong in ({**value, "surprise": 1}, {name: item for name, item in value.items() if name != "nll_nats"}):
+    for wrong in (
+        {**value, "surprise": 1},
+        {**value, "objective": "distill"},
+        {name: item for name, item in value.items() if name != "nll_nats"},
+    ):
         with pytest.raises(
             ValueError, match="^reading.json must be one that this version wrote .*: read the text aga"
         ):

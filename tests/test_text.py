@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 import locas_peft
-from locas_peft.text import load_text, python_reference, tokenize, unwrap
+from locas_peft.text import find_start_token, load_text, python_reference, tokenize, unwrap
 
 BACKBONE = Path(locas_peft.__file__).parent / "backbone"
 
@@ -85,11 +86,24 @@ def test_python_reference_is_long_and_ordered():
     assert text == python_reference()
 
 
-def test_tokenize_gives_one_sequence_without_special_tokens(tokenizer):
+def test_tokenize_gives_one_sequence_without_special_tokens_of_its_own(tokenizer):
     ids = tokenize(tokenizer, "Call me Ishmael.")
     assert ids.dtype == torch.int64 and ids.ndim == 1
     assert tokenizer.decode(ids) == "Call me Ishmael."
     assert torch.equal(tokenize(tokenizer, "Call me Ishmael.", max_tokens=3), ids[:3])
+
+
+def test_a_text_keeps_the_start_token_of_its_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(BACKBONE, bos_token="<start>", eos_token="<end>")
+    ends = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<start>", "<end>")]
+    template = TemplateProcessing(single="<start> $A <end>", special_tokens=ends)
+    tokenizer.backend_tokenizer.post_processor = template
+    assert find_start_token(tokenizer) == tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
+    ids = tokenize(tokenizer, "Call me Ishmael.")
+    assert ids.tolist() == tokenizer("Call me Ishmael.")["input_ids"][:-1], "without the token at the end"
+    assert torch.equal(tokenize(tokenizer, "Call me Ishmael.", max_tokens=3), ids[:3])
+    with pytest.raises(ValueError, match="^text must have at least 2 tokens, got 1: give a longer text$"):
+        tokenize(tokenizer, "a")
 
 
 SAMPLES = {
@@ -117,6 +131,7 @@ def test_a_few_tokens_need_a_short_part_of_a_long_text(tokenizer):
         lengths.append(len(text))
         return tokenizer(text, **options)
 
+    count.all_special_ids = []
     assert len(tokenize(count, "Call me Ishmael. " * 1_000_000, max_tokens=600)) == 600
     assert sum(lengths) < 50_000
 

@@ -87,15 +87,16 @@ def python_reference() -> str:
 
 
 def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongTensor:
-    """Turn a text into one sequence of token ids, LongTensor [T] on the CPU, T >= 2, without special tokens.
+    """Turn a text into one sequence of token ids, LongTensor [T] on the CPU, T >= 2.
 
-    The tokenizer's warning about sequences beyond the model's length is not shown: a text is read in chunks. With
-    `max_tokens` only the first tokens are kept, and no more of the text is tokenized than they need, and a margin: the
-    cut can change the tokens just before it.
+    It begins with the start token where the tokenizer puts one there, and a trainer then begins each window with it.
+    There are no other special tokens. The tokenizer's warning about sequences beyond the model's length is not shown:
+    a text is read in chunks. With `max_tokens` only the first tokens are kept, and no more of the text is tokenized
+    than they need, and a margin: the cut can change the tokens just before it.
 
     Raises:
-        ValueError: `max_tokens` is below 2, or the text makes fewer than two tokens. The first token is not scored,
-            so that one alone leaves nothing to measure.
+        ValueError: `max_tokens` is below 2, or the text makes fewer than two tokens without the start token. The first
+            token is not scored, so that one alone leaves nothing to measure.
     """
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens must be at least 2, got {max_tokens}: raise it, or leave it out")
@@ -106,6 +107,8 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
         ids = _encode(tokenizer, text[:characters])
     if len(ids) < 2:
         raise ValueError(f"text must have at least 2 tokens, got {len(ids)}: give a longer text")
+    start = find_start_token(tokenizer)
+    ids = ids if start is None else [start, *ids]
     return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
 

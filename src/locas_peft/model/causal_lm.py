@@ -77,6 +77,11 @@ class CausalLM:
         return torch.device("cpu") if device.type == "meta" else device
 
     @property
+    def start_token(self) -> int | None:
+        """The token that a text begins with, if its config names one; not every tokenizer puts it there."""
+        return getattr(self._config, "bos_token_id", None)
+
+    @property
     def vocabulary(self) -> int:
         return self.model.get_input_embeddings().weight.shape[0]
 

@@ -26,6 +26,8 @@ from .settings import FIELDS, CompleteSettings, ReadingSettings
 
 __all__ = ["Reading", "find_finished", "save_reading"]
 
+_FORMER = (("objective", "nll"), ("teacher_window", None), ("token_weighting", "uniform"))
+"""Settings that former versions had, with the values that are now the only ones."""
 _CARD_SETTINGS = [
     *("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings", "anchor"),
     *("passes", "seed", "dtype"),
@@ -100,6 +102,7 @@ class Reading:
             ValueError: a key is missing or unknown.
         """
         value = {name: item for name, item in value.items() if name != "tokens_per_second"}
+        value = {name: item for name, item in value.items() if (name, item) not in _FORMER}
         settings = {name: value.pop(name) for name in list(value) if name in FIELDS}
         optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied", "stopped", "title"}
         for name in value.keys() - optional:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -114,13 +115,26 @@ class Loop:
         anchor: Anchor | None = None,
     ):
         self.host, self.settings, self.writer, self.anchor = host, _fit(settings, host), writer, anchor
+        self.start_token = self.settings.start_token
         self._bypassed = list_attention(host.model) if settings.gradient == "tokenwise" else []
+
+    def find_start_token(self, documents: Iterable[Tensor]) -> None:
+        """Take the start token from documents, LongTensor [T] each, unless the settings give it.
+
+        It is their first token, where that is the model's `bos_token_id` in all of them: their tokenizer puts one
+        there. A window of all positions without context has no room for it.
+        """
+        settings, own = self.settings, self.host.start_token
+        if settings.start_token is None:
+            all_positions = settings.stride == settings.window == self.host.positions
+            told = own is not None and not all_positions and all(int(ids[0]) == own for ids in documents)
+            self.start_token = own if told else None
 
     def make_batch(self, rows: list[Row]) -> Batch:
         """Return a batch of rows whose context is not known yet."""
         settings = self.settings
         keep = max(settings.window - settings.stride, 1) - 1
-        sinks = settings.sinks if settings.start_token is None else max(settings.sinks, 1)
+        sinks = settings.sinks if self.start_token is None else max(settings.sinks, 1)
         restart = min(2 * settings.window, self.host.rope_positions or sys.maxsize)
         return Batch(rows, SlidingCache(self.host, keep, sinks, restart))
 
@@ -255,7 +269,9 @@ class Loop:
     def _logits(self, batch: Batch, bounds: ChunkBounds) -> Tensor:
         """Return the logits [B, N, V] of the chunk's targets: token t is predicted where token t - 1 is fed."""
         ids = self._window(batch, bounds.begin, bounds.stop - 1)
-        if self.settings.context == "cache":
+        # Without other context than the start token there is nothing to keep.
+        alone = self.start_token is not None and self.settings.window - self.settings.stride <= 1
+        if self.settings.context == "cache" and not alone:
             return batch.cache.forward(ids, bounds.scored, batch.adapters)
         return self.host.logits(ids, bounds.scored, batch.adapters, use_cache=False)
 
@@ -265,7 +281,7 @@ class Loop:
 
     def _put_start(self, ids: Tensor, begin: int) -> Tensor:
         """Return the start token, where there is one, and tokens [B, n] of documents from the index `begin` on."""
-        start = self.settings.start_token
+        start = self.start_token
         if start is None or (begin == 0 and bool((ids[:, 0] == start).all())):
             return ids
         return torch.cat([ids.new_full((len(ids), 1), start), ids], dim=1)
@@ -326,8 +342,6 @@ def _fit(settings: TrainingSettings, host: CausalLM) -> TrainingSettings:
                 f"context must be 'recompute' with a window above {host.rope_positions}, where {host.kind} changes "
                 f"its positions' frequencies, got 'cache' with {settings.window}: give it, or lower window"
             )
-        if settings.start_token is not None and settings.window - settings.stride <= 1:
-            settings = replace(settings, context="recompute")  # the start token is all the context that there is
     if settings.gradient == "tokenwise" and not is_tokenwise(host, list_attention(host.model)):
         raise ValueError(
             f"gradient must be 'full' for {host.kind}, got 'tokenwise': its tokens interact outside the attention "

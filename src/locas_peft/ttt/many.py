@@ -79,6 +79,7 @@ class ManyReading:
     def __init__(self, model: PeftModel, loop: Loop, documents: dict[str, Tensor]):
         self._model, self._loop = model, loop
         self._config = model.active_peft_config.copy_for_new_memory()  # the active one's, before its calibration
+        loop.find_start_token(documents.values())
         self._rows = {name: self._make_row(name, ids) for name, ids in documents.items()}
         self._records = self._read()
 

@@ -30,7 +30,8 @@ class TrainingSettings:
             the adapter as it was then. The context is fed again each time the positions reach two windows.
         sinks: how many of its first tokens the cache keeps beside the last ones; trained attention needs them.
         start_token: the token that each window and the cache begin with, where the model's tokenizer puts one at the
-            start of a text (`text.find_start_token`). None for none.
+            start of a text (`text.find_start_token`). None: the document's first token, where it is the model's
+            `bos_token_id`; else none.
         gradient: "full" backpropagates through the whole model, as in the paper. "tokenwise" leaves out the paths
             through attention: about three quarters of the time, slightly less is learned (`attention_bypass`).
         warmup_steps: the first n steps use 1/(n+1), 2/(n+1), ..., n/(n+1) of the rate.

@@ -180,6 +180,9 @@ class TestTimeTrainer:
                 f"({text[:12]}): call rewind() first, or make a new TestTimeTrainer"
             )
         self._text = text
+        if not self.chunks:
+            self._loop.find_start_token([ids])
+            self._batch = self._loop.make_batch([self._row])
         return self._read(ids.to(self._host.device))
 
     def rewind(self) -> None:
@@ -227,6 +230,7 @@ class TestTimeTrainer:
         """
         state = {
             "text": self._text,
+            "start_token": self._loop.start_token,
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
             "final": self.final,
@@ -263,6 +267,7 @@ class TestTimeTrainer:
         restore_model_state(self.model, self._list_trained(), state["model"])
         self._learner.load_state_dict(state["learner"])
         self._learner.load_good(state["good"])
+        self._loop.start_token = state["start_token"]
         self._batch = self._loop.make_batch([self._row])
         self._batch.cache.load_state_dict(state["cache"])
         self._row.chunks, self._row.skipped_chunks = chunks, int(state["skipped_chunks"])
