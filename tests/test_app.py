@@ -29,8 +29,9 @@ from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions, shelf
 from locas_peft.app.sessions import Job, SharedModel, Visitors
 from locas_peft.app.shelf import Shelf, check_name
-from locas_peft.memories import READING, memory_attached
-from locas_peft.memories.loading import describe_memory
+from locas_peft.memories import FILES, READING, describe_memory, memory_attached
+from locas_peft.memories import archive as archives
+from locas_peft.memories.archive import pack
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEXT = " ".join(f"The keeper of house {number} lit {number} lamps and walked down the stairs." for number in range(14))
@@ -118,7 +119,7 @@ def test_a_name_that_could_leave_the_shelf_is_refused(name, tmp_path, made):
             check_name(name)
         with pytest.raises(ValueError, match="name must be at most 60"):
             folder.rename("one", name)
-    for use in (folder.find, folder.delete, lambda name: folder.pack(name, tmp_path / "x.zip")):
+    for use in (folder.find, folder.delete, folder.bytes_of):
         with pytest.raises(ValueError, match="there is no memory"):
             use(name)
     assert folder.list_names() == ["one"] and os.listdir(tmp_path) == ["shelf"]
@@ -168,7 +169,7 @@ def test_links_are_not_followed(tmp_path, made):
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "shelf" / "one" / "README.md").unlink()
     (tmp_path / "shelf" / "one" / "README.md").symlink_to(tmp_path / "secret")
-    folder.pack("one", tmp_path / "one.zip")
+    pack(folder.find("one"), tmp_path / "one.zip", FILES)
     assert "one/README.md" not in zipfile.ZipFile(tmp_path / "one.zip").namelist()
     folder.delete("one")
     assert (tmp_path / "secret").read_text() == "secret" and describe_memory(made)
@@ -177,7 +178,7 @@ def test_links_are_not_followed(tmp_path, made):
 def test_a_memory_comes_back_out_of_its_archive(tmp_path, made):
     folder, checked = Shelf(tmp_path / "shelf"), []
     put(folder, made, "one")
-    folder.pack("one", tmp_path / "one.zip")
+    pack(folder.find("one"), tmp_path / "one.zip", FILES)
     assert folder.add(tmp_path / "one.zip", "one", checked.append) == "one 2"
     assert digest(folder.find("one 2")) == digest(made) and len(checked) == 1
 
@@ -211,7 +212,7 @@ def test_a_hostile_archive_is_refused_and_nothing_is_left_of_it(entries, message
             packed.writestr(each, "{}")
     folder = Shelf(tmp_path / "in" / "shelf")
     with pytest.raises(ValueError, match=message):
-        folder.add(archive, "hostile", lambda memory: None)
+        folder.add(archive, "hostile", describe_memory)
     assert list((tmp_path / "in").rglob("*")) == [tmp_path / "in" / "shelf"]
 
 
@@ -219,13 +220,14 @@ def test_an_archive_that_unpacks_to_too_much_or_is_damaged_is_refused(tmp_path, 
     folder, archive = Shelf(tmp_path / "shelf"), tmp_path / "x.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr(CONFIG, bytes(5_000_000))
-    monkeypatch.setattr(shelf, "MOST_BYTES", 3_000_000)
+    monkeypatch.setattr(archives, "MOST_BYTES", 3_000_000)
     with pytest.raises(ValueError, match="a memory must have at most 3,000,000 bytes, got more: upload less"):
         folder.add(archive, "x", lambda memory: None)
+    claims_less = archive.read_bytes().replace((5_000_000).to_bytes(4, "little"), (9).to_bytes(4, "little"))
     put(folder, made, "one")
-    folder.pack("one", archive)
+    pack(folder.find("one"), archive, FILES)
     sound = archive.read_bytes()
-    for broken in (b"", b"PK", sound[:-30], sound.replace(b"locas_", b"LOCAS_", 1), b"x" * 99):
+    for broken in (claims_less, b"", b"PK", sound[:-30], sound.replace(b"locas_", b"LOCAS_", 1), b"x" * 99):
         archive.write_bytes(broken)
         with pytest.raises(ValueError, match="the archive must be a sound zip of a memory"):
             folder.add(archive, "x", lambda memory: None)
@@ -237,14 +239,14 @@ def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_serv
     put(folder, made, "one")
     config = folder.find("one") / CONFIG
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 10**9}))
-    folder.pack("one", tmp_path / "one.zip")
+    pack(folder.find("one"), tmp_path / "one.zip", FILES)
     with pytest.raises(ValueError) as refusal:
         folder.add(tmp_path / "one.zip", "two", model.check)
     assert str(tmp_path) not in str(refusal.value) and "\n" not in str(refusal.value)
     other = get_peft_model(make_host("llama"), LocasConfig(r=2))
     calibrate(other, [torch.arange(3, 30)[None]])
     other.save_pretrained(str(tmp_path / "other"), save_embedding_layers=False)
-    shelf.pack(tmp_path / "other", tmp_path / "other.zip", shelf.FILES)
+    pack(tmp_path / "other", tmp_path / "other.zip", FILES)
     with pytest.raises(ValueError, match="this memory was made for another base"):
         folder.add(tmp_path / "other.zip", "two", model.check)
     assert folder.list_names() == ["one"]
@@ -258,9 +260,8 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, vis
     memory = put(two.shelf, made, "made")
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
     words = [chat("Once upon a time"), chat("Once upon a time")]
-    expected = model.ask(memory, words)
-    expected.finished.result()
-    assert expected.texts[0] != expected.texts[1]
+    expected = model.ask(memory, words).result()
+    assert expected[0] != expected[1]
     quiet, busy = Job("quiet", TEXT[:450], 0), Job("busy", TEXT[:450], 0)
     model.read(quiet, one.shelf)
     wait(quiet)
@@ -268,16 +269,13 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, vis
     asked = 0
     while asked < 3:
         assert not busy.ended, "nobody was answered"
-        answer = model.ask(memory, words)
-        answer.finished.result()
-        asked += busy.phase == "reading" and not busy.ended
-        assert answer.texts == expected.texts
+        assert model.ask(memory, words).result() == expected
+        asked += busy.phase == "read" and not busy.ended
     wait(busy)
-    assert (quiet.outcome, busy.outcome, busy.memory) == ("done", "done", "busy"), busy.message
+    assert (quiet.outcome, busy.outcome, busy.memory) == ("Done", "Done", "busy")
     assert digest(one.shelf.find("quiet")) == digest(one.shelf.find("busy"))
-    assert busy.with_memory == quiet.with_memory and busy.without == quiet.without
-    assert len(busy.without) > 2
-    assert [tokens for tokens, _ in busy.without] == [tokens for tokens, _ in busy.with_memory]
+    assert busy.curves == quiet.curves and len(busy.curves[0]) > 2
+    assert [tokens for tokens, _ in busy.curves[0]] == [tokens for tokens, _ in busy.curves[1]]
 
 
 def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(loaded, no_anchor, visitors, monkeypatch):
@@ -298,9 +296,9 @@ def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(loaded, no_ancho
     job = Job("busy", TEXT[:450], 1)
     model.read(job, visitor.shelf)
     while not job.ended:
-        model.ask(None, [chat("Who?")]).finished.result()
+        model.ask(None, [chat("Who?")]).result()
     model.close()
-    assert job.outcome == "done" and phases >= {"reading", "writing"}, job.message
+    assert job.outcome == "Done" and phases >= {"read", "write"}
     reading = json.loads((visitor.shelf.find("busy") / READING).read_text())
     assert reading["seconds"] == reading["studied"]["writing_seconds"] == reading["studied"]["learning_seconds"] == 0
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask)
@@ -310,7 +308,7 @@ def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(loaded, no_ancho
 def test_the_time_left_is_counted_from_the_beginning_of_the_phase(monkeypatch):
     now, job = 13_511.0, Job("one", TEXT, 0)
     monkeypatch.setattr(sessions.time, "monotonic", lambda: now)
-    for phase in ("scoring", "reading"):
+    for phase in ("score", "read"):
         job.advance(phase, 0, 100)
         assert job.seconds_left is None
         now += 1.8
@@ -324,44 +322,44 @@ def test_stop_keeps_what_was_learned_and_a_reading_that_waits_is_stopped_before_
     long, waiting = Job("long", TEXT * 8, 0), Job("waiting", TEXT, 0)
     model.read(long, one.shelf)
     model.read(waiting, two.shelf)
-    while len(long.with_memory) < 2:
-        assert not long.ended, long.message
+    while len(long.chunks["read"]) < 2:
+        assert not long.ended, long.outcome
         assert waiting.phase == "waiting" and (model.jobs_before(long), model.jobs_before(waiting)) == (0, 1)
         time.sleep(0.001)
     waiting.stop.set()
     long.stop.set()
-    assert (wait(long).outcome, wait(waiting).outcome) == ("stopped", "stopped")
-    assert 0 < len(long.with_memory) < len(long.without)
+    assert (wait(long).outcome, wait(waiting).outcome) == ("Stopped", "Stopped")
+    assert 0 < len(long.chunks["read"]) < len(long.chunks["score"])
     assert json.loads((one.shelf.find("long") / READING).read_text())["stopped"] is True
     assert describe_memory(one.shelf.find("long"))["learned"] is True
-    assert waiting.memory is None and two.shelf.list_names() == [] and waiting.with_memory == []
+    assert waiting.memory is None and two.shelf.list_names() == [] and waiting.chunks["read"] == []
 
 
 def test_closing_keeps_what_was_learned(loaded, visitors):
     model, visitor = SharedModel(BASE, *loaded), visitors.find(None)
     job = Job("long", TEXT * 8, 0)
     model.read(job, visitor.shelf)
-    while not job.with_memory:
+    while not job.chunks["read"]:
         time.sleep(0.01)
     model.close()
-    assert job.outcome == "stopped" and visitor.shelf.list_names() == ["long"]
+    assert job.outcome == "Stopped" and visitor.shelf.list_names() == ["long"]
 
 
 def test_what_the_model_asks_itself_is_listed_and_stop_ends_the_writing(model, visitors):
     visitor, job = visitors.find(None), Job("studied", TEXT, 1)
     model.read(job, visitor.shelf)
-    while job.phase != "writing":
-        assert not job.ended, job.message
+    while job.phase != "write":
+        assert not job.ended, job.outcome
         time.sleep(0.001)
     job.stop.set()
-    assert wait(job).outcome == "stopped" and job.memory == "studied", job.message
+    assert wait(job).outcome == "Stopped" and job.memory == "studied"
 
 
 def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model, visitors):
     visitor = visitors.find(None)
     short = Job("short", "x", 0)
     model.read(short, visitor.shelf)
-    assert wait(short).outcome == "failed" and short.message.startswith("text must have at least 2 tokens")
+    assert wait(short).outcome.startswith("Not read: text must have at least 2 tokens")
     with pytest.raises(ValueError, match="text must have at most 2,000,000 characters, got 2,000,001: cut it"):
         model.read(Job("long", "x" * 2_000_001, 0), visitor.shelf)
     with pytest.raises(ValueError, match="text must not be empty"):
@@ -370,7 +368,7 @@ def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model,
         model.read(Job("slow", TEXT, 10**9), visitor.shelf)
     named = Job("../up", TEXT, 0)
     model.read(named, visitor.shelf)
-    assert wait(named).outcome == "failed" and "name must be at most 60" in named.message
+    assert wait(named).outcome.startswith("Not read: name must be at most 60")
 
 
 def test_too_many_questions_are_refused(model, monkeypatch):
@@ -380,8 +378,10 @@ def test_too_many_questions_are_refused(model, monkeypatch):
 
 
 def test_a_question_can_be_too_long(model):
-    with pytest.raises(ValueError, match="question must have at most .* tokens, got .*: shorten it"):
-        model.ask(None, [chat("word " * 3000)]).finished.result()
+    with pytest.raises(
+        ValueError, match="question and answer must fit the model's .* positions, got .*: shorten one of them"
+    ):
+        model.ask(None, [chat("word " * 3000)]).result()
 
 
 def test_visitors_have_shelves_of_their_own_unless_they_share_one(visitors, tmp_path, made):
@@ -401,7 +401,7 @@ def test_visitors_have_shelves_of_their_own_unless_they_share_one(visitors, tmp_
 def test_the_visitor_who_was_longest_away_is_forgotten_unless_it_reads(visitors, monkeypatch):
     monkeypatch.setattr(sessions, "MOST_VISITORS", 3)
     reads, away, here = (visitors.find(None) for _ in range(3))
-    reads.job = Job("busy", TEXT, 0, phase="reading")
+    reads.job = Job("busy", TEXT, 0, phase="read")
     visitors.find(None)
     assert visitors.find(reads.key) is reads and visitors.find(here.key) is here
     assert not away.downloads.exists() and visitors.find(away.key).key != away.key
@@ -412,14 +412,13 @@ def test_what_is_made_of_memories_leaves_the_model_as_it_is(model, loaded, visit
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     config = base.config.to_dict()
     folder = visitors.find(None).shelf
-    one, two = put(folder, made, "one"), put(folder, made, "two")
-    with folder.new("both") as both:
-        model.combine([one, two], both)
-    model.merge(one, tmp_path / "merged.zip")
-    model.export(one, tmp_path / "lora.zip")
+    one, _ = put(folder, made, "one"), put(folder, made, "two")
+    both = folder.find(model.combine(folder, ["one", "two"]))
+    model.export(" merged", one, tmp_path / "merged.zip")
+    model.export(" as LoRA", one, tmp_path / "lora.zip")
     assert base.config.to_dict() == config
     assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
-    assert folder.list_names()[0] == "both" and describe_memory(both)["r"] == 4
+    assert folder.list_names()[0] == "one and two" and describe_memory(both)["r"] == 4
     zipfile.ZipFile(tmp_path / "merged.zip").extractall(tmp_path)
     with zipfile.ZipFile(tmp_path / "lora.zip") as packed:
         assert "lora/adapter/adapter_model.safetensors" in packed.namelist()
@@ -429,7 +428,7 @@ def test_what_is_made_of_memories_leaves_the_model_as_it_is(model, loaded, visit
     with torch.no_grad(), memory_attached(base, one) as adapted:
         torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-3, rtol=1e-3)
     with pytest.raises(ValueError, match="two or more memories must be chosen to be combined, got 1: choose more"):
-        model.combine([one], tmp_path / "x")
+        model.combine(folder, ["one"])
 
 
 def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):

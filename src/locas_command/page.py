@@ -33,7 +33,7 @@ def app(
         device: cpu, cuda, cuda:1, ... or auto.
     """
     from locas_peft import demo
-    from locas_peft.app import check_installed, serve
+    from locas_peft.app import check_installed
     from locas_peft.files import check_output_directory
 
     from .running import load
@@ -42,6 +42,8 @@ def app(
         check_output_directory("--shelf", shelf)
     stdout, stderr = open_consoles()
     check_installed()
+    from locas_peft.app.page import serve
+
     name = model or demo.choose_model()
     stderr.print(f"loading {name}")
     base = load(BaseOptions(model=name, device=device))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -12,75 +15,89 @@ from typing import Any
 
 import gradio as gr
 import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import demo
-from ..memories.loading import describe_memory
-from ..reading.settings import StudySettings
+from ..memories import describe_memory
+from ..memories.archive import MOST_BYTES
+from ..reading import StudySettings
 from ..text import load_text, python_reference
-from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors, describe_refusal
-from .shelf import MOST_BYTES, Shelf
+from .sessions import EXPORTS, MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors, explain
+from .shelf import Shelf
 
-__all__ = ["build", "launch"]
+__all__ = ["build", "serve"]
 
 TICK_SECONDS = 0.5
 REFERENCE_CHARACTERS = 24_000
 """Of the Python reference: about the 6,000 tokens of the demo's second act."""
-QUESTIONS = StudySettings.exchanges
 ACCENT = "#1f6fb4"
 LINES = {"without a memory": "#8b8f98", "with the memory": ACCENT}
 PHASES = {
-    "scoring": ("Without a memory", "tokens"),
-    "reading": ("Reading", "tokens"),
-    "writing": ("Asking itself", "passages"),
-    "learning": ("Learning the answers", "steps"),
+    "score": ("Without a memory", "tokens"),
+    "read": ("Reading", "tokens"),
+    "write": ("Asking itself", "passages"),
+    "learn": ("Learning the answers", "steps"),
 }
 CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
+MONO = ["ui-monospace", "Consolas", "monospace"]
+THEME = gr.themes.Base(primary_hue="sky", neutral_hue="slate", radius_size="md", font=FONTS, font_mono=MONO).set(
+    button_primary_background_fill=ACCENT,
+    button_primary_background_fill_hover="#185a93",
+    button_primary_text_color="white",
+    color_accent=ACCENT,
+    checkbox_background_color_selected=ACCENT,
+    checkbox_border_color_selected=ACCENT,
+    border_color_accent_subdued="#c5dcef",
+)
+PRIVATE = {"share": False, "ssr_mode": False, "pwa": False, "mcp_server": False, "enable_monitoring": False}
+"""No share links, no service beside the page, no figures about its visitors."""
 
 
-def launch(page: gr.Blocks, host: str, port: int, open_browser: bool) -> str:
-    """Serve a page in the background, without share links, recorded runs or others' fonts, and return its address.
+def serve(
+    name: str,
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    shelf: Path | None = None,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    open_browser: bool = False,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve the page until an exception, such as that of Ctrl-C; running readings are then stopped and kept.
+
+    Args:
+        name: of the base, for the records of readings.
+        base: a causal LM without adapters, frozen.
+        tokenizer: its tokenizer.
+        shelf: the folder that all visitors share; None for a temporary one each.
+        host: the address to listen on.
+        port: of it; 0 for any free one.
+        open_browser: also open the page in this machine's browser.
+        announce: called with the page's address when it can be opened.
 
     Raises:
         ValueError: the address cannot be used.
     """
-    page = page.queue(default_concurrency_limit=32)
+    model, visitors = SharedModel(name, base, tokenizer), Visitors(shelf)
+    os.environ["GRADIO_TEMP_DIR"] = str(visitors.folder / "gradio")  # removed with the visitors' folders
+    page = build(model, visitors).queue(default_concurrency_limit=32)
+    options = {"theme": THEME, "css": CSS, "max_file_size": MOST_BYTES, "footer_links": [], "run_history": False}
+    options |= {"server_name": host, "server_port": port or None, "inbrowser": open_browser, **PRIVATE}
     try:
-        _, address, _ = page.launch(
-            server_name=host,
-            server_port=port or None,
-            inbrowser=open_browser,
-            prevent_thread_lock=True,
-            share=False,
-            ssr_mode=False,
-            pwa=False,
-            mcp_server=False,
-            enable_monitoring=False,
-            run_history=False,
-            footer_links=[],
-            max_file_size=MOST_BYTES,
-            theme=_theme(),
-            css=CSS,
-            quiet=True,
-        )
-    except OSError:  # gradio's message names settings of its own
-        raise ValueError(
-            f"{host}:{port} cannot be listened on: choose another --port, 0 for any free one, or another --host"
-        ) from None
-    return address
-
-
-def _theme() -> gr.themes.Base:
-    mono = ["ui-monospace", "Consolas", "monospace"]
-    return gr.themes.Base(primary_hue="sky", neutral_hue="slate", radius_size="md", font=FONTS, font_mono=mono).set(
-        button_primary_background_fill=ACCENT,
-        button_primary_background_fill_hover="#185a93",
-        button_primary_text_color="white",
-        color_accent=ACCENT,
-        checkbox_background_color_selected=ACCENT,
-        checkbox_border_color_selected=ACCENT,
-        border_color_accent_subdued="#c5dcef",
-    )
+        try:
+            _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, **options)
+        except OSError:  # gradio's message names settings of its own
+            raise ValueError(
+                f"{host}:{port} cannot be listened on: choose another --port, 0 for any free one, or another --host"
+            ) from None
+        announce(address)
+        threading.Event().wait()
+    finally:
+        page.close(verbose=False)
+        model.close()
+        visitors.close()
 
 
 def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
@@ -101,8 +118,8 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                         upload_text = gr.UploadButton("Upload a text", file_types=["text"], size="sm")
                     name = gr.Textbox(label="Name of the memory", value="memory", max_lines=1, max_length=60)
                     questions = gr.Slider(
-                        0, MOST_QUESTIONS, QUESTIONS if model.can_chat else 0, step=4, visible=model.can_chat,
-                        label="Questions about each sentence",
+                        0, MOST_QUESTIONS, StudySettings.exchanges if model.can_chat else 0, step=4,
+                        label="Questions about each sentence", visible=model.can_chat,
                         info="The model asks itself and learns the answers, to recall facts later. 0: only read.",
                     )  # fmt: skip
                     with gr.Row():
@@ -134,10 +151,8 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 chosen = gr.CheckboxGroup([], label="Memories", elem_id="memories")
                 about = gr.HTML(_about(None, []))
                 with gr.Row(elem_classes="small"):
-                    download = gr.Button("Download", interactive=False)
-                    merge = gr.Button("Merge into the model", interactive=False)
-                    export = gr.Button("Export as LoRA", interactive=False)
-                    combine = gr.Button("Combine", interactive=False)
+                    labels = ("Download", "Merge into the model", "Export as LoRA", "Combine")
+                    *exports, combine = [gr.Button(label, interactive=False) for label in labels]
                     delete = gr.Button("Delete", variant="stop", interactive=False)
                 with gr.Row(visible=False, elem_classes="confirm") as confirm:
                     question = gr.HTML("")
@@ -150,27 +165,21 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
         shelf_view = [memory, chosen]
         job_view = [seen, timer, read, stop, progress, plot, exchanges, to_ask]
         chat_view = [left, right, chats]
-        single = [download, merge, export, delete]
 
         def on(trigger: Callable, inputs: list, outputs: list, progress: str = "hidden") -> Callable:
             """Register a function of the visitor and the inputs for an event."""
 
             def register(function: Callable) -> Callable:
-                unchanged = [gr.skip()] * len(outputs) if len(outputs) > 1 else gr.skip()
-
-                def run(key: Any, *values: Any) -> Any:
-                    try:
-                        return function(visitors.find(key), *values)
-                    except (ValueError, OSError) as error:
-                        gr.Warning(escape(describe_refusal(error)))
-                        return unchanged
-
                 def stream(key: Any, *values: Any) -> Iterator:
                     try:
-                        yield from function(visitors.find(key), *values)
+                        shown = function(visitors.find(key), *values)
+                        yield from shown if inspect.isgenerator(shown) else [shown]
                     except (ValueError, OSError) as error:
-                        gr.Warning(escape(describe_refusal(error)))
-                        yield unchanged
+                        gr.Warning(escape(explain(error)))
+                        yield [gr.skip()] * len(outputs) if len(outputs) > 1 else gr.skip()
+
+                def run(*values: Any) -> Any:
+                    return next(stream(*values))
 
                 wrapped = stream if inspect.isgeneratorfunction(function) else run
                 trigger(wrapped, [key, *inputs], outputs, api_visibility="private", show_progress=progress)
@@ -178,31 +187,30 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
             return register
 
-        def show_shelf(visitor: Visitor, asked: str | None, chosen: Sequence[str] = ()) -> list:
+        def show_shelf(visitor: Visitor, asked: str | None = None, chosen: Sequence[str | None] = ()) -> list:
             names = visitor.shelf.list_names()
-            asked = asked if asked in names else next(iter(names), None)
             labels = [(f"{name}  ·  {visitor.shelf.bytes_of(name) / 1e6:.1f} MB", name) for name in names]
+            asked = asked if asked in names else next(iter(names), None)
             chosen = [name for name in chosen if name in names]
             return [gr.Dropdown(choices=names, value=asked), gr.CheckboxGroup(choices=labels, value=chosen)]
 
         def show_job(visitor: Visitor, before: Any) -> list:
             job = visitor.job
             running = job is not None and not job.ended
-            now = None if job is None else (id(job), len(job.without), len(job.with_memory), len(job.exchanges))
+            now = None if job is None else (id(job), *map(len, job.chunks.values()), len(job.exchanges))
             return [
                 now,
                 gr.Timer(active=running),
                 gr.Button(interactive=not running),
                 gr.Button(interactive=running and not job.stop.is_set()),
                 _INTRODUCTION if job is None else _show_job(job, model.jobs_before(job)),
-                gr.skip() if now == before else _plot(job),
-                gr.skip() if now == before else _show_exchanges(job),
+                *([gr.skip()] * 2 if now == before else [_plot(job), _show_exchanges(job)]),
                 gr.Button(visible=job is not None and job.memory is not None),
             ]
 
         @on(page.load, [], [key, *shelf_view, *job_view])
         def open_page(visitor: Visitor) -> list:
-            return [visitor.key, *show_shelf(visitor, None), *show_job(visitor, None)]
+            return [visitor.key, *show_shelf(visitor), *show_job(visitor, None)]
 
         @on(timer.tick, [seen, *shelf_view], [*job_view, *shelf_view])
         def tick(visitor: Visitor, before: Any, asked: str | None, chosen: list[str]) -> list:
@@ -215,13 +223,12 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
         # ------------------------------------------------------------------ read
 
-        on(take_page.click, [], [text, name])(lambda visitor: [demo.load_page(), "lighthouse"])
-        on(take_reference.click, [], [text, name])(
-            lambda visitor: [python_reference()[:REFERENCE_CHARACTERS], "python reference"]
-        )
-        on(upload_text.upload, [upload_text], [text, name])(
-            lambda visitor, path: [_load_upload(path), _propose_name(path)]
-        )
+        for trigger, inputs, load in (
+            (take_page.click, [], lambda: [demo.load_page(), "lighthouse"]),
+            (take_reference.click, [], lambda: [python_reference()[:REFERENCE_CHARACTERS], "python reference"]),
+            (upload_text.upload, [upload_text], lambda path: [_load_upload(path), _propose_name(path)]),
+        ):
+            on(trigger, inputs, [text, name])(lambda visitor, *path, load=load: load(*path))
 
         @on(read.click, [text, name, questions], job_view)
         def begin(visitor: Visitor, text: str, name: str, questions: float) -> list:
@@ -248,29 +255,32 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             if not question.strip():
                 raise ValueError("question must not be empty: ask something")
             former, chats = chats, [[*chat, {"role": "user", "content": question.strip()}] for chat in chats]
-            answer = model.ask(visitor.shelf.find(name) if name else None, chats)
-            words, ended = "", False  # the field is emptied once: the next question may be typed meanwhile
+            written: deque[list[str]] = deque([["", ""]], maxlen=1)
+            answer = model.ask(visitor.shelf.find(name) if name else None, chats, written.append)
+            field, ended = "", False  # the field is emptied once: the next question may be typed meanwhile
             while not ended:
                 time.sleep(0.1)
-                ended = answer.finished.done()
-                if ended and answer.finished.exception():
+                ended = answer.done()
+                if ended and answer.exception():
                     yield [question, *former, gr.skip()]
-                    answer.finished.result()
-                texts = [*answer.texts, "Choose a memory to see its answer."][:2]
-                wait = "(nothing)" if ended else "…" if answer.begun else "Waiting: the model is busy."
-                turns = [{"role": "assistant", "content": each or wait} for each in texts]
+                    answer.result()
+                wait = "(nothing)" if ended else "…" if answer.running() else "Waiting: the model is busy."
+                texts = [each.strip() or wait for each in written[0]]
+                if not name:
+                    texts[1:] = ["Choose a memory to see its answer."]
+                turns = [{"role": "assistant", "content": each} for each in texts]
                 shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
-                yield [words, *shown, shown if ended else gr.skip()]
-                words = gr.skip()
+                yield [field, *shown, shown if ended else gr.skip()]
+                field = gr.skip()
 
-        for trigger, words in ((asked.submit, asked), *((button.click, button) for button in samples)):
-            on(trigger, [memory, words, chats], [asked, *chat_view])(ask)
+        for trigger, asks in ((asked.submit, asked), *((button.click, button) for button in samples)):
+            on(trigger, [memory, asks, chats], [asked, *chat_view])(ask)
         for trigger in (clear.click, memory.change):
             on(trigger, [], chat_view)(lambda visitor: [[], [], [[], []]])
 
         # ------------------------------------------------------------------ shelf
 
-        @on(chosen.change, [chosen], [about, new_name, confirm, combine, *single])
+        @on(chosen.change, [chosen], [about, new_name, confirm, combine, delete, *exports])
         def choose(visitor: Visitor, chosen: list[str]) -> list:
             one = len(chosen) == 1
             return [
@@ -278,13 +288,8 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 gr.Textbox(chosen[0] if one else "", visible=one),
                 gr.Row(visible=False),
                 gr.Button(interactive=len(chosen) > 1),
-                *[gr.Button(interactive=one) for _ in single],
+                *[gr.Button(interactive=one) for _ in (delete, *exports)],
             ]
-
-        @on(new_name.submit, [chosen, new_name], shelf_view)
-        def rename(visitor: Visitor, chosen: list[str], new_name: str) -> list:
-            name = visitor.shelf.rename(_only(chosen), new_name)
-            return show_shelf(visitor, name, [name])
 
         @on(delete.click, [chosen], [confirm, question])
         def ask_back(visitor: Visitor, chosen: list[str]) -> list:
@@ -292,27 +297,33 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
         on(cancel.click, [], [confirm])(lambda visitor: gr.Row(visible=False))
 
-        @on(confirmed.click, [memory, chosen], [confirm, *shelf_view])
-        def remove(visitor: Visitor, asked: str | None, chosen: list[str]) -> list:
-            visitor.shelf.delete(_only(chosen))
-            return [gr.Row(visible=False), *show_shelf(visitor, asked)]
+        def change(trigger: Callable, inputs: list, act: Callable[..., str | None], progress: str = "hidden") -> None:
+            """Register a function of the shelf, the memories chosen and the inputs, which returns a new one's name."""
 
-        @on(combine.click, [chosen], shelf_view, "minimal")
-        def put_together(visitor: Visitor, chosen: list[str]) -> list:
-            folders = [visitor.shelf.find(name) for name in chosen]
-            with visitor.shelf.new(" and ".join(name[:24].rstrip() for name in chosen[:2])) as out:
-                model.combine(folders, out)
-            return show_shelf(visitor, out.name, [out.name])
+            @on(trigger, [memory, chosen, *inputs], shelf_view, progress)
+            def change_shelf(visitor: Visitor, asked: str | None, chosen: list[str], *values: Any) -> list:
+                name = act(visitor.shelf, chosen, *values)
+                return show_shelf(visitor, name or asked, [name])
 
-        def offer(kind: str, write: Callable[[Visitor, str, Path], None]) -> Callable[..., Iterator[gr.File]]:
+        change(new_name.submit, [new_name], lambda shelf, chosen, name: shelf.rename(_only(chosen), name))
+        change(confirmed.click, [], lambda shelf, chosen: shelf.delete(_only(chosen)))
+        change(combine.click, [], model.combine, "minimal")
+
+        @on(upload.upload, [upload], [upload, *shelf_view], "minimal")
+        def put_on_shelf(visitor: Visitor, path: str) -> Iterator[list]:
+            yield [None, gr.skip(), gr.skip()]  # the field is empty again, also where the memory is refused
+            name = visitor.shelf.add(Path(path), _propose_name(path), model.check)
+            yield [None, *show_shelf(visitor, name, [name])]
+
+        def offer(kind: str) -> Callable[..., Iterator[gr.File]]:
             def make(visitor: Visitor, chosen: list[str]) -> Iterator[gr.File]:
-                name = _only(chosen)
+                folder = visitor.shelf.find(_only(chosen))
                 yield gr.File(None, label="In preparation", visible=True)
                 for former in visitor.downloads.iterdir():
                     former.unlink()
-                archive = visitor.downloads / f"{name}{kind}.zip"
+                archive = visitor.downloads / f"{folder.name}{kind}.zip"
                 try:
-                    write(visitor, name, archive)
+                    model.export(kind, folder, archive)
                 except Exception:
                     yield gr.File(visible=False)
                     raise
@@ -320,18 +331,8 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
             return make
 
-        for button, kind, write in (
-            (download, "", lambda visitor, name, archive: visitor.shelf.pack(name, archive)),
-            (merge, " merged", lambda visitor, name, archive: model.merge(visitor.shelf.find(name), archive)),
-            (export, " as LoRA", lambda visitor, name, archive: model.export(visitor.shelf.find(name), archive)),
-        ):
-            on(button.click, [chosen], [packed], "minimal")(offer(kind, write))
-
-        @on(upload.upload, [upload], [upload, *shelf_view], "minimal")
-        def put_on_shelf(visitor: Visitor, path: str) -> Iterator[list]:
-            yield [None, gr.skip(), gr.skip()]  # the field is empty again, also where the memory is refused
-            name = visitor.shelf.add(Path(path), _propose_name(path), model.check)
-            yield [None, *show_shelf(visitor, name, [name])]
+        for button, kind in zip(exports, EXPORTS, strict=True):
+            on(button.click, [chosen], [packed], "minimal")(offer(kind))
 
     return page
 
@@ -374,17 +375,15 @@ shows the model without a memory, a blue one the model whose memory grows.</li>
 
 def _show_job(job: Job, before: int) -> str:
     """Return the progress of a reading: a bar for each phase, what is done and how long it will take, two figures."""
-    phases = {name: PHASES[name] for name in PHASES if job.questions or name in ("scoring", "reading")}
-    order = ["waiting", *phases]
-    now, share = order.index(job.phase), job.done / max(job.total, 1)
-    bars = ""
+    phases = {name: PHASES[name] for name in PHASES if job.questions or name in job.chunks}
+    now, share, bars, figures = ["waiting", *phases].index(job.phase), job.done / max(job.total, 1), "", ""
     for number, (title, _) in enumerate(phases.values(), 1):
         width, current = 100 * (share if number == now else number < now), " current" * (number == now)
         bar = f'<i><b style="width:{width:.1f}%"></b></i>'
         bars += f'<div class="phase{current}">{bar}<span>{title}</span></div>'
-    same = job.without[: len(job.with_memory) or None]  # both figures are of the same tokens
-    figures = ""
-    for kind, line, points in zip(("without", "with"), LINES, (same, job.with_memory), strict=True):
+    without, with_memory = job.curves
+    same = without[: len(with_memory) or None]  # both figures are of the same tokens
+    for kind, line, points in zip(("without", "with"), LINES, (same, with_memory), strict=True):
         value = f"{points[-1][1]:.2f}" if points else "–"
         figures += f'<div class="figure {kind}"><b>{value}</b><span>perplexity so far, {line}</span></div>'
     line = escape(_describe_job(job, before))
@@ -393,35 +392,31 @@ def _show_job(job: Job, before: int) -> str:
 
 def _describe_job(job: Job, before: int) -> str:
     """Return one line: what happens, and for how long."""
-    if job.outcome == "failed":
-        return f"Not read: {job.message}"
     if job.ended and job.memory is None:
-        return "Stopped before anything was learned."
+        return "Stopped before anything was learned." if job.outcome == "Stopped" else job.outcome
     if job.ended:
         barren = " The model found nothing to ask itself." if job.questions and not job.exchanges else ""
-        return f"{job.outcome.capitalize()}. The memory is on the shelf: {job.memory}.{barren}"
+        return f"{job.outcome}. The memory is on the shelf: {job.memory}.{barren}"
     if job.phase == "waiting":
         return f"Waiting: {before} other reading{'s' * (before > 1)} first." if before else "Starting."
+    if job.stop.is_set():
+        return "Stopping after this step."
     title, unit = PHASES[job.phase]
-    left = job.seconds_left
-    done = f"{job.done:,} of {job.total:,} {unit}" if job.done else "the first step takes longest"
-    remaining = "" if left is None else f", about {_format_seconds(left)} left in this step"
-    return "Stopping after this step." if job.stop.is_set() else f"{title}: {done}{remaining}"
-
-
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    if (left := job.seconds_left) is None:
+        return f"{title}: the first step takes longest"
+    left = f"{left:.0f} s" if left < 90 else f"{left / 60:.0f} min"
+    return f"{title}: {job.done:,} of {job.total:,} {unit}, about {left} left in this step"
 
 
 def _plot(job: Job | None) -> gr.LinePlot:
     """Return the plot of the perplexity so far without and with the memory; hidden before there is any."""
-    lines = zip(LINES, ([], []) if job is None else (list(job.without), list(job.with_memory)), strict=True)
-    rows = [(tokens, round(value, 2), name) for name, points in lines for tokens, value in points]
+    curves = dict(zip(LINES, job.curves if job is not None else ([], []), strict=True))
+    rows = [(tokens, round(value, 2), name) for name, points in curves.items() for tokens, value in points]
     if not rows:
         return gr.LinePlot(visible=False)
     # The first chunks, which little is known about, would flatten the lines that follow.
     values = [value for _, value, _ in rows]
-    top = 1.1 * max(value for tokens, value, _ in rows if 10 * tokens >= job.without[-1][0])
+    top = 1.1 * max(value for tokens, value, _ in rows if 10 * tokens >= job.chunks["score"][-1].stop)
     frame = pd.DataFrame(rows, columns=["tokens read", "perplexity so far", "line"])
     return gr.LinePlot(frame, visible=True, y_lim=[0.9 * min(values), top])
 

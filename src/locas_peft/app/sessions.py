@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,64 +26,56 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
-from ..asking import can_chat, continue_texts, fit_turns
-from ..memories.conversion import combine_memories, export_memory, merge_memory, share_weights
-from ..memories.loading import memory_attached
+from ..asking import can_chat, check_room, continue_texts, fit_turns
+from ..memories import FILES, conversion, load_memory, load_memory_config, memory_attached, share_weights
+from ..memories.archive import pack
 from ..model import count_positions
-from ..reading.settings import CompleteSettings, ReadingSettings
-from ..reading.teaching import StopReading, memorize
+from ..reading import CompleteSettings, ReadingSettings, StopReading, memorize
 from ..selfstudy import Exchange, StudyStep
 from ..text import tokenize, unwrap
 from ..ttt import Chunk, TestTimeTrainer, cumulative
 from ..tuner import find_ffns
-from .shelf import Shelf, pack
+from .shelf import Shelf
 
-__all__ = [
-    "MOST_CHARACTERS",
-    "MOST_QUESTIONS",
-    "Answer",
-    "Job",
-    "SharedModel",
-    "Visitor",
-    "Visitors",
-    "describe_refusal",
-]
+__all__ = ["EXPORTS", "MOST_CHARACTERS", "MOST_QUESTIONS", "Job", "SharedModel", "Visitor", "Visitors", "explain"]
 
 ANSWER_TOKENS = 96
+WINDOW = 512
 LEAST_CHUNKS = 12
 """Of a text: the stride is shorter for a short one, so that the perplexity can be seen to fall."""
 MOST_CHARACTERS = 2_000_000
 MOST_QUESTIONS = 32
 MOST_WAITING = 32
 MOST_VISITORS = 200
+EXPORTS = ("", " merged", " as LoRA")
+"""What a memory is written as, at the end of its file's name: itself, a checkpoint, or a LoRA with its base."""
 _ANSWER, _READING, _END = range(3)
 """Kinds of work, the most urgent first."""
 _logger = logging.getLogger(__name__)
+Chat = list[dict[str, str]]
+"""The turns of a conversation (see `asking.encode_turns`), the user's last."""
 
 
-def describe_refusal(error: ValueError | OSError) -> str:
+def explain(error: ValueError | OSError) -> str:
     """Return one line for an error that a visitor or the machine can cause; it names no folder of the server."""
     return str(error) if isinstance(error, ValueError) else error.strerror or "a file cannot be read or written"
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """A reading as the page shows it. The model's thread writes it.
 
-    Args:
-        name: of the memory.
-        text: what is read.
-        questions: that the model asks itself about each sentence; 0 for no self-study.
-
     Attributes:
-        phase: waiting, scoring, reading, writing or learning.
+        questions: how many the model asks itself about each sentence; 0 for no self-study.
+        phase: waiting, score, read, write or learn.
         done, total: tokens, passages or steps of this phase.
-        without, with_memory: (tokens read, perplexity so far) without and with the memory.
-        exchanges: what the model has asked itself and answered.
-        outcome: done, stopped or failed; empty before.
-        message: why it failed.
+        chunks: what was read, by phase.
         memory: the name under which the memory was saved.
         stop: set to end the job after its next step.
+        stopped: its result, whether it ended before the end of the text or of the study.
+
+    Raises:
+        ValueError: the text is empty or too long, or the questions are too many.
     """
 
     name: str
@@ -91,50 +84,55 @@ class Job:
     phase: str = "waiting"
     done: int = 0
     total: int = 0
-    without: list[tuple[int, float]] = field(default_factory=list)
-    with_memory: list[tuple[int, float]] = field(default_factory=list)
+    chunks: dict[str, list[Chunk]] = field(default_factory=lambda: {"score": [], "read": []})
     exchanges: list[Exchange] = field(default_factory=list)
-    outcome: str = ""
-    message: str = ""
     memory: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)
-    _began: float = 0.0
+    stopped: Future[bool] = field(default_factory=Future)
+    began: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.text.strip():
+            raise ValueError("text must not be empty: paste one, or take one below")
+        if len(self.text) > MOST_CHARACTERS:
+            raise ValueError(f"text must have at most {MOST_CHARACTERS:,} characters, got {len(self.text):,}: cut it")
+        if not 0 <= self.questions <= MOST_QUESTIONS:
+            raise ValueError(f"questions must be from 0 to {MOST_QUESTIONS}, got {self.questions}: move the slider")
 
     @property
     def ended(self) -> bool:
-        return bool(self.outcome)
+        return self.stopped.done()
+
+    @property
+    def outcome(self) -> str:
+        """Return one line on an ended job: "Done", "Stopped", or why it failed."""
+        error = self.stopped.exception()
+        if error is None or isinstance(error, StopReading):
+            return "Stopped" if error or self.stopped.result() else "Done"
+        known = isinstance(error, ValueError | OSError)
+        return "Not read: " + (explain(error) if known else "the program has an error (see the server's log)")
+
+    @property
+    def curves(self) -> list[list[tuple[int, float]]]:
+        """Return the points (tokens read, perplexity so far), without a memory and with the one that grows."""
+        return [cumulative(chunks) for chunks in self.chunks.values()]
 
     @property
     def seconds_left(self) -> float | None:
         """Return how long this phase will take, as far as it has gone; None before its first step."""
-        return (time.monotonic() - self._began) * (self.total - self.done) / self.done if self.done else None
+        return (time.monotonic() - self.began) * (self.total - self.done) / self.done if self.done else None
 
     def advance(self, phase: str, done: int, total: int) -> None:
         """Record a step; raise `StopReading` if the job shall stop."""
         if phase != self.phase:
-            self._began = time.monotonic()
+            self.began = time.monotonic()
         self.phase, self.done, self.total = phase, done, total
         if self.stop.is_set():
             raise StopReading
 
 
-@dataclass
-class Answer:
-    """Answers to one question, as far as they are written: without a memory and, if there is one, with it."""
-
-    texts: list[str]
-    begun: bool = False
-    finished: Future | None = None
-
-
 class SharedModel:
-    """A base model in one thread of its own, which does what visitors ask for.
-
-    Args:
-        name: of the base, for the records of readings.
-        base: a causal LM without adapters, frozen.
-        tokenizer: its tokenizer.
-    """
+    """A base model in one thread of its own, which does what visitors ask for. For the arguments see `page.serve`."""
 
     def __init__(self, name: str, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.name, self._base, self._tokenizer = name, base, tokenizer
@@ -152,16 +150,10 @@ class SharedModel:
         """Begin a job, or let it wait for those before it: the memory is put on the shelf, also of a stopped job.
 
         Raises:
-            ValueError: the text is empty or too long, or too much waits already.
+            ValueError: too much waits already.
         """
-        if not job.text.strip():
-            raise ValueError("text must not be empty: paste one, or take one below")
-        if len(job.text) > MOST_CHARACTERS:
-            raise ValueError(f"text must have at most {MOST_CHARACTERS:,} characters, got {len(job.text):,}: cut it")
-        if not 0 <= job.questions <= MOST_QUESTIONS:
-            raise ValueError(f"questions must be from 0 to {MOST_QUESTIONS}, got {job.questions}: move the slider")
         with self._lock:
-            self._submit(_READING, lambda: self._read(job, shelf))
+            job.stopped = self._submit(_READING, lambda: self._read(job, shelf))
             self._jobs = [*(other for other in self._jobs if not other.ended), job]
 
     def jobs_before(self, job: Job) -> int:
@@ -169,41 +161,41 @@ class SharedModel:
         jobs = [other for other in self._jobs if not other.ended]
         return jobs.index(job) if job in jobs else 0
 
-    def ask(self, memory: Path | None, chats: Sequence[list[dict[str, str]]]) -> Answer:
+    def ask(self, memory: Path | None, chats: Sequence[Chat], on_text: Callable | None = None) -> Future[list[str]]:
         """Answer a question without a memory and, if there is one, with it.
 
         Args:
             memory: the memory's folder, or None.
-            chats: the turns of the chat without the memory, and of the one with it; the user's last.
+            chats: the chat without the memory, and the one with it.
+            on_text: is given the answers so far, a list of texts, after each token.
         """
-        answer = Answer([""] * (1 if memory is None else 2))
-        answer.finished = self._submit(_ANSWER, lambda: self._answer(answer, memory, chats))
-        return answer
+        return self._submit(_ANSWER, lambda: self._answer(memory, chats, on_text))
 
-    def combine(self, memories: Sequence[Path], out: Path) -> None:
-        """Save one memory that adds what the sum of others adds."""
-        if len(memories) < 2:
-            raise ValueError(f"two or more memories must be chosen to be combined, got {len(memories)}: choose more")
-        self._wait(lambda base: combine_memories(base, self.name, memories, [1.0] * len(memories), out))
+    def combine(self, shelf: Shelf, names: Sequence[str]) -> str:
+        """Put on a shelf one memory that adds what the sum of others adds, and return its name."""
+        if len(names) < 2:
+            raise ValueError(f"two or more memories must be chosen to be combined, got {len(names)}: choose more")
+        memories, weights = [shelf.find(name) for name in names], [1.0] * len(names)
+        with shelf.new(" and ".join(name[:24].rstrip() for name in names[:2])) as out:
+            self._wait(lambda base: conversion.combine_memories(base, self.name, memories, weights, out))
+        return out.name
 
-    def merge(self, memory: Path, archive: Path) -> None:
-        """Write the checkpoint of a merged memory into a zip archive."""
-        self._pack(archive, lambda base, out: merge_memory(base, self._tokenizer, memory, out))
-
-    def export(self, memory: Path, archive: Path) -> None:
-        """Write a memory as a LoRA adapter, and the base that it fits, into a zip archive."""
-        self._pack(archive, lambda base, out: export_memory(base, self._tokenizer, memory, out, base_path="base"))
+    def export(self, kind: str, memory: Path, archive: Path) -> None:
+        """Write a memory into a zip archive, as one of `EXPORTS`."""
+        if kind == "":
+            return pack(memory, archive, FILES)
+        write = conversion.merge_memory if kind == " merged" else partial(conversion.export_memory, base_path="base")
+        with tempfile.TemporaryDirectory() as directory:
+            out = Path(directory) / archive.stem
+            self._wait(lambda base: write(base, self._tokenizer, memory, out))
+            pack(out, archive)
 
     def check(self, memory: Path) -> None:
         """Raise a `ValueError` unless a folder holds a LOCAS memory for this base."""
-
-        def attach(base: PreTrainedModel) -> None:
-            with memory_attached(base, memory) as model:
-                kind = model.peft_config["default"].peft_type
-                if kind != "LOCAS":
-                    raise ValueError(f"memory must be of type LOCAS, got {kind!r}: upload one that locas has made")
-
-        self._wait(attach)
+        kind = load_memory_config(memory)["peft_type"]
+        if kind != "LOCAS":
+            raise ValueError(f"memory must be of type LOCAS, got {kind!r}: upload one that locas has made")
+        self._wait(lambda base: load_memory(base, memory))
 
     def close(self) -> None:
         """Stop all readings, keeping what was learned, and wait for their end."""
@@ -224,22 +216,19 @@ class SharedModel:
     def _wait(self, work: Callable[[PreTrainedModel], Any]) -> None:
         self._submit(_ANSWER, lambda: work(share_weights(self._base))).result()
 
-    def _pack(self, archive: Path, write: Callable[[PreTrainedModel, Path], Any]) -> None:
-        with tempfile.TemporaryDirectory() as directory:
-            out = Path(directory) / archive.stem
-            self._wait(lambda base: write(base, out))
-            pack(out, archive)
-
     def _run(self) -> None:
         while self._do_next() != _END:
             pass
 
     def _do_next(self) -> int:
         kind, _, future, work = self._work.get()
+        future.set_running_or_notify_cancel()
         try:
             future.set_result(work())
         except Exception as error:
-            future.set_exception(error)
+            if not isinstance(error, ValueError | OSError | StopReading):
+                _logger.exception("the page's work failed")
+            future.set_exception(error.with_traceback(None))  # its frames hold models
         return kind
 
     def _answer_waiting(self) -> None:
@@ -249,96 +238,74 @@ class SharedModel:
                 if kind == _ANSWER:
                     self._do_next()
 
-    def _stop_study(self, job: Job) -> None:
-        """End a self-study before a forward pass: a step of it takes up to a minute."""
-        if job.stop.is_set() and job.phase in ("writing", "learning"):
-            raise StopReading
+    def _answer(self, memory: Path | None, chats: Sequence[Chat], on_text: Callable | None) -> list[str]:
+        """Continue chats in one batch, the likeliest token each."""
+        base, rows, options = share_weights(self._base), [], {"on_text": on_text}
+        positions = count_positions(base)
+        for chat in chats[: 1 if memory is None else 2]:
+            most_tokens = None if positions is None else positions - ANSWER_TOKENS
+            rows.append(fit_turns(self._tokenizer, list(chat), most_tokens))
+            check_room(base, rows[-1], ANSWER_TOKENS, "question", "answer")
+        if memory is None:
+            return continue_texts(base, self._tokenizer, rows, ANSWER_TOKENS, **options)
+        with memory_attached(base, memory) as model:
+            options["adapters"] = ["__base__", "default"]
+            return continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, **options)
 
-    def _read(self, job: Job, shelf: Shelf) -> None:
-        try:
-            base = share_weights(self._base)
-            base.get_input_embeddings().register_forward_pre_hook(lambda *_: self._stop_study(job))
-            text = unwrap(job.text) if backbone.is_embedded(self.name) else job.text
-            ids = tokenize(self._tokenizer, text)
-            settings = self._choose_settings(base, len(ids), job.questions)
+    # ------------------------------------------------------------------ a reading
 
-            def follow(phase: str, points: list[tuple[int, float]]) -> Callable[[Chunk], None]:
-                chunks: list[Chunk] = []
+    def _read(self, job: Job, shelf: Shelf) -> bool:
+        """Read a job's text without a memory and with one, which is saved; return whether the job was stopped."""
+        base = share_weights(self._base)
 
-                def on_chunk(chunk: Chunk) -> None:
-                    chunks.append(chunk)
-                    points[:] = cumulative(chunks)
-                    job.advance(phase, chunk.stop, len(ids))
-                    if phase == "reading" and job.questions and chunk.stop == len(ids):
-                        job.advance("writing", 0, 1)  # the first exchanges take long
-                    self._answer_waiting()
+        def stop_study(*_: Any) -> None:  # before each forward pass: a step of a study takes up to a minute
+            if job.stop.is_set() and job.phase in ("write", "learn"):
+                raise StopReading
 
-                return on_chunk
+        base.get_input_embeddings().register_forward_pre_hook(stop_study)
+        text = unwrap(job.text) if backbone.is_embedded(self.name) else job.text
+        ids = tokenize(self._tokenizer, text)
+        settings = self._choose_settings(base, len(ids), job.questions)
 
-            def on_study(step: StudyStep) -> None:
-                job.exchanges += step.written
-                job.advance("writing" if step.phase == "write" else "learning", step.done, step.total)
-                if step.phase == "write" and step.done == step.total:
-                    job.advance("learning", 0, 1)
+        def follow(phase: str) -> Callable[[Chunk], None]:
+            job.advance(phase, 0, len(ids))
+
+            def on_chunk(chunk: Chunk) -> None:
+                job.chunks[phase].append(chunk)
+                job.advance(phase, chunk.stop, len(ids))
+                if phase == "read" and job.questions and chunk.stop == len(ids):
+                    job.advance("write", 0, 1)  # the first exchanges take long
                 self._answer_waiting()
 
-            job.advance("scoring", 0, len(ids))
-            on_chunk = follow("scoring", job.without)
-            for chunk in TestTimeTrainer(base, settings.for_base().training).read(ids):
-                on_chunk(chunk)
-            job.advance("reading", 0, len(ids))
-            on_chunk = follow("reading", job.with_memory)
-            with shelf.new(job.name) as folder:
-                reading = memorize(
-                    base, ids, settings, out=folder, on_chunk=on_chunk, on_study=on_study, tokenizer=self._tokenizer
-                )
-                job.memory = folder.name
-            job.outcome = "stopped" if reading.stopped else "done"
-        except StopReading:
-            job.outcome = "stopped"
-        except (ValueError, OSError) as error:
-            job.message, job.outcome = describe_refusal(error), "failed"
-        except Exception:
-            _logger.exception("a reading failed")
-            job.message, job.outcome = "the program has an error, which is in the server's log", "failed"
+            return on_chunk
+
+        def on_study(step: StudyStep) -> None:
+            job.exchanges += step.written
+            job.advance(step.phase, step.done, step.total)
+            if step.phase == "write" and step.done == step.total:
+                job.advance("learn", 0, 1)
+            self._answer_waiting()
+
+        on_chunk = follow("score")
+        for chunk in TestTimeTrainer(base, settings.for_base().training).read(ids):
+            on_chunk(chunk)
+        options = {"on_chunk": follow("read"), "on_study": on_study, "tokenizer": self._tokenizer}
+        with shelf.new(job.name) as folder:
+            reading = memorize(base, ids, settings, out=folder, **options)
+            job.memory = folder.name
+        return reading.stopped
 
     def _choose_settings(self, base: PreTrainedModel, tokens: int, questions: int) -> CompleteSettings:
         gated = all(ffn.gated for ffn in find_ffns(base).values())
-        window = min(512, count_positions(base) or 512)
+        window = min(WINDOW, count_positions(base) or WINDOW)
         return ReadingSettings(
             method="locas-glu" if gated else "locas-mlp",
             window=window,
             stride=max(min(tokens // LEAST_CHUNKS, window // 2), window // 16),
             model=self.name,
-            **({"study": True, "exchanges": questions} if questions else {}),
+            study=questions > 0,
+            exchanges=questions or None,
         ).complete(base, self._tokenizer)
-
-    def _answer(self, answer: Answer, memory: Path | None, chats: Sequence[list[dict[str, str]]]) -> None:
-        answer.begun = True
-        base = share_weights(self._base)
-        if memory is None:
-            self._generate(base, answer, chats[:1])
-            return
-        with memory_attached(base, memory) as model:
-            self._generate(model, answer, chats, adapters=["__base__", "default"])
-
-    def _generate(self, model: Any, answer: Answer, chats: Sequence[list[dict[str, str]]], **options: Any) -> None:
-        """Continue chats in one batch, the likeliest token each, and write the texts so far into the answer."""
-
-        def show(texts: list[str]) -> None:
-            answer.texts = [text.strip() for text in texts]
-
-        rows = [self._encode(list(chat)) for chat in chats]
-        continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, on_text=show, **options)
-
-    def _encode(self, chat: list[dict[str, str]]) -> list[int]:
-        """Return the ids of a chat, without its oldest turns where it is too long; a model without turns gets one."""
-        positions = count_positions(self._base)
-        most_tokens = None if positions is None else positions - ANSWER_TOKENS
-        ids = fit_turns(self._tokenizer, chat, most_tokens)
-        if most_tokens is not None and len(ids) > most_tokens:
-            raise ValueError(f"question must have at most {most_tokens} tokens, got {len(ids)}: shorten it")
-        return ids
 
 
 @dataclass
@@ -354,9 +321,10 @@ class Visitor:
 class Visitors:
     """The browsers that use the page, by a secret key that each keeps.
 
+    Beyond `MOST_VISITORS`, a new visitor replaces the one who was away longest and whose reading has ended.
+
     Args:
-        shelf: the folder that all share; None for a temporary one each, which `close` removes. The visitor whom more
-            than `MOST_VISITORS` others came after is forgotten.
+        shelf: the folder that all share; None for a temporary one each, which `close` removes.
     """
 
     def __init__(self, shelf: Path | None = None):
@@ -368,7 +336,7 @@ class Visitors:
     def find(self, key: Any) -> Visitor:
         """Return the visitor with a key; a new one, with another key, where there is none."""
         with self._lock:
-            visitor = (self._visitors.pop(key, None) if isinstance(key, str) else None) or self._make()
+            visitor = self._visitors.pop(str(key), None) or self._make()
             self._visitors[visitor.key] = visitor  # the last one used is the last
             return visitor
 
