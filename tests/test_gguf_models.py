@@ -230,7 +230,7 @@ def test_the_card_of_a_memory_says_how_its_base_is_loaded(tmp_path, assets):
     settings = ReadingSettings(r=4, window=16, stride=8, anchor=0.0, model=str(path))
     memorize(model, tokenize(tokenizer, "A lighthouse that does not exist."), settings, out=tmp_path / "memory")
     card = (tmp_path / "memory" / "README.md").read_text()
-    assert f"from locas_peft.loading import load_base\n\nbase, tokenizer = load_base({str(path)!r})" in card
+    assert f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({str(path)!r})" in card
 
 
 # ---------------------------------------------------------------------- bad input

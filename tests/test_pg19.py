@@ -149,7 +149,7 @@ def test_a_reading_of_another_process_is_left_to_it(call, pg19, tmp_path, monkey
     read, widths = pg19.read, []
 
     def release_after_the_first(base, ids, settings, *rest):
-        widths.append(settings.r)
+        widths.append(settings.method.r)
         value = read(base, ids, settings, *rest)
         if len(widths) == 1:
             lock.release()

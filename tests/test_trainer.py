@@ -168,7 +168,9 @@ def test_the_first_chunk_of_a_fresh_adapter_scores_as_the_base_does(kind, contex
 def test_a_memory_is_calibrated_on_the_first_chunk_alone(monkeypatch):
     seen, calibrate = [], loop.calibrate
     monkeypatch.setattr(
-        loop, "calibrate", lambda model, batches, name: (seen.extend(batches), calibrate(model, batches, name))
+        loop,
+        "calibrate",
+        lambda model, batches, name, **options: (seen.extend(batches), calibrate(model, batches, name, **options)),
     )
     ids, trainer = make_ids(40), make_trainer(readings=2)
     assert list(trainer.read(ids))

@@ -1,22 +1,21 @@
 """Visitors of the page, and the one model that they share.
 
-One thread owns the model. It does one reading at a time; after each chunk and each step of a reading it answers the
-questions that wait. Each piece of work has its own modules around the same weights (`share_weights`), so that a
-memory, read, asked or merged, touches no other, and a question never meets an adapter that is being trained.
+Readings run in one thread, one after the other, and answers in another. Whoever holds the lock may use the model; a
+reading leaves it after each chunk and each step to the questions that wait. Each piece of work has its own modules
+around the same weights (`share_weights`), so that a memory, read, asked or merged, touches no other, and a question
+never meets an adapter that is being trained.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import queue
 import secrets
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,8 +48,6 @@ MOST_WAITING = 32
 MOST_VISITORS = 200
 EXPORTS = ("", " merged", " as LoRA")
 """What a memory is written as, at the end of its file's name: itself, a checkpoint, or a LoRA with its base."""
-_ANSWER, _READING, _END = range(3)
-"""Kinds of work, the most urgent first."""
 _logger = logging.getLogger(__name__)
 Chat = list[dict[str, str]]
 """The turns of a conversation (see `asking.encode_turns`), the user's last."""
@@ -137,12 +134,11 @@ class SharedModel:
     def __init__(self, name: str, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.name, self._base, self._tokenizer = name, base, tokenizer
         self.can_chat = can_chat(tokenizer)
-        self._work: queue.PriorityQueue = queue.PriorityQueue()
-        self._numbers = itertools.count()
+        self._readings, self._answers = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._in_use = threading.Lock()  # the model
+        self._waiting: list[Future] = []
         self._jobs: list[Job] = []
-        self._lock = threading.Lock()  # of the jobs
-        self._thread = threading.Thread(target=self._run, name="model", daemon=True)
-        self._thread.start()
+        self._lock = threading.Lock()  # of the lists
 
     # ------------------------------------------------------------- what visitors ask for
 
@@ -152,8 +148,8 @@ class SharedModel:
         Raises:
             ValueError: too much waits already.
         """
+        job.stopped = self._submit(self._readings, lambda: self._read(job, shelf))
         with self._lock:
-            job.stopped = self._submit(_READING, lambda: self._read(job, shelf))
             self._jobs = [*(other for other in self._jobs if not other.ended), job]
 
     def jobs_before(self, job: Job) -> int:
@@ -169,7 +165,7 @@ class SharedModel:
             chats: the chat without the memory, and the one with it.
             on_text: is given the answers so far, a list of texts, after each token.
         """
-        return self._submit(_ANSWER, lambda: self._answer(memory, chats, on_text))
+        return self._submit(self._answers, lambda: self._answer(memory, chats, on_text))
 
     def combine(self, shelf: Shelf, names: Sequence[str]) -> str:
         """Put on a shelf one memory that adds what the sum of others adds, and return its name."""
@@ -201,42 +197,37 @@ class SharedModel:
         """Stop all readings, keeping what was learned, and wait for their end."""
         for job in self._jobs:
             job.stop.set()
-        self._submit(_END, lambda: None)
-        self._thread.join()
+        self._readings.shutdown()
+        self._answers.shutdown()
 
-    # ------------------------------------------------------------------ the model's thread
+    # ------------------------------------------------------------------ the model's threads
 
-    def _submit(self, kind: int, work: Callable[[], Any]) -> Future:
-        if self._work.qsize() >= MOST_WAITING and kind != _END:
-            raise ValueError(f"at most {MOST_WAITING} readings and questions can wait: try again later")
-        future: Future = Future()
-        self._work.put((kind, next(self._numbers), future, work))
-        return future
+    def _submit(self, executor: ThreadPoolExecutor, work: Callable[[], Any]) -> Future:
+        def run() -> Any:
+            # The random state is that of a reading, which an answer may interrupt.
+            with self._in_use, torch.random.fork_rng():
+                try:
+                    return work()
+                except Exception as error:
+                    if not isinstance(error, ValueError | OSError | StopReading):
+                        _logger.exception("the page's work failed")
+                    raise error.with_traceback(None) from None  # its frames hold models
+
+        with self._lock:
+            self._waiting = [future for future in self._waiting if not future.running() and not future.done()]
+            if len(self._waiting) >= MOST_WAITING:
+                raise ValueError(f"at most {MOST_WAITING} readings and questions can wait: try again later")
+            self._waiting.append(executor.submit(run))
+            return self._waiting[-1]
 
     def _wait(self, work: Callable[[PreTrainedModel], Any]) -> None:
-        self._submit(_ANSWER, lambda: work(share_weights(self._base))).result()
-
-    def _run(self) -> None:
-        while self._do_next() != _END:
-            pass
-
-    def _do_next(self) -> int:
-        kind, _, future, work = self._work.get()
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(work())
-        except Exception as error:
-            if not isinstance(error, ValueError | OSError | StopReading):
-                _logger.exception("the page's work failed")
-            future.set_exception(error.with_traceback(None))  # its frames hold models
-        return kind
+        self._submit(self._answers, lambda: work(share_weights(self._base))).result()
 
     def _answer_waiting(self) -> None:
-        """Answer the questions that wait now, between two steps of a reading, which does not count the time."""
-        with torch.random.fork_rng():  # the reading draws what it would have drawn
-            for kind, *_ in list(self._work.queue):  # others put work in, this thread alone takes it out
-                if kind == _ANSWER:
-                    self._do_next()
+        """Leave the model to the questions that wait now, between two steps of a reading, which are timed alone."""
+        self._in_use.release()
+        self._answers.submit(lambda: None).result()
+        self._in_use.acquire()
 
     def _answer(self, memory: Path | None, chats: Sequence[Chat], on_text: Callable | None) -> list[str]:
         """Continue chats in one batch, the likeliest token each."""
