@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM
 
 from locas_command import program as cli
 from locas_peft import LocasConfig, backbone, calibrate
-from locas_peft.app import sessions, shelf
+from locas_peft.app import sessions
 from locas_peft.app.sessions import Job, SharedModel, Visitors
-from locas_peft.app.shelf import Shelf, check_name
+from locas_peft.library import Library, check_name
 from locas_peft.memories import FILES, READING, describe_memory, memory_attached
 from locas_peft.memories import archive as archives
 from locas_peft.memories.archive import pack
@@ -83,7 +83,7 @@ def visitors():
     found.close()
 
 
-def put(folder: Shelf, made: Path, name: str) -> Path:
+def put(folder: Library, made: Path, name: str) -> Path:
     with folder.new(name) as target:
         shutil.copytree(made, target)
     return target
@@ -112,74 +112,76 @@ def digest(folder: Path) -> str:
     "name", ["", "..", ".", "../x", "a/b", "a\\b", ".hidden", "/etc", "a\0", "a\n", "x" * 61, "a."]
 )
 def test_a_name_that_could_leave_the_shelf_is_refused(name, tmp_path, made):
-    folder = Shelf(tmp_path / "shelf")
+    folder = Library(tmp_path / "shelf")
     put(folder, made, "one")
     if name.strip() != "a":
         with pytest.raises(ValueError, match="name must be at most 60"):
             check_name(name)
         with pytest.raises(ValueError, match="name must be at most 60"):
             folder.rename("one", name)
-    for use in (folder.find, folder.delete, folder.bytes_of):
+    for use in (folder.find, folder.forget, folder.bytes_of):
         with pytest.raises(ValueError, match="there is no memory"):
             use(name)
-    assert folder.list_names() == ["one"] and os.listdir(tmp_path) == ["shelf"]
+    assert folder.list() == ["one"] and os.listdir(tmp_path) == ["shelf"]
 
 
 def test_memories_are_renamed_and_deleted_and_names_stay_apart(tmp_path, made):
-    folder = Shelf(tmp_path)
+    folder = Library(tmp_path)
     for _ in range(2):
         put(folder, made, "one")
     put(folder, made, "Zwei ü (3)")
-    assert sorted(folder.list_names()) == ["Zwei ü (3)", "one", "one 2"]
+    assert sorted(folder.list()) == ["Zwei ü (3)", "one", "one 2"]
     assert folder.rename("Zwei ü (3)", " ONE ") == "ONE 3"  # file systems that ignore case
     assert folder.rename("one", "one") == "one"
     (tmp_path / "one" / "notes.txt").write_text("not ours")
-    folder.delete("one")
-    folder.delete("one 2")
-    assert folder.list_names() == ["ONE 3"] and (tmp_path / "one" / "notes.txt").exists()
-    assert not (tmp_path / "one 2").exists()
-    with pytest.raises(ValueError, match="there is no memory 'one 2' on this shelf: choose one of the list"):
+    with pytest.raises(ValueError, match="got 'notes.txt' too: move it away first"):
+        folder.forget("one")
+    assert sorted(folder.list()) == ["ONE 3", "one", "one 2"]
+    (tmp_path / "one" / "notes.txt").unlink()
+    folder.forget("one")
+    folder.forget("one 2")
+    assert os.listdir(tmp_path) == ["ONE 3"]
+    with pytest.raises(ValueError, match="there is no memory 'one 2' in this library: choose one of the list"):
         folder.find("one 2")
 
 
 def test_a_memory_that_is_being_made_keeps_its_name(tmp_path, made):
-    folder = Shelf(tmp_path)
+    folder = Library(tmp_path)
     with folder.new("one") as first, folder.new("one") as second:
         assert (first.name, second.name) == ("one", "one 2")
-        assert folder.list_names() == []
+        assert folder.list() == []
     with folder.new("one") as again:
         assert again.name == "one"
 
 
-def test_a_full_shelf_takes_no_more(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(shelf, "MOST_MEMORIES", 1)
-    folder = Shelf(tmp_path)
+def test_a_full_shelf_takes_no_more(tmp_path, made):
+    folder = Library(tmp_path, most=1)
     put(folder, made, "one")
-    with pytest.raises(ValueError, match="this shelf must hold at most 1 memories: delete some first"):
+    with pytest.raises(ValueError, match="this library must hold at most 1 memories: forget some first"):
         put(folder, made, "two")
 
 
 def test_links_are_not_followed(tmp_path, made):
-    folder = Shelf(tmp_path / "shelf")
+    folder = Library(tmp_path / "shelf")
     (tmp_path / "shelf" / "link").symlink_to(made, target_is_directory=True)
-    assert folder.list_names() == []
+    assert folder.list() == []
     with pytest.raises(ValueError, match="there is no memory 'link'"):
-        folder.delete("link")
+        folder.forget("link")
     put(folder, made, "one")
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "shelf" / "one" / "README.md").unlink()
     (tmp_path / "shelf" / "one" / "README.md").symlink_to(tmp_path / "secret")
     pack(folder.find("one"), tmp_path / "one.zip", FILES)
     assert "one/README.md" not in zipfile.ZipFile(tmp_path / "one.zip").namelist()
-    folder.delete("one")
+    folder.forget("one")
     assert (tmp_path / "secret").read_text() == "secret" and describe_memory(made)
 
 
 def test_a_memory_comes_back_out_of_its_archive(tmp_path, made):
-    folder, checked = Shelf(tmp_path / "shelf"), []
+    folder, checked = Library(tmp_path / "shelf"), []
     put(folder, made, "one")
     pack(folder.find("one"), tmp_path / "one.zip", FILES)
-    assert folder.add(tmp_path / "one.zip", "one", checked.append) == "one 2"
+    assert folder.unpack(tmp_path / "one.zip", "one", checked.append) == "one 2"
     assert digest(folder.find("one 2")) == digest(made) and len(checked) == 1
 
 
@@ -210,19 +212,19 @@ def test_a_hostile_archive_is_refused_and_nothing_is_left_of_it(entries, message
     with zipfile.ZipFile(archive, "w") as packed:
         for each in entries:
             packed.writestr(each, "{}")
-    folder = Shelf(tmp_path / "in" / "shelf")
+    folder = Library(tmp_path / "in" / "shelf")
     with pytest.raises(ValueError, match=message):
-        folder.add(archive, "hostile", describe_memory)
+        folder.unpack(archive, "hostile", describe_memory)
     assert list((tmp_path / "in").rglob("*")) == [tmp_path / "in" / "shelf"]
 
 
 def test_an_archive_that_unpacks_to_too_much_or_is_damaged_is_refused(tmp_path, made, monkeypatch):
-    folder, archive = Shelf(tmp_path / "shelf"), tmp_path / "x.zip"
+    folder, archive = Library(tmp_path / "shelf"), tmp_path / "x.zip"
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr(CONFIG, bytes(5_000_000))
     monkeypatch.setattr(archives, "MOST_BYTES", 3_000_000)
     with pytest.raises(ValueError, match="a memory must have at most 3,000,000 bytes, got more: upload less"):
-        folder.add(archive, "x", lambda memory: None)
+        folder.unpack(archive, "x", lambda memory: None)
     claims_less = archive.read_bytes().replace((5_000_000).to_bytes(4, "little"), (9).to_bytes(4, "little"))
     put(folder, made, "one")
     pack(folder.find("one"), archive, FILES)
@@ -230,26 +232,26 @@ def test_an_archive_that_unpacks_to_too_much_or_is_damaged_is_refused(tmp_path, 
     for broken in (claims_less, b"", b"PK", sound[:-30], sound.replace(b"locas_", b"LOCAS_", 1), b"x" * 99):
         archive.write_bytes(broken)
         with pytest.raises(ValueError, match="the archive must be a sound zip of a memory"):
-            folder.add(archive, "x", lambda memory: None)
+            folder.unpack(archive, "x", lambda memory: None)
     assert os.listdir(tmp_path / "shelf") == ["one"]
 
 
 def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_server(tmp_path, made, model):
-    folder = Shelf(tmp_path / "shelf")
+    folder = Library(tmp_path / "shelf")
     put(folder, made, "one")
     config = folder.find("one") / CONFIG
     config.write_text(json.dumps({**json.loads(config.read_text()), "r": 10**9}))
     pack(folder.find("one"), tmp_path / "one.zip", FILES)
     with pytest.raises(ValueError) as refusal:
-        folder.add(tmp_path / "one.zip", "two", model.check)
+        folder.unpack(tmp_path / "one.zip", "two", model.check)
     assert str(tmp_path) not in str(refusal.value) and "\n" not in str(refusal.value)
     other = get_peft_model(make_host("llama"), LocasConfig(r=2))
     calibrate(other, [torch.arange(3, 30)[None]])
     other.save_pretrained(str(tmp_path / "other"), save_embedding_layers=False)
     pack(tmp_path / "other", tmp_path / "other.zip", FILES)
     with pytest.raises(ValueError, match="this memory was made for another base"):
-        folder.add(tmp_path / "other.zip", "two", model.check)
-    assert folder.list_names() == ["one"]
+        folder.unpack(tmp_path / "other.zip", "two", model.check)
+    assert folder.list() == ["one"]
 
 
 # --------------------------------------------------------------------------------------------------------- sessions
@@ -332,7 +334,7 @@ def test_stop_keeps_what_was_learned_and_a_reading_that_waits_is_stopped_before_
     assert 0 < len(long.chunks["read"]) < len(long.chunks["score"])
     assert json.loads((one.shelf.find("long") / READING).read_text())["stopped"] is True
     assert describe_memory(one.shelf.find("long"))["learned"] is True
-    assert waiting.memory is None and two.shelf.list_names() == [] and waiting.chunks["read"] == []
+    assert waiting.memory is None and two.shelf.list() == [] and waiting.chunks["read"] == []
 
 
 def test_closing_keeps_what_was_learned(loaded, visitors):
@@ -342,7 +344,7 @@ def test_closing_keeps_what_was_learned(loaded, visitors):
     while not job.chunks["read"]:
         time.sleep(0.01)
     model.close()
-    assert job.outcome == "Stopped" and visitor.shelf.list_names() == ["long"]
+    assert job.outcome == "Stopped" and visitor.shelf.list() == ["long"]
 
 
 def test_what_the_model_asks_itself_is_listed_and_stop_ends_the_writing(model, visitors):
@@ -388,10 +390,10 @@ def test_visitors_have_shelves_of_their_own_unless_they_share_one(visitors, tmp_
     one, two = visitors.find(None), visitors.find("made up")
     assert one.key != two.key != "made up" and visitors.find(one.key) is one
     put(one.shelf, made, "one")
-    assert two.shelf.list_names() == [] and visitors.find([1]).shelf.list_names() == []
+    assert two.shelf.list() == [] and visitors.find([1]).shelf.list() == []
     shared = Visitors(tmp_path)
     put(shared.find(None).shelf, made, "one")
-    assert shared.find(None).shelf.list_names() == ["one"]
+    assert shared.find(None).shelf.list() == ["one"]
     shared.close()
     assert (tmp_path / "one").exists()
     visitors.close()
@@ -418,7 +420,7 @@ def test_what_is_made_of_memories_leaves_the_model_as_it_is(model, loaded, visit
     model.export(" as LoRA", one, tmp_path / "lora.zip")
     assert base.config.to_dict() == config
     assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
-    assert folder.list_names()[0] == "one and two" and describe_memory(both)["r"] == 4
+    assert folder.list()[0] == "one and two" and describe_memory(both)["r"] == 4
     zipfile.ZipFile(tmp_path / "merged.zip").extractall(tmp_path)
     with zipfile.ZipFile(tmp_path / "lora.zip") as packed:
         assert "lora/adapter/adapter_model.safetensors" in packed.namelist()

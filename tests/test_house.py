@@ -11,6 +11,7 @@ PACKAGE = ROOT / "src" / "locas_peft"
 FLOORS = [
     ["app", "demo"],
     ["evaluation"],
+    ["library"],
     ["reading"],
     ["units"],
     ["progress"],

@@ -1,6 +1,6 @@
 """The page of `locas app`: read a text, ask with and without the memory, keep memories on a shelf.
 
-`shelf.py` is the folder of memories, `sessions.py` the visitors and the model that they share, `page.py` the layout.
+The shelf is a `library.Library`, `sessions.py` the visitors and the model that they share, `page.py` the layout.
 
 Who sees what: each browser has a shelf of its own, in a temporary folder that is removed when the server ends. A key
 in the browser's storage leads to it, so that a reloaded page and a second tab show it again. With `shelf=DIR` all

@@ -1,4 +1,4 @@
-"""The layout of the page, in gradio. It shows what `sessions.py` and `shelf.py` do; all work is done there."""
+"""The layout of the page, in gradio. It shows what `sessions.py` does; all work is done there."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import pandas as pd
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import demo
+from ..library import Library
 from ..memories import describe_memory
 from ..memories.archive import MOST_BYTES
 from ..reading import StudySettings
 from ..text import load_text, python_reference
 from .sessions import EXPORTS, MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors, explain
-from .shelf import Shelf
 
 __all__ = ["build", "serve"]
 
@@ -188,7 +188,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             return register
 
         def show_shelf(visitor: Visitor, asked: str | None = None, chosen: Sequence[str | None] = ()) -> list:
-            names = visitor.shelf.list_names()
+            names = visitor.shelf.list()
             labels = [(f"{name}  ·  {visitor.shelf.bytes_of(name) / 1e6:.1f} MB", name) for name in names]
             asked = asked if asked in names else next(iter(names), None)
             chosen = [name for name in chosen if name in names]
@@ -306,13 +306,13 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 return show_shelf(visitor, name or asked, [name])
 
         change(new_name.submit, [new_name], lambda shelf, chosen, name: shelf.rename(_only(chosen), name))
-        change(confirmed.click, [], lambda shelf, chosen: shelf.delete(_only(chosen)))
+        change(confirmed.click, [], lambda shelf, chosen: shelf.forget(_only(chosen)))
         change(combine.click, [], model.combine, "minimal")
 
         @on(upload.upload, [upload], [upload, *shelf_view], "minimal")
         def put_on_shelf(visitor: Visitor, path: str) -> Iterator[list]:
             yield [None, gr.skip(), gr.skip()]  # the field is empty again, also where the memory is refused
-            name = visitor.shelf.add(Path(path), _propose_name(path), model.check)
+            name = visitor.shelf.unpack(Path(path), _propose_name(path), model.check)
             yield [None, *show_shelf(visitor, name, [name])]
 
         def offer(kind: str) -> Callable[..., Iterator[gr.File]]:
@@ -432,7 +432,7 @@ def _show_exchanges(job: Job | None) -> gr.HTML:
     return gr.HTML(f"{title}<ul class='exchanges'>{items}</ul>", visible=True)
 
 
-def _about(shelf: Shelf | None, chosen: list[str]) -> str:
+def _about(shelf: Library | None, chosen: list[str]) -> str:
     """Return a line about the memories that are chosen on the shelf."""
     if shelf is None or not chosen:
         return "<p class='line'>Choose one memory to rename, download or delete it, or several to combine them.</p>"

@@ -26,6 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
 from ..asking import can_chat, check_room, continue_texts, fit_turns
+from ..library import Library
+from ..library.routing import make_sample
 from ..memories import FILES, conversion, load_memory, load_memory_config, memory_attached, share_weights
 from ..memories.archive import pack
 from ..model import count_positions
@@ -34,7 +36,6 @@ from ..selfstudy import Exchange, StudyStep
 from ..text import tokenize, unwrap
 from ..ttt import Chunk, TestTimeTrainer, cumulative
 from ..tuner import find_ffns
-from .shelf import Shelf
 
 __all__ = ["EXPORTS", "MOST_CHARACTERS", "MOST_QUESTIONS", "Job", "SharedModel", "Visitor", "Visitors", "explain"]
 
@@ -46,6 +47,8 @@ MOST_CHARACTERS = 2_000_000
 MOST_QUESTIONS = 32
 MOST_WAITING = 32
 MOST_VISITORS = 200
+MOST_MEMORIES = 100
+"""On a shelf."""
 EXPORTS = ("", " merged", " as LoRA")
 """What a memory is written as, at the end of its file's name: itself, a checkpoint, or a LoRA with its base."""
 _logger = logging.getLogger(__name__)
@@ -142,7 +145,7 @@ class SharedModel:
 
     # ------------------------------------------------------------- what visitors ask for
 
-    def read(self, job: Job, shelf: Shelf) -> None:
+    def read(self, job: Job, shelf: Library) -> None:
         """Begin a job, or let it wait for those before it: the memory is put on the shelf, also of a stopped job.
 
         Raises:
@@ -167,7 +170,7 @@ class SharedModel:
         """
         return self._submit(self._answers, lambda: self._answer(memory, chats, on_text))
 
-    def combine(self, shelf: Shelf, names: Sequence[str]) -> str:
+    def combine(self, shelf: Library, names: Sequence[str]) -> str:
         """Put on a shelf one memory that adds what the sum of others adds, and return its name."""
         if len(names) < 2:
             raise ValueError(f"two or more memories must be chosen to be combined, got {len(names)}: choose more")
@@ -245,7 +248,7 @@ class SharedModel:
 
     # ------------------------------------------------------------------ a reading
 
-    def _read(self, job: Job, shelf: Shelf) -> bool:
+    def _read(self, job: Job, shelf: Library) -> bool:
         """Read a job's text without a memory and with one, which is saved; return whether the job was stopped."""
         base = share_weights(self._base)
 
@@ -280,7 +283,12 @@ class SharedModel:
         on_chunk = follow("score")
         for chunk in TestTimeTrainer(base, settings.for_base().training).read(ids):
             on_chunk(chunk)
-        options = {"on_chunk": follow("read"), "on_study": on_study, "tokenizer": self._tokenizer}
+        options = {
+            "on_chunk": follow("read"),
+            "on_study": on_study,
+            "tokenizer": self._tokenizer,
+            "sample": make_sample(text),
+        }
         with shelf.new(job.name) as folder:
             reading = memorize(base, ids, settings, out=folder, **options)
             job.memory = folder.name
@@ -304,7 +312,7 @@ class Visitor:
     """A browser: its shelf, the folder for what it downloads, and the reading that it began last."""
 
     key: str
-    shelf: Shelf
+    shelf: Library
     downloads: Path
     job: Job | None = None
 
@@ -319,7 +327,7 @@ class Visitors:
     """
 
     def __init__(self, shelf: Path | None = None):
-        self._shared = None if shelf is None else Shelf(shelf)
+        self._shared = None if shelf is None else Library(shelf, MOST_MEMORIES)
         self.folder = Path(tempfile.mkdtemp(prefix="locas-app-"))
         self._visitors: dict[str, Visitor] = {}
         self._lock = threading.Lock()
@@ -341,4 +349,6 @@ class Visitors:
             shutil.rmtree(self._visitors.pop(idle[0].key).downloads.parent, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         (folder / "downloads").mkdir()
-        return Visitor(secrets.token_urlsafe(), self._shared or Shelf(folder / "shelf"), folder / "downloads")
+        return Visitor(
+            secrets.token_urlsafe(), self._shared or Library(folder / "shelf", MOST_MEMORIES), folder / "downloads"
+        )

@@ -17,11 +17,13 @@ from .card import CARD
 from .checkpoint import CHECKPOINT_FOLDER, has_checkpoint
 from .loading import MEMORY_CONFIG
 
-__all__ = ["FILES", "READING", "check_vacant", "save_memory", "upload_memory"]
+__all__ = ["FILES", "READING", "SAMPLE", "check_vacant", "save_memory", "upload_memory"]
 
 READING = "reading.json"
 """The file in a memory's folder that holds the reading that made it."""
-FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES)
+SAMPLE = "sample.txt"
+"""The file in a memory's folder that holds pieces of its text, by which a library finds it."""
+FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES, SAMPLE)
 """The files of a memory; no other is packed, unpacked or deleted."""
 
 

@@ -16,7 +16,7 @@ from ..checks import describe_difference
 from ..files import finish_replacement, load_json, write_json
 from ..memories.card import escape, make_card
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
-from ..memories.folder import READING, save_memory
+from ..memories.folder import READING, SAMPLE, save_memory
 from ..memories.loading import MEMORY_CONFIG
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
@@ -168,19 +168,26 @@ def find_finished(
 
 
 def save_reading(
-    model: PeftModel, directory: str | Path, reading: Reading, exchanges: Sequence[Exchange] | None = None
+    model: PeftModel,
+    directory: str | Path,
+    reading: Reading,
+    exchanges: Sequence[Exchange] | None = None,
+    sample: str | None = None,
 ) -> None:
-    """Write the memory of a reading into a folder, whole or not at all, with its record and its exchanges."""
+    """Write the memory of a reading into a folder, whole or not at all, with its record, exchanges and sample."""
 
     def add_files(folder: Path) -> None:
         write_json(folder / READING, reading.to_json())
         if exchanges is not None:
             save_exchanges(folder / EXCHANGES, exchanges)
+        if sample is not None:
+            (folder / SAMPLE).write_text(sample, encoding="utf-8")
 
     card = _make_card(model.peft_config[model.active_adapter], reading)
     save_memory(model, directory, reading.settings.model, card, add_files=add_files)
-    if exchanges is None:
-        (Path(directory) / EXCHANGES).unlink(missing_ok=True)  # of the memory that this one replaces
+    for name, value in ((EXCHANGES, exchanges), (SAMPLE, sample)):
+        if value is None:
+            (Path(directory) / name).unlink(missing_ok=True)  # of the memory that this one replaces
 
 
 def _make_card(config: PeftConfig, reading: Reading) -> str:

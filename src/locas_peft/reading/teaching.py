@@ -64,6 +64,7 @@ def memorize(
     tokenizer: Any = None,
     exchanges: Sequence[Exchange] | None = None,
     on_study: Callable[[StudyStep], None] | None = None,
+    sample: str | None = None,
 ) -> Reading:
     """Read a text with one method, from a fresh adapter or a checkpoint to the figures and the saved memory.
 
@@ -86,6 +87,7 @@ def memorize(
         tokenizer: of the base; needed for a self-study (`settings.study`).
         exchanges: studied in place of those that the model would write (see `SelfStudy`).
         on_study: called after each step of a self-study.
+        sample: of the text, saved beside the memory: a `Library` finds it by this.
 
     Returns:
         The reading.
@@ -135,7 +137,7 @@ def memorize(
         figures = {"studied": studied, "stopped": stopped, "memory_dir": memory_dir, "title": title}
         reading = _make_reading(trainer, settings, input_ids, peak, **figures)
         if out is not None:
-            save_reading(model, out, reading, None if study is None else study.exchanges)
+            save_reading(model, out, reading, None if study is None else study.exchanges, sample)
         if folder is not None and out is not None:
             checkpoint.remove(folder)
     return reading

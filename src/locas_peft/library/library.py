@@ -1,0 +1,274 @@
+"""A library: a folder whose subfolders are memories of one base, each under the name of its subfolder.
+
+The folder is the index: there is no other file that could disagree with it. Opening, listing and routing read no
+tensor. Names may come from strangers: no path is made of anything but a name that `check_name` accepts, and links are
+not followed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from ..asking import Question, ask
+from ..files import staged
+from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
+from ..memories.archive import unpack
+from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
+from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
+from ..text import tokenize
+from .routing import ROUTERS, list_passages, make_sample
+
+__all__ = ["Library", "RoutedAnswer", "check_name"]
+
+_NAME = re.compile(r"[^\W_][\w .()-]{0,58}[\w)]|[^\W_]")
+_FORGOTTEN = ".forgotten"
+
+
+@dataclass(frozen=True)
+class RoutedAnswer:
+    """An answer, and the names of the memories that gave it: none where the base answered alone."""
+
+    question: Question
+    answer: str
+    memories: tuple[str, ...]
+
+
+def check_name(name: str) -> str:
+    """Return a memory's name, without the space around it; a `ValueError` where it cannot name a folder everywhere."""
+    name = name.strip()
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            "name must be at most 60 letters, digits, spaces or any of . ( ) _ - and begin with a letter or digit, "
+            f"got {name[:60]!r}: choose another"
+        )
+    return name
+
+
+class Library:
+    """The memories in a folder, which is made where it does not exist. Threads and processes may share it.
+
+    Args:
+        folder: holds the memories' folders.
+        most: the most memories that it may hold; None for any number.
+
+    Example:
+        >>> library = Library("notes")
+        >>> library.add(base, tokenizer, text, "monday", ReadingSettings(study=True))
+        >>> library.ask(base, tokenizer, [Question("Who lit the lamp?")])
+    """
+
+    def __init__(self, folder: str | Path, most: int | None = None):
+        self.folder, self._most = Path(folder), most
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for left in self.folder.glob(f".*{_FORGOTTEN}"):  # by a process that was killed while it forgot a memory
+            shutil.rmtree(left, ignore_errors=True)
+        self._lock = threading.Lock()
+        self._reserved: set[str] = set()  # of memories that are being made
+
+    # ------------------------------------------------------------------ names and folders
+
+    def list(self) -> list[str]:
+        """Return the memories' names, the latest first."""
+        entries = [entry for entry in os.scandir(self.folder) if self._holds(entry.name)]
+        return [entry.name for entry in sorted(entries, key=lambda entry: -entry.stat().st_mtime)]
+
+    def find(self, name: str | None) -> Path:
+        """Return the folder of a memory; a `ValueError` where there is none of that name."""
+        if not self._holds(name or ""):
+            raise ValueError(f"there is no memory {name or ''!r} in this library: choose one of the list")
+        return self.folder / name
+
+    def choose_folder(self, name: str) -> Path:
+        """Return the folder for a memory of a name, which may exist.
+
+        Raises:
+            ValueError: the name is not one, differs from another only by its case, or the library is full.
+        """
+        name, others = check_name(name), {entry.name for entry in os.scandir(self.folder)}
+        alike = [other for other in others if other.casefold() == name.casefold() and other != name]
+        if alike:
+            raise ValueError(f"name must differ from {alike[0]!r} by more than its case, got {name!r}: choose another")
+        if name not in others:
+            self._check_room(others)
+        return self.folder / name
+
+    @contextmanager
+    def new(self, name: str) -> Iterator[Path]:
+        """Yield the folder for a new memory, which does not exist yet, under a name that is free: "name 2", say.
+
+        Raises:
+            ValueError: the name is not one, or the library is full.
+        """
+        name = check_name(name)
+        with self._lock:
+            taken = self._reserved | {entry.name.casefold() for entry in os.scandir(self.folder)}
+            self._check_room(taken)
+            numbered = (f"{name[:50].rstrip()} {number}" for number in count(2))
+            free = next(each for each in chain([name], numbered) if each.casefold() not in taken)
+            self._reserved.add(free.casefold())
+        try:
+            yield self.folder / free
+        finally:
+            with self._lock:
+                self._reserved.discard(free.casefold())
+
+    def bytes_of(self, name: str) -> int:
+        """Return how many bytes the files of a memory have."""
+        return sum(file.stat().st_size for file in map(self.find(name).joinpath, FILES) if file.is_file())
+
+    def rename(self, name: str, new_name: str) -> str:
+        """Give a memory another name, which is returned: the next free one where it is taken."""
+        source = self.find(name)
+        if check_name(new_name) == name:
+            return name
+        with self.new(new_name) as target:
+            os.rename(source, target)
+        return target.name
+
+    def forget(self, name: str) -> None:
+        """Delete a memory, whole or not at all: nothing of the library knows it afterwards.
+
+        Raises:
+            ValueError: there is none of that name, its folder holds files that are not a memory's, or a reading is at
+                work in it.
+        """
+        folder = self.find(name)
+        foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
+        if foreign:
+            raise ValueError(
+                f"memory {name!r} must hold its own files alone, got {foreign[0]!r} too: move it away first"
+            )
+        gone = self.folder / f".{name}{_FORGOTTEN}"
+        with locked(folder / CHECKPOINT_FOLDER):
+            os.rename(folder, gone)
+        shutil.rmtree(gone)
+
+    def unpack(self, archive: Path, name: str, check: Callable[[Path], None]) -> str:
+        """Add a memory out of a zip archive and return its name.
+
+        Args:
+            archive: see `memories.archive.unpack`.
+            name: the name that it gets if that is free.
+            check: called with the unpacked folder; raises where the memory is refused.
+
+        Raises:
+            ValueError: the archive is refused, or the memory. Nothing is left of it.
+        """
+        with self.new(name) as folder:
+            with staged(folder) as unpacked:
+                unpack(archive, unpacked)
+                try:
+                    check(unpacked)
+                except ValueError as error:  # visitors need not know where the library is
+                    raise ValueError(str(error).replace(str(unpacked), name)) from None
+            return folder.name
+
+    # ------------------------------------------------------------------ reading and asking
+
+    def add(
+        self,
+        base: PreTrainedModel,
+        tokenizer: Any,
+        text: str,
+        name: str,
+        settings: ReadingSettings | CompleteSettings,
+        **options: Any,
+    ) -> Reading:
+        """Read a text into a new memory.
+
+        Args:
+            base: a causal LM without adapters; mutated while this runs and restored at the end.
+            tokenizer: of the base.
+            text: what is read.
+            name: of the memory.
+            settings, options: as for `memorize`.
+
+        Raises:
+            ValueError: as for `choose_folder`, `check_base` and `memorize`.
+        """
+        folder = self.choose_folder(name)
+        input_ids = tokenize(tokenizer, text, settings.max_tokens)
+        options = {"title": name, "tokenizer": tokenizer, "sample": make_sample(text), **options}
+        return memorize(base, input_ids, settings, out=folder, checkpoint_dir=folder / CHECKPOINT_FOLDER, **options)
+
+    def name_base(self) -> str | None:
+        """Return the name of the base that all memories were made for; None in an empty library.
+
+        Raises:
+            ValueError: they were made for more than one.
+        """
+        found = {load_memory_config(self.folder / name).get("base_model_name_or_path"): name for name in self.list()}
+        if len(found) > 1:
+            (one, first), (other, second) = list(found.items())[:2]
+            raise ValueError(
+                f"a library must hold memories of one base, got {first!r} of {one!r} and {second!r} of {other!r}: "
+                "keep them in two libraries"
+            )
+        return next(iter(found), None)
+
+    def attach(self, base: PreTrainedModel, name: str) -> AbstractContextManager[PeftModel]:
+        """Attach a memory to its base within a context (see `memories.memory_attached`)."""
+        return memory_attached(base, self.find(name))
+
+    def route(self, questions: Sequence[str], router: str = "words") -> list[tuple[str, ...]]:
+        """Return for each question the name of the memory that it is about, in a tuple; an empty one for none.
+
+        Raises:
+            ValueError: there is no such router, or the package that it needs is missing.
+        """
+        if router not in ROUTERS:
+            raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {router!r}: choose one of them")
+        names = sorted(self.list())
+        scores = ROUTERS[router]([list_passages(self.folder / name) for name in names], questions)
+        return [(names[row.argmax()],) if len(row) and row.max() >= 1 else () for row in scores]
+
+    def ask(
+        self,
+        base: PreTrainedModel,
+        tokenizer: Any,
+        questions: Sequence[Question],
+        router: str = "words",
+        **options: Any,
+    ) -> list[RoutedAnswer]:
+        """Answer each question with the memory that it is about, and with the base alone where it is about none.
+
+        Args:
+            base: a causal LM without adapters; mutated while this runs and restored at the end.
+            options: as for `asking.ask`.
+
+        Raises:
+            ValueError: as for `route`, `asking.ask` and `load_memory`.
+        """
+        routed = self.route([each.question for each in questions], router)
+        answers: dict[int, str] = {}
+        for names in dict.fromkeys(routed):
+            numbers = [number for number, each in enumerate(routed) if each == names]
+            group = [questions[number] for number in numbers]
+            if names:
+                with self.attach(base, names[0]) as model:
+                    given = ask(model, tokenizer, group, **options)
+            else:
+                given = ask(base, tokenizer, group, **options)
+            answers.update(zip(numbers, given, strict=True))
+        return [RoutedAnswer(each, answers[number], routed[number]) for number, each in enumerate(questions)]
+
+    def _check_room(self, taken: set[str]) -> None:
+        if self._most is not None and len(taken) >= self._most:
+            raise ValueError(f"this library must hold at most {self._most} memories: forget some first")
+
+    def _holds(self, name: str) -> bool:
+        """Return whether a text is the name of a memory: a folder here, not a link, with a config in it."""
+        folder = self.folder / name
+        return bool(_NAME.fullmatch(name)) and not folder.is_symlink() and (folder / MEMORY_CONFIG).is_file()

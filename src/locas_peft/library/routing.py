@@ -1,0 +1,78 @@
+"""Which memories of a library a question is about. Axes: Q questions, M memories."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ..memories.folder import SAMPLE
+from ..selfstudy.exchanges import EXCHANGES, load_exchanges
+
+__all__ = ["ROUTERS", "Router", "list_passages", "make_sample", "score_by_words"]
+
+Router = Callable[[Sequence[Sequence[str]], Sequence[str]], np.ndarray]
+"""From the passages of each memory, and questions, to scores, float64 [Q, M]. Below 1 a memory is not asked."""
+LEAST_SCORE = 0.16
+"""The BM25 score a unit of idf below which a question is about no memory. It was chosen on two pages and on people."""
+SAMPLE_LINES, SAMPLE_CHARACTERS = 200, 200
+_WORD = re.compile(r"\b\w\w+\b")
+
+
+def make_sample(text: str) -> str:
+    """Return pieces of a text, spread evenly, a line each: a memory without exchanges is found by them."""
+    pieces = [text[first : first + SAMPLE_CHARACTERS] for first in range(0, len(text), SAMPLE_CHARACTERS)]
+    step = math.ceil(len(pieces) / SAMPLE_LINES)
+    return "".join(" ".join(piece.split()) + "\n" for piece in pieces[:: max(step, 1)])
+
+
+def list_passages(memory: Path) -> list[str]:
+    """Return what a memory is found by: each passage that it studied with its questions, else its sample's lines."""
+    if (memory / EXCHANGES).is_file():
+        found: dict[str, str] = {}
+        for each in load_exchanges(memory / EXCHANGES):
+            found[each.answer] = f"{found.get(each.answer, f'{each.subject} {each.answer}')} {each.question}"
+        return list(found.values())
+    return (memory / SAMPLE).read_text(encoding="utf-8").splitlines() if (memory / SAMPLE).is_file() else []
+
+
+def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:
+    """Score each memory by BM25 (Robertson and Zaragoza, 2009) of its best passage, relative to `LEAST_SCORE`.
+
+    A question's score is divided by the sum of the idf of its words, so that one threshold serves libraries of any
+    size. It is multiplied by the share of the question's names (capitalised words, but for the first) that the memory
+    has: people who share a first name are told apart, and a person of whom no memory knows gets none.
+
+    Raises:
+        ValueError: the package bm25s is missing.
+    """
+    try:
+        import bm25s
+    except ImportError:
+        raise ValueError("a library needs the package bm25s: install locas_peft[library]") from None
+    options = {"stopwords": "en_plus", "return_ids": False, "show_progress": False}
+    scores = np.zeros((len(questions), len(passages)))
+    owners = np.repeat(np.arange(len(passages)), [len(each) for each in passages])
+    if not len(owners):
+        return scores
+    documents = bm25s.tokenize([text for each in passages for text in each], **options)
+    having = Counter(word for document in documents for word in set(document))
+    index = bm25s.BM25()
+    index.index(documents, show_progress=False)
+    own = [set(_WORD.findall(" ".join(each).lower())) for each in passages]
+    for row, question, words in zip(scores, questions, bm25s.tokenize(list(questions), **options), strict=True):
+        if not words:
+            continue
+        idf = sum(math.log(1 + (len(owners) - having[word] + 0.5) / (having[word] + 0.5)) for word in words)
+        np.maximum.at(row, owners, index.get_scores(words) / (LEAST_SCORE * idf))
+        if names := [word.lower() for word in _WORD.findall(question)[1:] if word[0].isupper()]:
+            row *= [sum(name in each for name in names) / len(names) for each in own]
+    return scores
+
+
+ROUTERS: dict[str, Router] = {"words": score_by_words}
+"""By name. Others were measured and are not better (benchmarks/LOG.md)."""
