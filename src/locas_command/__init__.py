@@ -1,7 +1,6 @@
 """The `locas` command. It is beside `locas_peft`, whose import takes seconds, so that help is printed at once.
 
-At their top, the modules of this package import neither torch nor `locas_peft`, but for `running`. A command imports
-what it needs when it runs.
+At their top, the modules of this package import neither torch nor `locas_peft`, but for `running`.
 """
 
 from __future__ import annotations
@@ -9,10 +8,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn
 
 __all__ = ["main"]
 
@@ -27,23 +25,27 @@ def main() -> NoReturn:
 
 
 @contextmanager
-def ended_at_once() -> Iterator[None]:
-    """End the process with one line on Ctrl-C or SIGTERM within the context, in which modules are imported."""
-    if threading.current_thread() is not threading.main_thread():  # only there are signals handled
-        yield
-        return
-    former = {number: signal.getsignal(number) for number in _LINES}
-    for number, handler in former.items():
-        if handler != signal.SIG_IGN:
-            signal.signal(number, _end)
+def handled(handlers: Mapping[int, Callable[[int, Any], None]]) -> Iterator[dict[int, Any]]:
+    """Handle signals within the context, unless they are ignored; yield the former handlers."""
+    former = {}
+    if threading.current_thread() is threading.main_thread():  # only there are signals handled
+        former = {number: signal.getsignal(number) for number in handlers}
     try:
-        yield
+        for number, handler in former.items():
+            if handler != signal.SIG_IGN:
+                signal.signal(number, handlers[number])
+        yield former
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # No exception: code that is being imported could catch it, or report it as an import that failed.
-    os.write(2, _LINES[signal.Signals(number)])
-    os._exit(128 + number)
+def ended_at_once() -> AbstractContextManager:
+    """End the process with one line on Ctrl-C or SIGTERM within the context, in which modules are imported."""
+
+    def end(number: int, frame: Any) -> NoReturn:
+        # No exception: code that is being imported could catch it, or report it as an import that failed.
+        os.write(2, _LINES[signal.Signals(number)])
+        os._exit(128 + number)
+
+    return handled(dict.fromkeys(_LINES, end))

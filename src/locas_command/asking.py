@@ -10,25 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from .console import open_consoles, write_result
-from .options import (
-    BASE,
-    AtLeastZero,
-    BaseGroup,
-    BaseOptions,
-    Count,
-    JsonFile,
-    Memory,
-    Seed,
-)
+from .options import BASE, AtLeastZero, BaseGroup, BaseOptions, Count, JsonFile, Memory, Seed, Text
 
 if TYPE_CHECKING:
     from .running import Base
 
-Prompt = Annotated[str, Parameter(allow_leading_hyphen=True)]
-
 
 def generate(
-    prompt: Prompt,
+    prompt: Text,
     /,
     *,
     memory: Memory,

@@ -6,16 +6,17 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from . import handled
 
 PLAIN_SECONDS = 30.0
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
@@ -24,10 +25,8 @@ _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_
 def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
     """Return the consoles of results and of remarks; both are stderr where --json prints to stdout.
 
-    Of several processes all but the first have quiet ones. Texts are printed as they are, never as markup.
-
-    Raises:
-        ValueError: the file of --json cannot be written.
+    Of several processes all but the first have quiet ones. Texts are printed as they are, never as markup. A file of
+    --json that cannot be written is a `ValueError`.
     """
     if json_file is not None and str(json_file) != "-":
         from locas_peft.files import check_output_file
@@ -91,14 +90,9 @@ class ProgressLines:
             self._bars.remove_task(task)
 
 
-@contextmanager
-def show_progress(console: Console) -> Iterator[ProgressLines]:
-    """Yield what opens lines of progress on a console; close them at the end."""
-    lines = ProgressLines(console)
-    try:
-        yield lines
-    finally:
-        lines.close()
+def show_progress(console: Console) -> closing[ProgressLines]:
+    """Return a context that yields `ProgressLines` and closes them at its end."""
+    return closing(ProgressLines(console))
 
 
 @contextmanager
@@ -107,29 +101,24 @@ def deferring_signals(console: Console) -> Iterator[Callable[[], None]]:
 
     A state that is saved between two steps is whole; within a step it is not.
     """
-    received: list[tuple[int, Any]] = []
+    received: list[int] = []
+
+    def end(number: int) -> None:
+        signal.signal(number, former[number])
+        signal.raise_signal(number)
 
     def keep(number: int, frame: Any) -> None:
         if received:
-            former[number](number, frame)
-        received.append((number, frame))
+            end(number)
+        received.append(number)
         console.print("stopping after this step")
 
     def check() -> None:
         if received:
-            former[received[0][0]](*received[0])
+            end(received[0])
 
-    former: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # only there are signals handled
-        for number in (signal.SIGINT, signal.SIGTERM):
-            former[number] = signal.getsignal(number)
-            if callable(former[number]):
-                signal.signal(number, keep)
-    try:
+    with handled({signal.SIGINT: keep, signal.SIGTERM: keep}) as former:
         yield check
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def write_result(json_file: Path | None, value: Any) -> None:
@@ -150,14 +139,18 @@ def find_process() -> tuple[int, int]:
     return 0, 1
 
 
-def silence_libraries() -> None:
-    """Turn off the progress bars and remarks of transformers, and announcements of deprecations."""
+def show_own_remarks() -> None:
+    """Print what our modules log from INFO on; hide the remarks and progress of transformers, and deprecations."""
     from transformers.utils import logging as transformers_logging
 
     warnings.simplefilter("ignore", FutureWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    logger = logging.getLogger("locas_peft")
+    logger.setLevel(logging.INFO)
+    if not any(isinstance(handler, _Remarks) for handler in logger.handlers):
+        logger.addHandler(_Remarks())
 
 
 class _Remarks(logging.Handler):
@@ -165,14 +158,6 @@ class _Remarks(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         _make_console(sys.stderr).print(printable(record.getMessage()))
-
-
-def show_remarks() -> None:
-    """Print what the package's modules log from level INFO on; a library that calls them decides for itself."""
-    logger = logging.getLogger("locas_peft")
-    logger.setLevel(logging.INFO)
-    if not any(isinstance(handler, _Remarks) for handler in logger.handlers):
-        logger.addHandler(_Remarks())
 
 
 def printable(text: str) -> str:

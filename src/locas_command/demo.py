@@ -1,12 +1,14 @@
-"""`locas demo`: a page that a small model learns and is asked about, and a text that it reads."""
+"""`locas demo` and `locas app`, which need nothing to be brought: a small model learns before your eyes."""
 
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from .console import open_consoles, printable, show_progress, write_result
 from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, ReadingOptions, Seed
@@ -124,6 +126,54 @@ def demo(
     stdout.print(
         f'Next: locas generate "{PROMPT}" --memory {memory}   or, on a text of yours: '
         "locas memorize TEXT --out my-memory"
+    )
+
+
+def app(
+    *,
+    shelf: NamedPath | None = None,
+    host: str = "127.0.0.1",
+    port: Annotated[int, Parameter(validator=Number(gte=0, lte=65535))] = 7860,
+    no_browser: bool = False,
+    model: str | None = None,
+    device: str = "auto",
+) -> None:
+    """Open a web page: read a text, ask with and without the memory, keep memories on a shelf.
+
+    Args:
+        shelf: a folder of memories that all visitors share and that stays; where not given, each browser has one of
+            its own until the command ends.
+        host: the address to listen on; others than this machine's own can be reached by whoever is in its network,
+            and the page has no password.
+        port: of the address; 0 for any free one.
+        no_browser: only print the page's address.
+        model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.
+        device: cpu, cuda, cuda:1, ... or auto.
+    """
+    from locas_peft import demo
+    from locas_peft.files import check_output_directory
+
+    from .running import load
+
+    if shelf is not None:
+        check_output_directory("--shelf", shelf)
+    stdout, stderr = open_consoles()
+    if find_spec("gradio") is None:
+        raise ValueError('the page needs gradio: install it with pip install "locas_peft[app]"')
+    from locas_peft.app.page import serve
+    from locas_peft.app.sessions import SharedModel, Visitors
+
+    name = model or demo.choose_model()
+    stderr.print(f"loading {name}")
+    base = load(BaseOptions(model=name, device=device))
+    shared = SharedModel(base.name, base.model, base.tokenizer)
+    serve(
+        shared,
+        Visitors(shelf),
+        host,
+        port,
+        not no_browser,
+        lambda at: stdout.print(f"The page is at {at} (Ctrl-C ends it)"),
     )
 
 

@@ -6,17 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from .console import open_consoles, printable, warnings_as_lines, write_result
-from .options import (
-    BASE_ON_CPU,
-    AtLeastTwo,
-    BaseOnCpu,
-    Count,
-    JsonFile,
-    Memory,
-    NamedPath,
-    Overwrite,
-    Text,
-)
+from .options import BASE_ON_CPU, AtLeastTwo, BaseOnCpu, Count, JsonFile, Memory, NamedPath, Overwrite, Text
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM's --max-lora-rank can have."""
@@ -49,11 +39,11 @@ def merge(
         _check_empty(out, "choose another, or give --overwrite")
     loaded = load_base_of(memory, base)
     with warnings_as_lines():
-        merged = merge_memory(loaded.model, loaded.tokenizer, memory, out, **_padding(pad_to_multiple_of))
+        merged = merge_memory(loaded.model, loaded.tokenizer, memory, out, pad_to_multiple_of)
     width = getattr(merged.config, "intermediate_size", None)
+    wide = f", FFNs {width:,} wide" if isinstance(width, int) else ""
     stdout.print(
-        f"The merged model ({sum(p.numel() for p in merged.parameters()):,} parameters"
-        f"{f', FFNs {width:,} wide' if isinstance(width, int) else ''}) is in {out}: "
+        f"The merged model ({merged.num_parameters():,} parameters{wide}) is in {out}: "
         f"AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it"
     )
 
@@ -83,7 +73,7 @@ def export(
         pad_to_multiple_of: with plain and gguf, pad the merged FFNs' width with zeros to a multiple of this.
     """
     from locas_peft.bases.gguf import find_converter
-    from locas_peft.memories.conversion import export_memory, merge_to_gguf
+    from locas_peft.memories.conversion import export_memory, merge_memory
 
     from .running import load_base_of
 
@@ -102,7 +92,7 @@ def export(
     made = loaded.model, loaded.tokenizer, memory, out
     with warnings_as_lines():
         if to == "gguf":
-            merge_to_gguf(*made, converter, **_padding(pad_to_multiple_of))
+            merge_memory(*made, pad_to_multiple_of, converter)
             return stdout.print(f"The merged model is in {out / 'model.gguf'}: llama.cpp loads it")
         neurons, rank = export_memory(*made, neurons=neurons, with_base=not no_base, with_adapter=not base_only)
     if not no_base:
@@ -112,12 +102,7 @@ def export(
         stdout.print(_name_vllm_option(rank))
 
 
-def combine(
-    *memory: Path,
-    out: NamedPath,
-    weights: str | None = None,
-    base: BaseOnCpu = BASE_ON_CPU,
-) -> None:
+def combine(*memory: Path, out: NamedPath, weights: str | None = None, base: BaseOnCpu = BASE_ON_CPU) -> None:
     """Combine memories of one base into one memory that adds exactly what their weighted sum adds.
 
     Args:
@@ -231,19 +216,13 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
 
 def _name_vllm_option(rank: int) -> str:
     """Return the option that vLLM needs to serve a LoRA of this rank, as a line."""
-    allowed = next((each for each in VLLM_RANKS if each >= rank), None)
-    if allowed is None:
-        return f"vLLM serves ranks up to {VLLM_RANKS[-1]}: make the memory narrower with locas resize"
-    return f"vLLM needs --max-lora-rank {allowed}"
-
-
-def _padding(pad_to_multiple_of: int | None) -> dict[str, int]:
-    """Return the field of a memory's config that a merge reads, if it is given."""
-    return {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
+    for allowed in VLLM_RANKS:
+        if allowed >= rank:
+            return f"vLLM needs --max-lora-rank {allowed}"
+    return f"vLLM serves ranks up to {VLLM_RANKS[-1]}: make the memory narrower with locas resize"
 
 
 def _check_empty(out: Path, remedy: str) -> None:
-    """Raise a `ValueError` where a folder cannot be written or holds something."""
     from locas_peft.files import check_output_directory
 
     check_output_directory("--out", out)

@@ -141,8 +141,7 @@ READING, BASE, BASE_ON_CPU = ReadingOptions(), BaseOptions(), BaseOnCpuOptions()
 OneMethod = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse="^(?!model$|dtype$)")]
 ManyMethods = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$)")]
 ManyScored = Annotated[
-    ReadingOptions,
-    Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$|study$|exchanges$|passes$)"),
+    ReadingOptions, Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$|study$|exchanges$|passes$)")
 ]
 """Without the options of a self-study, which comes after a text is scored."""
 BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]

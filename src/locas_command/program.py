@@ -9,22 +9,20 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
 
-from . import ended_at_once
+from . import ended_at_once, handled
 from .asking import ask, chat, generate
 from .console import find_process, printable
+from .demo import app as open_page
 from .demo import demo
 from .evaluate import forgetting, locomo, perplexity, report
 from .memories import combine, export, inspect, merge, push, resize
 from .options import ReadingOptions
-from .page import app as open_page
 from .reading import compare, memorize
 
 __all__ = ["app", "main"]
@@ -40,9 +38,7 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 eval_app = App(
-    name="eval",
-    help="Measure memories: the protocols, resumable, shared by any number of processes.",
-    sort_key=10,
+    name="eval", help="Measure memories: the protocols, resumable, shared by any number of processes.", sort_key=10
 )
 _COMMANDS = (demo, open_page, memorize, compare, ask, chat, generate, merge, export, combine, resize, push, inspect)
 _PROTOCOLS = (perplexity, locomo, forgetting, report)
@@ -53,38 +49,18 @@ app.command(eval_app)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and end the process with its exit code.
-
-    Args:
-        args: the arguments; those of the process where None.
-    """
-    with _sigterm_raises():
-        code = _run(list(sys.argv[1:] if args is None else args) or ["--help"])
-    sys.exit(code)
-
-
-# ---------------------------------------------------------------------- errors
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM."""
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """End the command on SIGTERM as on Ctrl-C: with an exception that lets each `finally` run."""
+    """Run the command line on these arguments, or the process's, and end the process with its exit code."""
 
     def terminate(number: int, frame: Any) -> NoReturn:
         raise _Terminated
 
-    if threading.current_thread() is not threading.main_thread():  # only there are signals handled
-        yield
-        return
-    former = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, former)
+    with handled({signal.SIGTERM: terminate}):
+        code = _run(list(sys.argv[1:] if args is None else args) or ["--help"])
+    sys.exit(code)
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, as an exception that lets each `finally` run."""
 
 
 def _run(args: list[str]) -> int:

@@ -67,7 +67,7 @@ def memorize(
     if exchanges_file is not None and not settings.study:
         raise ValueError(f"--exchanges-file needs --study, got {str(exchanges_file)!r} without it: add --study")
     exchanges = None if exchanges_file is None else load_exchanges(exchanges_file)
-    saves = settings.method != "none"
+    saves, folder = settings.method != "none", out and out / CHECKPOINT_FOLDER
     if saves:
         if out is None:
             raise ValueError(f"--out must name a folder for what {settings.method} learns, got none: add --out DIR")
@@ -85,11 +85,11 @@ def memorize(
         try:
             (result,) = read_each(
                 loaded, input_ids, {"": complete}, stderr, out,
-                checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
+                checkpoint_dir=folder, checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
                 exchanges=exchanges, title=_title(text),
             )  # fmt: skip
         except KeyboardInterrupt:
-            if saves and has_checkpoint(out / CHECKPOINT_FOLDER):
+            if saves and has_checkpoint(folder):
                 stderr.print(f"{out} holds a checkpoint: the same command with --resume continues from there")
             raise
         chunks = math.ceil(len(input_ids) / complete.training.stride) * complete.training.readings

@@ -20,14 +20,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locas_peft import backbone, memories, text
 from locas_peft.bases import loading as base_models
-from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER
 from locas_peft.progress import follow, follow_study
 from locas_peft.reading import teaching
 from locas_peft.reading.comparison import plot_readings, tabulate_readings
 from locas_peft.reading.record import Reading
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
 
-from .console import deferring_signals, printable, show_progress, show_remarks, silence_libraries, warnings_as_lines
+from .console import deferring_signals, printable, show_own_remarks, show_progress, warnings_as_lines
 from .options import BaseOptions, ReadingOptions
 
 
@@ -52,10 +51,8 @@ class Base:
 
 def _prepare() -> None:
     """Set up what loading a model needs."""
-    silence_libraries()
-    show_remarks()
-    accelerator = Accelerator()  # takes over what a launcher has set
-    atexit.register(accelerator.end_training)
+    show_own_remarks()
+    atexit.register(Accelerator().end_training)  # it takes over what a launcher has set
 
 
 def load(options: BaseOptions) -> Base:
@@ -85,11 +82,7 @@ def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]
 
 
 def check_settings(options: ReadingOptions) -> None:
-    """Check the values of a reading's options, before a text is read or a base loaded.
-
-    Raises:
-        TypeError, ValueError: as `ReadingSettings`.
-    """
+    """Check the values of a reading's options as `ReadingSettings` does, before a text is read or a base loaded."""
     ReadingSettings(**vars(options))
 
 
@@ -113,15 +106,12 @@ def read_each(
     settings: dict[str, CompleteSettings],
     stderr: Console,
     out: Path | None,
-    *,
-    checkpoint_seconds: float | None = None,
     **options: Any,
 ) -> list[Reading]:
     """Read a text, LongTensor [T], with each method in turn, with a progress bar each.
 
     Args:
         settings: by the name of the memory's folder in `out`; "" stands for `out` itself.
-        checkpoint_seconds: None for no checkpoints.
         options: of `teaching.memorize`.
     """
     readings = []
@@ -131,17 +121,12 @@ def read_each(
             return lambda step: (show(step), check())
 
         for name, each in settings.items():
-            memory = None if out is None else out / name
-            if checkpoint_seconds is not None and memory is not None:
-                options |= {
-                    "checkpoint_dir": memory / CHECKPOINT_FOLDER,
-                    "checkpoint_seconds": checkpoint_seconds,
-                }
+            options["out"] = None if out is None else out / name
             tokens = len(input_ids) * each.training.readings
             on_chunk = then_check(follow(progress(name or each.method.name, tokens)))
             if each.study is not None:
                 options |= {"on_study": then_check(follow_study(progress)), "tokenizer": base.tokenizer}
-            readings.append(teaching.memorize(base.model, input_ids, each, out=memory, on_chunk=on_chunk, **options))
+            readings.append(teaching.memorize(base.model, input_ids, each, on_chunk=on_chunk, **options))
     return readings
 
 

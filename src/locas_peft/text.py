@@ -9,14 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = [
-    "digest_ids",
-    "find_start_token",
-    "load_text",
-    "python_reference",
-    "tokenize",
-    "unwrap",
-]
+__all__ = ["digest_ids", "find_start_token", "load_text", "python_reference", "tokenize", "unwrap"]
 
 _MARGIN_TOKENS = 256
 

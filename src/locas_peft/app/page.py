@@ -15,7 +15,6 @@ from typing import Any
 
 import gradio as gr
 import pandas as pd
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import demo
 from ..library import Library
@@ -55,32 +54,18 @@ PRIVATE = {"share": False, "ssr_mode": False, "pwa": False, "mcp_server": False,
 
 
 def serve(
-    name: str,
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    shelf: Path | None = None,
-    host: str = "127.0.0.1",
-    port: int = 7860,
-    open_browser: bool = False,
-    announce: Callable[[str], None] = print,
+    model: SharedModel, visitors: Visitors, host: str, port: int, open_browser: bool, announce: Callable[[str], None]
 ) -> None:
     """Serve the page until an exception, such as that of Ctrl-C; running readings are then stopped and kept.
 
     Args:
-        name: of the base, for the records of readings.
-        base: a causal LM without adapters, frozen.
-        tokenizer: its tokenizer.
-        shelf: the folder that all visitors share; None for a temporary one each.
-        host: the address to listen on.
-        port: of it; 0 for any free one.
-        open_browser: also open the page in this machine's browser.
+        model, visitors: closed at the end.
+        port: 0 for any free one.
         announce: called with the page's address when it can be opened.
 
     Raises:
         ValueError: the address cannot be used.
     """
-    model, visitors = SharedModel(name, base, tokenizer), Visitors(shelf)
     os.environ["GRADIO_TEMP_DIR"] = str(visitors.folder / "gradio")  # removed with the visitors' folders
     page = build(model, visitors).queue(default_concurrency_limit=32)
     options = {"theme": THEME, "css": CSS, "max_file_size": MOST_BYTES, "footer_links": [], "run_history": False}
@@ -105,13 +90,12 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
     with gr.Blocks(title="locas", analytics_enabled=False, delete_cache=(600, 3600)) as page:
         key, chats = gr.BrowserState(None, storage_key="locas-visitor"), gr.State([[], []])
         seen, timer = gr.State(None), gr.Timer(TICK_SECONDS, active=False)
-        gr.HTML(_show_header(model), elem_id="header")
+        gr.HTML(_HEADER.format(escape(model.name)), elem_id="header")
         with gr.Tabs() as tabs:
             with gr.Tab("Read", id="read"), gr.Row(equal_height=False):
                 with gr.Column(scale=5, min_width=320):
-                    text = gr.Textbox(
-                        label="Text", lines=11, max_lines=11, placeholder="Paste a text here, or take one below."
-                    )
+                    hint = "Paste a text here, or take one below."
+                    text = gr.Textbox(label="Text", lines=11, max_lines=11, placeholder=hint)
                     with gr.Row(elem_classes="small"):
                         take_page = gr.Button("The demo's page", size="sm")
                         take_reference = gr.Button("The Python reference", size="sm")
@@ -198,15 +182,11 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             job = visitor.job
             running = job is not None and not job.ended
             now = None if job is None else (id(job), *map(len, job.chunks.values()), len(job.exchanges))
-            return [
-                now,
-                gr.Timer(active=running),
-                gr.Button(interactive=not running),
-                gr.Button(interactive=running and not job.stop.is_set()),
-                _INTRODUCTION if job is None else _show_job(job, model.jobs_before(job)),
-                *([gr.skip()] * 2 if now == before else [_plot(job), _show_exchanges(job)]),
-                gr.Button(visible=job is not None and job.memory is not None),
-            ]
+            begin, stop = gr.Button(interactive=not running), gr.Button(interactive=running and not job.stop.is_set())
+            shown = _INTRODUCTION if job is None else _show_job(job, model.jobs_before(job))
+            details = [gr.skip()] * 2 if now == before else [_plot(job), _show_exchanges(job)]
+            ask = gr.Button(visible=job is not None and job.memory is not None)
+            return [now, gr.Timer(active=running), begin, stop, shown, *details, ask]
 
         @on(page.load, [], [key, *shelf_view, *job_view])
         def open_page(visitor: Visitor) -> list:
@@ -220,8 +200,6 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
         for tab in (ask_tab, shelf_tab):  # others may have changed a shelf that is shared
             on(tab.select, shelf_view, shelf_view)(show_shelf)
-
-        # ------------------------------------------------------------------ read
 
         for trigger, inputs, load in (
             (take_page.click, [], lambda: [demo.load_page(), "lighthouse"]),
@@ -248,8 +226,6 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
         @on(to_ask.click, [], [tabs, *shelf_view])
         def go_to_ask(visitor: Visitor) -> list:
             return [gr.Tabs(selected="ask"), *show_shelf(visitor, visitor.job and visitor.job.memory)]
-
-        # ------------------------------------------------------------------ ask
 
         def ask(visitor: Visitor, name: str | None, question: str, chats: list[list[dict]]) -> Iterator[list]:
             if not question.strip():
@@ -278,18 +254,12 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
         for trigger in (clear.click, memory.change):
             on(trigger, [], chat_view)(lambda visitor: [[], [], [[], []]])
 
-        # ------------------------------------------------------------------ shelf
-
         @on(chosen.change, [chosen], [about, new_name, confirm, combine, delete, *exports])
         def choose(visitor: Visitor, chosen: list[str]) -> list:
-            one = len(chosen) == 1
-            return [
-                _about(visitor.shelf, chosen),
-                gr.Textbox(chosen[0] if one else "", visible=one),
-                gr.Row(visible=False),
-                gr.Button(interactive=len(chosen) > 1),
-                *[gr.Button(interactive=one) for _ in (delete, *exports)],
-            ]
+            one, several = len(chosen) == 1, gr.Button(interactive=len(chosen) > 1)
+            name = gr.Textbox(chosen[0] if one else "", visible=one)
+            single = [gr.Button(interactive=one) for _ in (delete, *exports)]
+            return [_about(visitor.shelf, chosen), name, gr.Row(visible=False), several, *single]
 
         @on(delete.click, [chosen], [confirm, question])
         def ask_back(visitor: Visitor, chosen: list[str]) -> list:
@@ -354,16 +324,8 @@ def _propose_name(path: str) -> str:
     return " ".join(re.sub(r"[^\w .()-]|_", " ", Path(path).stem).split())[:50].strip(" .-(") or "memory"
 
 
-# ---------------------------------------------------------------------- what the page shows
-
-
-def _show_header(model: SharedModel) -> str:
-    return (
-        "<h1>Locas</h1><p>A language model reads a text once and keeps it, in a memory made of weights. "
-        f"The model here is <b>{escape(model.name)}</b>.</p>"
-    )
-
-
+_HEADER = """<h1>Locas</h1><p>A language model reads a text once and keeps it, in a memory made of weights. The model
+here is <b>{}</b>.</p>"""
 _INTRODUCTION = """<ol class="introduction">
 <li><b>Paste a text</b>, or take one of those below, and press <b>Read</b>.</li>
 <li>The model predicts each token of it before it learns it: <b>the lower the perplexity, the better</b>. A grey line
@@ -374,7 +336,7 @@ shows the model without a memory, a blue one the model whose memory grows.</li>
 
 
 def _show_job(job: Job, before: int) -> str:
-    """Return the progress of a reading: a bar for each phase, what is done and how long it will take, two figures."""
+    """Return the progress of a reading: a bar for each phase, a line, and two figures."""
     phases = {name: PHASES[name] for name in PHASES if job.questions or name in job.chunks}
     now, share, bars, figures = ["waiting", *phases].index(job.phase), job.done / max(job.total, 1), "", ""
     for number, (title, _) in enumerate(phases.values(), 1):
@@ -425,9 +387,7 @@ def _show_exchanges(job: Job | None) -> gr.HTML:
     """Return the exchanges of a self-study, the latest first."""
     if job is None or not job.exchanges:
         return gr.HTML(visible=False)
-    items = "".join(
-        f"<li><b>{escape(exchange.question)}</b> {escape(exchange.answer)}</li>" for exchange in job.exchanges[::-1]
-    )
+    items = "".join(f"<li><b>{escape(each.question)}</b> {escape(each.answer)}</li>" for each in job.exchanges[::-1])
     title = f"<h3>{len(job.exchanges)} questions that the model asked itself</h3>"
     return gr.HTML(f"{title}<ul class='exchanges'>{items}</ul>", visible=True)
 

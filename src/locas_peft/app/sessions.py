@@ -1,10 +1,7 @@
 """Visitors of the page, and the one model that they share.
 
-Readings run in one thread, one after the other, and answers in another. Whoever holds the lock may use the model; a
-reading leaves it after each chunk and each step to the questions that wait. Each piece of work has its own modules
-around the same weights (`share_weights`), so that a memory, read, asked or merged, touches no other, and a question
-never meets an adapter that is being trained.
-"""
+Whoever holds the lock may use the model; a reading leaves it after each step to the questions that wait. Each piece of
+work has its own modules around the same weights, so that no question meets an adapter that is being trained."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -57,25 +55,21 @@ Chat = list[dict[str, str]]
 
 
 def explain(error: ValueError | OSError) -> str:
-    """Return one line for an error that a visitor or the machine can cause; it names no folder of the server."""
+    """Return one line for an error; it names no folder of the server."""
     return str(error) if isinstance(error, ValueError) else error.strerror or "a file cannot be read or written"
 
 
 @dataclass(eq=False)
 class Job:
-    """A reading as the page shows it. The model's thread writes it.
+    """A reading as the page shows it, written by the model's thread.
 
     Attributes:
         questions: how many the model asks itself about each sentence; 0 for no self-study.
-        phase: waiting, score, read, write or learn.
-        done, total: tokens, passages or steps of this phase.
+        phase: waiting, score, read, write or learn, with `done` of `total` tokens, passages or steps.
         chunks: what was read, by phase.
         memory: the name under which the memory was saved.
         stop: set to end the job after its next step.
         stopped: its result, whether it ended before the end of the text or of the study.
-
-    Raises:
-        ValueError: the text is empty or too long, or the questions are too many.
     """
 
     name: str
@@ -132,7 +126,12 @@ class Job:
 
 
 class SharedModel:
-    """A base model in one thread of its own, which does what visitors ask for. For the arguments see `page.serve`."""
+    """A base model that does what visitors ask for: readings in one thread, one after the other, the rest in another.
+
+    Args:
+        name: of the base, for the records of readings.
+        base: a causal LM without adapters, frozen.
+    """
 
     def __init__(self, name: str, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
         self.name, self._base, self._tokenizer = name, base, tokenizer
@@ -143,14 +142,8 @@ class SharedModel:
         self._jobs: list[Job] = []
         self._lock = threading.Lock()  # of the lists
 
-    # ------------------------------------------------------------- what visitors ask for
-
     def read(self, job: Job, shelf: Library) -> None:
-        """Begin a job, or let it wait for those before it: the memory is put on the shelf, also of a stopped job.
-
-        Raises:
-            ValueError: too much waits already.
-        """
+        """Begin a job, or let it wait for those before it: the memory is put on the shelf, also of a stopped job."""
         job.stopped = self._submit(self._readings, lambda: self._read(job, shelf))
         with self._lock:
             self._jobs = [*(other for other in self._jobs if not other.ended), job]
@@ -161,12 +154,9 @@ class SharedModel:
         return jobs.index(job) if job in jobs else 0
 
     def ask(self, memory: Path | None, chats: Sequence[Chat], on_text: Callable | None = None) -> Future[list[str]]:
-        """Answer a question without a memory and, if there is one, with it.
+        """Answer a question without a memory and, unless it is None, with it: two chats, whose last turns ask it.
 
-        Args:
-            memory: the memory's folder, or None.
-            chats: the chat without the memory, and the one with it.
-            on_text: is given the answers so far, a list of texts, after each token.
+        `on_text` is given the answers so far, a list of texts, after each token.
         """
         return self._submit(self._answers, lambda: self._answer(memory, chats, on_text))
 
@@ -203,8 +193,6 @@ class SharedModel:
         self._readings.shutdown()
         self._answers.shutdown()
 
-    # ------------------------------------------------------------------ the model's threads
-
     def _submit(self, executor: ThreadPoolExecutor, work: Callable[[], Any]) -> Future:
         def run() -> Any:
             # The random state is that of a reading, which an answer may interrupt.
@@ -234,19 +222,15 @@ class SharedModel:
 
     def _answer(self, memory: Path | None, chats: Sequence[Chat], on_text: Callable | None) -> list[str]:
         """Continue chats in one batch, the likeliest token each."""
-        base, rows, options = share_weights(self._base), [], {"on_text": on_text}
+        base, rows = share_weights(self._base), []
         positions = count_positions(base)
         for chat in chats[: 1 if memory is None else 2]:
             most_tokens = None if positions is None else positions - ANSWER_TOKENS
             rows.append(fit_turns(self._tokenizer, list(chat), most_tokens))
             check_room(base, rows[-1], ANSWER_TOKENS, "question", "answer")
-        if memory is None:
-            return continue_texts(base, self._tokenizer, rows, ANSWER_TOKENS, **options)
-        with memory_attached(base, memory) as model:
-            options["adapters"] = ["__base__", "default"]
-            return continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, **options)
-
-    # ------------------------------------------------------------------ a reading
+        with nullcontext(base) if memory is None else memory_attached(base, memory) as model:
+            adapters = None if memory is None else ["__base__", "default"]
+            return continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, adapters=adapters, on_text=on_text)
 
     def _read(self, job: Job, shelf: Library) -> bool:
         """Read a job's text without a memory and with one, which is saved; return whether the job was stopped."""
@@ -318,12 +302,9 @@ class Visitor:
 
 
 class Visitors:
-    """The browsers that use the page, by a secret key that each keeps.
+    """The browsers that use the page, by a secret key that each keeps; `shelf` is the folder that all share, if any.
 
     Beyond `MOST_VISITORS`, a new visitor replaces the one who was away longest and whose reading has ended.
-
-    Args:
-        shelf: the folder that all share; None for a temporary one each, which `close` removes.
     """
 
     def __init__(self, shelf: Path | None = None):

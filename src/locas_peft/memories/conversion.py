@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from peft import PeftModel
 from safetensors.torch import save_file
@@ -23,7 +22,7 @@ from .card import escape, make_card
 from .folder import save_memory
 from .loading import describe_memory, load_memory, memory_attached
 
-__all__ = ["combine_memories", "export_memory", "merge_memory", "merge_to_gguf", "save_adapter", "share_weights"]
+__all__ = ["combine_memories", "export_memory", "merge_memory", "save_adapter", "share_weights"]
 
 
 def share_weights(base: PreTrainedModel) -> PreTrainedModel:
@@ -35,11 +34,7 @@ def share_weights(base: PreTrainedModel) -> PreTrainedModel:
 def combine_memories(
     base: PreTrainedModel, base_name: str, memories: Sequence[Path], weights: Sequence[float], out: Path
 ) -> int:
-    """Save one memory that adds what the weighted sum of others adds, and return how many slots a layer of it has.
-
-    Raises:
-        ValueError: a memory is damaged or does not fit the base, or they cannot be combined.
-    """
+    """Save one memory that adds what the weighted sum of others adds, and return how many slots a layer of it has."""
     for memory in memories:
         describe_memory(memory)  # it refuses a damaged file in one line
     model, names = load_memory(base, memories[0]), ["default"]
@@ -57,30 +52,28 @@ def combine_memories(
 
 
 def merge_memory(
-    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, memory: Path, out: Path, **fields: Any
+    base: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    memory: Path,
+    out: Path,
+    pad_to_multiple_of: int | None = None,
+    converter: str | None = None,
 ) -> PreTrainedModel:
     """Save a memory merged into its base, as a checkpoint that stock transformers loads, and return that model.
 
     Args:
-        fields: of the memory's config, in place of the saved ones.
+        pad_to_multiple_of: in place of the value in the memory's config, if given.
+        converter: of llama.cpp (`bases.gguf.find_converter`), which writes `out/model.gguf` in place of a checkpoint.
     """
+    fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
     merged = load_memory(base, memory, **fields).merge_and_unload()
     with staged(out) as folder:
-        merged.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        if converter is not None:
+            write_gguf(merged, tokenizer, folder / "model.gguf", converter)
+        else:
+            merged.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
     return merged
-
-
-def merge_to_gguf(
-    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, memory: Path, out: Path, converter: str, **fields: Any
-) -> None:
-    """Save a memory merged into its base as `out/model.gguf`, by llama.cpp's converter (`gguf_models.find_converter`).
-
-    Args: as for `merge_memory`.
-    """
-    merged = load_memory(base, memory, **fields).merge_and_unload()
-    with staged(out) as folder:
-        write_gguf(merged, tokenizer, folder / "model.gguf", converter)
 
 
 def export_memory(
@@ -97,11 +90,8 @@ def export_memory(
     """Save a memory as a LoRA adapter in `out/adapter`, and the base that it fits in `out/base`.
 
     Args:
-        neurons: how many neurons the base gets; the memory's own r where None.
+        neurons: how many neurons the base gets; the memory's own r where None. Returned, with the rank of the LoRA.
         base_path: where the adapter's config says that the base is; `out/base` where None and it is saved.
-
-    Returns:
-        That number, and the rank of the LoRA.
     """
     with memory_attached(base, memory) as model:
         widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
@@ -124,13 +114,7 @@ def export_memory(
 def save_adapter(
     model: PeftModel, adapter_name: str, base_name: str, out: Path, title: str, rows: dict[str, str]
 ) -> None:
-    """Write a memory that was made of others into a folder, whole or not at all.
-
-    Args:
-        base_name: the base's name on other machines too.
-        title: what the memory is of, in Markdown, for its model card.
-        rows: of the card's table.
-    """
+    """Save a memory that was made of others, with a title and rows, in Markdown, for its card (see `make_card`)."""
     config = model.peft_config[adapter_name]
     rows = {"base": escape(base_name), "slots in a layer": str(config.r), **rows}
     card = make_card(base_name, config.peft_type, title, "made of other memories", rows)
