@@ -30,8 +30,8 @@ from locas_peft.app import sessions
 from locas_peft.app.sessions import Job, SharedModel, Visitors
 from locas_peft.library import Library, check_name
 from locas_peft.memories import FILES, READING, describe_memory, memory_attached
-from locas_peft.memories import archive as archives
-from locas_peft.memories.archive import pack
+from locas_peft.memories import folder as archives
+from locas_peft.memories.folder import pack
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEXT = " ".join(f"The keeper of house {number} lit {number} lamps and walked down the stairs." for number in range(14))

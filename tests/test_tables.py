@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from locas_peft.memories.inspection import tabulate_memory
+from locas_peft.memories.loading import tabulate_memory
 from locas_peft.tables import Sheet
 
 

@@ -5,29 +5,16 @@ Any number of processes that run the same command on the same --out share the wo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
+from . import options
 from .console import find_process, open_consoles, show_progress
-from .options import (
-    BASE,
-    READING,
-    AtLeastTwo,
-    BaseGroup,
-    BaseOptions,
-    Count,
-    ManyMethods,
-    ManyScored,
-    NamedPath,
-    Overwrite,
-    ReadingOptions,
-    Text,
-    Unwrap,
-    split_names,
-)
+from .options import BaseOptions, ReadingOptions, split_names
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,29 +23,25 @@ if TYPE_CHECKING:
 
     from .running import Base
 
-Out = Annotated[NamedPath, Parameter(help="folder for figures, single results and memories.")]
-Methods = Annotated[
-    str,
-    Parameter(
-        help="separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both."
-    ),
-]
+Out = Annotated[options.NamedPath, Parameter(help="folder for figures, single results and memories.")]
+METHODS = "separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both."
+Methods = Annotated[str, Parameter(help=METHODS)]
 DEFAULT_OUT = Path("locas-eval")
 
 
 def perplexity(
-    *texts: Text,
+    *texts: options.Text,
     method: Methods = "none,lora,locas-glu",
-    long_window: AtLeastTwo | None = None,
+    long_window: options.AtLeastTwo | None = None,
     dataset: str | None = None,
     split: str = "test",
     column: str = "text",
-    limit_documents: Count | None = None,
-    unwrap: Unwrap = None,
+    limit_documents: options.Count | None = None,
+    unwrap: options.Unwrap = None,
     out: Out = DEFAULT_OUT,
-    overwrite: Overwrite = False,
-    settings: ManyScored = READING,
-    base: BaseGroup = BASE,
+    overwrite: options.Overwrite = False,
+    settings: options.ManyScored = options.READING,
+    base: options.BaseGroup = options.BASE,
 ) -> None:
     """Online perplexity: each token scored before it is learned, a fresh memory for each document.
 
@@ -70,11 +53,11 @@ def perplexity(
         column: of the dataset: where the texts are.
         limit_documents: the first documents.
     """
-    from locas_peft.evaluation import Run, load_column, load_documents, run_perplexity
+    from locas_peft.evaluation import load_column, load_documents, run_perplexity
 
     from .running import load
 
-    stdout, stderr = _open(out, base)
+    consoles = _open(out, base)
     if bool(texts) == (dataset is not None):
         raise ValueError("give either TEXT files or --dataset NAME, one of the two")
     documents = (
@@ -87,10 +70,7 @@ def perplexity(
     if long_window is not None:
         methods["long"] = _long_window(methods, long_window, loaded)
     ids = {name: loaded.encode(text, settings.max_tokens, unwrap) for name, text in documents.items()}
-    with show_progress(stderr) as progress:
-        run = Run(loaded.model, loaded.tokenizer, methods, out, _describe(loaded), overwrite, progress)
-        figures = run_perplexity(run, ids)
-    _show(figures, stdout, out)
+    _run(run_perplexity, (ids,), loaded, methods, out, overwrite, consoles)
 
 
 def locomo(
@@ -100,18 +80,18 @@ def locomo(
     setting: str = "no-context,evidence,full-context,cloze",
     method: Methods = "none,lora,locas-glu",
     conversations: str | None = None,
-    limit_conversations: Count | None = None,
-    limit_questions: Count | None = None,
-    limit_sessions: Count | None = None,
+    limit_conversations: options.Count | None = None,
+    limit_questions: options.Count | None = None,
+    limit_sessions: options.Count | None = None,
     prompts: Path | None = None,
     wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True,
-    max_new_tokens: Count = 32,
-    batch_size: Count = 16,
-    batch_tokens: Count = 4096,
+    max_new_tokens: options.Count = 32,
+    batch_size: options.Count = 16,
+    batch_tokens: options.Count = 4096,
     out: Out = DEFAULT_OUT,
-    overwrite: Overwrite = False,
-    settings: ManyMethods = READING,
-    base: BaseGroup = BASE,
+    overwrite: options.Overwrite = False,
+    settings: options.ManyMethods = options.READING,
+    base: options.BaseGroup = options.BASE,
 ) -> None:
     """LoCoMo: questions about a dialogue, with its memory, without a memory, and with the memory of another dialogue.
 
@@ -132,11 +112,10 @@ def locomo(
     from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
     from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
     from locas_peft.evaluation.prompts import PROMPTS, load_prompts
-    from locas_peft.evaluation.runs import Run
 
     from .running import load
 
-    stdout, stderr = _open(out, base)
+    consoles = _open(out, base)
     plan = LocomoPlan(
         settings=split_names(setting, "--setting"),
         prompts=PROMPTS if prompts is None else load_prompts(prompts),
@@ -148,43 +127,40 @@ def locomo(
     )
     found, problems = load_locomo(data)
     for problem in problems:
-        stderr.print(problem)
+        consoles[1].print(problem)
     names = None if conversations is None else split_names(conversations, "--conversations")
     chosen = choose_conversations(found, names)[:limit_conversations]
     if limit_sessions is not None:
         chosen = [keep_sessions(one, limit_sessions) for one in chosen]
     chosen = [replace(one, questions=one.questions[:limit_questions]) for one in chosen]
     if wrong_memory and len(chosen) < 2:
-        stderr.print("no wrong-memory control: it needs a second conversation, whose memory is asked")
+        consoles[1].print("no wrong-memory control: it needs a second conversation, whose memory is asked")
     loaded = load(base)
     methods = _complete(settings, method, loaded)
-    common = {**_describe(loaded), "data": data.name, "limit_questions": limit_questions, "left_out": problems}
-    with show_progress(stderr) as progress:
-        run = Run(loaded.model, loaded.tokenizer, methods, out, common, overwrite, progress)
-        figures = run_locomo(run, chosen, plan)
-    _show(figures, stdout, out)
+    common = {"data": data.name, "limit_questions": limit_questions, "left_out": problems}
+    _run(run_locomo, (chosen, plan), loaded, methods, out, overwrite, consoles, **common)
 
 
 def forgetting(
-    book: Text,
+    book: options.Text,
     /,
     *,
     unread: tuple[str, ...] | None = None,
-    unread_tokens: AtLeastTwo = 50_000,
+    unread_tokens: options.AtLeastTwo = 50_000,
     own_answers: bool = False,
     blimp: Path | None = None,
-    limit_pairs: Count | None = None,
+    limit_pairs: options.Count | None = None,
     tasks: str | None = None,
     include_path: Path | None = None,
-    limit: Count | None = None,
+    limit: options.Count | None = None,
     method: Methods = "lora,locas-glu",
-    batch_size: Count = 8,
-    batch_tokens: Count = 4096,
-    unwrap: Unwrap = None,
+    batch_size: options.Count = 8,
+    batch_tokens: options.Count = 4096,
+    unwrap: options.Unwrap = None,
     out: Out = DEFAULT_OUT,
-    overwrite: Overwrite = False,
-    settings: ManyMethods = READING,
-    base: BaseGroup = BASE,
+    overwrite: options.Overwrite = False,
+    settings: options.ManyMethods = options.READING,
+    base: options.BaseGroup = options.BASE,
 ) -> None:
     """Forgetting: grammar, unread text and drift from the base, before and after a book, and with the memory off.
 
@@ -205,12 +181,11 @@ def forgetting(
     from locas_peft.evaluation.documents import load_documents
     from locas_peft.evaluation.forgetting import ForgettingPlan, run_forgetting
     from locas_peft.evaluation.harness import find_tasks
-    from locas_peft.evaluation.runs import Run
     from locas_peft.text import load_text
 
     from .running import load
 
-    stdout, stderr = _open(out, base)
+    consoles = _open(out, base)
     if not (unread or own_answers or blimp or tasks):
         raise ValueError("something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks LIST")
     names = () if tasks is None else split_names(tasks, "--tasks")
@@ -218,7 +193,7 @@ def forgetting(
         find_tasks(names, include_path)
     pairs, problems = ([], []) if blimp is None else load_blimp(blimp, limit_pairs)
     for problem in problems:
-        stderr.print(problem)
+        consoles[1].print(problem)
     content, others = load_text(book), load_documents(unread or ())
     loaded = load(base)
     plan = ForgettingPlan(
@@ -234,13 +209,10 @@ def forgetting(
     )
     ids = loaded.encode(content, settings.max_tokens, unwrap)
     methods = _complete(settings, method, loaded)
-    with show_progress(stderr) as progress:
-        run = Run(loaded.model, loaded.tokenizer, methods, out, _describe(loaded), overwrite, progress)
-        figures = run_forgetting(run, ids, plan)
-    _show(figures, stdout, out)
+    _run(run_forgetting, (ids, plan), loaded, methods, out, overwrite, consoles)
 
 
-def report(folder: Path, /, *folders: Path, out: NamedPath = Path("report.md")) -> None:
+def report(folder: Path, /, *folders: Path, out: options.NamedPath = Path("report.md")) -> None:
     """Write one Markdown file with tables and plots from the JSON of one or more runs.
 
     Args:
@@ -286,13 +258,24 @@ def _long_window(methods: dict[str, CompleteSettings], window: int, base: Base) 
     return next(iter(methods.values())).for_base(window=window)
 
 
-def _describe(base: Base) -> dict[str, Any]:
-    return {"model": base.name, "dtype": base.dtype}
-
-
-def _show(figures: dict[str, Any], stdout: Console, out: Path) -> None:
+def _run(
+    protocol: Callable[..., dict[str, Any]],
+    arguments: tuple,
+    base: Base,
+    methods: dict[str, CompleteSettings],
+    out: Path,
+    overwrite: bool,
+    consoles: tuple[Console, Console],
+    **common: Any,
+) -> None:
+    """Run a protocol with these arguments, with values `common` to all of its results, and print its figures."""
     from locas_peft.evaluation.report import tabulate_figures
+    from locas_peft.evaluation.runs import Run
 
+    stdout, stderr = consoles
+    common = {"model": base.name, "dtype": base.dtype, **common}
+    with show_progress(stderr) as progress:
+        figures = protocol(Run(base.model, base.tokenizer, methods, out, common, overwrite, progress), *arguments)
     for sheet in tabulate_figures(figures):
         stdout.print(sheet.to_rich())
     folder = out / figures["study"]

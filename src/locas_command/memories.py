@@ -148,8 +148,8 @@ def resize(
         max_tokens: the first tokens of the text.
     """
     from locas_peft import compress, grow
-    from locas_peft.memories.card import escape
     from locas_peft.memories.conversion import save_adapter
+    from locas_peft.memories.folder import escape
     from locas_peft.model import count_positions
     from locas_peft.text import load_text
     from locas_peft.tuner import list_layers
@@ -183,8 +183,7 @@ def push(memory: Memory, /, *, repo: str, license: str | None = None, private: b
         license: of the memory, such as cc-by-4.0, written into its model card; the card names none without.
         private: make a new repository a private one.
     """
-    from locas_peft.memories.card import set_license
-    from locas_peft.memories.folder import upload_memory
+    from locas_peft.memories.folder import set_license, upload_memory
     from locas_peft.memories.loading import describe_memory
 
     stdout, _ = open_consoles()
@@ -196,8 +195,7 @@ def push(memory: Memory, /, *, repo: str, license: str | None = None, private: b
 
 def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     """Describe a memory: base model, layers, width, bytes, norms, slots. Loads no base model."""
-    from locas_peft.memories.inspection import tabulate_memory
-    from locas_peft.memories.loading import describe_memory
+    from locas_peft.memories.loading import describe_memory, tabulate_memory
 
     stdout, _ = open_consoles(json_file)
     found = describe_memory(memory)

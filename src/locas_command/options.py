@@ -154,13 +154,8 @@ JsonFile = Annotated[
     Parameter(name="--json", converter=_parse_path, allow_leading_hyphen=True, help="write JSON; - for stdout."),
 ]
 Overwrite = Annotated[bool, Parameter(help="replace the results of an earlier run in --out.")]
-Unwrap = Annotated[
-    bool | None,
-    Parameter(
-        negative="--no-unwrap",
-        help="join hard-wrapped lines to paragraphs first; by default for an embedded base model only.",
-    ),
-]
+UNWRAP = "join hard-wrapped lines to paragraphs first; by default for an embedded base model only."
+Unwrap = Annotated[bool | None, Parameter(negative="--no-unwrap", help=UNWRAP)]
 Count = Annotated[int, Parameter(validator=Number(gte=1, lte=LARGEST))]
 AtLeastTwo = Annotated[int, Parameter(validator=Number(gte=2))]
 AtLeastZero = Annotated[float, Parameter(validator=Number(gte=0))]
@@ -168,11 +163,7 @@ Seed = Annotated[int, Parameter(validator=Number(gte=-LARGEST, lte=LARGEST))]
 
 
 def split_names(names: str, option: str) -> tuple[str, ...]:
-    """Split the value of an option into names.
-
-    Raises:
-        ValueError: there is none, or one is repeated.
-    """
+    """Split the value of an option into names; a `ValueError` where there is none, or one is repeated."""
     chosen = tuple(name.strip() for name in names.split(",") if name.strip())
     if not chosen:
         raise ValueError(f"{option} must name something, got {names!r}: separate names by commas")

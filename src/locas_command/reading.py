@@ -5,21 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from . import options
 from .console import open_consoles, write_result
-from .options import (
-    BASE,
-    READING,
-    AtLeastZero,
-    BaseGroup,
-    JsonFile,
-    ManyScored,
-    NamedPath,
-    OneMethod,
-    Overwrite,
-    Text,
-    Unwrap,
-    split_names,
-)
+from .options import split_names
 
 COMPARE_JSON, PLOT = "readings.json", "perplexity.png"
 METHODS = "none,lora,locas-glu"
@@ -28,18 +16,18 @@ FEW_CHUNKS = 4
 
 
 def memorize(
-    text: Text,
+    text: options.Text,
     /,
     *,
-    out: NamedPath | None = None,
+    out: options.NamedPath | None = None,
     resume: bool = False,
-    overwrite: Overwrite = False,
-    checkpoint_seconds: AtLeastZero = 30.0,
-    exchanges_file: NamedPath | None = None,
-    unwrap: Unwrap = None,
-    json_file: JsonFile = None,
-    settings: OneMethod = READING,
-    base: BaseGroup = BASE,
+    overwrite: options.Overwrite = False,
+    checkpoint_seconds: options.AtLeastZero = 30.0,
+    exchanges_file: options.NamedPath | None = None,
+    unwrap: options.Unwrap = None,
+    json_file: options.JsonFile = None,
+    settings: options.OneMethod = options.READING,
+    base: options.BaseGroup = options.BASE,
 ) -> None:
     """Read a text and save what was learned as a memory.
 
@@ -75,6 +63,7 @@ def memorize(
         if not resume:
             check_vacant(out, overwrite=overwrite)
     content = load_text(text)
+    title, name = _name(text)
     loaded = load(base)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     complete = make_settings(settings, loaded).complete(loaded.model, loaded.tokenizer)
@@ -86,7 +75,7 @@ def memorize(
             (result,) = read_each(
                 loaded, input_ids, {"": complete}, stderr, out,
                 checkpoint_dir=folder, checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
-                exchanges=exchanges, title=_title(text),
+                exchanges=exchanges, title=title,
             )  # fmt: skip
         except KeyboardInterrupt:
             if saves and has_checkpoint(folder):
@@ -98,7 +87,7 @@ def memorize(
                 f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty. Add --study for "
                 "questions about a short text, or --readings and a shorter --window and --stride"
             )
-    show_readings([result], stdout, stderr, None, _name_text(text))
+    show_readings([result], stdout, stderr, None, name)
     show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
@@ -107,17 +96,17 @@ def memorize(
 
 
 def compare(
-    text: Text,
+    text: options.Text,
     /,
     *,
     methods: str = METHODS,
-    out: NamedPath | None = None,
-    overwrite: Overwrite = False,
-    plot: NamedPath | None = None,
-    unwrap: Unwrap = None,
-    json_file: JsonFile = None,
-    settings: ManyScored = READING,
-    base: BaseGroup = BASE,
+    out: options.NamedPath | None = None,
+    overwrite: options.Overwrite = False,
+    plot: options.NamedPath | None = None,
+    unwrap: options.Unwrap = None,
+    json_file: options.JsonFile = None,
+    settings: options.ManyScored = options.READING,
+    base: options.BaseGroup = options.BASE,
 ) -> None:
     """Read one text with several methods, one after the other, and put them side by side.
 
@@ -141,22 +130,19 @@ def compare(
         check_output_directory("--out", out)
         check_all_vacant(out, map(label_method, names), [COMPARE_JSON, PLOT], overwrite)
     content = load_text(text)
+    title, name = _name(text)
     loaded = load(base)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     complete = complete_all(make_settings(settings, loaded), names, loaded.model, loaded.tokenizer)
-    readings = read_each(loaded, input_ids, complete, stderr, out, overwrite=overwrite, title=_title(text))
+    readings = read_each(loaded, input_ids, complete, stderr, out, overwrite=overwrite, title=title)
     rows = [each.to_json() for each in readings]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / COMPARE_JSON, rows)
-    show_readings(readings, stdout, stderr, plot or (out and out / PLOT), _name_text(text))
+    show_readings(readings, stdout, stderr, plot or (out and out / PLOT), name)
     write_result(json_file, rows)
 
 
-def _title(path: str) -> str | None:
-    """Return the file's name for the record, without its folders: a memory's files may be shared."""
-    return None if path == "-" else Path(path).name
-
-
-def _name_text(path: str) -> str:
-    return "standard input" if path == "-" else path
+def _name(path: str) -> tuple[str | None, str]:
+    """Return a text's name for the record, whose readers need not know its folder, and for the table."""
+    return (None, "standard input") if path == "-" else (Path(path).name, path)

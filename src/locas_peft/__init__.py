@@ -12,24 +12,6 @@ register()
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "Anchor",
-    "Chunk",
-    "LocasConfig",
-    "LocasLayer",
-    "LocasModel",
-    "OwnText",
-    "SlotWriter",
-    "TestTimeTrainer",
-    "TrainingSettings",
-    "calibrate",
-    "compress",
-    "grow",
-    "empty_memories",
-    "read_many",
-    "rescale",
-    "to_lora",
-    "widen_base",
-    "write_own_text",
-    "write_tokens",
-]
+__all__ = ["Anchor", "Chunk", "LocasConfig", "LocasLayer", "LocasModel", "OwnText", "SlotWriter", "TestTimeTrainer"]
+__all__ += ["TrainingSettings", "calibrate", "compress", "empty_memories", "grow", "read_many", "rescale", "to_lora"]
+__all__ += ["widen_base", "write_own_text", "write_tokens"]

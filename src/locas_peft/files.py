@@ -16,20 +16,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-__all__ = [
-    "check_output_directory",
-    "check_output_file",
-    "finish_replacement",
-    "format_json",
-    "is_disk_full",
-    "is_out_of_memory",
-    "load_json",
-    "load_json_lines",
-    "parse_json_lines",
-    "staged",
-    "staged_file",
-    "write_json",
-]
+__all__ = ["check_output_directory", "check_output_file", "finish_replacement", "format_json", "is_disk_full"]
+__all__ += ["is_out_of_memory", "load_json", "load_json_lines", "parse_json_lines", "staged", "staged_file"]
+__all__ += ["write_json"]
 
 # A replacement of a folder's entries passes through two folders inside it. `_STAGED` appears in one step, complete.
 # The old entries move into it; when they are all out of the way it becomes `_MOVING`, and the new entries move up.
@@ -45,16 +34,8 @@ def staged(directory: str | Path) -> Iterator[Path]:
     same name, and all others stay. A process that is killed during the replacement leaves either old entries or new
     ones, and some may be missing. `finish_replacement` then moves the remaining new entries in.
 
-    After an error the new folder is removed, with the parent folders that were made for it. Folders that a killed
-    process left behind are removed first. At most one process may fill a folder at a time.
-
-    Raises:
-        OSError: the disk is full, or a folder cannot be written. Errors of the disk that safetensors reports in its
-            own type are raised as OSError too.
-
-    Example:
-        >>> with staged("memory") as folder:
-        ...     model.save_pretrained(folder)
+    After an error the new folder is removed, with the parent folders that were made for it. At most one process may
+    fill a folder at a time. Errors of the disk, also those that safetensors reports in its own type, are an `OSError`.
     """
     directory = Path(os.path.abspath(directory))
     missing_parents = [parent for parent in directory.parents if not parent.exists()]
@@ -88,9 +69,6 @@ def finish_replacement(directory: str | Path) -> None:
 
     Two processes may do this at the same time: each step is one rename, and a rename whose source or target folder is
     gone was done by the other process.
-
-    Raises:
-        OSError: the folder cannot be written.
     """
     directory = Path(directory)
     complete, moving = directory / _STAGED, directory / _MOVING
@@ -111,9 +89,6 @@ def staged_file(path: str | Path) -> Iterator[Path]:
     """Yield the path of a new file to write, which becomes `path`, in one step, when the block ends without an error.
 
     After an error it is removed, and a file that was there is untouched.
-
-    Raises:
-        OSError: the disk is full, or the file cannot be written.
     """
     path = Path(os.path.abspath(path))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -126,21 +101,13 @@ def staged_file(path: str | Path) -> Iterator[Path]:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write a value as indented JSON (UTF-8), replacing the file in one step. NaN and infinities become null.
-
-    Raises:
-        OSError: the file cannot be written; one that was there is untouched.
-    """
+    """Write a value by `format_json` (UTF-8), replacing the file in one step."""
     with staged_file(path) as temporary:
         temporary.write_text(format_json(value) + "\n", encoding="utf-8")
 
 
 def load_json(path: str | Path) -> Any:
-    """Load a JSON file.
-
-    Raises:
-        ValueError: the file does not exist, cannot be read, or is not JSON.
-    """
+    """Load a JSON file; one that does not exist, cannot be read, or is not JSON is a `ValueError`."""
     path = Path(path)
     try:
         return json.loads(path.read_bytes())
@@ -164,7 +131,6 @@ def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form
 
     Raises:
         ValueError: the file is not UTF-8; or lines are broken, whose numbers are in the message; or it has none.
-        OSError: the file cannot be opened.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a string may hold U+2028
@@ -218,10 +184,7 @@ def check_output_file(option: str, path: str | Path) -> None:
 
 
 def check_output_directory(option: str, path: str | Path) -> None:
-    """Raise a `ValueError`, before the work begins, for a folder that cannot be made or filled. Nothing is written.
-
-    That is a file, a broken link, or a folder below one of these, or below a folder that cannot be written.
-    """
+    """Raise a `ValueError`, before the work begins, for a folder that cannot be made or filled. Nothing is written."""
     path = Path(os.path.abspath(path))
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not existing.is_dir():

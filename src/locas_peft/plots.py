@@ -19,20 +19,14 @@ GREY = "#777777"
 
 
 def make_figure() -> tuple[Figure, Axes]:
-    """Return an empty figure of one plot, without a window system and without global state.
-
-    Raises:
-        ModuleNotFoundError: matplotlib, which comes with the extra `plot`, is not installed.
-    """
+    """Return an empty figure of one plot, without a window system and without global state."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
             "matplotlib must be installed for plots: pip install matplotlib (or the extra 'plot' of locas_peft)"
         ) from None
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.add_subplot()
 
 
@@ -44,9 +38,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
 
 def label_axes(axes: Axes, x: str, y: str, title: str = "") -> None:
     """Label a plot's axes and draw its grid."""
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.set_title(title)
+    axes.set(xlabel=x, ylabel=y, title=title)
     axes.grid(which="both", alpha=0.25)
 
 

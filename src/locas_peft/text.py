@@ -18,7 +18,7 @@ def unwrap(text: str) -> str:
     """Join hard-wrapped lines: each paragraph on one line, one blank line between paragraphs.
 
     A paragraph ends at a line that holds nothing but whitespace. Line breaks inside it (Windows, old Mac or Unix),
-    byte-order marks and runs of spaces become single spaces: a language model should not spend tokens on them.
+    byte-order marks and runs of spaces become single spaces.
 
     Example:
         >>> unwrap("Call me\\nIshmael.\\n\\nSome years ago")
@@ -32,8 +32,7 @@ def unwrap(text: str) -> str:
 def load_text(path: str | Path) -> str:
     """Load a UTF-8 text file, or standard input for `-`, without its byte-order mark; every line break becomes "\\n".
 
-    Raises:
-        ValueError: the file does not exist, cannot be read, is empty, or is not UTF-8 text.
+    A file that does not exist, cannot be read, is empty, or is not UTF-8 text is a `ValueError`.
     """
     name = "standard input" if str(path) == "-" else repr(str(path))
     try:
@@ -66,9 +65,6 @@ def python_reference() -> str:
     """Return the Python language reference that ships with every interpreter: half a million characters.
 
     These are the topics of `pydoc_data.topics`, sorted by name, a blank line between. Each Python version has its own.
-
-    Raises:
-        ValueError: the Python distribution has left the topics out.
     """
     try:
         from pydoc_data.topics import topics
@@ -83,13 +79,12 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
     """Turn a text into one sequence of token ids, LongTensor [T] on the CPU, T >= 2.
 
     It begins with the start token where the tokenizer puts one there, and a trainer then begins each window with it.
-    There are no other special tokens. The tokenizer's warning about sequences beyond the model's length is not shown:
-    a text is read in chunks. With `max_tokens` only the first tokens are kept, and no more of the text is tokenized
-    than they need, and a margin: the cut can change the tokens just before it.
+    There are no other special tokens. With `max_tokens` only the first tokens are kept, and no more of the text is
+    tokenized than they need, and a margin: the cut can change the tokens just before it.
 
     Raises:
-        ValueError: `max_tokens` is below 2, or the text makes fewer than two tokens without the start token. The first
-            token is not scored, so that one alone leaves nothing to measure.
+        ValueError: `max_tokens` is below 2, or the text makes fewer than two tokens without the start token: the first
+            token is not scored.
     """
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens must be at least 2, got {max_tokens}: raise it, or leave it out")
@@ -117,6 +112,4 @@ def digest_ids(input_ids: torch.Tensor) -> str:
 
 
 def _encode(tokenizer, text: str) -> list[int]:
-    return tokenizer(
-        text, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )["input_ids"]
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # no warning of a long sequence

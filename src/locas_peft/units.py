@@ -1,8 +1,6 @@
 """Units of work whose results are JSON files: made once, by any number of processes, of which any may be killed.
 
-A unit whose result exists is skipped, so that interrupted work continues. A unit that another process has locked is
-left to that process, so that processes which are started on one folder, in any way and at any time, share the work.
-"""
+A unit whose result exists is skipped. A unit that another process has locked is left to that process."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import pandas as pd
 from .. import demo
 from ..library import Library
 from ..memories import describe_memory
-from ..memories.archive import MOST_BYTES
+from ..memories.folder import MOST_BYTES
 from ..reading import StudySettings
 from ..text import load_text, python_reference
 from .sessions import EXPORTS, MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors, explain

@@ -27,7 +27,7 @@ from ..asking import can_chat, check_room, continue_texts, fit_turns
 from ..library import Library
 from ..library.routing import make_sample
 from ..memories import FILES, conversion, load_memory, load_memory_config, memory_attached, share_weights
-from ..memories.archive import pack
+from ..memories.folder import pack
 from ..model import count_positions
 from ..reading import CompleteSettings, ReadingSettings, StopReading, memorize
 from ..selfstudy import Exchange, StudyStep

@@ -1,9 +1,7 @@
-"""The embedded backbones: two small models of English books, one with gated FFNs and one with two-layer FFNs.
+"""The embedded backbones: two small models of English books. They need no network and generate prose without meaning.
 
-They are part of the package, so that the `locas` command, the examples and the tests need no network. They generate
-period prose without meaning and cannot answer questions. tinybook-glu (Qwen3 architecture) is the default everywhere;
-tinybook-mlp (GPT-NeoX with ReLU) is the host for Locas-MLP. They share a tokenizer.
-"""
+tinybook-glu (Qwen3 architecture, gated FFNs) is the default everywhere; tinybook-mlp (GPT-NeoX with ReLU, two-layer
+FFNs) is the host for Locas-MLP. They share a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,21 +14,13 @@ if TYPE_CHECKING:
 
 __all__ = ["MLP_NAME", "NAME", "is_embedded", "load", "name_of", "path"]
 
-NAME = "locas_peft/tinybook-glu"
-"""The default backbone's name in a memory's config; its folder differs from one machine to the next."""
-
-MLP_NAME = "locas_peft/tinybook-mlp"
-"""The name of the backbone with two-layer FFNs."""
-
+NAME, MLP_NAME = "locas_peft/tinybook-glu", "locas_peft/tinybook-mlp"
+"""The backbones' names in a memory's config; their folders differ from one machine to the next."""
 _FOLDERS = {NAME: ("locas_peft", "backbone"), MLP_NAME: ("locas_peft", "backbone", "tinybook_mlp")}
 
 
 def path(name: str = NAME) -> Path:
-    """Return the folder with a backbone's weights, config and tokenizer, as transformers loads them.
-
-    Raises:
-        ValueError: the name is neither `NAME` nor `MLP_NAME`.
-    """
+    """Return the folder with a backbone's weights, config and tokenizer, as transformers loads them."""
     if name not in _FOLDERS:
         raise ValueError(f"name must be one of {', '.join(_FOLDERS)}, got {name!r}: choose one of them")
     return Path(__file__).resolve().parent.joinpath(*_FOLDERS[name][2:])

@@ -1,6 +1,5 @@
 """Base models by name: a folder, the hub, a GGUF file, or an embedded backbone; where their weights go."""
 
-from .loading import load_base
-from .placement import DTYPES, QUANTIZATIONS, choose_device
+from .loading import DTYPES, QUANTIZATIONS, choose_device, load_base
 
 __all__ = ["DTYPES", "QUANTIZATIONS", "choose_device", "load_base"]

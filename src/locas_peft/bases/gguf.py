@@ -19,17 +19,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..files import staged
 
-__all__ = [
-    "CONVERTED_BYTES",
-    "CONVERTERS",
-    "PACKAGES",
-    "find_converter",
-    "find_gguf",
-    "is_gguf",
-    "is_installed",
-    "load_gguf",
-    "write_gguf",
-]
+__all__ = ["CONVERTED_BYTES", "CONVERTERS", "PACKAGES", "find_converter", "find_gguf", "is_gguf", "is_installed"]
+__all__ += ["load_gguf", "write_gguf"]
 
 _logger = logging.getLogger(__name__)
 
@@ -53,11 +44,7 @@ def is_gguf(name: str) -> bool:
 
 
 def find_gguf(name: str) -> Path | None:
-    """Return the file that a model's name means: a key of `PACKAGES` or a path to a .gguf file; None for other names.
-
-    Raises:
-        ValueError: there is no such file, or its package is not installed.
-    """
+    """Return the file that a name means, a key of `PACKAGES` or a path to a .gguf file; None for other names."""
     if name in PACKAGES:
         module, file, command = PACKAGES[name]
         spec = importlib.util.find_spec(module)
@@ -77,10 +64,9 @@ def load_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer from a GGUF file; the weights are dequantised.
 
-    The model is an ordinary one: `save_pretrained` writes a plain checkpoint. Such a checkpoint of a file of at most
-    `CONVERTED_BYTES` is kept in the assets folder of the Hugging Face cache, and later calls load it from there:
-    transformers takes half a minute to parse the metadata of a file whose checkpoint loads in two seconds. Where that
-    folder cannot be written, each call loads the file.
+    The checkpoint of a file of at most `CONVERTED_BYTES` is kept in the assets folder of the Hugging Face cache, if
+    that can be written, and later calls load it from there: transformers takes half a minute to parse the metadata of
+    a file whose checkpoint loads in two seconds.
 
     Args:
         dtype: of the weights; None for bfloat16 where the device is fast at it, else float32.
@@ -98,11 +84,7 @@ def load_gguf(
 
 
 def find_converter() -> str:
-    """Return the path of llama.cpp's converter, which turns checkpoints into GGUF files.
-
-    Raises:
-        ValueError: there is none on the PATH.
-    """
+    """Return the path of llama.cpp's converter, which turns checkpoints into GGUF files."""
     for name in CONVERTERS:
         if found := shutil.which(name):
             return found
@@ -113,14 +95,7 @@ def find_converter() -> str:
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, converter: str) -> None:
-    """Write a model and its tokenizer as a GGUF file in the model's dtype.
-
-    Args:
-        converter: see `find_converter`.
-
-    Raises:
-        ValueError: the converter does not know the architecture or the tokenizer, or fails.
-    """
+    """Write a model and its tokenizer as a GGUF file in the model's dtype; for the converter see `find_converter`."""
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -151,7 +126,7 @@ def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
 
 def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load the kept checkpoint of a file; make it first where there is none, or a damaged one."""
-    if (loaded := _load_checkpoint(kept, dtype)) is not None:
+    if loaded := _load_checkpoint(kept, dtype):
         return loaded
     with ExitStack() as stack:
         try:  # processes that start together convert the file once
@@ -159,7 +134,7 @@ def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> tuple[PreTrainedMo
         except (OSError, NotImplementedError) as error:
             _logger.info("the checkpoint of %s is not kept: %s", path.name, error)
             return _convert(path, dtype)
-        if (loaded := _load_checkpoint(kept, dtype)) is not None:
+        if loaded := _load_checkpoint(kept, dtype):
             return loaded
         _logger.info("converting %s once (half a minute); kept in %s", path.name, kept)
         try:

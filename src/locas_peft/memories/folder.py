@@ -1,30 +1,43 @@
-"""The folder of a memory: its files, what may be replaced in it, how it is saved and uploaded."""
+"""The folder of a memory: its files, model card, saving and uploading; zip archives of it, which may be hostile."""
 
 from __future__ import annotations
 
+import io
 import os
-from collections.abc import Callable
+import re
+import shutil
+import stat
+import zipfile
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from peft import PeftModel
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
+from .. import __version__, backbone
+from ..bases.gguf import is_gguf
 from ..checks import one_line
-from ..files import finish_replacement, staged
+from ..files import finish_replacement, staged, staged_file
 from ..selfstudy.exchanges import EXCHANGES
-from .card import CARD
 from .checkpoint import CHECKPOINT_FOLDER, has_checkpoint
 from .loading import MEMORY_CONFIG
 
-__all__ = ["FILES", "READING", "SAMPLE", "check_vacant", "save_memory", "upload_memory"]
+__all__ = ["FILES", "MOST_BYTES", "READING", "SAMPLE", "check_vacant", "escape", "make_card", "pack", "save_memory"]
+__all__ += ["set_license", "unpack", "upload_memory"]
 
+CARD = "README.md"
+"""The file in a memory's folder that holds its model card, which the Hugging Face hub renders."""
 READING = "reading.json"
 """The file in a memory's folder that holds the reading that made it."""
 SAMPLE = "sample.txt"
 """The file in a memory's folder that holds pieces of its text, by which a library finds it."""
 FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES, SAMPLE)
 """The files of a memory; no other is packed, unpacked or deleted."""
+MOST_BYTES = 2**30
+"""The most bytes that an archive unpacks to."""
+_MOST_LISTED_BYTES = 2**20
 
 
 def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -41,14 +54,11 @@ def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool
     if not is_memory:
         for name in FILES:
             if os.path.lexists(folder / name):
-                raise ValueError(
-                    f"--out {str(folder)!r} holds a file {name} that no reading wrote: choose another folder, or move "
-                    "that file"
-                )
+                found = f"a file {name} that no reading wrote"
+                raise ValueError(f"--out {str(folder)!r} holds {found}: choose another folder, or move that file")
     if unfinished and not resume and not overwrite:
-        raise ValueError(
-            f"--out {str(folder)!r} holds an unfinished reading: go on with --resume, or give --overwrite"
-        )
+        remedy = "go on with --resume, or give --overwrite"
+        raise ValueError(f"--out {str(folder)!r} holds an unfinished reading: {remedy}")
     if is_memory and not unfinished and not overwrite:
         raise ValueError(f"--out {str(folder)!r} holds a memory: choose another folder, or give --overwrite")
 
@@ -66,11 +76,7 @@ def save_memory(
 
     Args:
         base_name: the base's name on other machines too, which the memory's config gets.
-        card: in place of PEFT's template.
         add_files: writes more files into the folder that it is given, which are part of the whole.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written.
     """
     config = model.peft_config[adapter_name]
     name = config.base_model_name_or_path
@@ -91,20 +97,13 @@ def save_memory(
 
 
 def upload_memory(directory: str | Path, repo: str, *, private: bool = False) -> str:
-    """Upload the files of a memory, its model card among them, to the Hugging Face hub.
+    """Upload the files of a memory, its model card among them, to the Hugging Face hub; return the address.
 
     `PeftModel.push_to_hub` would write an empty template in place of the card. The exchanges of a self-study, which
     can quote the text, stay here.
 
     Args:
-        repo: NAME or OWNER/NAME; made where there is none.
-        private: make a new repository a private one.
-
-    Returns:
-        The address of the repository.
-
-    Raises:
-        ValueError: the hub cannot be reached, or refuses.
+        repo: NAME or OWNER/NAME; made, as a private one if asked for, where there is none.
     """
     try:
         url = HfApi().create_repo(repo, private=private, exist_ok=True)
@@ -116,3 +115,121 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
             f"memory cannot be pushed to {repo!r} ({reason}): check the name, and log in with `hf auth login`"
         ) from error
     return str(url)
+
+
+def make_card(base: str, peft_type: str, title: str, made: str, rows: Mapping[str, str], note: str = "") -> str:
+    """Return a model card: its metadata as YAML, then Markdown. No licence is claimed.
+
+    Args:
+        base: the base's name, as `--model` takes it.
+        title: what the memory is of, in Markdown, like `rows`.
+        made: how it was made, after "that was".
+        note: a sentence below the table.
+    """
+    is_local = backbone.is_embedded(base) or is_gguf(base) or Path(base).expanduser().exists()
+    tags = [peft_type.lower(), "test-time-training"]
+    about = {"library_name": "peft", "pipeline_tag": "text-generation", "tags": tags}
+    data = ModelCardData(base_model=None if is_local else base, **about)
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""---
+{data.to_yaml()}
+---
+
+# A memory of {title}
+
+A PEFT adapter for {escape(base)} that was {made}, with locas_peft {__version__}.
+
+| | |
+|---|---|
+{table}
+
+{note}
+
+```python
+from peft import PeftModel
+{_describe_loading(base)}
+model = PeftModel.from_pretrained(base, "this folder")
+```
+
+```bash
+locas ask "What is the text about?" --memory "this folder"
+```
+"""
+
+
+def set_license(directory: str | Path, license: str) -> None:
+    """Name the licence in the metadata of a memory's model card."""
+    path = Path(directory) / CARD
+    card = ModelCard.load(path)
+    card.data.license = license
+    with staged_file(path) as temporary:
+        card.save(temporary)
+
+
+def escape(text: str) -> str:
+    """Return a text as one line of Markdown that renders as that text: no markup, HTML, links or formulas."""
+    return re.sub(r"[!-/:-@[-`{-~]", lambda found: f"&#{ord(found[0])};", one_line(text))
+
+
+def _describe_loading(model: str) -> str:
+    """Return the lines of Python that load a base and register LOCAS."""
+    if backbone.is_embedded(model):
+        name = backbone.name_of(model)
+        argument = "" if name == backbone.NAME else f'name="{name}"'
+        return f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({argument})"
+    if is_gguf(model):
+        return f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({model!r})"
+    return (
+        "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"
+        f"base = AutoModelForCausalLM.from_pretrained({model!r})"
+    )
+
+
+def pack(folder: Path, archive: Path, names: Sequence[str] | None = None) -> None:
+    """Write a folder's files, or those of some names, but no links, into a zip archive, which is not compressed."""
+    files = sorted(folder.rglob("*")) if names is None else [folder / name for name in names]
+    with zipfile.ZipFile(archive, "w") as packed:
+        for file in files:
+            if file.is_file() and not file.is_symlink():
+                packed.write(file, Path(folder.name, file.relative_to(folder)))
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Write a memory's files out of a zip archive, which has them at its top or in one folder, into an empty folder.
+
+    Raises:
+        ValueError: the archive is damaged, or holds something else. The folder may then hold some files.
+    """
+    try:
+        with _ShortReads(archive) as file, zipfile.ZipFile(file) as packed:
+            for entry in _list_entries(packed):  # zipfile writes at most the bytes that an entry declares
+                with packed.open(entry) as source, (folder / Path(entry.filename).name).open("xb") as target:
+                    shutil.copyfileobj(source, target)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, FileExistsError) as error:
+        raise ValueError(f"the archive must be a sound zip of a memory ({error}): download the memory again") from None
+
+
+class _ShortReads(io.FileIO):
+    """A file that refuses long reads: zipfile reads the list of an archive's entries at once, however long it is."""
+
+    def read(self, size: int = -1) -> bytes:
+        if size > _MOST_LISTED_BYTES:
+            raise ValueError(f"the archive must list few files, got a list of {size:,} bytes: pack one memory alone")
+        return super().read(size)
+
+
+def _list_entries(packed: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+    """Return the files in an archive; a `ValueError` unless they are files of one memory and not too large."""
+    entries = [entry for entry in packed.infolist() if not entry.is_dir()]
+    home, slash, _ = entries[0].filename.rpartition("/") if entries else ("", "", "")
+    is_plain = "/" not in home and (not slash or home not in ("", ".", ".."))
+    for entry in entries:
+        is_link = stat.S_ISLNK(entry.external_attr >> 16)
+        if not is_plain or is_link or entry.filename not in [home + slash + name for name in FILES]:
+            raise ValueError(
+                f"the archive must hold the files of one memory ({', '.join(FILES)}), no links and one folder at "
+                f"most, got {entry.filename[:80]!r}: pack one memory alone"
+            )
+    if sum(entry.file_size for entry in entries) > MOST_BYTES:
+        raise ValueError(f"a memory must have at most {MOST_BYTES:,} bytes, got more: upload less")
+    return entries

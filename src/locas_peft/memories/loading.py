@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..bases import load_base
 from ..checks import first_line, one_line
 from ..files import finish_replacement, is_out_of_memory, load_json
+from ..tables import Sheet, format_figure
 from ..tuner.load_checks import load_memory_file
 from ..tuner.memory_file import PREFIX, find_memory_file, load_tensors, split_tensors
 from ..tuner.modules import remember_modules
 
 __all__ = ["MEMORY_CONFIG", "describe_memory", "load_memory", "load_memory_config", "memory_attached", "open_memory"]
+__all__ += ["tabulate_memory"]
 
+_NORMS = (("gate", "mean"), ("up", "mean"), ("down", "mean"), ("down", "max"))
 MEMORY_CONFIG = "adapter_config.json"
 
 
@@ -37,23 +41,18 @@ def open_memory(
     quantize: str | None = None,
     **fields: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PeftModel]:
-    """Load a memory together with its base, both frozen and in evaluation mode.
+    """Load a memory together with its base: the base, its tokenizer, and the base with the memory, all frozen.
+
+    Base and memory share their modules: within `model.disable_adapter()` the model is the base.
 
     Args:
         directory: the memory's folder.
-        base: name of the base, as for `load_base`; None for the one that the memory names.
+        base: name of the base; None for the one that the memory names.
         dtype, device, quantize: as for `load_base`.
         fields: as for `load_memory`.
 
-    Returns:
-        The base, its tokenizer, and the base with the memory. Base and memory share their modules: within
-        `model.disable_adapter()` the model is the base.
-
     Raises:
         ValueError: as for `load_base` and `load_memory`, or no base is named.
-
-    Example:
-        >>> base, tokenizer, model = open_memory("memory")
     """
     saved = _find_memory(directory)
     name = base or saved.config.base_model_name_or_path
@@ -94,9 +93,9 @@ def _without_device_map(base: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[PeftModel]:
-    """Attach a saved memory to its base within the context, frozen and in evaluation mode.
+    """Attach a saved memory to its base, a causal LM without adapters, within the context, frozen and for evaluation.
 
-    `base`, a causal LM without adapters, is mutated, and restored at the end.
+    The base is mutated, and restored at the end.
     """
     restore = remember_modules(base)
     model = load_memory(base, directory).requires_grad_(False).eval()
@@ -109,8 +108,7 @@ def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[Pe
 def load_memory_config(directory: str | Path) -> dict[str, Any]:
     """Load the JSON config of a memory's folder; finish a replacement that was stopped midway first (`files.staged`).
 
-    Raises:
-        ValueError: there is no such folder, or no memory in it, or its config is damaged.
+    A folder without a memory and a damaged config are a `ValueError`.
     """
     finish_replacement(directory)
     path = Path(directory) / MEMORY_CONFIG
@@ -134,16 +132,12 @@ def load_memory_config(directory: str | Path) -> dict[str, Any]:
 def describe_memory(directory: str | Path) -> dict[str, Any]:
     """Describe a memory from its files alone: no base is loaded.
 
-    Args:
-        directory: the memory's folder.
-
     Returns:
         JSON values: `memory_dir`, `base`, `peft_type`, `r`, `init`, `scaling`, `dtype`, `parameters`, `bytes`
         (of the tensors' file), `host`, `replaces` (the tensors of a LOCAS memory's file that replace weights of the
-        base, by name), `learned` (False for a LOCAS memory without an output; None for other adapters), `layers`. For
-        a LOCAS memory `layers` has an entry for each FFN: `name`, `r`, `tau`, `slots` (None where no host slots were
-        cloned) and, for `gate` (None in a two-layer memory), `up` and `down`, `mean` and `max` of the slots' norms.
-        For other adapters `layers` is empty.
+        base, by name), `learned` (False for a LOCAS memory without an output; None for other adapters), `layers`: for
+        a LOCAS memory an entry for each FFN with `name`, `r`, `tau`, `slots` (None where no host slots were cloned)
+        and, for `gate` (None in a two-layer memory), `up` and `down`, `mean` and `max` of the slots' norms.
 
     Raises:
         ValueError: there is no memory, or its files hold something that loading refuses.
@@ -183,6 +177,22 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     }
 
 
+def tabulate_memory(memory: dict[str, Any]) -> Sheet:
+    """Return the layers of `describe_memory`, a line each that fits 80 columns.
+
+    The title has what the names of the FFNs share, the first column the rest of each, the last one two host slots.
+    """
+    pattern, names = _shorten([layer["name"] for layer in memory["layers"]])
+    rows = []
+    for name, layer in zip(names, memory["layers"], strict=True):
+        norms = [format_figure(layer[part] and layer[part][which], 3) for part, which in _NORMS]
+        tau = "-" if layer["tau"] is None else f"{layer['tau']:.4g}"
+        slots = ", ".join(map(str, (layer["slots"] or [])[:2])) + ", ..." * (len(layer["slots"] or []) > 2)
+        rows.append([name, str(layer["r"]), tau, *norms, slots or "-"])
+    title = f"{pattern}   (gate, up, down: mean norm of the slots; max: of down)".strip()
+    return Sheet(title, ["FFN", "r", "tau", "gate", "up", "down", "max", "host slots"], rows)
+
+
 def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Load the tensors of another adapter, or raise a `ValueError` where one of them is not finite."""
     tensors, _ = load_tensors(str(path))
@@ -192,16 +202,11 @@ def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _check_other_adapter(
-    path: Path, tensors: dict[str, torch.Tensor], base: PreTrainedModel, config: PeftConfig
-) -> None:
-    """Raise a `ValueError` if another PEFT adapter's file holds weights of the base that its config does not name.
-
-    PEFT would copy them into the base.
-    """
-    own = base.state_dict()
-    named = [f".{name}." for name in getattr(config, "modules_to_save", None) or ()]
-    for key in tensors:
+def _check_other_adapter(saved: _SavedMemory, base: PreTrainedModel) -> None:
+    """Raise a `ValueError` for weights in another adapter's file that PEFT would copy into the base unasked."""
+    path, own = saved.weights, base.state_dict()
+    named = [f".{name}." for name in getattr(saved.config, "modules_to_save", None) or ()]
+    for key in _load_other_tensors(path):
         name = key.removeprefix("base_model.model.")
         plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         if plain in own and not (plain == name and any(mark in f".{name}" for mark in named)):
@@ -248,12 +253,11 @@ def _attach(base: PreTrainedModel, saved: _SavedMemory, fields: dict[str, Any]) 
     """Put a memory onto its base, with fields of its config in place of the saved ones."""
     config, directory = saved.config, str(saved.directory)
     if saved.peft_type != "LOCAS":
-        _check_other_adapter(saved.weights, _load_other_tensors(saved.weights), base, config)
+        _check_other_adapter(saved, base)
     for name, value in fields.items():
         if not hasattr(config, name):
-            raise ValueError(
-                f"{name} has no meaning for a memory of type {saved.peft_type}, got {value!r}: leave it out"
-            )
+            what = f"a memory of type {saved.peft_type}"
+            raise ValueError(f"{name} has no meaning for {what}, got {value!r}: leave it out")
         dataclasses.replace(config, **{name: value})  # for its checks
         setattr(config, name, value)
     restore = remember_modules(base)
@@ -263,10 +267,9 @@ def _attach(base: PreTrainedModel, saved: _SavedMemory, fields: dict[str, Any]) 
             return PeftModel.from_pretrained(base, directory, config=config)
     except Exception as error:
         restore()
-        if isinstance(error, OSError) or is_out_of_memory(error):
-            raise
         names_modules = isinstance(error, ValueError) and str(error).startswith("Target module")
-        if isinstance(error, ValueError) and not names_modules and "\n" not in str(error):
+        is_one_line = isinstance(error, ValueError) and not names_modules and "\n" not in str(error)
+        if is_one_line or isinstance(error, OSError) or is_out_of_memory(error):
             raise
         # PEFT's message lists every module.
         reason = "it has other modules" if names_modules else first_line(error)
@@ -279,3 +282,15 @@ def _attach(base: PreTrainedModel, saved: _SavedMemory, fields: dict[str, Any]) 
 def _natural(name: str) -> list:
     """Return a sort key that puts layer 10 after layer 9."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
+
+
+def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the parts that several dotted names share at their ends, with * for the rest, and the rest of each."""
+    parts = [name.split(".") for name in names]
+    most = min(map(len, parts)) - 1  # something is left of each name
+    head = len(commonprefix(parts)[:most])
+    tail = len(commonprefix([each[::-1] for each in parts])[: most - head])
+    if len(parts) < 2 or not head + tail:
+        return "", list(names)
+    pattern = [*parts[0][:head], "*", *parts[0][len(parts[0]) - tail :]]
+    return ".".join(pattern), [".".join(each[head : len(each) - tail]) for each in parts]

@@ -14,9 +14,8 @@ from peft import PeftConfig, PeftModel
 
 from ..checks import describe_difference
 from ..files import finish_replacement, load_json, write_json
-from ..memories.card import escape, make_card
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
-from ..memories.folder import READING, SAMPLE, save_memory
+from ..memories.folder import READING, SAMPLE, escape, make_card, save_memory
 from ..memories.loading import MEMORY_CONFIG
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
