@@ -149,24 +149,22 @@ def chat(
     if not can_chat(loaded.tokenizer):
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
     turns: list[dict[str, str]] = []
-    positions = count_positions(loaded.model)
+    positions, drawn = count_positions(loaded.model), {"temperature": temperature, "seed": seed}
     while True:
         if sys.stdin.isatty():
             stderr.print("> ", end="")
         line = sys.stdin.readline()
-        if not line or line.strip() == "/exit":
-            return
-        if not line.strip():
-            continue
         message = line.strip()
+        if not line or message == "/exit":
+            return
+        if not message:
+            continue
         passages = recite_for(model, loaded.tokenizer, [message])[0] if recite else []
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
         ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
         check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
         with adapters_disabled(model) if recite else nullcontext():
-            (reply,) = continue_texts(
-                model, loaded.tokenizer, [ids], max_new_tokens, temperature=temperature, seed=seed
-            )
+            (reply,) = continue_texts(model, loaded.tokenizer, [ids], max_new_tokens, **drawn)
         reply = reply.strip()
         turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
         stdout.print(reply)

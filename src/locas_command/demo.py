@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -46,8 +47,6 @@ def demo(
         seed: set before each method.
         device: cpu, cuda, cuda:1, ... or auto.
     """
-    from dataclasses import replace
-
     from locas_peft import backbone
     from locas_peft import demo as page
     from locas_peft.asking import can_chat
@@ -84,9 +83,7 @@ def demo(
         )
         folder = out / page.RECALL
         with show_progress(stderr) as progress:
-            for recalled in page.recall(
-                base.model, base.tokenizer, settings, folder, progress=progress, overwrite=True
-            ):
+            for recalled in page.recall(base.model, base.tokenizer, settings, folder, progress=progress):
                 progress.close()
                 recalls.append(recalled)
                 _show_recall(recalled, stdout)
@@ -123,10 +120,8 @@ def demo(
         f"perplexity {with_memory:.2f}; without it {without:.2f}."
     )
     stdout.print(f"Written: {', '.join(str(out / name) for name in sorted(os.listdir(out)))}")
-    stdout.print(
-        f'Next: locas generate "{PROMPT}" --memory {memory}   or, on a text of yours: '
-        "locas memorize TEXT --out my-memory"
-    )
+    yours = "or, on a text of yours: locas memorize TEXT --out my-memory"
+    stdout.print(f'Next: locas generate "{PROMPT}" --memory {memory}   {yours}')
 
 
 def app(
@@ -179,11 +174,10 @@ def app(
 
 def _show_recall(recalled: Recall, stdout: Console) -> None:
     """Print one method's count of right answers, and some of its answers."""
-    from locas_peft.demo import SHOWN, describe_recall, load_page_questions
+    from locas_peft import demo as page
 
-    stdout.print(describe_recall(recalled), style="bold")
-    questions = load_page_questions()
-    for index in SHOWN:
-        stdout.print(f"  {questions[index].question}   ({questions[index].answer})")
-        stdout.print(f"    {printable(recalled.answers[index])}")
+    stdout.print(page.describe_recall(recalled), style="bold")
+    for index in page.SHOWN:
+        question = page.load_page_questions()[index]
+        stdout.print(f"  {question.question}   ({question.answer})\n    {printable(recalled.answers[index])}")
     stdout.print()

@@ -27,16 +27,12 @@ def merge(
         out: the checkpoint's folder, new or empty.
         pad_to_multiple_of: pad the merged FFNs' width with zeros to a multiple of this.
     """
-    from locas_peft.files import check_output_directory
     from locas_peft.memories.conversion import merge_memory
 
     from .running import load_base_of
 
     stdout, _ = open_consoles()
-    if overwrite:
-        check_output_directory("--out", out)
-    else:
-        _check_empty(out, "choose another, or give --overwrite")
+    _check_empty(out, "choose another, or give --overwrite", overwrite)
     loaded = load_base_of(memory, base)
     with warnings_as_lines():
         merged = merge_memory(loaded.model, loaded.tokenizer, memory, out, pad_to_multiple_of)
@@ -84,7 +80,7 @@ def export(
     if no_base and base_only:
         raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
     stdout, _ = open_consoles()
-    _check_empty(out, "choose another")
+    _check_empty(out)
     if to == "plain":
         return merge(memory, out=out, pad_to_multiple_of=pad_to_multiple_of, base=base)
     converter = find_converter() if to == "gguf" else None
@@ -121,7 +117,7 @@ def combine(*memory: Path, out: NamedPath, weights: str | None = None, base: Bas
         numbers = [1.0] * len(memory) if weights is None else [float(number) for number in weights.split(",")]
     except ValueError:
         raise ValueError(f"--weights must be numbers separated by commas, got {weights!r}: write 1,0.5, say") from None
-    _check_empty(out, "choose another")
+    _check_empty(out)
     loaded = load_base_of(memory[0], base)
     with warnings_as_lines():
         slots = combine_memories(loaded.model, loaded.name, memory, numbers, out)
@@ -157,7 +153,7 @@ def resize(
     from .running import open_with_base
 
     stdout, _ = open_consoles()
-    _check_empty(out, "choose another")
+    _check_empty(out)
     content = None if text is None else load_text(text)
     loaded, model = open_with_base(memory, base)
     widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
@@ -165,9 +161,8 @@ def resize(
         raise ValueError(f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu")
     if content is None and r < max(widths) and any(layer.ffn.gated for layer in list_layers(model, "default")):
         raise ValueError("--text must name a text for fewer slots beside gated FFNs, got none: give what was read")
-    batches = None
+    window, batches = min(512, count_positions(loaded.model) or 512), None
     if content is not None:
-        window = min(512, count_positions(loaded.model) or 512)
         batches = [part[None] for part in loaded.encode(content, max_tokens, None).split(window)]
     (grow if r > max(widths) else compress)(model, r, batches=batches)
     resized = {"resized from": f"{max(widths)} slots in a layer"}
@@ -220,9 +215,9 @@ def _name_vllm_option(rank: int) -> str:
     return f"vLLM serves ranks up to {VLLM_RANKS[-1]}: make the memory narrower with locas resize"
 
 
-def _check_empty(out: Path, remedy: str) -> None:
+def _check_empty(out: Path, remedy: str = "choose another", overwrite: bool = False) -> None:
     from locas_peft.files import check_output_directory
 
     check_output_directory("--out", out)
-    if out.is_dir() and any(out.iterdir()):
+    if not overwrite and out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: {remedy}")

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 from cyclopts import App, CycloptsError, Parameter
@@ -68,10 +69,8 @@ def _run(args: list[str]) -> int:
     index, count = find_process()
     try:
         if count > 1 and args[0] != "eval" and not args[0].startswith("-"):
-            raise ValueError(
-                f"this command must run in one process, got {count}: start it without a launcher; several processes "
-                "can share locas eval"
-            )
+            remedy = "start it without a launcher; several processes can share locas eval"
+            raise ValueError(f"this command must run in one process, got {count}: {remedy}")
         command, arguments, _ = app.parse_args(args, exit_on_error=False, print_error=False)
         if command in (*_COMMANDS, *_PROTOCOLS):  # and not what prints help or the version
             with ended_at_once():
@@ -134,10 +133,8 @@ def _explain(error: Exception) -> str | None:
 
 def _is_ours(error: Exception) -> bool:
     """Return whether these packages raised an error: a TypeError from elsewhere is a defect, not an input."""
-    frame = error.__traceback__
-    while frame.tb_next is not None:
-        frame = frame.tb_next
-    return frame.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("locas_command", "locas_peft")
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("locas_command", "locas_peft")
 
 
 def _give_up_stdout() -> None:

@@ -36,11 +36,8 @@ def check_number(name: str, value: Any, may_be_0: bool = False) -> None:
 def describe_difference(
     ours: dict[str, Any], theirs: dict[str, Any], where: str, remedy: str, prefix: str = ""
 ) -> str | None:
-    """Return the message for the first field in which two settings differ, also inside dictionaries; None for none.
-
-    `method` and `preset`, which other fields follow from, are compared first.
-    """
-    fields = ("method", "preset", *ours, *theirs)
+    """Return the message for the first field in which two settings differ, also inside dictionaries; None for none."""
+    fields = ("method", "preset", *ours, *theirs)  # other fields follow from the first two
     field = next((field for field in fields if ours.get(field) != theirs.get(field)), None)
     if field is None:
         return None

@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 T = TypeVar("T")
 
 __all__ = ["check_output_directory", "check_output_file", "finish_replacement", "format_json", "is_disk_full"]
@@ -223,24 +225,12 @@ def _list_new(folder: Path) -> list[str]:
 
 
 def _sweep(home: Path, prefix: str) -> None:
-    """Remove the unfinished folders in `home` whose processes have ended."""
+    """Remove the unfinished folders in `home` whose processes have ended, also of one that had this one's number."""
     for folder in home.iterdir():
-        found = re.fullmatch(rf"{re.escape(prefix)}(\d+)\.partial", folder.name)
-        if found and not _is_running(int(found[1])) and folder.is_dir() and not folder.is_symlink():
+        found = re.fullmatch(rf"{re.escape(prefix)}(\d{{1,9}})\.partial", folder.name)
+        ended = found and (int(found[1]) == os.getpid() or not psutil.pid_exists(int(found[1])))
+        if ended and folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    """Return whether another process of this number is running; True where the system cannot tell."""
-    if os.name != "posix":  # elsewhere signal 0 ends the process
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
-    return process != os.getpid()  # the folder is of an earlier process with the same number
 
 
 def _finite(value: Any) -> Any:

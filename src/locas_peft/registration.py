@@ -1,9 +1,7 @@
 """Register LOCAS with PEFT. This is the only module that writes to PEFT's registries.
 
-PEFT lists its methods in a closed `str` enum, `PeftType`, and in dictionaries keyed by its members. A plain string
-would do for the dictionaries, but status reports, hot-swapping and mixed models format the member itself. The enum
-therefore gets a real member.
-"""
+PEFT lists its methods in a closed `str` enum, whose members status reports, hot-swapping and mixed models format: a
+plain string does not do."""
 
 from __future__ import annotations
 
@@ -27,10 +25,7 @@ def register() -> PeftType:
 
 
 def add_member(enum: type[Enum], name: str) -> Enum:
-    """Add a member whose value is its name to a `str` enum, for the life of the process, or return the existing one.
-
-    It works on Python 3.10 to 3.13.
-    """
+    """Add a member whose value is its name to a `str` enum, or return the existing one (Python 3.10 to 3.13)."""
     if name in enum.__members__:
         return enum[name]
     member = str.__new__(enum, name)

@@ -37,16 +37,13 @@ def load_text(path: str | Path) -> str:
     name = "standard input" if str(path) == "-" else repr(str(path))
     try:
         raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
-    except FileNotFoundError:
-        raise ValueError(
-            f"text must be an existing file, got {name}: check the path, or give - to read stdin"
-        ) from None
-    except IsADirectoryError:
-        raise ValueError(f"text must be a file, got the folder {name}: name one file inside it") from None
     except OSError as error:
-        raise ValueError(
-            f"text must be readable, got {name} ({error.strerror}): check its permissions, or pipe it to -"
-        ) from None
+        rules = {
+            FileNotFoundError: f"an existing file, got {name}: check the path, or give - to read stdin",
+            IsADirectoryError: f"a file, got the folder {name}: name one file inside it",
+        }
+        other = f"readable, got {name} ({error.strerror}): check its permissions, or pipe it to -"
+        raise ValueError(f"text must be {rules.get(type(error), other)}") from None
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

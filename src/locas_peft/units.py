@@ -55,8 +55,8 @@ class Unit:
 def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
     """Make the results that do not exist; return when all of them do.
 
-    A process that ends, in whatever way, frees its locks, and another process makes its unit. An error in a unit ends
-    this process alone. The progress line counts the results of all processes, whose `units` must be the same.
+    A process that ends, in whatever way, frees its locks, and another process makes its unit. The progress line counts
+    the results of all processes, whose `units` must be the same.
     """
     units = add_needed(units)
     missing = [unit for unit in units if not unit.path.exists()]

@@ -41,13 +41,7 @@ CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 MONO = ["ui-monospace", "Consolas", "monospace"]
 THEME = gr.themes.Base(primary_hue="sky", neutral_hue="slate", radius_size="md", font=FONTS, font_mono=MONO).set(
-    button_primary_background_fill=ACCENT,
-    button_primary_background_fill_hover="#185a93",
-    button_primary_text_color="white",
-    color_accent=ACCENT,
-    checkbox_background_color_selected=ACCENT,
-    checkbox_border_color_selected=ACCENT,
-    border_color_accent_subdued="#c5dcef",
+    color_accent=ACCENT, button_primary_background_fill=ACCENT, button_primary_background_fill_hover="#185a93"
 )
 PRIVATE = {"share": False, "ssr_mode": False, "pwa": False, "mcp_server": False, "enable_monitoring": False}
 """No share links, no service beside the page, no figures about its visitors."""
@@ -162,11 +156,9 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                         gr.Warning(escape(explain(error)))
                         yield [gr.skip()] * len(outputs) if len(outputs) > 1 else gr.skip()
 
-                def run(*values: Any) -> Any:
-                    return next(stream(*values))
-
-                wrapped = stream if inspect.isgeneratorfunction(function) else run
-                trigger(wrapped, [key, *inputs], outputs, api_visibility="private", show_progress=progress)
+                streams = inspect.isgeneratorfunction(function)
+                run = stream if streams else lambda *values: next(stream(*values))
+                trigger(run, [key, *inputs], outputs, api_visibility="private", show_progress=progress)
                 return function
 
             return register

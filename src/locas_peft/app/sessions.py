@@ -113,7 +113,7 @@ class Job:
 
     @property
     def seconds_left(self) -> float | None:
-        """Return how long this phase will take, as far as it has gone; None before its first step."""
+        """Return how long the rest of this phase will take; None before its first step."""
         return (time.monotonic() - self.began) * (self.total - self.done) / self.done if self.done else None
 
     def advance(self, phase: str, done: int, total: int) -> None:

@@ -33,8 +33,7 @@ def load(
 
     The model has a vocabulary of 4,096 tokens, hidden size 256, 6 layers, and at most 2,048 positions. Its texts must
     have one paragraph a line, as `locas_peft.text.unwrap` makes them: it has seen no others. The weights, which are
-    stored in bfloat16, are float32 on the CPU if nothing else is given; another name than `NAME` and `MLP_NAME` is a
-    `ValueError`.
+    stored in bfloat16, are float32 on the CPU if nothing else is given.
 
     Example:
         >>> from locas_peft import backbone

@@ -85,9 +85,8 @@ def load_gguf(
 
 def find_converter() -> str:
     """Return the path of llama.cpp's converter, which turns checkpoints into GGUF files."""
-    for name in CONVERTERS:
-        if found := shutil.which(name):
-            return found
+    for found in filter(None, map(shutil.which, CONVERTERS)):
+        return found
     raise ValueError(
         f"writing GGUF needs llama.cpp's converter, got no {' or '.join(CONVERTERS)} on the PATH: put it there (pip "
         f"install {CONVERTERS[1]}, in an environment of its own), or export --to plain and convert that"

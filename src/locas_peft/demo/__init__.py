@@ -80,22 +80,16 @@ def teach_page(
     out: Path,
     *,
     progress: Progress,
-    overwrite: bool = False,
 ) -> Reading:
-    """Teach the page to a fresh adapter and save it in `out`. The only place that says how the page is taught.
+    """Teach the page, with exchanges of `write_page_exchanges`, to a fresh adapter, and save it in `out`.
 
-    `exchanges` are of `write_page_exchanges`. `base` is restored at the end.
+    A memory there is replaced. `base` is restored at the end. No other place says how the page is taught.
     """
     input_ids = tokenize(tokenizer, load_page())
     settings = replace(settings, max_tokens=None, study=StudySettings())
-    on_chunk = follow(progress(settings.method.name, len(input_ids)))
-    options = {
-        "on_chunk": on_chunk,
-        "on_study": follow_study(progress),
-        "tokenizer": tokenizer,
-        "overwrite": overwrite,
-    }
-    return memorize(base, input_ids, settings, out=out, exchanges=exchanges, title="lighthouse.txt", **options)
+    calls = {"on_chunk": follow(progress(settings.method.name, len(input_ids))), "on_study": follow_study(progress)}
+    options = {"tokenizer": tokenizer, "exchanges": exchanges, "title": "lighthouse.txt"}
+    return memorize(base, input_ids, settings, out=out, overwrite=True, **calls, **options)
 
 
 def write_page_exchanges(
@@ -117,12 +111,11 @@ def recall(
     out: Path,
     *,
     progress: Progress,
-    overwrite: bool = False,
 ) -> Iterator[Recall]:
     """Ask the questions about the page: the model alone, with the page in its context, and with each memory of it.
 
     Each method's answers are yielded before the next method learns. Its memory is saved in its folder in `out`, where
-    `overwrite` replaces one. `base`, whose tokenizer has a chat template, is restored at the end.
+    it replaces one. `base`, whose tokenizer has a chat template, is restored at the end.
     """
     questions = load_page_questions()
 
@@ -139,8 +132,7 @@ def recall(
     exchanges = write_page_exchanges(base, tokenizer, next(iter(settings.values())), progress=progress)
     for method, each in settings.items():
         if each.method.name != "none":
-            options = {"progress": progress, "overwrite": overwrite}
-            reading = teach_page(base, tokenizer, each, exchanges, out / method, **options)
+            reading = teach_page(base, tokenizer, each, exchanges, out / method, progress=progress)
             with memory_attached(base, out / method) as model:
                 recalled = answer(method, model, reading)
             yield recalled

@@ -73,10 +73,9 @@ def load(directory: str | Path) -> dict[str, Any] | None:
     if not isinstance(found, dict) or found.get("kind") != _KIND:
         raise ValueError(f"checkpoint must be written by locas_peft, got {str(path)!r}: choose another folder")
     if found.get("version") != _VERSION:
-        raise ValueError(
-            f"checkpoint must be of version {_VERSION}, got {found.get('version')} in {str(path)!r}: "
-            "load it with the locas_peft that wrote it, or delete it to start afresh"
-        )
+        remedy = "load it with the locas_peft that wrote it, or delete it to start afresh"
+        got = f"{found.get('version')} in {str(path)!r}"
+        raise ValueError(f"checkpoint must be of version {_VERSION}, got {got}: {remedy}")
     return found["state"]
 
 
@@ -111,10 +110,8 @@ def _check_plain(value: Any) -> None:
         for item in value:
             _check_plain(item)
     elif value is not None and not isinstance(value, (torch.Tensor, bool, int, float, str)):
-        raise ValueError(
-            f"checkpoint must hold tensors and plain values, got a {type(value).__name__} in the optimizer's state: "
-            "use an optimizer without such objects"
-        )
+        found = f"a {type(value).__name__} in the optimizer's state: use an optimizer without such objects"
+        raise ValueError(f"checkpoint must hold tensors and plain values, got {found}")
 
 
 class InUse(ValueError):
@@ -135,10 +132,9 @@ def locked(directory: str | Path) -> Iterator[Path]:
                 directory.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(held(directory / LOCK))
             except InUse:
-                raise InUse(
-                    f"checkpoint folder must have one writer, got {str(directory)!r}, which another reading is using: "
-                    "wait for it, or choose another folder"
-                ) from None
+                found = f"{str(directory)!r}, which another reading is using"
+                remedy = "wait for it, or choose another folder"
+                raise InUse(f"checkpoint folder must have one writer, got {found}: {remedy}") from None
             except OSError as error:
                 raise _explain(error, directory) from error
             yield directory

@@ -110,10 +110,8 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
         files = [CARD, MEMORY_CONFIG, "adapter_model.*", READING]
         HfApi().upload_folder(repo_id=url.repo_id, folder_path=directory, allow_patterns=files)
     except Exception as error:  # whatever the network and its libraries raise
-        reason = one_line(" ".join(str(error).split()))
-        raise ValueError(
-            f"memory cannot be pushed to {repo!r} ({reason}): check the name, and log in with `hf auth login`"
-        ) from error
+        what = f"memory cannot be pushed to {repo!r} ({one_line(' '.join(str(error).split()))})"
+        raise ValueError(f"{what}: check the name, and log in with `hf auth login`") from error
     return str(url)
 
 

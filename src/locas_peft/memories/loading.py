@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
@@ -46,20 +45,16 @@ def open_memory(
     Base and memory share their modules: within `model.disable_adapter()` the model is the base.
 
     Args:
-        directory: the memory's folder.
         base: name of the base; None for the one that the memory names.
         dtype, device, quantize: as for `load_base`.
         fields: as for `load_memory`.
-
-    Raises:
-        ValueError: as for `load_base` and `load_memory`, or no base is named.
     """
-    saved = _find_memory(directory)
-    name = base or saved.config.base_model_name_or_path
+    config, path = _find_memory(directory)
+    name = base or config.base_model_name_or_path
     if not name:
         raise ValueError(f"memory {str(directory)!r} does not name its base: give it with --model")
     model, tokenizer = load_base(name, dtype, device, quantize)
-    return model, tokenizer, _attach(model, saved, fields).eval()
+    return model, tokenizer, _attach(model, config, path, fields).eval()
 
 
 def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> PeftModel:
@@ -67,22 +62,18 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
 
     Args:
         base: the model that it was made for; mutated (`PeftModel.unload` takes the memory out again).
-        directory: the memory's folder.
         fields: values for fields of its config, such as `pad_to_multiple_of`, in place of the saved ones.
 
     Raises:
         ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
             was before. A base of the same shapes with other weights gives a warning.
     """
-    return _attach(base, _find_memory(directory), fields)
+    return _attach(base, *_find_memory(directory), fields)
 
 
 @contextmanager
 def _without_device_map(base: PreTrainedModel) -> Iterator[None]:
-    """Hide the device map of a split base: PEFT would place the model anew, with a KeyError for an FFN on the disk.
-
-    The memory goes to the devices that compute (`docs/upstream/peft-disk-offload.md`).
-    """
+    """Hide the device map of a split base from PEFT, which would fail there (`docs/upstream/peft-disk-offload.md`)."""
     device_map = vars(base).pop("hf_device_map", None)
     try:
         yield
@@ -114,10 +105,8 @@ def load_memory_config(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / MEMORY_CONFIG
     if not path.is_file():
         found = "a folder without " + MEMORY_CONFIG if Path(directory).is_dir() else "no folder"
-        raise ValueError(
-            f"memory must be a folder that holds a memory, got {str(directory)!r}, {found}: "
-            "make one with `locas memorize TEXT --out DIR`"
-        )
+        rule, remedy = "memory must be a folder that holds a memory", "make one with `locas memorize TEXT --out DIR`"
+        raise ValueError(f"{rule}, got {str(directory)!r}, {found}: {remedy}")
     config = load_json(path)
     if not isinstance(config, dict) or "peft_type" not in config:
         raise ValueError(f"{path} must name its peft_type, got none: copy or save the memory again")
@@ -142,8 +131,8 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no memory, or its files hold something that loading refuses.
     """
-    saved = _find_memory(directory)
-    config, path, is_memory = saved.config, saved.weights, saved.peft_type == "LOCAS"
+    config, path = _find_memory(directory)
+    is_memory = config.peft_type == "LOCAS"
     tensors = load_memory_file(str(path), config)[0] if is_memory else _load_other_tensors(path)
     slots = getattr(config, "slots", None) or {}
     layers: dict[str, dict[str, Any]] = {}
@@ -163,7 +152,7 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     return {
         "memory_dir": str(directory),
         "base": config.base_model_name_or_path,
-        "peft_type": saved.peft_type,
+        "peft_type": str(config.peft_type.value),
         "r": getattr(config, "r", None),
         "init": getattr(config, "init_strategy", None),
         "scaling": getattr(config, "scaling", None),
@@ -202,10 +191,10 @@ def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _check_other_adapter(saved: _SavedMemory, base: PreTrainedModel) -> None:
+def _check_other_adapter(base: PreTrainedModel, config: PeftConfig, path: Path) -> None:
     """Raise a `ValueError` for weights in another adapter's file that PEFT would copy into the base unasked."""
-    path, own = saved.weights, base.state_dict()
-    named = [f".{name}." for name in getattr(saved.config, "modules_to_save", None) or ()]
+    own = base.state_dict()
+    named = [f".{name}." for name in getattr(config, "modules_to_save", None) or ()]
     for key in _load_other_tensors(path):
         name = key.removeprefix("base_model.model.")
         plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
@@ -216,21 +205,8 @@ def _check_other_adapter(saved: _SavedMemory, base: PreTrainedModel) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _SavedMemory:
-    """A memory's folder, whose config was parsed and checked; no tensor was read."""
-
-    directory: Path
-    config: PeftConfig
-    weights: Path
-
-    @property
-    def peft_type(self) -> str:
-        return str(self.config.peft_type.value)
-
-
-def _find_memory(directory: str | Path) -> _SavedMemory:
-    """Parse the config of a memory's folder, and find its tensors: safetensors, or else a pickle of tensors alone."""
+def _find_memory(directory: str | Path) -> tuple[PeftConfig, Path]:
+    """Parse the config of a memory's folder, and find its tensors' file: safetensors, or a pickle of tensors alone."""
     peft_type = load_memory_config(directory)["peft_type"]
     path = find_memory_file(str(directory))
     if path is None:
@@ -242,21 +218,20 @@ def _find_memory(directory: str | Path) -> _SavedMemory:
     try:
         config = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
     except (TypeError, AttributeError, KeyError, RecursionError) as error:
-        raise ValueError(
-            f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have "
-            f"({first_line(error)}): copy or save the memory again"
-        ) from error
-    return _SavedMemory(Path(directory), config, Path(path))
+        what = f"fields that a {peft_type} config does not have ({first_line(error)})"
+        where = Path(directory) / MEMORY_CONFIG
+        raise ValueError(f"{where} has {what}: copy or save the memory again") from error
+    return config, Path(path)
 
 
-def _attach(base: PreTrainedModel, saved: _SavedMemory, fields: dict[str, Any]) -> PeftModel:
+def _attach(base: PreTrainedModel, config: PeftConfig, path: Path, fields: dict[str, Any]) -> PeftModel:
     """Put a memory onto its base, with fields of its config in place of the saved ones."""
-    config, directory = saved.config, str(saved.directory)
-    if saved.peft_type != "LOCAS":
-        _check_other_adapter(saved, base)
+    directory = str(path.parent)
+    if config.peft_type != "LOCAS":
+        _check_other_adapter(base, config, path)
     for name, value in fields.items():
         if not hasattr(config, name):
-            what = f"a memory of type {saved.peft_type}"
+            what = f"a memory of type {config.peft_type.value}"
             raise ValueError(f"{name} has no meaning for {what}, got {value!r}: leave it out")
         dataclasses.replace(config, **{name: value})  # for its checks
         setattr(config, name, value)
@@ -273,10 +248,8 @@ def _attach(base: PreTrainedModel, saved: _SavedMemory, fields: dict[str, Any]) 
             raise
         # PEFT's message lists every module.
         reason = "it has other modules" if names_modules else first_line(error)
-        raise ValueError(
-            f"memory {directory!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason}): "
-            "load the base that it was made for"
-        ) from error
+        what = f"memory {directory!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason})"
+        raise ValueError(f"{what}: load the base that it was made for") from error
 
 
 def _natural(name: str) -> list:
