@@ -32,8 +32,7 @@ from transformers.utils import logging
 
 from locas_peft import Anchor, Chunk, SlotWriter, TestTimeTrainer, write_own_text
 from locas_peft.model import count_positions
-from locas_peft.reading import CompleteSettings, ReadingSettings, attached, memorize
-from locas_peft.reading.peak_memory import PeakMemory
+from locas_peft.reading import CompleteSettings, PeakMemory, ReadingSettings, attached, memorize
 from locas_peft.ttt import at_marks, perplexity_of
 
 TURN_CHUNKS = 4

@@ -33,7 +33,7 @@ from locas_peft.bases import loading
 from locas_peft.memories import checkpoint
 from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
 from locas_peft.reading import record as memory_folder
-from locas_peft.reading.methods.locas_mlp import UPDATES
+from locas_peft.reading.methods import UPDATES
 from locas_peft.ttt import TrainingSettings
 from locas_peft.ttt.settings import CONTEXTS, GRADIENTS
 from locas_peft.tuner import STRATEGIES, list_layers

@@ -34,11 +34,9 @@ from locas_peft.memories import (
 )
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading import teaching as reading
-from locas_peft.reading.adapters import attached
-from locas_peft.reading.methods.method import find_layers
 from locas_peft.reading.record import Reading, find_finished
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
-from locas_peft.reading.teaching import StopReading, memorize, score
+from locas_peft.reading.teaching import StopReading, attached, memorize, score
 from locas_peft.ttt import anchor, write_own_text
 
 CONTRACT = {
@@ -335,7 +333,8 @@ def test_layers_that_a_model_does_not_have_are_named(method, base, input_ids):
 def test_the_upper_half_of_an_odd_number_of_layers_is_the_larger_one():
     host = make_two_layer_host()
     host.config.num_hidden_layers = 5
-    assert find_layers(host, "upper") == [2, 3, 4]
+    method = small("locas-mlp", layers_to_transform="upper").complete().method
+    assert method.find_layers(host) == [2, 3, 4]
 
 
 def test_each_kind_of_host_has_its_own_method(base, input_ids):

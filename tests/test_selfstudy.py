@@ -16,10 +16,9 @@ from locas_peft.asking import continue_rows, draw, encode_prompt
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER, checkpoint
 from locas_peft.model import CausalLM
-from locas_peft.reading.adapters import attached
 from locas_peft.reading.record import find_finished
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
-from locas_peft.reading.teaching import memorize
+from locas_peft.reading.teaching import attached, memorize
 from locas_peft.selfstudy import (
     Exchange,
     Passage,
@@ -435,7 +434,7 @@ def test_an_interruption_of_the_first_exchange_keeps_what_was_read(loaded, input
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(writing, "_write", interrupt)
+    monkeypatch.setattr(writing, "_ask", interrupt)
     with pytest.raises(KeyboardInterrupt):
         memorize(loaded[0], input_ids, settings_of(), tokenizer=loaded[1], checkpoint_dir=tmp_path)
     state = checkpoint.load(tmp_path)

@@ -15,19 +15,12 @@ __all__ = ["plot_readings", "tabulate_readings"]
 def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
     """Return the readings of one text, at least one, side by side, a row each.
 
-    Time is relative to the reading with the method "none", where there are others to compare it with. How often the
-    brake took an adapter back is a column where it happened.
+    Time is relative to the reading with the method "none", where there are others to compare it with.
     """
     end = min(reading.curve[-1][0] for reading in readings)
     marks = sorted({mark for reading in readings for mark in reading.perplexity_at if int(mark) < end}, key=int)
-    baseline = next((reading for reading in readings if reading.method == "none" and len(readings) > 1), None)
+    alone = next((each.seconds for each in readings if each.method == "none" and len(readings) > 1), 0.0)
     best = min(range(len(readings)), key=lambda row: readings[row].perplexity)
-
-    def time(reading: Reading) -> str:
-        if baseline and baseline.seconds:
-            return f"{reading.seconds / baseline.seconds:.2f}x"
-        return f"{reading.seconds:.1f} s"
-
     rows = [
         [
             reading.method,
@@ -35,7 +28,7 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
             f"{reading.extra_parameters:,}",
             *(format_figure(reading.perplexity_at.get(mark)) for mark in marks),
             f"{reading.perplexity:.2f}",
-            time(reading),
+            f"{reading.seconds / alone:.2f}x" if alone else f"{reading.seconds:.1f} s",
             f"{reading.tokens_per_second:,.0f}",
         ]
         for reading in readings
@@ -52,15 +45,11 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
 def plot_readings(readings: Sequence[Reading], path: str | Path, title: str = "") -> None:
     """Draw the perplexity so far against the tokens read, a line for each reading of one text, into a PNG file.
 
-    Raises:
-        ModuleNotFoundError: matplotlib, which comes with the extra `plot`, is not installed.
-        OSError: the file cannot be written; one that was there is untouched.
+    Errors are those of `plots.make_figure` and `plots.save_figure`.
     """
     figure, axes = make_figure()
-    names = [
-        each.method if each.settings.method.r is None else f"{each.method}, r={each.settings.method.r}"
-        for each in readings
-    ]
+    widths = [reading.settings.method.r for reading in readings]
+    names = [one.method if r is None else f"{one.method}, r={r}" for one, r in zip(readings, widths, strict=True)]
     colours = pick_colours(names)
     for name, reading in zip(names, readings, strict=True):
         dash = "--" if reading.method == "none" else "-"
@@ -69,8 +58,8 @@ def plot_readings(readings: Sequence[Reading], path: str | Path, title: str = ""
     values = [value for reading in readings for _, value in settled_points(reading.curve)]
     axes.set_yscale("log")
     axes.set_ylim(*((min(values) / 1.05, max(values) * 1.05) if values else (1.0, 10.0)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.xaxis.set_major_formatter(lambda value, _: format_count(round(value)))
     axes.set_xlim(0, max(reading.curve[-1][0] for reading in readings))
     label_axes(axes, "tokens read", "perplexity so far", title)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import PeftConfig, PeftModel
+from torch import Tensor
 
 from ..checks import describe_difference
 from ..files import finish_replacement, load_json, write_json
@@ -27,10 +27,8 @@ __all__ = ["Reading", "find_finished", "save_reading"]
 
 _FORMER = (("objective", "nll"), ("teacher_window", None), ("token_weighting", "uniform"))
 """Settings that former versions had, with the values that are now the only ones."""
-_CARD_SETTINGS = [
-    *("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings", "anchor"),
-    *("passes", "seed", "dtype"),
-]
+_CARD_SETTINGS = ("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings")
+_CARD_SETTINGS += ("anchor", "passes", "seed", "dtype")
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,7 @@ class Reading:
 
     Attributes:
         text_sha256: of the token ids.
-        scored_tokens: of the first reading of the text.
-        nll_nats: their summed nll, each token scored before it was learned.
+        scored_tokens, nll_nats: of the first reading of the text; each token is scored before it is learned.
         perplexity_at: from the number of tokens read to the perplexity so far.
         perplexity_between: from "0-50000" and so on to the perplexity of that segment.
         perplexities: of each reading of the text; the first one is `perplexity`.
@@ -49,13 +46,12 @@ class Reading:
         seconds: for scoring and learning all chunks, the anchor's texts included.
         peak_bytes: see `PeakMemory`; the base is included.
         skipped_chunks: chunks that were not learned because a loss or a gradient was not finite.
-        memory_dir: None where nothing was saved.
         taken_back: the numbers of tokens read at which the brake took the adapter back to an earlier state.
         final_nats: the loss of the adapter in the brake's last comparison, at the end, in nats a token; None without.
         final_base_nats: the loss of the base there.
         studied: of a self-study (see `SelfStudy.figures`), or None.
         stopped: whether a callback ended the reading before its end.
-        title: of the text, or its file's name; None where none was given.
+        title: of the text, or its file's name.
     """
 
     settings: CompleteSettings
@@ -95,17 +91,12 @@ class Reading:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Reading:
-        """Undo `to_json`; a figure that JSON cannot hold (null) comes back as NaN.
-
-        Raises:
-            ValueError: a key is missing or unknown.
-        """
-        value = {name: item for name, item in value.items() if name != "tokens_per_second"}
+        """Undo `to_json`; a missing or unknown key is a `ValueError`. A figure that JSON cannot hold (null) is NaN."""
         value = {name: item for name, item in value.items() if (name, item) not in _FORMER}
+        value.pop("tokens_per_second", None)
         settings = {name: value.pop(name) for name in list(value) if name in FIELDS}
         optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied", "stopped", "title"}
-        for name in value.keys() - optional:
-            value[name] = _null_to_nan(value[name])
+        value |= {name: _null_to_nan(value[name]) for name in value.keys() - optional}
         try:
             reading = cls(settings=ReadingSettings(**settings).complete(), **value)
         except TypeError as error:
@@ -122,22 +113,12 @@ def _null_to_nan(value: Any) -> Any:
 
 
 def find_finished(
-    directory: str | Path,
-    settings: CompleteSettings,
-    input_ids: torch.LongTensor,
-    exchanges: Sequence[Exchange] | None = None,
+    directory: str | Path, settings: CompleteSettings, input_ids: Tensor, exchanges: Sequence[Exchange] | None = None
 ) -> Reading | None:
     """Return the finished reading of a folder; None where there is no memory, or an unfinished reading.
 
-    The lock of a reading that was killed right after it had finished is removed.
-
-    Args:
-        settings: of the reading that would be done.
-        input_ids: LongTensor [T], the text.
-        exchanges: those that would be studied; None where the model writes them.
-
-    Raises:
-        ValueError: the folder holds the memory of another reading.
+    `exchanges` are those that would be studied; None where the model writes them. The memory of another text [T],
+    settings or exchanges is a `ValueError`.
     """
     folder = Path(directory)
     finish_replacement(folder)
@@ -147,22 +128,25 @@ def find_finished(
         with suppress(InUse, OSError), locked(folder / CHECKPOINT_FOLDER):
             pass  # afterwards the lock is gone, and the folder where it is empty
     remedy = "choose another folder, or give --overwrite"
+
+    def refuse(held: str) -> ValueError:
+        return ValueError(f"--out {str(folder)!r} holds {held}: {remedy}")
+
     if not (folder / READING).exists():
-        raise ValueError(f"--out {str(folder)!r} holds a memory that no reading here made: {remedy}")
+        raise refuse("a memory that no reading here made")
     reading = Reading.from_json(load_json(folder / READING))
     here, there = settings.to_json(), reading.settings.to_json()
-    difference = describe_difference(here, there, f"the memory in {str(folder)!r}", remedy)
-    if difference is not None:
+    if difference := describe_difference(here, there, f"the memory in {str(folder)!r}", remedy):
         raise ValueError(difference)
     if reading.text_sha256 != digest_ids(input_ids[: settings.max_tokens]):
-        raise ValueError(f"--out {str(folder)!r} holds the memory of another text: {remedy}")
+        raise refuse("the memory of another text")
     if reading.stopped:
-        raise ValueError(f"--out {str(folder)!r} holds the memory of a reading that was stopped early: {remedy}")
+        raise refuse("the memory of a reading that was stopped early")
     studied = reading.studied or {}
     if exchanges is None and studied.get("given"):
-        raise ValueError(f"--out {str(folder)!r} holds the memory of exchanges that were given: {remedy}")
+        raise refuse("the memory of exchanges that were given")
     if exchanges is not None and studied.get("exchanges_sha256") != digest_exchanges(exchanges):
-        raise ValueError(f"--out {str(folder)!r} holds the memory of other exchanges: {remedy}")
+        raise refuse("the memory of other exchanges")
     return reading
 
 

@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,29 +29,21 @@ _NO_ARITHMETIC = {"auto_mapping", "base_model_name_or_path", "host", "inference_
 _NO_ARITHMETIC |= {"slots", "task_type"}
 
 
+@dataclass
 class Checkpoints:
     """Saves the state of a reading: where a checkpoint is due, and where a caller's function raises."""
 
-    def __init__(
-        self,
-        folder: Path | None,
-        seconds: float,
-        settings: CompleteSettings,
-        trainer: TestTimeTrainer,
-        study: SelfStudy | None,
-    ):
-        self._folder, self._seconds, self._settings, self._trainer, self._study = (
-            folder,
-            seconds,
-            settings,
-            trainer,
-            study,
-        )
-        self._saved, self._failed = time.monotonic(), False
+    folder: Path | None
+    seconds: float
+    settings: CompleteSettings
+    trainer: TestTimeTrainer
+    study: SelfStudy | None
+    _saved: float = field(default_factory=time.monotonic)
+    _failed: bool = False
 
     def after(self, step: Any, follow: Callable[[Any], None] | None, due: bool = False) -> None:
         """Call a caller's function after a step; save a checkpoint if it is due."""
-        due = due or time.monotonic() - self._saved >= self._seconds
+        due = due or time.monotonic() - self._saved >= self.seconds
         try:
             if follow is not None:
                 follow(step)
@@ -61,13 +54,13 @@ class Checkpoints:
             self.save()
 
     def save(self) -> None:
-        if self._folder is None:
+        if self.folder is None:
             return
-        state = capture(self._trainer, self._settings)
-        if self._study is not None:
-            state["study"] = self._study.state_dict()
+        state = capture(self.trainer, self.settings)
+        if self.study is not None:
+            state["study"] = self.study.state_dict()
         try:
-            checkpoint.save(self._folder, state)
+            checkpoint.save(self.folder, state)
         except OSError as failure:
             if not self._failed:
                 _logger.warning("no checkpoint can be saved (%s); the reading goes on", failure.strerror or failure)
@@ -78,8 +71,7 @@ class Checkpoints:
 def capture(trainer: TestTimeTrainer, settings: CompleteSettings | None = None) -> dict[str, Any]:
     """Return a trainer's state together with what a continuation must share with its run, as plain values.
 
-    Args:
-        settings: of the reading; None where there are none besides the trainer's.
+    `settings` are those of the reading; None where there are none besides the trainer's.
     """
     return {"run": _describe_run(trainer, settings), **trainer.state_dict()}
 
@@ -94,25 +86,20 @@ def restore(
     """Load a checkpoint's state into the trainer that will go on with it.
 
     Of an adapter's configuration, the fields that change its arithmetic must be the same. The fields that calibration
-    fills in are restored. Where the state is refused, the trainer, its model and torch's random state are as before.
+    fills in are restored. A checkpoint that is damaged, or of another model, adapter, setting or text, is a
+    `ValueError`; the trainer, its model and torch's random state are then as before.
 
     Args:
         directory: the checkpoint's folder, for messages.
-        state: from `load`.
-        text_sha256: of the document that will be read, as `text.digest_ids` returns it.
+        text_sha256: of the document that will be read (see `text.digest_ids`).
         settings: as for `capture`.
-
-    Raises:
-        ValueError: the checkpoint is of another model, adapter, setting or text, or it is damaged.
     """
     try:
         difference = _find_difference(_describe_run(trainer, settings), state["run"], directory)
         begun = state["text"]
         if difference is None and begun not in (None, text_sha256):
-            difference = (
-                f"input_ids must be the document begun in {str(directory)!r} (sha256 {begun[:12]}), got another one "
-                f"({text_sha256[:12]}): give that text, or choose another folder"
-            )
+            rule = f"input_ids must be the document begun in {str(directory)!r} (sha256 {begun[:12]})"
+            difference = f"{rule}, got another one ({text_sha256[:12]}): give that text, or choose another folder"
         if difference is None:
             trainer.load_state_dict(state)
     except Exception as error:  # entries of another kind or shape than we write
@@ -133,25 +120,17 @@ def _describe_run(trainer: TestTimeTrainer, settings: CompleteSettings | None) -
 
 def _find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: str | Path) -> str | None:
     """Return the message for the first difference between two results of `_describe_run`; None where there is none."""
-    where = f"the checkpoint in {str(directory)!r}"
+    where, other = f"the checkpoint in {str(directory)!r}", "or choose another folder"
+    here, there = ours["adapters"], theirs["adapters"]
     compared = [("", ours[part], theirs[part]) for part in ("reading", "settings")]
-    for name, config in ours["adapters"].items():
-        compared.append((f"adapter {name!r}: ", config, theirs["adapters"].get(name, config)))
-    for prefix, here, recorded in compared:
-        remedy = "give the former value, or choose another folder"
-        difference = describe_difference(here, recorded, where, remedy, prefix)
-        if difference is not None:
+    compared += [(f"adapter {name!r}: ", config, there.get(name, config)) for name, config in here.items()]
+    for prefix, own, recorded in compared:
+        if difference := describe_difference(own, recorded, where, f"give the former value, {other}", prefix):
             return difference
-    if ours["adapters"].keys() != theirs["adapters"].keys():
-        return (
-            f"active adapters must be {sorted(theirs['adapters'])} as in {where}, got {sorted(ours['adapters'])}: "
-            "activate those, or choose another folder"
-        )
+    if here.keys() != there.keys():
+        return f"active adapters must be {sorted(there)} as in {where}, got {sorted(here)}: activate those, {other}"
     if ours["base"] != theirs["base"]:
-        return (
-            f"model must be the one of {where}, got other base weights: load that model in the same dtype, or choose "
-            "another folder"
-        )
+        return f"model must be the one of {where}, got other base weights: load that model in the same dtype, {other}"
     return None
 
 

@@ -1,7 +1,4 @@
-"""The settings of a reading: given flat, and completed once, into those of the training, the method and the study.
-
-Only in `ReadingSettings` does `None` stand for a value that was not given.
-"""
+"""The settings of a reading: given flat, and completed once, into those of the training, the method and the study."""
 
 from __future__ import annotations
 
@@ -9,12 +6,12 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from .. import backbone
 from ..checks import check_choice, check_whole
@@ -22,8 +19,7 @@ from ..model import count_positions
 from ..model.causal_lm import CausalLM, check_window
 from ..text import find_start_token
 from ..ttt import TrainingSettings
-from .methods import METHOD_FIELDS, METHODS, PRESETS, Method
-from .methods.method import check_fields, checked
+from .methods import METHOD_FIELDS, METHODS, PRESETS, Method, check_fields, checked
 
 __all__ = ["CompleteSettings", "ReadingSettings", "StudySettings", "complete_all", "label_method", "parse_method"]
 
@@ -56,17 +52,15 @@ class CompleteSettings:
     """How a text is read, with nothing left open. `ReadingSettings.complete` makes it.
 
     Args:
-        method: what is attached to the base, an object of a class in `METHODS`.
-        training: of the loop that scores and learns.
+        method: an object of a class in `METHODS`.
         study: of the self-study after reading; None for none.
         preset: where values that were not given came from.
         max_tokens: the first tokens of the text that are read; None for all.
         seed: of torch, set before the adapter is made.
-        model: name of the base, which the memory records.
-        dtype: of the base's weights, for the record.
+        model, dtype: the base's name, and its weights' dtype, for the record.
 
     Raises:
-        TypeError, ValueError: a value out of range, or a study without an adapter that is trained.
+        ValueError: a study without an adapter that is trained.
     """
 
     method: Method
@@ -79,15 +73,10 @@ class CompleteSettings:
     dtype: str
 
     def __post_init__(self) -> None:
-        check_choice("preset", self.preset, PRESETS)
-        if self.max_tokens is not None:
-            check_whole("max_tokens", self.max_tokens, 2)
         if self.study is not None and self.training.learning_rate is None:
             update = vars(self.method).get("update")
-            raise ValueError(
-                f"study needs an adapter that is trained, got method {self.method.name!r}"
-                f"{'' if update is None else f' with update {update!r}'}: use locas-glu or lora, say"
-            )
+            got = f"method {self.method.name!r}" + ("" if update is None else f" with update {update!r}")
+            raise ValueError(f"study needs an adapter that is trained, got {got}: use locas-glu or lora, say")
 
     def complete(self, base: PreTrainedModel | None = None, tokenizer: Any = None) -> CompleteSettings:
         """Return these settings: they are complete."""
@@ -96,18 +85,14 @@ class CompleteSettings:
     def for_base(self, **training: Any) -> CompleteSettings:
         """Return the settings of a reading without an adapter that sees the same tokens in the same windows.
 
-        Args:
-            training: fields of `TrainingSettings` with other values.
+        `training` has fields of `TrainingSettings` with other values.
         """
         seen = {name: getattr(self.training, name) for name in _SEEN}
         alone = TrainingSettings(**{**seen, "learning_rate": None, **training})
         return dataclasses.replace(self, method=METHODS["none"](), training=alone, study=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as flat JSON values, with the names of `ReadingSettings`.
-
-        None stands for a setting that has no meaning here.
-        """
+        """Return the settings as flat JSON values, as `ReadingSettings` names them; None for one without meaning."""
         training = vars(self.training)
         has = self.method.presets[self.preset]
         values = {name: value for name, value in training.items() if name in has or name not in METHOD_FIELDS}
@@ -151,7 +136,7 @@ class ReadingSettings(_Given):
     def __post_init__(self) -> None:
         check_choice("preset", self.preset, PRESETS)
         check_choice("method", self.method, METHODS)
-        given = self._given()
+        given = self._list_given()
         # Checked with what is completed later, and here, before a command loads its model.
         training = {name: given[name] for name in _TRAINING if name in given}
         TrainingSettings(**{"window": sys.maxsize, "stride": 1, "learning_rate": None, **training})
@@ -160,23 +145,18 @@ class ReadingSettings(_Given):
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 2)
 
-    def complete(
-        self, base: PreTrainedModel | None = None, tokenizer: PreTrainedTokenizerBase | None = None
-    ) -> CompleteSettings:
-        """Return the settings of every part of a reading.
+    def complete(self, base: PreTrainedModel | None = None, tokenizer: Any = None) -> CompleteSettings:
+        """Return the settings of every part of a reading; a value that was given but has no meaning is a `ValueError`.
 
         Args:
             base: the model that reads; None where window, stride and context are given, or 512, 256 and "cache" fit.
-            tokenizer: of the base, which tells the start token; None where it is given, or there is none.
-
-        Raises:
-            ValueError: a value was given that the method does not have, or that another setting makes meaningless.
+            tokenizer: of the base, for the start token; None where it is given, or there is none.
 
         Example:
             >>> ReadingSettings(method="locas-glu", r=16).complete().training.learning_rate
             0.004
         """
-        given, cls = self._given(), METHODS[self.method]
+        given, cls = self._list_given(), METHODS[self.method]
         values = cls.choose(self.preset, {name: given.pop(name) for name in METHOD_FIELDS if name in given})
         study = {name: given[name] for name in _STUDY if name in given}
         for name, value in study.items() if not self.study else ():
@@ -194,12 +174,11 @@ class ReadingSettings(_Given):
             "context": "cache" if base is None or CausalLM(base).can_cache() else "recompute",
             "start_token": None if tokenizer is None else find_start_token(tokenizer),
         }
-        training = {**found, **given, **{name: value for name, value in values.items() if value is not None}}
+        training = {"learning_rate": None, **found, **given}
+        training |= {name: value for name, value in values.items() if value is not None}
         return CompleteSettings(
             method=cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}),
-            training=TrainingSettings(
-                **{"learning_rate": None, **{name: training[name] for name in _TRAINING if name in training}}
-            ),
+            training=TrainingSettings(**{name: training[name] for name in _TRAINING if name in training}),
             study=StudySettings(**study) if self.study else None,
             preset=self.preset,
             max_tokens=self.max_tokens,
@@ -208,42 +187,30 @@ class ReadingSettings(_Given):
             dtype=self.dtype or ("float32" if base is None else str(base.dtype).removeprefix("torch.")),
         )
 
-    def _given(self) -> dict[str, Any]:
-        """Return the values that are given."""
+    def _list_given(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 def complete_all(
-    settings: ReadingSettings,
-    methods: Iterable[str],
-    base: PreTrainedModel | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    settings: ReadingSettings, methods: Sequence[str], base: PreTrainedModel | None = None, tokenizer: Any = None
 ) -> dict[str, CompleteSettings]:
-    """Complete the settings for each of several methods; a value is used by the methods that have it.
+    """Complete the settings for each of several methods, such as "lora@16:2e-3"; the keys are `label_method`'s.
 
-    Each method is NAME[@WIDTH][:RATE], such as "lora@16:2e-3". The result has its name in tables and folders as key:
-    "lora@16-lr2e-3".
-
-    Args: as for `ReadingSettings.complete`.
-
-    Raises:
-        ValueError: an unknown or repeated method, or a value that none of the methods has.
+    A value is used by the methods that have it. An unknown or repeated method, or a value that none of them has, is a
+    `ValueError`. For base and tokenizer see `ReadingSettings.complete`.
     """
-    methods = list(methods)
-    completed: dict[str, CompleteSettings] = {}
-    used: set[str] = set()
+    completed, used = {}, set()
     for spec in methods:
         name, own = parse_method(spec)
         has = METHODS[name].presets[settings.preset]
         used |= has.keys() - own.keys()
         values = dict.fromkeys(field for field in METHOD_FIELDS if field not in has)
-        label = label_method(spec)
-        if label in completed:
+        if label_method(spec) in completed:
             raise ValueError(f"methods must name each once, got {spec!r} twice: drop the second one")
         if not has:  # a method that learns nothing
             values |= {"study": False, **dict.fromkeys(_STUDY)}
         each = dataclasses.replace(settings, method=name, **{**values, **own})
-        completed[label] = each.complete(base, tokenizer)
+        completed[label_method(spec)] = each.complete(base, tokenizer)
     for field in METHOD_FIELDS:
         if getattr(settings, field) is not None and field not in used:
             raise ValueError(f"{field} has no meaning for the methods {', '.join(methods)}: leave it out")

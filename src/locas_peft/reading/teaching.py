@@ -1,16 +1,16 @@
-"""One reading of a text: settings -> adapter -> trainer -> memory folder. The only code that teaches a text and saves.
-
-All methods run in the same loop, so that their figures compare.
-"""
+"""One reading of a text, in the same loop for all methods: settings -> adapter -> trainer -> memory folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from peft import get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -18,24 +18,13 @@ from ..memories import checkpoint
 from ..memories.folder import check_vacant
 from ..selfstudy import Exchange, SelfStudy, StudyStep
 from ..text import digest_ids
-from ..ttt import (
-    Anchor,
-    Chunk,
-    OwnText,
-    TestTimeTrainer,
-    at_marks,
-    choose_marks,
-    cumulative,
-    per_segment,
-    perplexity,
-)
-from .adapters import attached
-from .peak_memory import PeakMemory
+from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
+from ..tuner.modules import remember_modules
 from .record import Reading, save_reading
 from .resuming import Checkpoints, restore
 from .settings import CompleteSettings, ReadingSettings
 
-__all__ = ["StopReading", "make_trainer", "memorize", "score"]
+__all__ = ["PeakMemory", "StopReading", "attached", "make_trainer", "memorize", "score"]
 
 ANCHOR_TOKENS = 128
 """The most tokens of a text that the base writes for the anchor."""
@@ -78,7 +67,6 @@ def memorize(
         checkpoint_dir: a folder for the unfinished state, saved every `checkpoint_seconds`, and where a callback
             raises, and removed after the memory was saved; without `out` the caller removes it. It is locked for the
             whole call. Where it cannot be written, a warning is logged and the reading goes on.
-        checkpoint_seconds: the least time between two checkpoints.
         resume: go on from the checkpoint in `checkpoint_dir`; from the start where there is none.
         overwrite: replace the memory in `out`, and a checkpoint that is not resumed.
         title: of the text, for the record and the model card.
@@ -89,13 +77,10 @@ def memorize(
         on_study: called after each step of a self-study.
         sample: of the text, saved beside the memory: a `Library` finds it by this.
 
-    Returns:
-        The reading.
-
     Raises:
         ValueError: the text is too short, the method does not fit the base, `out` is not vacant, or the checkpoint is
             of another reading or in use.
-        OSError: the disk is full, or a folder cannot be written.
+        OSError: a folder cannot be written.
     """
     if input_ids.dim() != 1 or input_ids.numel() < 2:
         raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
@@ -132,28 +117,69 @@ def memorize(
                     checkpoints.after(step, on_study, due=step.phase == "write")
         except StopReading:
             stopped = True
-        studied = None if study is None else study.figures
-        memory_dir = None if out is None else str(out)
-        figures = {"studied": studied, "stopped": stopped, "memory_dir": memory_dir, "title": title}
-        reading = _make_reading(trainer, settings, input_ids, peak, **figures)
+        figures = {"studied": study and study.figures, "stopped": stopped, "title": title}
+        figures |= {"memory_dir": None if out is None else str(out), "peak_bytes": peak.read()}
+        reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
-            save_reading(model, out, reading, None if study is None else study.exchanges, sample)
-        if folder is not None and out is not None:
-            checkpoint.remove(folder)
+            save_reading(model, out, reading, study and study.exchanges, sample)
+            if folder is not None:
+                checkpoint.remove(folder)
     return reading
 
 
+@contextmanager
+def attached(base: PreTrainedModel, settings: CompleteSettings) -> Iterator[nn.Module]:
+    """Attach a method's fresh adapter to a base within the context, after setting torch's seed.
+
+    `base`, a causal LM without adapters, is mutated. Afterwards its modules, weights, `requires_grad` flags and mode
+    are as before. A method that does not fit the base is a `ValueError`.
+    """
+    restore_modules = remember_modules(base)
+    torch.manual_seed(settings.seed)
+    try:
+        config = settings.method.make_config(base, settings.seed)
+        yield base.requires_grad_(False) if config is None else get_peft_model(base, config)
+    finally:
+        restore_modules()
+        base.zero_grad(set_to_none=True)
+
+
+class PeakMemory:
+    """Records the highest memory in use from now on, in bytes: torch's on CUDA, the process's resident size elsewhere.
+
+    Each process (on CUDA: each device) has one record. A new object resets it on Linux and on CUDA; on other systems
+    the record covers the whole life of the process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak in /proc/self/status
+
+    def read(self) -> int | None:
+        """Return the peak so far; None on systems that record none."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        status = Path("/proc/self/status")  # Linux: getrusage may return the peak of the parent process
+        if status.exists() and (found := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
+            return int(found[1]) * 1024
+        with suppress(ImportError):  # Windows
+            import resource
+
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            return peak if sys.platform == "darwin" else peak * 1024
+        return None
+
+
 def _make_study(
-    model: nn.Module,
-    tokenizer: Any,
-    input_ids: torch.LongTensor,
-    settings: CompleteSettings,
-    exchanges: Sequence[Exchange] | None,
+    model: nn.Module, tokenizer: Any, input_ids: torch.LongTensor, settings: CompleteSettings, given: Any
 ) -> SelfStudy | None:
-    """Return the self-study that the settings ask for, or None."""
     if settings.study is None:
-        if exchanges is not None:
-            raise ValueError(f"exchanges have no meaning without study, got {len(exchanges)}: set study, or leave out")
+        if given is not None:
+            raise ValueError(f"exchanges have no meaning without study, got {len(given)}: set study, or leave out")
         return None
     if tokenizer is None:
         raise ValueError("tokenizer must be given for a self-study, got None: give the base's tokenizer")
@@ -167,7 +193,7 @@ def _make_study(
         window=settings.training.window,
         seed=settings.seed,
         anchor=STUDY_ANCHOR * (settings.method.anchor or 0.0),
-        given=exchanges,
+        given=given,
     )
 
 
@@ -181,13 +207,8 @@ def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTraine
 
 
 def _make_reading(
-    trainer: TestTimeTrainer,
-    settings: CompleteSettings,
-    input_ids: torch.LongTensor,
-    peak: PeakMemory,
-    **figures: Any,
+    trainer: TestTimeTrainer, settings: CompleteSettings, input_ids: torch.LongTensor, **figures: Any
 ) -> Reading:
-    """Return the figures of a reading, with those that are given."""
     readings = [[chunk for chunk in trainer.chunks if chunk.reading == n] for n in range(settings.training.readings)]
     readings = [chunks for chunks in readings if chunks]  # fewer where the reading was stopped
     nlls = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
@@ -206,7 +227,6 @@ def _make_reading(
         curve=cumulative(readings[0]),
         extra_parameters=sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad),
         seconds=trainer.seconds,
-        peak_bytes=peak.read(),
         skipped_chunks=trainer.skipped_chunks,
         taken_back=trainer.taken_back,
         final_nats=final,
@@ -218,8 +238,8 @@ def _make_reading(
 def score(model: nn.Module, input_ids: torch.LongTensor, settings: CompleteSettings) -> float:
     """Return the perplexity of a text, LongTensor [T], T >= 2, under a frozen model, with or without an adapter.
 
-    The windows of the settings are used. A parameter that requires gradients is a `ValueError`;
-    the model is not changed.
+    The windows of the settings are used. The model is not changed; a parameter that requires gradients is a
+    `ValueError`.
     """
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if learning:

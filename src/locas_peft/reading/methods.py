@@ -1,0 +1,269 @@
+"""The methods that can read a text: fields with their rules, values in each preset, and the adapter for a base.
+
+A new method is a class here and a row of `METHODS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from peft import LoraConfig, PeftConfig
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..checks import check_choice, check_number, check_whole
+from ..slots import SlotWriter
+from ..tuner import STRATEGIES, LocasConfig, find_ffns
+
+__all__ = ["METHODS", "METHOD_FIELDS", "PRESETS", "UPDATES", "Adapter", "Memory", "Method", "check_fields", "checked"]
+
+PRESETS = ("paper", "tuned")
+UPDATES = ("bp", "nlsvd")
+_LEARNING = {"layers_to_transform": None, "anchor": None, "anchor_every": 4, "gradient": "full"}
+# The values of all methods that learn. As in the paper: a constant rate.
+PAPER: dict[str, Any] = {**_LEARNING, "decay_steps": 0, "brake": False}
+# A falling rate, so that one rate serves texts of all lengths, and the brake.
+TUNED: dict[str, Any] = {**_LEARNING, "decay_steps": 100, "brake": True}
+
+
+def checked(check: Callable[[str, Any], None], **options: Any) -> Any:
+    """Return a dataclass field whose values are checked by `check(name, value)`; None is not."""
+    return dataclasses.field(metadata={"check": check}, **options)
+
+
+def check_fields(cls: Any, values: Mapping[str, Any]) -> None:
+    """Check those of the values that are fields of a dataclass by the rules of its fields."""
+    for field in dataclasses.fields(cls):
+        if "check" in field.metadata and values.get(field.name) is not None:
+            field.metadata["check"](field.name, values[field.name])
+
+
+def _check_layers(name: str, layers: Any) -> None:
+    indices = layers if isinstance(layers, list) else []
+    whole = all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in indices)
+    if layers != "upper" and (not indices or not whole or len(set(indices)) < len(indices)):
+        rule = f"{name} must be 'upper' or a list of different layer indices from 0 on, got {layers!r}"
+        raise ValueError(f"{rule}: leave it out for all layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """What a reading attaches to the base, and how that learns. Each method is a subclass.
+
+    For each of `PRESETS`, `presets` has the values of all settings that the method has: its own fields, and those of
+    `TrainingSettings` that concern learning. A setting that is missing has no meaning for the method.
+    """
+
+    name: ClassVar[str]
+    presets: ClassVar[dict[str, dict[str, Any]]]
+    r: ClassVar[int | None] = None
+    anchor: ClassVar[float | None] = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, vars(self))
+
+    @classmethod
+    def choose(cls, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of all settings that the method has: those given, or else the preset's.
+
+        None stands for a setting that another one makes meaningless. A given setting that is meaningless, or that the
+        method does not have, is a `ValueError`.
+        """
+        for name, value in given.items():
+            if name not in cls.presets[preset]:
+                raise ValueError(f"{name} has no meaning for the method {cls.name!r}, got {value}: leave it out")
+        values = {**cls.presets[preset], **given}
+        for field, unused in cls.list_unused(values):
+            for name in unused:
+                if name in given:
+                    rule = f"{name} has no meaning with {field}={values[field]!r}, got {given[name]}"
+                    raise ValueError(f"{rule}: leave it out")
+                values[name] = None
+        return values
+
+    @classmethod
+    def list_unused(cls, values: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+        """Return each setting whose value makes others meaningless, with the names of those."""
+        return []
+
+    def make_config(self, base: PreTrainedModel, seed: int) -> PeftConfig | None:
+        """Return a fresh adapter's configuration; None for no adapter. A base that does not fit is a `ValueError`."""
+        return None
+
+    def make_writer(self, model: nn.Module) -> SlotWriter | None:
+        """Return what writes tokens into the adapter's slots while it reads; None where nothing does."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoAdapter(Method):
+    """The base alone, in the windows of the other methods: what their figures are compared with."""
+
+    name = "none"
+    presets = {"paper": {}, "tuned": {}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter(Method):
+    """A method that trains an adapter.
+
+    Args:
+        layers_to_transform: the layers that get an adapter: "upper", or their indices; None for all.
+        anchor: weight of the KL to the base on text that the base wrote; 0 or None for none.
+        anchor_every: every n-th optimizer step pulls to the base; None without an anchor.
+    """
+
+    r: int = checked(partial(check_whole, least=1))
+    layers_to_transform: list[int] | str | None = checked(_check_layers)
+    anchor: float | None = checked(partial(check_number, may_be_0=True))
+    anchor_every: int | None = checked(partial(check_whole, least=1))
+
+    @classmethod
+    def list_unused(cls, values: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+        return [] if values["anchor"] else [("anchor", ("anchor_every",))]
+
+    def find_layers(self, base: PreTrainedModel) -> list[int] | None:
+        """Return the layer indices that `layers_to_transform` means for a model; None for all layers.
+
+        The upper half of an odd number of layers is the larger half. An index beyond the model's is a `ValueError`.
+        """
+        layers, depth = self.layers_to_transform, base.config.get_text_config().num_hidden_layers
+        if layers is None:
+            return None
+        if layers == "upper":
+            return list(range(depth // 2, depth))
+        beyond = next((index for index in layers if index >= depth), None)
+        if beyond is not None:
+            rule = f"layers_to_transform must lie below {depth}, the layers of {type(base).__name__}"
+            raise ValueError(f"{rule}, got {beyond}: lower it")
+        return sorted(layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Adapter):
+    """TempLoRA: LoRA of rank `r`, with alpha = r, on every projection of attention and FFN."""
+
+    name = "lora"
+    presets = {"paper": {"r": 64, "learning_rate": 1e-3, **PAPER}, "tuned": {"r": 64, "learning_rate": 1e-3, **TUNED}}
+
+    def make_config(self, base: PreTrainedModel, seed: int) -> LoraConfig:
+        layers, head = self.find_layers(base), base.get_output_embeddings()
+        linear = {n: m for n, m in base.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head}
+        return LoraConfig(
+            r=self.r,
+            lora_alpha=self.r,
+            lora_dropout=0.0,
+            # PEFT takes layers together with a list of names only.
+            target_modules="all-linear" if layers is None else sorted({name.rpartition(".")[2] for name in linear}),
+            layers_to_transform=layers,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),
+            task_type="CAUSAL_LM",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Adapter):
+    """A LOCAS memory; its other fields are those of `LocasConfig`.
+
+    Args:
+        init: the strategy that makes the memory's rows.
+        max_slot_norm: radius of the norm clip; 0 for no clip, None for the default of `LocasConfig`.
+    """
+
+    gated: ClassVar[bool]
+    other: ClassVar[str]
+    init: str = checked(partial(check_choice, choices=STRATEGIES))
+    output_scale: str
+    scaling: float = checked(check_number)
+    row_norm: float | None = checked(check_number)
+    max_slot_norm: float | None = checked(partial(check_number, may_be_0=True))
+
+    def make_config(self, base: PreTrainedModel, seed: int) -> LocasConfig:
+        if {ffn.gated for ffn in find_ffns(base).values()} == {not self.gated}:
+            needed, found = ("gated", "two-layer") if self.gated else ("two-layer", "gated")
+            rule = f"method {self.name!r} needs {needed} FFNs, got {type(base).__name__} with {found} ones"
+            raise ValueError(f"{rule}: use {self.other!r}")
+        norms = {} if self.row_norm is None else {"row_norm": self.row_norm}
+        if self.max_slot_norm is not None:
+            norms["max_slot_norm"] = self.max_slot_norm or None
+        return LocasConfig(
+            r=self.r,
+            init_strategy=self.init,
+            output_scale=self.output_scale,
+            scaling=self.scaling,
+            layers_to_transform=self.find_layers(base),
+            **norms,
+            seed=seed,
+            task_type="CAUSAL_LM",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocasGlu(Memory):
+    """A memory beside gated FFNs, of rows that are cloned from the base."""
+
+    name, gated, other = "locas-glu", True, "locas-mlp"
+    _ROWS = {"r": 64, "init": "topk", "scaling": 1.0, "row_norm": None, "max_slot_norm": None, "learning_rate": 4e-3}
+    presets = {
+        # The paper's tau, divided by r, and the rate of its PG-19 runs.
+        "paper": {**_ROWS, "output_scale": "paper", **PAPER},
+        # The measured output scale, so that one rate serves all hosts; an anchor, which limits changes on other texts.
+        "tuned": {**_ROWS, "output_scale": "measured", **TUNED, "anchor": 0.3},
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocasMlp(Memory):
+    """A memory beside two-layer FFNs, of cloned rows or written slot by slot.
+
+    Args:
+        update: of a memory with init "write": "bp" also trains its slots, "nlsvd" only writes and folds them. None
+            for another init, as the next two.
+        epsilon: length of a written value.
+        slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
+    """
+
+    name, gated, other = "locas-mlp", False, "locas-glu"
+    _PAPER = {"r": 64, "init": "write", "output_scale": "paper", "scaling": None, "learning_rate": 5e-4}
+    _TUNED = {"r": 64, "init": "topk", "output_scale": "measured", "scaling": 4.0, "learning_rate": 8e-3}
+    _ROWS = {"row_norm": None, "max_slot_norm": None, "update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
+    presets = {
+        # Written slot by slot as in the paper, but with tau undivided (`choose`) and a rate from our sweep.
+        "paper": {**_PAPER, **_ROWS, **PAPER},
+        "tuned": {**_TUNED, **_ROWS, **TUNED},
+    }
+    update: str | None = checked(partial(check_choice, choices=UPDATES))
+    epsilon: float | None = checked(check_number)
+    slots_per_chunk: int | None = checked(partial(check_whole, least=1))
+
+    @classmethod
+    def choose(cls, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().choose(preset, given)
+        if values["scaling"] is None:
+            values["scaling"] = float(values["r"])
+        return values
+
+    @classmethod
+    def list_unused(cls, values: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+        unused = super().list_unused(values)
+        if values["init"] != "write":
+            return [("init", ("update", "epsilon", "slots_per_chunk")), *unused]
+        if values["update"] == "nlsvd":
+            return [("update", ("learning_rate", "decay_steps", "anchor")), *unused]
+        return unused
+
+    def make_writer(self, model: nn.Module) -> SlotWriter | None:
+        if self.init != "write":
+            return None
+        fold = "nlsvd" if self.update == "nlsvd" else "refit"
+        return SlotWriter(model, fold=fold, epsilon=self.epsilon, slots_per_chunk=self.slots_per_chunk)
+
+
+METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (NoAdapter, Lora, LocasGlu, LocasMlp)}
+METHOD_FIELDS = tuple(dict.fromkeys(name for cls in reversed(METHODS.values()) for name in cls.presets["paper"]))
+"""The settings that not every method has: its own, and those of the training of an adapter."""
