@@ -7,8 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from locas_peft import backbone
-from locas_peft.asking import decode_after, encode_prompt, encode_turns, fit_turns
-from locas_peft.asking.prompts import find_turn_end
+from locas_peft.asking.prompts import decode_after, encode_prompt, encode_turns, find_turn_end, fit_turns
 
 
 @pytest.fixture

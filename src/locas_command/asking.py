@@ -139,7 +139,8 @@ def chat(
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: of the tokens that are drawn.
     """
-    from locas_peft.asking import can_chat, check_room, continue_texts, fit_turns, put_before, recite_for
+    from locas_peft.asking import can_chat, check_room, continue_texts, fit_turns, recite_for
+    from locas_peft.asking.prompts import put_before
     from locas_peft.model import count_positions
     from locas_peft.tuner import adapters_disabled
 

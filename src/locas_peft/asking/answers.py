@@ -15,17 +15,8 @@ from ..tuner.modes import adapters_disabled
 from .continuation import answer, recite
 from .prompts import SHORT_PROMPT, encode_question
 
-__all__ = [
-    "MOST_RECITED",
-    "Question",
-    "ask",
-    "ask_by_reciting",
-    "count_right",
-    "is_exact",
-    "is_right",
-    "load_questions",
-    "recite_for",
-]
+__all__ = ["MOST_RECITED", "Question", "ask", "ask_by_reciting", "count_right", "is_exact", "is_right"]
+__all__ += ["load_questions", "recite_for"]
 
 MOST_RECITED = 10
 """The most passages that a memory recites for a question."""
@@ -42,9 +33,7 @@ class Question:
 def load_questions(path: str | Path) -> list[Question]:
     """Load questions from a JSON Lines file: an object a line with `question` and, if known, `answer`.
 
-    Raises:
-        ValueError: the file is not UTF-8, has a line that is no such object, or no questions.
-        OSError: the file cannot be opened.
+    Errors are those of `files.load_json_lines`.
     """
     return load_json_lines(path, _parse_question, "questions", "`question` and maybe `answer`, which are texts")
 
@@ -57,20 +46,12 @@ def _parse_question(value: dict[str, Any]) -> Question:
 
 
 def ask(
-    model: nn.Module,
-    tokenizer,
-    questions: Sequence[Question],
-    *,
-    context: str | None = None,
-    max_new_tokens: int = 64,
+    model: nn.Module, tokenizer, questions: Sequence[Question], *, context: str | None = None, max_new_tokens: int = 64
 ) -> list[str]:
     """Ask a model questions, at least one, each for an answer in one sentence; answers are greedy.
 
     `context` is a text that stands before each question. The tokenizer's chat template is used where it has one. The
-    model, with or without a memory, is only read.
-
-    Raises:
-        ValueError: context, question and answer are longer than the model's positions.
+    model, with or without a memory, is only read. What is longer than its positions is a `ValueError`.
     """
     prompts = [encode_question(tokenizer, asked.question, context=context or "") for asked in questions]
     return _answer_all(model, tokenizer, prompts, max_new_tokens)
@@ -86,17 +67,12 @@ def ask_by_reciting(
 ) -> tuple[list[str], list[list[str]]]:
     """Ask for answers in a few words: the memory recites passages, and the base answers with these in its context.
 
-    Nothing but the question is given, as in `ask`. To recite before answering is known from language models without a
-    memory (Sun et al., 2023, "Recitation-augmented language models").
-
-    Returns:
-        The answers, and the passages that were recited for each question.
+    Return the answers, and the passages that were recited for each question. To recite before answering is known from
+    language models without a memory (Sun et al., 2023, "Recitation-augmented language models").
     """
     recited = recite_for(model, tokenizer, [question.question for question in questions])
-    prompts = [
-        encode_question(tokenizer, asked.question, SHORT_PROMPT, "\n".join(passages))
-        for asked, passages in zip(questions, recited, strict=True)
-    ]
+    both = zip(questions, map("\n".join, recited), strict=True)
+    prompts = [encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both]
     with adapters_disabled(model):
         return _answer_all(model, tokenizer, prompts, max_new_tokens), recited
 
@@ -115,16 +91,12 @@ def count_right(answers: Sequence[str], questions: Sequence[Question]) -> int:
 
 def is_exact(given: str, gold: str) -> bool:
     """Return whether an answer is the gold phrase, case-folded, without leading articles and final full stops."""
-    given, gold = (
-        re.sub(r"^(a|an|the)\s+", "", " ".join(text.casefold().split())).rstrip(".") for text in (given, gold)
-    )
-    return given == gold
+    return _normalise(given).rstrip(".") == _normalise(gold).rstrip(".")
 
 
 def is_right(given: str, gold: str) -> bool:
     """Return whether the gold phrase occurs in an answer as whole words, case-folded, without its leading article."""
-    phrase = _normalise(gold)
-    return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", " ".join(given.casefold().split())) is not None
+    return re.search(rf"(?<!\w){re.escape(_normalise(gold))}(?!\w)", " ".join(given.casefold().split())) is not None
 
 
 def _normalise(text: str) -> str:

@@ -1,46 +1,37 @@
 """Continue prompts in batches, of which what rows share is computed once.
 
-`continue_rows` is the only loop over tokens. `recite` alone is a beam search, by transformers' `generate`.
-
 Axes: B rows of a batch, L their length, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from os.path import commonprefix
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from ..model import CausalLM, count_positions
 from .prompts import find_pad_token
 
-__all__ = [
-    "Choose",
-    "answer",
-    "begin_rows",
-    "check_room",
-    "continue_rows",
-    "continue_texts",
-    "draw",
-    "first_line",
-    "pad_left",
-    "recite",
-    "share_prefixes",
-]
+__all__ = ["Choose", "Groups", "Rows", "answer", "begin_rows", "check_room", "continue_rows", "continue_texts"]
+__all__ += ["draw", "first_line", "pad_left", "recite", "share_prefixes"]
 
 Choose = Callable[[Tensor], Tensor]
 """Chooses the next token of each row, LongTensor [B], by the logits, float32 [B, V]."""
+Rows = Sequence[Sequence[int]]
+Groups = Sequence[tuple[int, range]]
+"""Rows that begin alike: how many tokens they share, and their numbers (see `share_prefixes`)."""
 
 _WORTH_KEEPING = 64
 """A beginning that all prompts share is computed once where it has at least this many tokens."""
+_RECITED_TOKENS = 64
 
 
-def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
+def pad_left(rows: Rows, pad: int, device: torch.device) -> dict[str, Tensor]:
     """Return rows of token ids as the model's inputs, each LongTensor [B, L], so that all rows end together."""
     length = max(map(len, rows))
     ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in rows], device=device)
@@ -48,12 +39,11 @@ def pad_left(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> d
     return {"ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
 
 
-def share_prefixes(prompts: Sequence[Sequence[int]]) -> list[tuple[int, range]]:
+def share_prefixes(prompts: Rows) -> list[tuple[int, range]]:
     """Group prompts that follow each other and begin alike, such as questions about one passage.
 
-    Returns:
-        For each group how many tokens its prompts share, fewer than the shortest has, and the prompts' numbers. A
-        prompt joins a group where it has at least half of what the group shares.
+    Return for each group how many tokens its prompts share, fewer than the shortest has, and the prompts' numbers. A
+    prompt joins a group where it has at least half of what the group shares.
     """
     groups: list[tuple[list[int], int, int]] = []
     for number, prompt in enumerate(prompts):
@@ -67,13 +57,7 @@ def share_prefixes(prompts: Sequence[Sequence[int]]) -> list[tuple[int, range]]:
 
 @torch.no_grad()
 def begin_rows(
-    host: CausalLM,
-    rows: Sequence[Sequence[int]],
-    groups: Sequence[tuple[int, range]],
-    pad: int,
-    *,
-    new_tokens: int = 0,
-    caches: dict[Any, Cache] | None = None,
+    host: CausalLM, rows: Rows, groups: Groups, pad: int, *, new_tokens: int = 0, caches: dict | None = None
 ) -> dict[str, Any]:
     """Return rows as the model's inputs, as `pad_left` does, after the tokens that the rows of a group share.
 
@@ -81,13 +65,8 @@ def begin_rows(
     a group shares nothing, and for a model whose context is more than keys and values, or which counts the padding
     after the shared tokens.
 
-    Args:
-        host: the model, with the adapter that is to take part.
-        rows: token ids; at least one a row is not shared.
-        groups: see `share_prefixes`.
-        pad: any token.
-        new_tokens: how many tokens at most will follow the rows.
-        caches: keeps the keys and values for later batches with the same shared tokens.
+    At least one token of each row is not shared. `pad` is any token. At most `new_tokens` will follow the rows.
+    `caches` keeps the keys and values for later batches with the same shared tokens.
     """
     can_share = host.can_cache() and host.can_pad_inside(max(map(len, rows)) + new_tokens)
     if not can_share or not groups or not all(count for count, _ in groups):
@@ -112,14 +91,14 @@ def begin_rows(
 @torch.no_grad()
 def continue_rows(
     host: CausalLM,
-    rows: Sequence[Sequence[int]],
+    rows: Rows,
     max_new_tokens: int,
     *,
     pad: int,
     stops: Sequence[int] = (),
     choose: Choose | None = None,
-    groups: Sequence[tuple[int, range]] = (),
-    caches: dict[Any, Cache] | None = None,
+    groups: Groups = (),
+    caches: dict | None = None,
     adapters: Sequence[str] | None = None,
     on_token: Callable[[list[list[int]]], None] | None = None,
 ) -> list[list[int]]:
@@ -131,13 +110,9 @@ def continue_rows(
         pad: any token.
         stops: tokens that end a row; a row's last token may be one.
         choose: the likeliest token by default.
-        groups: rows that begin alike (see `share_prefixes`); none by default.
-        caches: see `begin_rows`.
+        groups, caches: see `begin_rows`.
         adapters: one adapter's name for each row (see `CausalLM.logits`); such rows share nothing.
         on_token: is given the tokens so far of all rows, after each token.
-
-    Returns:
-        The new tokens of each row.
     """
     ends, new = set(stops), [[] for _ in rows]
     inputs = begin_rows(host, rows, groups, pad, new_tokens=max_new_tokens, caches=caches)
@@ -163,11 +138,8 @@ def continue_rows(
 def draw(temperature: float, generator: torch.Generator, limits: GenerationConfig | None = None) -> Choose:
     """Return a function that draws tokens from the softmax of logits [B, V] / temperature.
 
-    Args:
-        temperature: above 0.
-        generator: on the model's device.
-        limits: draw among the likeliest tokens alone, by its `top_k` and `top_p`; 50 where it leaves `top_k` open,
-            as transformers' `generate` does.
+    `limits` draws among the likeliest tokens alone, by its `top_k` and `top_p`; 50 where it leaves `top_k` open, as
+    transformers' `generate` does. The generator is on the model's device.
     """
     limits = GenerationConfig(top_k=0) if limits is None else limits
     warpers, top_k = LogitsProcessorList(), 50 if limits.top_k is None else limits.top_k
@@ -184,7 +156,7 @@ def draw(temperature: float, generator: torch.Generator, limits: GenerationConfi
 def continue_texts(
     model: nn.Module,
     tokenizer,
-    prompts: Sequence[Sequence[int]],
+    prompts: Rows,
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
@@ -195,10 +167,10 @@ def continue_texts(
     """Return the texts that a model writes after prompts, in one batch, each up to an end token of the model.
 
     Args:
-        model: a causal language model in evaluation mode, with or without a memory; not changed.
-        prompts: token ids, none of them empty (see `prompts.encode_prompt`).
-        temperature: 0 takes the likeliest tokens, whatever the model's generation config says; above 0, tokens are
-            drawn, within its `top_k` and `top_p`.
+        model: a causal LM in evaluation mode, with or without a memory; not changed.
+        prompts: token ids, none of them empty (see `encode_prompt`).
+        temperature: 0 takes the likeliest tokens; above 0, they are drawn, within `top_k` and `top_p` of the model's
+            generation config.
         seed: of the tokens that are drawn. Torch's own random state is not used.
         on_text: is given the texts so far, after each token.
         options: more for `continue_rows`.
@@ -218,62 +190,37 @@ def continue_texts(
 
 
 def answer(
-    model: nn.Module,
-    tokenizer,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int = 32,
-    batch_size: int = 16,
-    known: Collection[int] = (),
+    model: nn.Module, tokenizer, prompts: Rows, *, max_new_tokens: int = 32, batch_size: int = 16, known: Iterable = ()
 ) -> Iterator[tuple[list[int], list[str]]]:
-    """Answer prompts greedily, in batches of similar length.
+    """Answer prompts greedily; yield each batch's indices into `prompts`, and the first line of each of its answers.
 
-    The keys and values of a beginning that all prompts share, such as a dialogue before its questions, are computed
-    once. The batches depend on the prompts and `batch_size` alone.
-
-    Args:
-        model, prompts: see `continue_texts`.
-        known: indices of prompts whose answers are not needed; a batch of only such prompts is left out.
-
-    Yields:
-        A batch's indices into `prompts` and its answers, each one the first line that is not blank.
-
-    Raises:
-        ValueError: a prompt is empty, or leaves no positions for the answer.
+    The batches, of similar length, depend on the prompts and `batch_size` alone. The keys and values of a beginning
+    that all prompts share, such as a dialogue before its questions, are computed once. `known` has the indices of
+    prompts whose answers are not needed; a batch of only such prompts is left out. For errors see `check_room`.
     """
     batches = _make_batches(model, prompts, max_new_tokens, batch_size)
     shared = commonprefix([list(prompt[:-1]) for prompt in prompts])  # a prompt's last token must be fed
-    options: dict[str, Any] = {"caches": {}}
+    known, caches = set(known), {}
     for batch in batches:
-        if not all(number in known for number in batch):
+        if not known.issuperset(batch):
             groups = [(len(shared), range(len(batch)))] if len(shared) >= _WORTH_KEEPING else []
             rows = [prompts[number] for number in batch]
-            texts = continue_texts(model, tokenizer, rows, max_new_tokens, groups=groups, **options)
+            texts = continue_texts(model, tokenizer, rows, max_new_tokens, groups=groups, caches=caches)
             yield batch, [first_line(text) for text in texts]
 
 
 @torch.inference_mode()
-def recite(
-    model: nn.Module,
-    tokenizer,
-    prompts: Sequence[Sequence[int]],
-    count: int,
-    *,
-    max_new_tokens: int = 64,
-    batch_size: int = 4,
-) -> list[list[str]]:
+def recite(model: nn.Module, tokenizer, prompts: Rows, count: int) -> list[list[str]]:
     """Return for each prompt the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
 
     A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
-    has two beams an answer, and orders answers by their mean log-probability a token.
-
-    Args, raises: as for `answer`.
+    has two beams an answer, and orders answers by their mean log-probability a token. Errors are those of `answer`.
     """
     pad, recited = find_pad_token(tokenizer), {}
-    for batch in _make_batches(model, prompts, max_new_tokens, batch_size):
+    for batch in _make_batches(model, prompts, _RECITED_TOKENS, batch_size=4):
         inputs = pad_left([prompts[number] for number in batch], pad, CausalLM(model).device)
         ids = inputs["ids"]
-        options = {"max_new_tokens": max_new_tokens, "num_beams": 2 * count, "num_return_sequences": count}
+        options = {"max_new_tokens": _RECITED_TOKENS, "num_beams": 2 * count, "num_return_sequences": count}
         # What the call leaves open, `generate` takes from the model's generation config.
         options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "pad_token_id": pad}
@@ -288,18 +235,13 @@ def recite(
 def check_room(
     model: nn.Module, prompt: Sequence[int], max_new_tokens: int, name: str, option: str = "max_new_tokens"
 ) -> None:
-    """Raise a `ValueError` for a prompt that is empty, or leaves no positions for `max_new_tokens` tokens.
-
-    `name` and `option` are the names of both in errors.
-    """
+    """Raise a `ValueError` for a prompt that is empty, or leaves no positions for `max_new_tokens` tokens."""
     if not len(prompt):
         raise ValueError(f"{name} must not be empty: give the model a question")
     positions = count_positions(model)
     if positions is not None and positions < len(prompt) + max_new_tokens:
-        raise ValueError(
-            f"{name} and {option} must fit the model's {positions} positions, got {len(prompt)} + {max_new_tokens}: "
-            "shorten one of them"
-        )
+        got = f"{len(prompt)} + {max_new_tokens}: shorten one of them"
+        raise ValueError(f"{name} and {option} must fit the model's {positions} positions, got {got}")
 
 
 def first_line(text: str) -> str:
@@ -307,9 +249,7 @@ def first_line(text: str) -> str:
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
-def _make_batches(
-    model: nn.Module, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_size: int
-) -> list[list[int]]:
+def _make_batches(model: nn.Module, prompts: Rows, max_new_tokens: int, batch_size: int) -> list[list[int]]:
     """Return the prompts' numbers in batches of similar length, the longest first, once `check_room` lets all pass."""
     for number, prompt in enumerate(prompts):
         check_room(model, prompt, max_new_tokens, f"prompt {number}")

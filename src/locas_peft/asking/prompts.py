@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "SENTENCE_PROMPT",
-    "SHORT_PROMPT",
-    "can_chat",
-    "decode_after",
-    "encode_answer",
-    "encode_prompt",
-    "encode_question",
-    "encode_turns",
-    "find_pad_token",
-    "find_turn_end",
-    "fit_turns",
-    "list_stops",
-    "put_before",
-]
+__all__ = ["SENTENCE_PROMPT", "SHORT_PROMPT", "can_chat", "decode_after", "encode_answer", "encode_prompt"]
+__all__ += ["encode_question", "encode_turns", "find_pad_token", "fit_turns", "list_stops", "put_before"]
 
 SENTENCE_PROMPT = "{context}{question} Answer in one sentence."
-
 SHORT_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
 """The forms of a question's prompt; `context` is empty, or a text and a blank line."""
 
@@ -32,11 +18,7 @@ def can_chat(tokenizer) -> bool:
 
 
 def encode_prompt(tokenizer, prompt: str, begin: str = "") -> list[int]:
-    """Turn a prompt into token ids, as a user's message if the tokenizer has a chat template.
-
-    Args:
-        begin: the first words of the reply, which the model continues.
-    """
+    """Turn a prompt, and the first words of its reply, into token ids, by the chat template where there is one."""
     if not can_chat(tokenizer):
         return list(tokenizer(f"{prompt}\n\n{begin}" if begin else prompt, verbose=False)["input_ids"])
     return encode_turns(tokenizer, [{"role": "user", "content": prompt}], begin)
@@ -45,9 +27,7 @@ def encode_prompt(tokenizer, prompt: str, begin: str = "") -> list[int]:
 def encode_question(tokenizer, question: str, form: str = SENTENCE_PROMPT, context: str = "") -> list[int]:
     """Turn a question into the token ids of a prompt, which ends where the answer begins.
 
-    Args:
-        form: has {question} and may have {context}, such as `SENTENCE_PROMPT`.
-        context: a text that stands before the question.
+    `form` has {question} and may have {context}: a text that stands before the question.
     """
     begin = "" if can_chat(tokenizer) else "Answer:"
     return encode_prompt(tokenizer, form.format(question=question, context=put_before(context)), begin)
@@ -65,10 +45,8 @@ def encode_answer(tokenizer, answer: str) -> list[int]:
 
 
 def decode_after(tokenizer, begin: str, ids: Sequence[int]) -> str:
-    """Return the beginning of a text and the tokens that continue it as one text.
-
-    They are decoded together, since some tokenizers leave out the blank before the first token.
-    """
+    """Return the beginning of a text and the tokens that continue it as one text."""
+    # Decoded together, since some tokenizers leave out the blank before the first token.
     own = tokenizer(begin, add_special_tokens=False, verbose=False)["input_ids"] if begin else []
     return tokenizer.decode([*own, *ids], skip_special_tokens=True)
 
@@ -93,12 +71,7 @@ def list_stops(tokenizer) -> list[int]:
 
 
 def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> list[int]:
-    """Turn a conversation into token ids by the chat template, up to the reply that is to come.
-
-    Args:
-        turns: each with `role` and `content`, the user's last.
-        begin: the first words of the reply.
-    """
+    """Turn a conversation, dicts with `role` and `content`, into token ids by the chat template, up to its reply."""
     text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, enable_thinking=False)
     return list(tokenizer(text + begin, add_special_tokens=False, verbose=False)["input_ids"])
 
@@ -107,17 +80,14 @@ def fit_turns(tokenizer, turns: list[dict[str, str]], most_tokens: int | None) -
     """Turn a conversation into at most `most_tokens` token ids, by leaving out the oldest messages and their replies.
 
     The last message always stays: alone it may have more tokens. It is all that a model without a chat template gets.
-
-    Args:
-        turns: see `encode_turns`.
-        most_tokens: None for no limit.
     """
-    while True:
-        chats = can_chat(tokenizer)
-        ids = encode_turns(tokenizer, turns) if chats else list(tokenizer(turns[-1]["content"])["input_ids"])
-        if most_tokens is None or len(ids) <= most_tokens or len(turns) < 3:
-            return ids
+    if not can_chat(tokenizer):
+        return encode_prompt(tokenizer, turns[-1]["content"])
+    ids = encode_turns(tokenizer, turns)
+    while most_tokens is not None and len(ids) > most_tokens and len(turns) > 2:
         turns = turns[2:]
+        ids = encode_turns(tokenizer, turns)
+    return ids
 
 
 def find_pad_token(tokenizer) -> int:

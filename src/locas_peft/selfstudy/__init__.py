@@ -7,13 +7,5 @@ from .exchanges import Exchange, Passage, load_exchanges, save_exchanges, split_
 from .learning import SelfStudy, StudyStep
 from .writing import write_exchanges
 
-__all__ = [
-    "Exchange",
-    "Passage",
-    "SelfStudy",
-    "StudyStep",
-    "load_exchanges",
-    "save_exchanges",
-    "split_passages",
-    "write_exchanges",
-]
+__all__ = ["Exchange", "Passage", "SelfStudy", "StudyStep", "load_exchanges", "save_exchanges", "split_passages"]
+__all__ += ["write_exchanges"]

@@ -13,17 +13,8 @@ from typing import Any
 
 from ..files import load_json_lines, staged_file
 
-__all__ = [
-    "EXCHANGES",
-    "LONGEST_PASSAGE",
-    "REPORTED",
-    "Exchange",
-    "Passage",
-    "digest_exchanges",
-    "load_exchanges",
-    "save_exchanges",
-    "split_passages",
-]
+__all__ = ["EXCHANGES", "LONGEST_PASSAGE", "REPORTED", "Exchange", "Passage", "digest_exchanges", "load_exchanges"]
+__all__ += ["save_exchanges", "split_passages"]
 
 EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder that holds the exchanges that were learned."""
@@ -42,12 +33,7 @@ _SENTENCE = re.compile(rf"\n+|(?<=[.!?…]){_ABBREVIATION}[\"')\]»”’]*\s+|(
 
 @dataclass(frozen=True)
 class Exchange:
-    """A question and its answer.
-
-    Args:
-        answer: the passage that answers the question, or what a user gives.
-        subject: see `Passage`; empty where a user wrote the exchange.
-    """
+    """A question and its answer: a passage, or what a user gives. For the subject see `Passage`."""
 
     question: str
     answer: str
@@ -58,12 +44,9 @@ class Exchange:
 class Passage:
     """A piece of a text that answers questions by itself.
 
-    Args:
-        text: one or a few sentences.
-        subject: what it is about, where it does not say so itself: of a dialogue's turn the speaker; else the text's
-            first words up to the end of its first name, such as "The tower of Skarn Point". Empty where the first
-            sentence has no name, or it comes late.
-        introduces: whether it is the one to ask about the subject alone.
+    The subject is what it is about, where it does not say so itself: of a dialogue's turn the speaker; else the text's
+    first words up to the end of its first name, such as "The tower of Skarn Point". Empty where the first sentence has
+    no name, or it comes late. `introduces` tells whether the passage is the one to ask about the subject alone.
     """
 
     text: str
@@ -75,18 +58,12 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
     """Split a text into passages of one sentence each, and a dialogue into passages of one turn each.
 
     A small model writes far better questions about a short passage than about a page. Sentences and turns of a few
-    words join the one before them. A text is a dialogue where half of its lines have the form "Name: words" and some
-    name occurs twice. A turn is put as reported speech, with the date where a line above has one, since a small model
-    asks about facts then and not as one of the speakers: Ann said: "I moved to Bergen." on 8 May, 2023. The date comes
-    last, because a question seldom names it. A long turn is split into its sentences.
+    words join the one before them; a sentence of more than `most_tokens` is cut, at a space where it has one.
 
-    Args:
-        tokenizer: counts the tokens.
-        text: any text.
-        most_tokens: the longest passage; a longer sentence is cut at a space where it has one.
-
-    Raises:
-        ValueError: the text has fewer than five words.
+    A text is a dialogue where half of its lines have the form "Name: words" and some name occurs twice. A turn is put
+    as reported speech, with the date where a line above has one, since a small model asks about facts then and not as
+    one of the speakers: Ann said: "I moved to Bergen." on 8 May, 2023. The date comes last, because a question seldom
+    names it. A long turn is split into its sentences. A text of fewer than five words is a `ValueError`.
     """
     passages: list[Passage] = []
     turns = _list_turns(text)
@@ -100,14 +77,11 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
                 if _count(tokenizer, joined) <= most_tokens:
                     passages[-1] = replace(passages[-1], text=joined)
                     continue
-            for piece in _cut(tokenizer, statement, most_tokens):
-                introduces = not turns and subject != "" and subject in piece
-                passages.append(Passage(piece, subject, introduces))
+            pieces = _cut(tokenizer, statement, most_tokens)
+            passages += [Passage(piece, subject, not turns and bool(subject) and subject in piece) for piece in pieces]
     if not any(len(passage.text.split()) >= _FEWEST_WORDS for passage in passages):
-        raise ValueError(
-            f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied, got {text.strip()[:60]!r}: "
-            "give more text, or leave --study out"
-        )
+        rule = f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied"
+        raise ValueError(f"{rule}, got {text.strip()[:60]!r}: give more text, or leave --study out")
     return passages
 
 
@@ -115,10 +89,6 @@ def _find_subject(text: str) -> str:
     first = next(iter(_list_sentences(text)), "")
     name = _NAME.search(first)
     return first[: name.end()] if name and len(first[: name.end()].split()) <= _LONGEST_SUBJECT else ""
-
-
-def _list_lines(text: str) -> list[str]:
-    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
 
 
 def _list_sentences(text: str) -> list[str]:
@@ -129,9 +99,9 @@ def _list_sentences(text: str) -> list[str]:
 def _list_turns(text: str) -> list[tuple[str, str, str]]:
     """Return of each turn of a dialogue what is said, its form as reported speech, and the speaker.
 
-    Nothing for another text. A line of no turn is a form without a speaker, unless it is a heading with a date.
+    A line of no turn is a form without a speaker, unless it is a heading with a date. Another text has no turns.
     """
-    lines = _list_lines(text)
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
     speakers = Counter(match[1] for match in map(_TURN.fullmatch, lines) if match)
     if 2 * speakers.total() < len(lines) or max(speakers.values(), default=0) < 2:
         return []
@@ -166,9 +136,7 @@ def _cut(tokenizer, sentence: str, most_tokens: int) -> list[str]:
 def load_exchanges(path: str | Path) -> list[Exchange]:
     """Load exchanges from a JSON Lines file: an object a line with `question`, `answer` and maybe `subject`.
 
-    Raises:
-        ValueError: the file is not UTF-8, has lines that are no such objects, or no exchange.
-        OSError: the file cannot be opened.
+    Errors are those of `files.load_json_lines`.
     """
     return load_json_lines(path, _parse_exchange, "exchanges", "the texts `question` and `answer`")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..asking import SENTENCE_PROMPT, encode_answer, list_stops
+from ..asking.prompts import SENTENCE_PROMPT, encode_answer, list_stops
 from .exchanges import Exchange
 
 __all__ = ["FORMS", "Lesson", "make_lesson"]
@@ -25,7 +25,6 @@ class Lesson:
     """An answer that is learned, and the prompts that it follows.
 
     Args:
-        question: as it was asked.
         subject: stands before the question half of the time, where the question does not name it; empty for none.
         answer: LongTensor [T], the answer's tokens, and the end of the turn where the answer reached it.
         candidates: LongTensor [T, K], the tokens that may stand at each place.
@@ -43,9 +42,8 @@ class Lesson:
     def word(self, number: int) -> tuple[str, str]:
         """Return the question and the form of its prompt, for the `number`-th time that the lesson is learned.
 
-        A question about a passage seldom names the subject, and a user's question does. Therefore the subject is put
-        before the question in half of the passes. With the subject in all passes, a question that names it would be
-        answered with the passage that introduces it.
+        A question about a passage seldom names the subject, and a user's question does. With the subject in all
+        passes, a question that names it would be answered with the passage that introduces it.
         """
         named = self.subject and number // 2 % 2 and self.subject.split()[-1] not in re.findall(r"\w+", self.question)
         question = f"{self.subject}: {self.question}" if named else self.question

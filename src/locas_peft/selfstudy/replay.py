@@ -1,7 +1,6 @@
 """Replay: the base's own answers to questions about other subjects, which a self-study leaves as they are.
 
-A study teaches answers about one text in a few forms of prompts. Without a limit, the model would answer every
-question in these forms as it was taught: about the text's subject, in the wording of its passages.
+Without this limit, the model would answer every question in the study's forms of prompts about the text's subject.
 
 Axes: B rows of a batch, T tokens of an answer, K candidates for a token, V vocabulary.
 """
@@ -11,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..asking import continue_rows, encode_question, find_pad_token, list_stops, share_prefixes
+from ..asking import continue_rows, encode_question, find_pad_token, share_prefixes
+from ..asking.prompts import list_stops
 from ..model import CausalLM
 from ..tuner.modes import adapters_disabled, evaluating
 from .lessons import FORMS, Lesson
@@ -27,24 +27,19 @@ BEGINNINGS = ("What", "Who", "When", "Where")
 ANSWER_TOKENS = 32
 CANDIDATES = 64
 """K: the likeliest tokens, whose probabilities are kept."""
-_REQUEST = "Write a question about {}."
 
 
 @torch.no_grad()
 def write_replay_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Lesson]:
     """Let the base write questions about `TOPICS` and answer them greedily; its distributions are the targets.
 
-    The wordings of the prompts are those in `lessons.FORMS`, in turns; each lesson has one.
-
-    Args:
-        model: a causal LM, with or without a memory, which is disabled meanwhile.
-        tokenizer: its tokenizer.
-        seed: of the questions.
+    The wordings of the prompts are those in `lessons.FORMS`, in turns; each lesson has one. The model's memory is
+    disabled meanwhile. `seed` is that of the questions.
     """
     host, asked = CausalLM(model), [(topic, begin) for topic in TOPICS for begin in BEGINNINGS]
     generator = torch.Generator(host.device).manual_seed(seed)
     with evaluating(model), adapters_disabled(model):
-        requests = [(_REQUEST.format(topic), begin) for topic, begin in asked]
+        requests = [(f"Write a question about {topic}.", begin) for topic, begin in asked]
         lines = [reply.split("\n")[0] for reply in write_replies(host, tokenizer, requests, generator)]
         questions = [line[: line.find("?") + 1] or line for line in lines]
         forms = [FORMS[number % len(FORMS)] for number in range(len(questions))]

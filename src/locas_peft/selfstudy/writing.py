@@ -1,9 +1,7 @@
 """The model writes questions about passages, and poor ones are dropped; the passage is the answer.
 
-Half of the questions are asked about the passage alone, and half with its subject above it: then they name the
-subject, as a user's questions do, where the passage says "he" or "the tower". For each passage, further questions are
-made from a fixed form and phrases of the passage, without the model. With them, a user's question that is worded
-otherwise than the model's still finds the passage.
+Half of them are asked with the passage's subject above it: then they name it, as a user's questions do. Further
+questions are made from phrases of the passage, without the model, for users who word a question otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +16,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from ..asking import continue_rows, decode_after, encode_prompt, find_pad_token, list_stops, share_prefixes
+from ..asking import continue_rows, encode_prompt, find_pad_token, share_prefixes
+from ..asking.prompts import decode_after, list_stops
 from ..model.causal_lm import CausalLM
 from ..tuner.modes import adapters_disabled, evaluating
 from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
@@ -62,20 +61,12 @@ class WrittenBlock:
 
 
 def write_exchanges(
-    model: nn.Module,
-    tokenizer,
-    passages: Sequence[Passage],
-    per_passage: int,
-    *,
-    seed: int = 0,
-    first: int = 0,
+    model: nn.Module, tokenizer, passages: Sequence[Passage], per_passage: int, *, seed: int = 0, first: int = 0
 ) -> Iterator[WrittenBlock]:
     """Write exchanges about passages, block by block of `BLOCK` passages; each block depends on itself and the seed.
 
     Args:
         model: a causal LM, with or without a memory, which is disabled meanwhile.
-        tokenizer: its tokenizer. Its chat template is used where it has one.
-        passages: see `exchanges.split_passages`.
         per_passage: how many questions are wanted about each passage, of the kinds in `KINDS` in turns.
         seed: of the questions' sampling. Torch's own random state is not used.
         first: the block to begin with.
@@ -83,8 +74,15 @@ def write_exchanges(
     host = CausalLM(model)
     for block in range(first, math.ceil(len(passages) / BLOCK)):
         generator = torch.Generator(host.device).manual_seed((seed * 1_000_003 + block) % 2**63)
+        chosen = passages[block * BLOCK :][:BLOCK]
+        written = WrittenBlock(len(chosen))
         with torch.no_grad(), evaluating(model), adapters_disabled(model):
-            written = _write(host, tokenizer, passages[block * BLOCK :][:BLOCK], per_passage, generator)
+            asked = _ask(host, tokenizer, chosen, per_passage, generator, written)
+        for passage in dict.fromkeys(chosen if asked else ()):
+            by_words = _ask_by_words(passage.text, per_passage // 2, generator)
+            written.asked += len(by_words)
+            asked += [(passage, question) for question in by_words]
+        written.exchanges += [Exchange(question, passage.text, passage.subject) for passage, question in asked]
         yield written
 
 
@@ -92,22 +90,8 @@ def check_window(host: CausalLM, window: int) -> None:
     """Raise a `ValueError` where a window, or the model's positions, leave no room for a passage and its prompt."""
     least = LONGEST_PASSAGE + _MARGIN_TOKENS
     if min(window, host.positions or window) < least:
-        raise ValueError(
-            f"window must be at least {least} tokens to study a text, got {window}: raise it, or leave --study out"
-        )
-
-
-def _write(
-    host: CausalLM, tokenizer, passages: Sequence[Passage], per_passage: int, generator: torch.Generator
-) -> WrittenBlock:
-    written = WrittenBlock(len(passages))
-    asked = _ask(host, tokenizer, passages, per_passage, generator, written)
-    for passage in dict.fromkeys(passages if asked else ()):
-        by_words = _ask_by_words(passage.text, per_passage // 2, generator)
-        written.asked += len(by_words)
-        asked += [(passage, question) for question in by_words]
-    written.exchanges += [Exchange(question, passage.text, passage.subject) for passage, question in asked]
-    return written
+        rule = f"window must be at least {least} tokens to study a text"
+        raise ValueError(f"{rule}, got {window}: raise it, or leave --study out")
 
 
 def _ask_by_words(text: str, count: int, generator: torch.Generator) -> list[str]:
@@ -140,14 +124,9 @@ def list_phrases(text: str) -> list[str]:
 
 
 def _ask(
-    host: CausalLM,
-    tokenizer,
-    passages: Sequence[Passage],
-    per_passage: int,
-    generator: torch.Generator,
-    written: WrittenBlock,
+    host: CausalLM, tokenizer, passages: Sequence[Passage], count: int, generator: torch.Generator, block: WrittenBlock
 ) -> list[tuple[Passage, str]]:
-    """Return passages and questions about them, without near-duplicates; count in `written`, and note what is poor.
+    """Return passages and `count` questions about each, without near-duplicates; note in `block` what is poor.
 
     As many questions are wanted about each passage: an answer that is learned more often is also given more often.
     What a round of asking leaves open is asked in the next one.
@@ -157,10 +136,10 @@ def _ask(
     for _ in range(ROUNDS):
         asked = []
         for passage, found in questions.items():
-            for _ in range(per_passage - len(found)):
+            for _ in range(count - len(found)):
                 asked.append((passage, KINDS[kinds[passage] % len(KINDS)]))
                 kinds[passage] += 1
-        written.asked += len(asked)
+        block.asked += len(asked)
         requests = [
             (request.replace("{subject}", of.subject).replace("{passage}", of.text).strip(), begin)
             for of, (request, begin, _) in asked
@@ -174,7 +153,7 @@ def _ask(
                 question = form.format(name) if name else ""
             words = frozenset(re.findall(r"\w+", question.casefold()))
             if not is_about(question, passage):
-                written.dropped.append(line)
+                block.dropped.append(line)
             elif all(len(words & other) < _DUPLICATE * len(words | other) for other in questions[passage].values()):
                 questions[passage][question] = words
     return [(passage, question) for passage, found in questions.items() for question in found]
@@ -183,10 +162,7 @@ def _ask(
 def write_replies(
     host: CausalLM, tokenizer, requests: Sequence[tuple[str, str]], generator: torch.Generator
 ) -> Iterator[str]:
-    """Yield what the model replies to requests, each with the first words of its reply, which are part of it.
-
-    The tokens are drawn with `generator`, in batches of `_ROWS` requests.
-    """
+    """Yield what the model replies to requests, each with the first words of its reply, which are part of it."""
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
         top, candidates = logits.topk(min(_CANDIDATES, logits.shape[1]))
@@ -219,6 +195,5 @@ def find_common(reply: str, passage: str) -> str:
 
 def _list_words(text: str) -> frozenset[str]:
     """Return a text's words, case-folded, without the short ones that every text has."""
-    return frozenset(
-        word for word in re.findall(r"\w+", text.casefold()) if len(word) > 3 or not word.isascii() or word.isdigit()
-    )
+    words = re.findall(r"\w+", text.casefold())
+    return frozenset(word for word in words if len(word) > 3 or not word.isascii() or word.isdigit())
