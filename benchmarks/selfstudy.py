@@ -157,7 +157,7 @@ def study_page(
             reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer, **options)
             seconds = curve.seconds()
             with memory_attached(base, memory) as model:
-                drift = measure_drift(model, model.disable_adapter, own_answers)
+                drift = measure_drift(model, own_answers)
                 answers, recited = ask_by_reciting(model, tokenizer, page.questions)
                 curve.add(seconds, page.gap_closed(model, recited))
                 figures = {

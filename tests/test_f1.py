@@ -8,7 +8,7 @@ import string
 import pytest
 from nltk.stem.porter import PorterStemmer
 
-from locas_peft.evaluation.extras import import_extra
+from locas_peft.checks import import_extra
 from locas_peft.evaluation.f1 import abstains, answer_f1, token_f1, tokens_of
 
 

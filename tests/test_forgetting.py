@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import zipfile
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from locas_command import program as cli
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.asking.prompts import encode_prompt
 from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
-from locas_peft.evaluation.drift import QUESTIONS, cut_text, measure_drift, perplexity_rise, write_own_answers
+from locas_peft.evaluation.drift import QUESTIONS, cut_text, measure_drift, write_own_answers
 from locas_peft.evaluation.forgetting import ForgettingPlan
 from locas_peft.evaluation.harness import evaluate_tasks
 from locas_peft.evaluation.intervals import rise_interval
@@ -85,8 +84,6 @@ def test_files_without_pairs_are_one_line(tmp_path):
     (tmp_path / "text.zip").write_text("no zip")
     with pytest.raises(ValueError, match=r"^BLiMP must be a zip file or a folder, got .*: copy it again$"):
         load_blimp(tmp_path / "text.zip")
-    with pytest.raises(ValueError, match=r"^limit_pairs must be at least 1, got 0: raise it, or leave it out$"):
-        load_blimp(tmp_path, 0)
 
 
 def test_a_pairs_score_is_its_sentences_total_nll(folder, embedded):
@@ -112,7 +109,7 @@ def make_model(kind: str):
 @pytest.mark.parametrize("kind", ["lora", "locas"])
 def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
     ids, plain = make_tokens(1, 50)[0], make_host("llama")
-    before = measure_drift(plain, nullcontext, cut_text(ids, 16, 8))
+    before = measure_drift(plain, cut_text(ids, 16, 8))
     assert before["kl_nats"] == 0 and before["nll_nats"] == before["reference_nll_nats"]
     assert before["tokens"] == 49 and set(before["chunk_kl_nats"]) == {0.0}
     model = make_model(kind)
@@ -120,7 +117,7 @@ def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
     for _ in trainer.read(make_tokens(1, 60, seed=9)[0]):
         pass
     model.eval()
-    after = measure_drift(model, model.disable_adapter, cut_text(ids, 16, 8))
+    after = measure_drift(model, cut_text(ids, 16, 8))
     assert after["kl_nats"] > 0 and after["nll_nats"] != before["nll_nats"]
     assert after["reference_sha256"] == before["reference_sha256"]
     assert after["reference_nll_nats"] == before["nll_nats"]
@@ -149,14 +146,6 @@ def test_the_rise_is_paired_over_chunks():
     assert rise_interval([], [], [])["n"] == 0
 
 
-def test_the_rise_needs_the_same_chunks():
-    ids, model = make_tokens(1, 50)[0], make_host("llama")
-    one, two = (measure_drift(model, nullcontext, cut_text(ids, 16, stride)) for stride in (8, 16))
-    assert perplexity_rise(one, one)["mean"] == 0 and sum(one["chunk_nll_nats"]) == pytest.approx(one["nll_nats"])
-    with pytest.raises(ValueError, match=r"^before and after must be of the same chunks, got 7 and 4 of them"):
-        perplexity_rise(one, two)
-
-
 def test_drift_is_the_kl_from_the_reference_to_the_model():
     ids, model = make_tokens(1, 9)[0], make_model("lora")
     with torch.no_grad():
@@ -167,14 +156,7 @@ def test_drift_is_the_kl_from_the_reference_to_the_model():
         with model.disable_adapter():
             p = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
     expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum").item()
-    assert measure_drift(model, model.disable_adapter, cut_text(ids, 16, 16))["kl_nats"] == pytest.approx(
-        expected, rel=1e-4
-    )
-
-
-def test_a_text_of_one_token_is_one_line():
-    with pytest.raises(ValueError, match=r"^input_ids must be of shape \[T\] with T >= 2, got \[1\]: give more text$"):
-        cut_text(torch.tensor([3]), 16, 8)
+    assert measure_drift(model, cut_text(ids, 16, 16))["kl_nats"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_own_answers_are_the_bases_greedy_answers_and_drift_scores_nothing_else(embedded):
@@ -186,7 +168,7 @@ def test_own_answers_are_the_bases_greedy_answers_and_drift_scores_nothing_else(
     assert prompt in {tokenizer.decode(encode_prompt(tokenizer, question)) for question in QUESTIONS}
     greedy = base.generate(ids[None, :-scored], max_new_tokens=4, do_sample=False)[0, len(ids) - scored :]
     assert tokenizer.decode(greedy).strip().startswith(tokenizer.decode(ids[-scored:]).strip())
-    found = measure_drift(base, nullcontext, pieces)
+    found = measure_drift(base, pieces)
     assert found["chunk_tokens"] == [count for _, count in pieces] and found["kl_nats"] == 0
 
 

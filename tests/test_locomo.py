@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 from locomo_data import make_sample, make_samples, write_samples
@@ -17,7 +16,7 @@ from locas_peft.evaluation.conversations import (
     keep_sessions,
     load_locomo,
 )
-from locas_peft.evaluation.prompts import PROMPTS, load_prompts, make_prompt
+from locas_peft.evaluation.prompts import PROMPTS, make_prompt
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ def test_a_broken_turn_costs_that_turn_alone(tmp_path):
     assert problems[0].startswith("talks.json[0].conversation.session_1[0] must have dia_id, speaker and text")
 
 
-@pytest.mark.parametrize("content", ["not json", "[]", '{"a": 1}', "[1, 2]", "3", '[{"conversation": {}}]'])
+@pytest.mark.parametrize("content", ["[]", '{"a": 1}', "[1, 2]", "3", '[{"conversation": {}}]'])
 def test_a_file_that_is_no_locomo_is_one_line(tmp_path, content):
     path = tmp_path / "other.json"
     path.write_text(content, encoding="utf-8")
@@ -126,8 +125,11 @@ def test_a_file_that_is_no_locomo_is_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"^LoCoMo data must be an existing file, got .*none\.json': check the path$"):
+def test_a_file_that_is_missing_or_no_json_is_one_line(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.json' must be an existing JSON file, got none: check the path$"):
+        load_locomo(tmp_path / "none.json")
+    (tmp_path / "none.json").write_text("not json", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"none\.json' must be JSON \(Expecting value.*: write it again$"):
         load_locomo(tmp_path / "none.json")
 
 
@@ -141,18 +143,18 @@ def test_conversations_are_chosen_by_name(conversations):
 def test_prompts_hold_the_question_and_with_context_the_dialogue(conversations):
     first = conversations[0]
     temporal = first.questions[1]
-    bare, full = (make_prompt(first, temporal, setting) for setting in ("no-context", "full-context"))
+    bare, full = (make_prompt(first, temporal, setting, dialogue(first)) for setting in ("no-context", "full-context"))
     assert temporal.question in bare and temporal.question in full
     assert dialogue(first) in full and "Lisbon" not in bare
     assert PROMPTS["hint-2"] in full and PROMPTS["hint-2"] not in make_prompt(
-        first, first.questions[0], "full-context"
+        first, first.questions[0], "full-context", ""
     )
-    assert "other text" in make_prompt(first, temporal, "full-context", text="other text")
+    assert "other text" in make_prompt(first, temporal, "full-context", "other text")
     with pytest.raises(
         ValueError,
         match=r"^setting must be one of no-context, recited, evidence, full-context, got 'half': choose one of them$",
     ):
-        make_prompt(first, temporal, "half")
+        make_prompt(first, temporal, "half", "")
 
 
 def test_evidence_is_the_turns_that_the_question_names_with_their_dates(conversations):
@@ -165,7 +167,7 @@ def test_evidence_is_the_turns_that_the_question_names_with_their_dates(conversa
         "Session 2, 8:30 pm on 4 April, 2023",
         "Ben: We moved to Lisbon last week.",
     ]
-    assert "grey parrot" not in make_prompt(first, first.questions[3], "evidence", text=dialogue(kept))
+    assert "grey parrot" not in make_prompt(first, first.questions[3], "evidence", dialogue(kept))
 
 
 def test_the_first_sessions_keep_the_questions_that_they_answer(conversations):
@@ -175,33 +177,9 @@ def test_the_first_sessions_keep_the_questions_that_they_answer(conversations):
     assert keep_sessions(conversations[0], 2) == conversations[0]
 
 
-def test_prompts_are_data(tmp_path, conversations):
-    path = tmp_path / "prompts.json"
-    path.write_text(json.dumps({"no-context": "Q: {question} A:"}), encoding="utf-8")
-    prompts = load_prompts(path)
-    assert make_prompt(conversations[0], conversations[0].questions[0], "no-context", prompts=prompts) == (
-        "Q: What did Ida buy? A:"
-    )
-    assert prompts["full-context"] == PROMPTS["full-context"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[]", r"^prompts must be an object of texts"),
-        ('{"no-context": 3}', r"^prompts must be an object of texts"),
-        ('{"some-context": "{question}"}', r"^prompts must be named no-context, .* got 'some-context' in"),
-        ('{"no-context": "Say something."}', r"^prompt 'no-context' must have {question} .* got no placeholders"),
-        ('{"full-context": "{question}"}', r"^prompt 'full-context' must have {dialogue}, {question}"),
-        ('{"no-context": "{question} {who}"}', r"may have {hint}, {question}, {speaker_a}, {speaker_b}, got .*{who}"),
-        ("{", r"^prompts must be a JSON file"),
-    ],
-)
-def test_bad_prompts_are_one_line(tmp_path, content, message):
-    path = tmp_path / "prompts.json"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        load_prompts(path)
+def test_prompts_are_data(conversations):
+    first, prompts = conversations[0], {**PROMPTS, "no-context": "Q: {question} A:"}
+    assert make_prompt(first, first.questions[0], "no-context", "", prompts) == "Q: What did Ida buy? A:"
 
 
 def test_spans_stand_word_for_word_in_their_turns(conversations):

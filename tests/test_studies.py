@@ -197,8 +197,8 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["locomo", "book.txt"], "error: LoCoMo data must be readable as JSON, got 'book.txt'"),
-        (["locomo", "none.json"], "error: LoCoMo data must be an existing file, got 'none.json': check the path"),
+        (["locomo", "book.txt"], "error: 'book.txt' must be JSON (Expecting value"),
+        (["locomo", "none.json"], "error: 'none.json' must be an existing JSON file, got none: check the path"),
         (
             ["locomo", "talks.json", "--setting", "half"],
             "error: setting must be one of no-context, recited, evidence, full-context, cloze",

@@ -83,7 +83,6 @@ def locomo(
     limit_conversations: options.Count | None = None,
     limit_questions: options.Count | None = None,
     limit_sessions: options.Count | None = None,
-    prompts: Path | None = None,
     wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True,
     max_new_tokens: options.Count = 32,
     batch_size: options.Count = 16,
@@ -103,7 +102,6 @@ def locomo(
         limit_conversations: the first conversations.
         limit_questions: the first questions of each conversation.
         limit_sessions: the first sessions of each conversation, and the questions whose evidence lies in them.
-        prompts: JSON with prompts in place of the built-in ones.
         wrong_memory: also ask each conversation with another one's memory.
         max_new_tokens: the most tokens of an answer.
         batch_size: questions at once.
@@ -111,14 +109,12 @@ def locomo(
     """
     from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
     from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
-    from locas_peft.evaluation.prompts import PROMPTS, load_prompts
 
     from .running import load
 
     consoles = _open(out, base)
     plan = LocomoPlan(
         settings=split_names(setting, "--setting"),
-        prompts=PROMPTS if prompts is None else load_prompts(prompts),
         max_new_tokens=max_new_tokens,
         batch_size=batch_size,
         batch_tokens=batch_tokens,

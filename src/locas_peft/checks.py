@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from .tuner.memory_file import one_line
 
-__all__ = ["check_choice", "check_number", "check_whole", "describe_difference", "first_line", "one_line"]
+__all__ = ["check_choice", "check_number", "check_whole", "describe_difference", "first_line", "import_extra"]
+__all__ += ["one_line"]
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
@@ -51,3 +54,20 @@ def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type where the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return one_line(lines[0].rstrip(":.")) if lines else type(error).__name__
+
+
+def import_extra(name: str) -> ModuleType:
+    """Import a module of the extra 'eval' by its full name, such as "nltk.stem.porter".
+
+    Raises:
+        ValueError: its package is not installed.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        package = name.partition(".")[0]
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise ValueError(
+            f"this measure needs {package}: install the extra with pip install 'locas_peft[eval]'"
+        ) from None

@@ -6,9 +6,8 @@ from .documents import load_column, load_documents
 from .forgetting import run_forgetting
 from .locomo import run_locomo
 from .perplexity import run_perplexity
-from .prompts import load_prompts
 from .report import tabulate_figures, write_report
 from .runs import Run
 
-__all__ = ["Run", "choose_conversations", "load_blimp", "load_column", "load_documents", "load_locomo", "load_prompts"]
+__all__ = ["Run", "choose_conversations", "load_blimp", "load_column", "load_documents", "load_locomo"]
 __all__ += ["run_forgetting", "run_locomo", "run_perplexity", "tabulate_figures", "write_report"]

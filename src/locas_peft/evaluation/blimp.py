@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -44,29 +45,23 @@ class PairScore(NamedTuple):
 def load_blimp(path: str | Path, limit_pairs: int | None = None) -> tuple[list[MinimalPair], list[str]]:
     """Load BLiMP's JSON lines from the release's zip file or from a folder, at any depth: each `.jsonl` is a paradigm.
 
-    Returns:
-        The first `limit_pairs` pairs of each paradigm, in alphabetical order, and one line for each record that cannot
-        be used.
-
-    Raises:
-        ValueError: the file does not exist or holds no pair.
+    Return the first `limit_pairs` pairs of each paradigm, in alphabetical order, and one line for each record that
+    cannot be used. A file that does not exist or holds no pair is a `ValueError`.
     """
     path = Path(path)
     if not path.exists():
         raise ValueError(f"BLiMP must be a zip file or a folder, got {str(path)!r}, which does not exist: check it")
-    if limit_pairs is not None and limit_pairs < 1:
-        raise ValueError(f"limit_pairs must be at least 1, got {limit_pairs}: raise it, or leave it out")
     pairs, problems = [], []
     for name, lines in _open_blimp(path):
-        count = 0
+        found = []
         for number, pair in parse_json_lines(lines, partial(_parse_pair, name)):
-            if count == limit_pairs:
+            if len(found) == limit_pairs:
                 break
             if pair is None:
                 problems.append(f"{name}:{number} must hold sentence_good and sentence_bad: pair left out")
-                continue
-            pairs.append(pair)
-            count += 1
+            else:
+                found.append(pair)
+        pairs += found
     if not pairs:
         raise ValueError(f"BLiMP must hold pairs in .jsonl files, got none in {str(path)!r}: give the release's zip")
     return pairs, problems
@@ -80,7 +75,6 @@ def _parse_pair(name: str, record: dict[str, Any]) -> MinimalPair:
 
 
 def _open_blimp(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and the lines of each paradigm's file, in the order of the names."""
     try:
         with nullcontext() if path.is_dir() else zipfile.ZipFile(path) as archive:
             names = map(str, path.rglob("*.jsonl")) if archive is None else archive.namelist()
@@ -97,11 +91,9 @@ def score_pairs(
 ) -> list[PairScore]:
     """Score both sentences of each pair, each after the begin-of-text token alone (see `scoring.score_targets`)."""
     texts = [encode_pair(tokenizer, "", text) for pair in pairs for text in (pair.good, pair.bad)]
-    scores = score_targets(model, texts, batch_tokens=batch_tokens, on_batch=on_batch)
-    return [
-        PairScore(pair.paradigm, pair.field, good.nll_nats, bad.nll_nats)
-        for pair, good, bad in zip(pairs, scores[::2], scores[1::2], strict=True)
-    ]
+    nats = [score.nll_nats for score in score_targets(model, texts, batch_tokens=batch_tokens, on_batch=on_batch)]
+    of_each = zip(pairs, nats[::2], nats[1::2], strict=True)
+    return [PairScore(pair.paradigm, pair.field, good, bad) for pair, good, bad in of_each]
 
 
 def summarize_pairs(scores: Sequence[PairScore]) -> dict[str, Any]:
@@ -109,7 +101,5 @@ def summarize_pairs(scores: Sequence[PairScore]) -> dict[str, Any]:
     paradigms: dict[str, list[bool]] = {}
     for score in scores:
         paradigms.setdefault(score.paradigm, []).append(score.right)
-    return {
-        "accuracy": mean_interval([float(score.right) for score in scores]),
-        "paradigms": {name: sum(right) / len(right) for name, right in sorted(paradigms.items())},
-    }
+    shares = {name: fmean(right) for name, right in sorted(paradigms.items())}
+    return {"accuracy": mean_interval([float(score.right) for score in scores]), "paradigms": shares}

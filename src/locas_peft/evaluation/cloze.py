@@ -1,8 +1,7 @@
 """The cloze: how well a model predicts the gold answers inside their own turns, with nothing else in context.
 
-It measures models that are too small to answer questions. If a gold answer occurs word for word in one of its evidence
-turns, the turn before that span is the prompt and the span is the target. Two measures: the nats a token that a memory
-saves on the span, and the share of spans with a lower nll a token than three other spans of the same conversation.
+Two measures, also for models too small to answer questions: the nats a token that a memory saves on these spans, and
+the share of spans with a lower nll a token than three other spans of the same conversation.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from .scoring import OnBatch, encode_pair, score_targets
 __all__ = ["OTHERS", "AnswerSpan", "find_spans", "firsts", "gains", "score_spans"]
 
 OTHERS = 3
-"""The number of other spans that each span is compared with: a quarter of all spans come first by chance."""
+"""So many other spans are compared with each one: a quarter of all spans come first by chance."""
 
 
 @dataclass(frozen=True)
 class AnswerSpan:
     """A gold answer in its turn, of a question's `index` and `category` (the first one, if several have this answer).
 
-    `prompt` is "Speaker: " and the turn's text up to the span, `text` the span as it is written in the turn, `others`
-    three other spans of the conversation, fewer if it has fewer.
+    `prompt` is "Speaker: " and the turn's text up to the span, `text` the span as written there; `others` are at most
+    three other spans of the conversation.
     """
 
     sample_id: str
@@ -73,11 +72,10 @@ def find_spans(conversation: Conversation, seed: int = 0) -> list[AnswerSpan]:
 def score_spans(
     model: nn.Module, tokenizer, spans: Sequence[AnswerSpan], *, batch_tokens: int = 4096, on_batch: OnBatch = None
 ) -> list[dict[str, Any]]:
-    """Score spans, and the other spans of each one after the same prompt (see `scoring.score_targets`).
+    """Score spans, and the other spans of each one after the same prompt; return one record a span.
 
-    Returns:
-        One record a span: its fields, `nll_per_token` and `others_nll_per_token` in nats, the number of its `tokens`,
-        and whether it is `first`: below all the others.
+    It has the span's fields, `nll_per_token` and `others_nll_per_token` in nats, the number of its `tokens`, and
+    whether it is `first`: below all the others.
     """
     pairs = [encode_pair(tokenizer, span.prompt, text) for span in spans for text in (span.text, *span.others)]
     scores = iter(score_targets(model, pairs, batch_tokens=batch_tokens, on_batch=on_batch))

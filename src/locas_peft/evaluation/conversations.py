@@ -1,11 +1,7 @@
-"""LoCoMo conversations and their questions, from the release's JSON, and as text.
-
-A record that cannot be used is reported with its index in the file and left out; the rest is kept.
-"""
+"""LoCoMo conversations and their questions, from the release's JSON, and as text."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checks import check_choice
+from ..files import load_json
 from .f1 import ADVERSARIAL, CATEGORIES
 
 __all__ = ["Conversation", "LocomoQuestion", "Session", "Turn", "choose_conversations", "dialogue", "dialogue_lines"]
@@ -87,11 +84,9 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
 
 def keep_evidence(conversation: Conversation, question: LocomoQuestion) -> Conversation:
     """Return a conversation with no turns but those that a question names as its evidence."""
-    sessions = []
-    for session in conversation.sessions:
-        if turns := tuple(turn for turn in session.turns if turn.dia_id in question.evidence):
-            sessions.append(replace(session, turns=turns))
-    return replace(conversation, sessions=tuple(sessions))
+    named = {s: tuple(turn for turn in s.turns if turn.dia_id in question.evidence) for s in conversation.sessions}
+    sessions = tuple(replace(session, turns=turns) for session, turns in named.items() if turns)
+    return replace(conversation, sessions=sessions)
 
 
 def keep_sessions(conversation: Conversation, sessions: int) -> Conversation:
@@ -105,35 +100,22 @@ def keep_sessions(conversation: Conversation, sessions: int) -> Conversation:
 def load_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:
     """Load a LoCoMo file: JSON in the release's form, a list of samples with `sample_id`, `conversation` and `qa`.
 
-    Returns:
-        The conversations that can be used, and one line for each record that cannot, with its index in the file.
-
-    Raises:
-        ValueError: the file does not exist, is not LoCoMo, or holds nothing that can be used.
+    Return the conversations that can be used, and one line for each record that cannot, with its index in the file. A
+    file that does not exist, is not LoCoMo, or holds nothing that can be used is a `ValueError`.
     """
-    path = Path(path)
-    remedy = "give the release's locomo10.json, or a file of the same form"
-    try:
-        samples = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"LoCoMo data must be an existing file, got {str(path)!r}: check the path") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"LoCoMo data must be readable as JSON, got {str(path)!r} ({error}): {remedy}") from None
-    problems: list[str] = []
+    samples, problems = load_json(path), []
     samples = samples if isinstance(samples, list) else [samples]
-    conversations = _parse_each(partial(_parse_sample, problems=problems, known=set()), samples, path.name, problems)
+    parse = partial(_parse_sample, problems=problems, known=set())
+    conversations = _parse_each(parse, samples, Path(path).name, problems)
     if not conversations:
-        first = f" ({problems[0]})" if problems else ""
-        raise ValueError(f"LoCoMo data must hold a conversation, got none in {str(path)!r}{first}: {remedy}")
+        got = f"none in {str(path)!r}" + (f" ({problems[0]})" if problems else "")
+        remedy = "give the release's locomo10.json, or a file of the same form"
+        raise ValueError(f"LoCoMo data must hold a conversation, got {got}: {remedy}")
     return conversations, problems
 
 
 def choose_conversations(conversations: Sequence[Conversation], names: Sequence[str] | None) -> list[Conversation]:
-    """Choose conversations by their ids, in the order of the file; all of them if `names` is None.
-
-    Raises:
-        ValueError: an id is not in the file.
-    """
+    """Choose conversations by their ids, in the order of the file; all of them if `names` is None."""
     known = [conversation.sample_id for conversation in conversations]
     for name in names or ():
         check_choice("conversation", name, known)
@@ -197,8 +179,8 @@ def _parse_question(numbered: tuple[int, Any], name: str) -> LocomoQuestion:
     asked = str(entry.get("question") or "").strip() if isinstance(entry, dict) else ""
     _require(asked, f"{name} must have a 'question', got {entry!r:.60}: left out")
     category = entry.get("category")
-    is_category = type(category) is int and category in CATEGORIES
-    _require(is_category, f"{name}.category must be 1 to 5, got {category!r}: question left out")
+    known = type(category) is int and category in CATEGORIES
+    _require(known, f"{name}.category must be 1 to 5, got {category!r}: question left out")
     key = "adversarial_answer" if category == ADVERSARIAL else "answer"
     gold = entry.get(key)
     has_answer = isinstance(gold, (str, int, float)) and str(gold).strip()

@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checks import first_line
+from ..checks import first_line, import_extra
 from ..text import load_text
-from .extras import import_extra
 
 __all__ = ["load_column", "load_documents"]
 
@@ -16,17 +15,14 @@ __all__ = ["load_column", "load_documents"]
 def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str, str]:
     """Load the first `limit` of text files (`-` is stdin), and of the `.txt` files of folders, by name without suffix.
 
-    Raises:
-        ValueError: a file cannot be read, a folder has no text, or two files have the same name.
+    A folder without text, and two files with the same name, are a `ValueError`.
     """
-    paths: list[Path | str] = []
+    paths, texts = [], {}
     for source in sources:
-        is_folder = source != "-" and Path(source).is_dir()
-        found = sorted(Path(source).glob("*.txt")) if is_folder else [source]
+        found = sorted(Path(source).glob("*.txt")) if source != "-" and Path(source).is_dir() else [source]
         if not found:
             raise ValueError(f"folder must hold .txt files, got none in {source!r}: name another, or a file")
         paths += found
-    texts: dict[str, str] = {}
     for path in paths[:limit]:
         name = "stdin" if path == "-" else _as_name(Path(path).stem)
         if name in texts:
@@ -43,8 +39,7 @@ def load_column(dataset: str, split: str, column: str, limit: int | None = None)
     Raises:
         ValueError: the dataset, split or column does not exist, has no text, or `datasets` is not installed.
     """
-    datasets = import_extra("datasets")
-    texts: dict[str, str] = {}
+    datasets, texts = import_extra("datasets"), {}
     try:
         for number, row in enumerate(datasets.load_dataset(dataset, split=split, streaming=True)):
             if limit is not None and len(texts) >= limit:

@@ -1,4 +1,4 @@
-"""Drift: the perplexity of a text with frozen weights, and the KL divergence of the model from its reference.
+"""Drift: the perplexity of a text with frozen weights, and the KL divergence of a model from its base.
 
 The base's own answers to everyday questions are a text on which a memory of something else should change nothing.
 
@@ -10,19 +10,19 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 from ..asking import answer, encode_prompt
 from ..model.causal_lm import CausalLM
 from ..ttt.chunks import cut, perplexity
 from ..ttt.losses import divergences, token_losses
-from .intervals import Interval, rise_interval
 
-__all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "perplexity_rise", "write_own_answers"]
+__all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "write_own_answers"]
 
 OWN_ANSWERS = "own answers"
 """In the figures of the forgetting protocol, beside the names of the unread texts."""
@@ -50,56 +50,39 @@ Piece = tuple[Tensor, int]
 
 
 def cut_text(input_ids: Tensor, window: int, stride: int) -> list[Piece]:
-    """Cut a text, LongTensor [T], T >= 2, into the pieces that `measure_drift` scores; see `chunks.cut`.
-
-    Raises:
-        ValueError: the text has fewer than two tokens.
-    """
-    if input_ids.dim() != 1 or len(input_ids) < 2:
-        raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
+    """Cut a text, LongTensor [T], T >= 2, into the pieces that `measure_drift` scores."""
     spans = cut(len(input_ids), window, stride)
     return [(input_ids[span.begin : span.stop], span.scored) for span in spans if span.scored]
 
 
-def write_own_answers(base: nn.Module, tokenizer, max_new_tokens: int = 48) -> list[tuple[torch.Tensor, int]]:
-    """Let a base answer `QUESTIONS` greedily, by its chat template where it has one.
+def write_own_answers(base: nn.Module, tokenizer, max_new_tokens: int = 48) -> list[Piece]:
+    """Let a base answer `QUESTIONS` greedily; return question and answer of each answer that is not empty.
 
-    Returns:
-        Of each answer that is not empty the token ids of question and answer, LongTensor [T], and how many of the last
-        ones are the answer's: what `measure_drift` scores.
+    The answer alone is scored. The tokenizer's chat template is used where it has one.
     """
     prompts = [encode_prompt(tokenizer, question) for question in QUESTIONS]
     pieces = []
     for batch, texts in answer(base, tokenizer, prompts, max_new_tokens=max_new_tokens):
         for number, text in zip(batch, texts, strict=True):
-            reply = tokenizer(text, add_special_tokens=False)["input_ids"]
-            if reply:
+            if reply := tokenizer(text, add_special_tokens=False)["input_ids"]:
                 pieces.append((torch.tensor([*prompts[number], *reply]), len(reply)))
     return pieces
 
 
 @torch.inference_mode()
 def measure_drift(
-    model: nn.Module,
-    reference: Callable[[], AbstractContextManager],
-    pieces: Iterable[Piece],
-    on_chunk: Callable[[int], None] | None = None,
+    model: nn.Module, pieces: Iterable[Piece], on_chunk: Callable[[int], None] | None = None
 ) -> dict[str, Any]:
-    """Score pieces of text with frozen weights, one by one under the model and under its reference.
+    """Score pieces of text with frozen weights, one by one, under a model and under its reference.
 
-    Args:
-        model: a causal language model in evaluation mode; not changed.
-        reference: makes a context within which the model is the reference: `model.disable_adapter` for the base of a
-            PEFT model, `contextlib.nullcontext` for the model itself.
-        pieces: at least one: LongTensor [T] and how many of its last tokens are scored, fewer than T.
-        on_chunk: called with the number of tokens that were scored.
+    The model, in evaluation mode, is not changed. The reference of a PEFT model is its base. `on_chunk` is called with
+    the number of tokens of each piece that were scored.
 
     Returns:
-        A record with `perplexity` and `reference_perplexity`; `kl_per_token`, the mean KL of the next-token
-        distributions from the reference's to the model's; `reference_sha256` over the bytes of all the reference's
-        logits, by which two references are equal to the last bit; the number of `tokens`, `nll_nats`,
-        `reference_nll_nats` and `kl_nats` in all; and of each piece `chunk_tokens`, `chunk_nll_nats` under the model
-        and `chunk_kl_nats`, the mean KL a token.
+        `perplexity` and `reference_perplexity`; `kl_per_token`, the mean KL of the next-token distributions from the
+        reference's to the model's; `reference_sha256` over the bytes of all the reference's logits, by which two
+        references are equal to the last bit; the number of `tokens`, `nll_nats`, `reference_nll_nats` and `kl_nats`
+        in all; and of each piece `chunk_tokens`, `chunk_nll_nats` of the model and `chunk_kl_nats`, a token.
     """
     host, hashed = CausalLM(model), hashlib.sha256()
     counts, sums = [], []
@@ -107,7 +90,7 @@ def measure_drift(
         ids = ids.to(host.device)
         targets, read = ids[-scored:], ids[None, :-1]
         logits = host.logits(read, scored, use_cache=False)[0]  # [N, V]
-        with reference():
+        with model.disable_adapter() if isinstance(model, PeftModel) else nullcontext():
             others = host.logits(read, scored, use_cache=False)[0]
         hashed.update(others.contiguous().view(torch.uint8).cpu().numpy())
         values = token_losses(logits, targets), token_losses(others, targets), divergences(logits, others)
@@ -130,17 +113,3 @@ def measure_drift(
         "reference_perplexity": perplexity(reference_nll_nats, tokens),
         "kl_per_token": kl_nats / tokens,
     }
-
-
-def perplexity_rise(before: dict[str, Any], after: dict[str, Any]) -> Interval:
-    """Return the rise of a text's perplexity from one record of `measure_drift` to another, with its 95% interval.
-
-    Raises:
-        ValueError: the chunks differ.
-    """
-    chunks, others = before["chunk_tokens"], after["chunk_tokens"]
-    if chunks != others:
-        got = f"{len(chunks)} and {len(others)} of them, or other ones"
-        remedy = "measure both with the same window and stride"
-        raise ValueError(f"before and after must be of the same chunks, got {got}: {remedy}")
-    return rise_interval(before["chunk_nll_nats"], after["chunk_nll_nats"], chunks)

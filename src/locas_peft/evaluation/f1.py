@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 
-from .extras import import_extra
+from ..checks import import_extra
 
 __all__ = ["ADVERSARIAL", "CATEGORIES", "abstains", "answer_f1", "load_stemmer", "token_f1", "tokens_of"]
 
@@ -20,16 +20,11 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def answer_f1(prediction: str, reference: str, category: int) -> float:
-    """Compute an answer's F1 by the rules of its category: 0 to 1; for category 5 -1 to 0.
+    """Compute an answer's F1 with the gold answer by the rules of its category: 0 to 1; for category 5 -1 to 0.
 
-    Args:
-        prediction: the model's answer.
-        reference: the gold answer; for category 5 the trap.
-        category: 1: the reference is a comma-separated list; the mean over its items of the best F1 of any item of
-            the prediction. 3: only the text before the reference's first ";" counts. 5: F1 with the trap, negative.
-
-    Raises:
-        ValueError: the category does not exist.
+    Category 1: the reference is a comma-separated list; the mean over its items of the best F1 of any item of the
+    prediction. 3: only the text before the reference's first ";" counts. 5: the reference is the trap, and its F1 is
+    negative.
     """
     if category not in CATEGORIES:
         raise ValueError(f"category must be 1 to 5, got {category!r}: see the release's categories")

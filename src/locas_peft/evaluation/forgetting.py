@@ -1,18 +1,16 @@
 """The forgetting protocol: what the memory of a whole book costs on grammar, on unread texts and on other tasks.
 
 The paper's section on general capabilities. Each measure is taken before, after, and with the memory disabled, which
-must equal before to the last bit. Grammar (BLiMP), the perplexity of unread texts and the KL from the base need only
-losses, so they work on models of any size; MMLU and other tasks run through `harness`.
+must equal before to the last bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -22,13 +20,10 @@ from ..plots import label_axes, pick_colours
 from ..tables import Sheet, format_figure, format_mean, format_percent
 from ..units import Unit, run_units
 from .blimp import MinimalPair, PairScore, score_pairs, summarize_pairs
-from .drift import OWN_ANSWERS, Piece, cut_text, measure_drift, perplexity_rise, write_own_answers
-from .harness import evaluate_tasks, find_tasks
-from .intervals import mean_interval
+from .drift import OWN_ANSWERS, Piece, cut_text, measure_drift, write_own_answers
+from .harness import evaluate_tasks
+from .intervals import mean_interval, rise_interval
 from .runs import Run, describe_text, digest, summarize_reading
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = ["NAME", "TITLE", "ForgettingPlan", "draw", "run_forgetting", "tabulate"]
 
@@ -64,23 +59,16 @@ class ForgettingPlan:
 
 
 def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, Any]:
-    """Measure the base, and each method's memory of a book.
+    """Measure the base, and each method's memory of a book, LongTensor [T].
 
-    Args:
-        run: its folder gets memories in `forgetting/memories`, each state's measures in `forgetting/*.json`, and
-            `forgetting.json`. The methods' window and stride are also those of the frozen measures and must be the
-            same in all of them.
-        book: LongTensor [T], the text that the memories read.
-        plan: what is measured.
+    The run's folder gets memories in `forgetting/memories`, each state's measures in `forgetting/*.json`, and
+    `forgetting.json`. The methods' window and stride are also those of the frozen measures.
 
-    Returns, raises: as for `perplexity.run_perplexity`; and a `ValueError` where the methods' windows differ, or a
-    task does not exist.
+    Returns, raises: as for `perplexity.run_perplexity`; and a `ValueError` where the methods' windows differ.
     """
     windows = {(settings.training.window, settings.training.stride) for settings in run.methods.values()}
     if len(windows) != 1:
         raise ValueError(f"methods must share window and stride, got {sorted(windows)}: give them the same")
-    if plan.tasks:
-        find_tasks(plan.tasks, plan.include_path)
     (window, stride), folder = windows.pop(), run.out / NAME
     # The base reads the book too: the memories' gain is measured against it.
     readers = {BASE: next(iter(run.methods.values())).for_base()}
@@ -89,10 +77,9 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
     readings, states = {}, {}
     for name, settings in readers.items():
         taught, path = name != BASE, folder / "memories" / f"{name}.json"
-        reading = run.reading(book, settings, path, f"{name} reads the book", keep_memory=taught)
-        make = partial(_measure_state, run, plan, texts, name, reading.memory if taught else None)
-        path = folder / (f"after-{name}.json" if taught else "before.json")
-        readings[name], states[name] = reading, Unit(path, make, reading)
+        readings[name] = run.reading(book, settings, path, f"{name} reads the book", keep_memory=taught)
+        make = partial(_measure_state, run, plan, texts, name, readings[name].memory if taught else None)
+        states[name] = Unit(folder / (f"after-{name}.json" if taught else "before.json"), make, readings[name])
     units = [*readings.values(), *states.values()]
     shared = {"book": describe_text(book), "window": window, "stride": stride, "plan": plan.to_json()}
     head = run.open(NAME, units, **shared)
@@ -112,27 +99,22 @@ def _measure_state(
 ) -> dict[str, Any]:
     """Measure the base, or a memory: after the book, and disabled."""
     if memory is None:
-        return _measure(run, plan, run.base, nullcontext, texts, name)
+        return _measure(run, plan, run.base, texts, name)
     with memory_attached(run.base, memory) as model:
-        after = _measure(run, plan, model, model.disable_adapter, texts, name)
+        after = _measure(run, plan, model, texts, name)
         with model.disable_adapter():
             # The unread texts were scored with the memory disabled above: as the reference.
-            disabled = _measure(run, plan, model, nullcontext, {}, f"{name}, disabled")
+            disabled = _measure(run, plan, model, {}, f"{name}, disabled")
     return {"after": after, "disabled": disabled}
 
 
 def _measure(
-    run: Run,
-    plan: ForgettingPlan,
-    model: nn.Module,
-    reference: Callable[[], AbstractContextManager],
-    texts: dict[str, list[Piece]],
-    label: str,
+    run: Run, plan: ForgettingPlan, model: nn.Module, texts: dict[str, list[Piece]], label: str
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"drift": {}, "pairs": [], "tasks": {}}
     for text, pieces in texts.items():
         advance = run.progress(f"{label}: {text}", sum(scored for _, scored in pieces))
-        found["drift"][text] = measure_drift(model, reference, pieces, advance)
+        found["drift"][text] = measure_drift(model, pieces, advance)
     if plan.pairs:
         advance, batch = run.progress(f"{label}: minimal pairs", 2 * len(plan.pairs)), plan.batch_tokens
         found["pairs"] = score_pairs(model, run.tokenizer, plan.pairs, batch_tokens=batch, on_batch=advance)
@@ -144,16 +126,11 @@ def _measure(
     return found
 
 
-# ---------------------------------------------------------------------- figures
-
-
 def _describe_before(before: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "book_perplexity": before["teaching"]["perplexity"][0],
-        "unread_perplexity": {name: value["perplexity"] for name, value in before["drift"].items()},
-        "tasks": before["tasks"],
-        **({"blimp": summarize_pairs(_load_scores(before))} if before["pairs"] else {}),
-    }
+    unread = {name: drift["perplexity"] for name, drift in before["drift"].items()}
+    found = {"book_perplexity": before["teaching"]["perplexity"][0], "unread_perplexity": unread}
+    blimp = {"blimp": summarize_pairs(_load_scores(before))} if before["pairs"] else {}
+    return {**found, "tasks": before["tasks"], **blimp}
 
 
 def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -165,27 +142,27 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         "blimp": disabled["pairs"] == before["pairs"],
         "tasks": _without_errors(disabled["tasks"]) == _without_errors(before["tasks"]),
     }
-    first, later = _load_scores(before), _load_scores(after)
+    rises, kls = {}, {}
+    for name, drift in drifts.items():
+        rises[name] = rise_interval(base[name]["chunk_nll_nats"], drift["chunk_nll_nats"], drift["chunk_tokens"])
+        # The chunks are resampled: the tokens of one chunk share their context.
+        kls[name] = {**mean_interval(drift["chunk_kl_nats"]), "mean_over_tokens": drift["kl_per_token"]}
+    first, later, off = map(_load_scores, (before, after, disabled))
     drops = [float(one.right) - float(two.right) for one, two in zip(first, later, strict=True)]
-    disabled_accuracy = summarize_pairs(_load_scores(disabled))["accuracy"]
-    blimp = {"blimp": summarize_pairs(later), "blimp_drop": mean_interval(drops), "blimp_disabled": disabled_accuracy}
+    blimp = {"blimp": summarize_pairs(later), "blimp_drop": mean_interval(drops)}
     return {
         "parameters": state["teaching"]["parameters"],
         "book_perplexity": state["teaching"]["perplexity"],
         "book_gain": before["teaching"]["perplexity"][0] - state["teaching"]["perplexity"][0],
         "unread_perplexity": {name: drift["perplexity"] for name, drift in drifts.items()},
-        "unread_rise": {name: perplexity_rise(base[name], drift) for name, drift in drifts.items()},
+        "unread_rise": rises,
         "disabled_perplexity": {name: drift["reference_perplexity"] for name, drift in drifts.items()},
-        "kl_per_token": {
-            # The chunks are resampled: the tokens of one chunk share their context.
-            name: {**mean_interval(drift["chunk_kl_nats"]), "mean_over_tokens": drift["kl_per_token"]}
-            for name, drift in drifts.items()
-        },
+        "kl_per_token": kls,
         "tasks": after["tasks"],
         "disabled_tasks": disabled["tasks"],
         "disabled_is_before": all(same.values()),
         "disabled_is_before_in": same,
-        **(blimp if before["pairs"] else {}),
+        **(blimp | {"blimp_disabled": summarize_pairs(off)["accuracy"]} if before["pairs"] else {}),
     }
 
 
@@ -196,9 +173,6 @@ def _load_scores(state: dict[str, Any]) -> list[PairScore]:
 def _without_errors(tasks: dict[str, Any]) -> dict[str, Any]:
     """Leave out the tasks' standard errors, which may be drawn at random."""
     return {task: {key: value for key, value in row.items() if "stderr" not in key} for task, row in tasks.items()}
-
-
-# ---------------------------------------------------------------------- tables and plot
 
 
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
@@ -234,7 +208,7 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
     ]
 
 
-def draw(figures: dict[str, Any], axes: Axes) -> bool:
+def draw(figures: dict[str, Any], axes: Any) -> bool:
     """Draw each memory's gain on the book against its cost on unread texts."""
     memories, colours = figures["after"], pick_colours(figures["after"])
     if not figures["before"]["unread_perplexity"] or not memories:

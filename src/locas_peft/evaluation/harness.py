@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..checks import first_line
+from ..checks import first_line, import_extra
 from ..model.causal_lm import count_positions
-from .extras import import_extra
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -21,18 +20,16 @@ __all__ = ["evaluate_tasks", "find_tasks"]
 
 
 def find_tasks(tasks: Sequence[str], include_path: str | Path | None = None) -> TaskManager:
-    """Find tasks by their names, before any work is done for them, and return the harness's index of tasks.
+    """Find tasks or groups of the harness ("mmlu", ...), or of the user's task files (YAML) in `include_path`.
 
-    They are tasks or groups of the harness ("mmlu", ...), or of the user's task files (YAML) in `include_path`.
-
-    Raises:
-        ValueError: a task or the folder does not exist, or the harness is not installed.
+    Return the harness's index of tasks. A task or folder that does not exist is a `ValueError`.
     """
     folder = None if include_path is None else str(include_path)
-    if folder is not None and not Path(folder).is_dir():
-        raise ValueError(f"include_path must be a folder with task files, got {folder!r}: check the path")
-    if folder is not None and set(tasks) <= set((own := _index(folder, defaults=False)).all_subtasks):
-        return own
+    if folder is not None:
+        if not Path(folder).is_dir():
+            raise ValueError(f"include_path must be a folder with task files, got {folder!r}: check the path")
+        if set(tasks) <= set((own := _index(folder, defaults=False)).all_subtasks):
+            return own
     index = _index(folder, defaults=True)
     for task in tasks:
         if task not in index.all_tasks:
@@ -60,13 +57,11 @@ def evaluate_tasks(
 ) -> dict[str, dict[str, Any]]:
     """Run tasks of lm-evaluation-harness (see `find_tasks`) on a model in evaluation mode, with or without a memory.
 
-    `limit` is the number of documents of each task, from the first; `seed` is that of the choice of examples.
+    `limit` is the number of documents of each task, from the first; `seed` is that of the choice of examples. A task
+    that cannot be loaded is a `ValueError`.
 
     Returns:
         Each task's measures by the harness's names, such as {"mmlu": {"acc": 0.6, "acc_stderr": 0.004}}.
-
-    Raises:
-        ValueError: a task does not exist or cannot be loaded, or the harness is not installed.
     """
     index = find_tasks(tasks, include_path)
     options = {"backend": "causal", "batch_size": batch_size, "max_length": count_positions(model)}
@@ -78,11 +73,9 @@ def evaluate_tasks(
     except (OSError, KeyError) as error:
         reason, remedy = f"{type(error).__name__}: {first_line(error)[:200]}", "check the network or the task's files"
         raise ValueError(f"task {', '.join(tasks)} cannot be loaded ({reason}): {remedy}") from error
-    return {
-        task: {
-            name.removesuffix(",none").replace(",", " "): value
-            for name, value in measures.items()
-            if isinstance(value, (int, float))
-        }
-        for task, measures in found["results"].items()
-    }
+    return {task: _keep_numbers(measures) for task, measures in found["results"].items()}
+
+
+def _keep_numbers(measures: dict[str, Any]) -> dict[str, Any]:
+    numbers = {name: value for name, value in measures.items() if isinstance(value, (int, float))}
+    return {name.removesuffix(",none").replace(",", " "): value for name, value in numbers.items()}

@@ -1,7 +1,4 @@
-"""Means and perplexity rises with percentile bootstrap intervals: `{"mean", "low", "high", "n"}`, as JSON values.
-
-`n` values have a `mean` and its 95% interval, which is nan for fewer than two values.
-"""
+"""Means and perplexity rises with 95% percentile bootstrap intervals (nan for fewer than two values), as JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +16,14 @@ _MANY = 5_000
 
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """Compute a mean (nan without values) with its 95% interval; the values are resampled, drawn from the seed."""
+    """Compute a mean (nan without values) with its interval; the values are resampled, drawn from the seed."""
     array = np.asarray(values, dtype=np.float64)
     mean = math.fsum(array) / len(array) if len(array) else math.nan
     return _interval(mean, (array == array[:1]).all(), len(array), lambda rows: array[rows].mean(axis=-1), seed)
 
 
 def rise_interval(before_nats: Sequence[float], after_nats: Sequence[float], tokens: Sequence[int]) -> Interval:
-    """Compute the rise of a text's perplexity with its paired 95% interval; nan if there are no chunks.
+    """Compute the rise of a text's perplexity with its paired interval; nan if there are no chunks.
 
     The chunks are resampled, each with its summed nll before and after and the number of `tokens` of each sum, so that
     the difficulty of a chunk cancels.

@@ -1,18 +1,17 @@
-"""The LoCoMo protocol: a method's memory of a conversation answers questions about it and about another conversation.
+"""The LoCoMo protocol: a method's memory of a conversation answers questions about it.
 
-The paper's section on long-context dialogue, with the wrong-memory control that it lacks: a memory that helps no more
-than another conversation's memory has learned style, not facts. Conversation i is also asked with the memory of
-conversation i - 1 (the first one with that of the last).
+The paper's section on long-context dialogue, with the wrong-memory control that it lacks: conversation i is also asked
+with the memory of conversation i - 1. A memory that helps no more than that has learned style, not facts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -32,9 +31,6 @@ from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, FROM_RECITED, PROMPTS, make_prompts
 from .runs import Run, digest, summarize_reading
 from .scoring import score_targets
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 __all__ = ["NAME", "SETTINGS", "TITLE", "LocomoPlan", "draw", "f1_by_category", "run_locomo", "tabulate"]
 
@@ -68,46 +64,33 @@ class LocomoPlan:
 def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan) -> dict[str, Any]:
     """Ask about each conversation: the base, and each method with its memories.
 
-    Args:
-        run: its folder gets answers in `locomo/predictions`, scored spans in `locomo/cloze`, memories in
-            `locomo/memories`, and `locomo.json`.
-        conversations: at least one; a single one has no wrong memory.
-        plan: what is asked.
+    The run's folder gets answers in `locomo/predictions`, scored spans in `locomo/cloze`, memories in
+    `locomo/memories`, and `locomo.json`. A single conversation has no wrong memory.
 
     Returns, raises: as for `perplexity.run_perplexity`; and a `ValueError` where the model has too few positions for
     the questions.
     """
     if set(plan.settings) - {CLOZE}:
         load_stemmer()  # a missing package is reported before the work begins
-    folder = run.out / NAME
     texts = {one.sample_id: tokenize(run.tokenizer, dialogue(one)) for one in conversations}
-    taught = {method: settings for method, settings in run.methods.items() if settings.method.name != "none"}
-    readings: dict[str, dict[str, Unit]] = {method: {} for method in taught}
-    for method, settings in taught.items():
-        for name, ids in texts.items():
-            path = folder / "memories" / method / f"{name}.json"
-            readings[method][name] = run.reading(ids, settings, path, f"{method} reads {name}")
-    units = [unit for row in readings.values() for unit in row.values()]
+    readings: dict[str, dict[str, Unit]] = {}
+    for method, settings in run.methods.items():
+        if settings.method.name != "none":
+            folder, row = run.out / NAME / "memories" / method, readings.setdefault(method, {})
+            for name, ids in texts.items():
+                row[name] = run.reading(ids, settings, folder / f"{name}.json", f"{method} reads {name}")
     asked = _list_asked(run, conversations, readings, plan)
+    units = [unit for row in readings.values() for unit in row.values()]
     units += [unit for row in asked.values() for unit in row]
-    head = run.open(
-        NAME,
-        units,
-        conversations={one.sample_id: digest(asdict(one)) for one in conversations},
-        plan={name: value for name, value in asdict(plan).items() if name != "settings"},
-    )
+    digests = {one.sample_id: digest(asdict(one)) for one in conversations}
+    shared = {name: value for name, value in asdict(plan).items() if name != "settings"}
+    head = run.open(NAME, units, conversations=digests, plan=shared)
     run_units(units, run.progress)
+    taught = {m: {name: summarize_reading(unit.load()) for name, unit in row.items()} for m, row in readings.items()}
     records = {row: [record for unit in row_units for record in unit.load()] for row, row_units in asked.items()}
-    figures = {
-        **head,
-        "conversations": list(texts),
-        "teachings": {
-            method: {name: summarize_reading(unit.load()) for name, unit in row.items()}
-            for method, row in readings.items()
-        },
-        "answers": _summarize_answers({row: found for row, found in records.items() if row[0] != CLOZE}),
-        "cloze": _summarize_cloze({row[1:]: found for row, found in records.items() if row[0] == CLOZE}),
-    }
+    figures = {**head, "conversations": list(texts), "teachings": taught}
+    figures["answers"] = _summarize_answers({row: found for row, found in records.items() if row[0] != CLOZE})
+    figures["cloze"] = _summarize_cloze({row[1:]: found for row, found in records.items() if row[0] == CLOZE})
     write_json(run.out / f"{NAME}.json", figures)
     return figures
 
@@ -133,13 +116,11 @@ def _list_asked(
                 continue
             units = asked[setting, method, group] = []
             for conversation, reading in zip(conversations, row, strict=True):
-                memory = "none" if reading is None else reading.path.stem
-                path = run.out / NAME / kind / method / f"{conversation.sample_id}{middle}.memory-{memory}.json"
+                memory, name = "none" if reading is None else reading.path.stem, conversation.sample_id
+                path = run.out / NAME / kind / method / f"{name}{middle}.memory-{memory}.json"
                 label = f"{method}, memory of {memory}" if reading else "base"
-                label += f": {conversation.sample_id}, {setting}"
-                units.append(
-                    Unit(path, partial(_ask, run, plan, setting, conversation, reading, path, label), reading)
-                )
+                make = partial(_ask, run, plan, setting, conversation, reading, path, f"{label}: {name}, {setting}")
+                units.append(Unit(path, make, reading))
     return asked
 
 
@@ -151,34 +132,26 @@ def _ask(
             spans = find_spans(conversation, plan.seed)
             advance = run.progress(label, sum(1 + len(span.others) for span in spans))
             return score_spans(model, run.tokenizer, spans, batch_tokens=plan.batch_tokens, on_batch=advance)
-        advance = run.progress(label, len(conversation.questions))
-        memory = None if reading is None else reading.path.stem
-        return _answer_questions(model, run.tokenizer, setting, conversation, memory, path, plan, advance)
+        shared = {"memory": None if reading is None else reading.path.stem, "setting": setting}
+        return _answer_questions(run, plan, model, conversation, Unit(path, list).unfinished, label, shared)
 
 
 def _answer_questions(
-    model: nn.Module,
-    tokenizer,
-    setting: str,
-    conversation: Conversation,
-    memory: str | None,
-    path: Path,
-    plan: LocomoPlan,
-    advance: Callable[..., None],
+    run: Run, plan: LocomoPlan, model: nn.Module, talk: Conversation, file: Path, label: str, shared: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Answer a conversation's questions; what is recited and each batch are kept in a file, not to be asked again."""
-    questions, unfinished = conversation.questions, Unit(path, list).unfinished
-    records = {record["index"]: record for record in (load_json(unfinished) if unfinished.exists() else [])}
+    """Answer a conversation's questions; what is recited and each batch are kept in `file`, not to be asked again."""
+    tokenizer, questions, setting = run.tokenizer, talk.questions, shared["setting"]
+    advance = run.progress(label, len(questions))
+    records = {record["index"]: record for record in (load_json(file) if file.exists() else [])}
     if setting == FROM_RECITED:
         left = [each for each in questions if each.index not in records]
         passages = recite_for(model, tokenizer, [each.question for each in left])
-        records |= {
-            each.index: {"index": each.index, "recited": found} for each, found in zip(left, passages, strict=True)
-        }
-        write_json(unfinished, [records[index] for index in sorted(records)])
+        for each, found in zip(left, passages, strict=True):
+            records[each.index] = {"index": each.index, "recited": found}
+        write_json(file, [records[index] for index in sorted(records)])
     recited = {index: record.get("recited") for index, record in records.items()}
     wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens, "recited": recited}
-    prompts, dropped = make_prompts(model, tokenizer, conversation, setting, **wording)
+    prompts, dropped = make_prompts(model, tokenizer, talk, setting, **wording)
     known = {number for number, each in enumerate(questions) if "prediction" in records.get(each.index, ())}
     advance(len(known))
     options = {"max_new_tokens": plan.max_new_tokens, "batch_size": plan.batch_size, "known": known}
@@ -188,25 +161,21 @@ def _answer_questions(
             golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
             scores = score_targets(model, golds, batch_tokens=plan.batch_tokens)
             for number, text, score in zip(batch, texts, scores, strict=True):
-                question = questions[number]
-                records[question.index] = {
-                    "sample_id": conversation.sample_id,
-                    **{name: getattr(question, name) for name in ("index", "question", "category", "answer")},
+                asked = questions[number]
+                records[asked.index] = {
+                    "sample_id": talk.sample_id,
+                    **{name: getattr(asked, name) for name in ("index", "question", "category", "answer")},
                     "prediction": text,
-                    "recited": recited.get(question.index),
-                    "f1": answer_f1(text, question.answer, question.category),
+                    "recited": recited.get(asked.index),
+                    "f1": answer_f1(text, asked.answer, asked.category),
                     "abstains": abstains(text),
                     "gold_nats": score.per_token,
-                    "memory": memory,
-                    "setting": setting,
+                    **shared,
                     "dropped_lines": dropped,
                 }
-            write_json(unfinished, [records[index] for index in sorted(records)])
+            write_json(file, [records[index] for index in sorted(records)])
             advance(len(batch))
     return [records[index] for index in sorted(records)]
-
-
-# ---------------------------------------------------------------------- summary
 
 
 def _summarize_answers(asked: dict[tuple[str, str, str], list[dict[str, Any]]]) -> dict[str, Any]:
@@ -227,17 +196,14 @@ def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, Interval]:
     "adversarial" is the negative F1 with the trap, "answerable" the mean over categories 1 to 4, "abstention" the
     share of category 5 that was declined. The records have `category`, `f1` and `abstains`.
     """
-    scores = [record["f1"] for record in records]
     answerable = [record["f1"] for record in records if record["category"] != ADVERSARIAL]
     declined = [float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL]
     totals = {"answerable": answerable, "abstention": declined}
-    return _mean_by_category(records, scores) | {
-        name: mean_interval(values) for name, values in totals.items() if values
-    }
+    means = _mean_by_category(records, [record["f1"] for record in records])
+    return means | {name: mean_interval(values) for name, values in totals.items() if values}
 
 
 def _mean_by_category(records: Sequence[dict[str, Any]], values: Sequence[float]) -> dict[str, Interval]:
-    """Return the mean of the records' values for each category that has some."""
     pairs = [(record["category"], value) for record, value in zip(records, values, strict=True)]
     grouped = {name: [value for category, value in pairs if category == number] for number, name in CATEGORIES.items()}
     return {name: mean_interval(group) for name, group in grouped.items() if group}
@@ -246,8 +212,7 @@ def _mean_by_category(records: Sequence[dict[str, Any]], values: Sequence[float]
 def _summarize_cloze(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
     if not spans:
         return {}
-    base = spans[BASE, "none"]
-    methods: dict[str, dict[str, Any]] = {}
+    base, methods = spans[BASE, "none"], {}
     contrasts: dict[str, list[float]] = {}  # each method's gains of the right memory over the wrong one
     for (method, group), records in spans.items():
         if method != BASE:
@@ -258,20 +223,13 @@ def _summarize_cloze(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> dict
             contrasts[method] = gains(right, records)
             methods[method]["right_minus_wrong"] = mean_interval(contrasts[method])
             methods[method]["by_category"] = _mean_by_category(right, contrasts[method])
-    differences = [
-        {
-            "method": one,
-            "against": other,
-            "right_minus_wrong": mean_interval([a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)]),
-        }
-        for number, one in enumerate(contrasts)
-        for other in list(contrasts)[:number]
-    ]
+    differences = []
+    for number, one in enumerate(contrasts):
+        for other in list(contrasts)[:number]:
+            gaps = [a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)]
+            differences.append({"method": one, "against": other, "right_minus_wrong": mean_interval(gaps)})
     first = {"first": mean_interval(firsts(base))}
     return {"spans": len(base), "base": first, "methods": methods, "differences": differences}
-
-
-# ---------------------------------------------------------------------- tables and plot
 
 
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
@@ -284,9 +242,8 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
                 title = f"{method}, {setting}" + ("" if group == "none" else f", {group} memory")
                 f1.append([title, *(format_percent(found.get(name)) for name in names)])
                 gold.append([title, format_mean(found["gold_nats"]), _gap_closed(figures, found)])
-                dropped |= {
-                    f"{name}, {setting}": str(lines) for name, lines in found["dropped_lines"].items() if lines
-                }
+                left_out = {name: lines for name, lines in found["dropped_lines"].items() if lines}
+                dropped |= {f"{name}, {setting}": str(lines) for name, lines in left_out.items()}
     nats = "nats a token of the gold answer, and the share of the gap to the evidence closed"
     lines = "Dialogues longer than the model's positions: oldest lines left out"
     sheets = [
@@ -317,7 +274,7 @@ def _gap_closed(figures: dict[str, Any], found: dict[str, Any]) -> str:
     return format_figure((alone - own) / (alone - evidence)) if alone != evidence else "-"
 
 
-def draw(figures: dict[str, Any], axes: Axes) -> bool:
+def draw(figures: dict[str, Any], axes: Any) -> bool:
     """Draw the gains of the cloze, with each conversation's own memory and with another one's."""
     methods = {n: f for n, f in figures["cloze"].get("methods", {}).items() if "right_minus_wrong" in f}
     if not methods or not figures["cloze"]["spans"]:

@@ -1,8 +1,6 @@
-"""The measures as metrics of Hugging Face `evaluate`, around the package's plain functions.
+"""The measures as metrics of Hugging Face `evaluate`; made directly, not by `evaluate.load`, they need no network.
 
-They need no network: make them directly, not by `evaluate.load`. `evaluate.combine([Recall(), ExactMatch()])` computes
-several at once. Importing this module imports `evaluate` and `datasets`, which takes seconds; both come with the
-extra `eval`.
+`evaluate.combine([Recall(), ExactMatch()])` computes several at once. The extra `eval` has `evaluate` and `datasets`.
 """
 
 from __future__ import annotations
@@ -13,8 +11,8 @@ from statistics import fmean
 from typing import Any
 
 from ..asking import is_exact, is_right
+from ..checks import import_extra
 from ..ttt.chunks import perplexity
-from .extras import import_extra
 from .f1 import CATEGORIES, answer_f1
 
 evaluate, datasets = import_extra("evaluate"), import_extra("datasets")
@@ -37,20 +35,15 @@ class _Metric(evaluate.Metric):
         return {self.key: fmean(map(self.measure, predictions, references))}
 
     def _info(self) -> Any:
-        text = type(self).__doc__ or ""
-        return evaluate.MetricInfo(
-            description=text,
-            citation="Locas, arXiv:2602.05085",
-            inputs_description=text,
-            features=datasets.Features({name: datasets.Value(kind) for name, kind in self.columns.items()}),
-            module_name=self.key,
-        )
+        columns = datasets.Features({name: datasets.Value(kind) for name, kind in self.columns.items()})
+        text, source = type(self).__doc__ or "", "Locas, arXiv:2602.05085"
+        return evaluate.MetricInfo(text, source, columns, inputs_description=text, module_name=self.key)
 
 
 class Perplexity(_Metric):
     """exp(sum of nll / number of scored tokens) over the records of chunks, accumulated in float64.
 
-    Predictions are the chunks' `nll_nats`, floats in nats; references are their numbers of scored `tokens`, ints.
+    Predictions are the chunks' `nll_nats`; references are their numbers of scored `tokens`.
 
     Example:
         >>> metric = Perplexity()
@@ -68,37 +61,29 @@ class Perplexity(_Metric):
 
 
 class Recall(_Metric):
-    """The share of answers in which the gold phrase occurs (see `asking.is_right`), 0 to 1.
-
-    Predictions are answers, references are gold phrases; both are strings.
-    """
+    """The share of answers (predictions) in which the gold phrase (reference) occurs (see `asking.is_right`)."""
 
     key, measure = "recall", staticmethod(is_right)
 
 
 class ExactMatch(_Metric):
-    """The share of answers that are the gold phrase and nothing else (see `asking.is_exact`), 0 to 1.
-
-    Predictions are answers, references are gold phrases; both are strings.
-    """
+    """The share of answers (predictions) that are the gold phrase (reference) alone (see `asking.is_exact`)."""
 
     key, measure = "exact_match", staticmethod(is_exact)
 
 
 class LocomoF1(_Metric):
-    """The mean token F1 of answers by the rules of LoCoMo's categories (see `f1.answer_f1`), -1 to 1, and by category.
+    """The mean token F1 of answers (predictions) by the rules of LoCoMo's categories (see `answer_f1`), and of each.
 
-    Predictions are answers, references are gold answers (in category 5 the traps), both strings; `categories` are
-    LoCoMo's numbers, 1 to 5.
+    References are gold answers, in category 5 the traps; `categories` are LoCoMo's numbers, 1 to 5.
     """
 
     key, columns = "f1", {**_Metric.columns, "categories": "int64"}
 
     def _compute(self, predictions: list[str], references: list[str], categories: list[int]) -> dict[str, float]:
         scores = list(map(answer_f1, predictions, references, categories))
-        named = {
-            f"f1_{name}": fmean(score for score, own in zip(scores, categories, strict=True) if own == number)
-            for number, name in CATEGORIES.items()
-            if number in categories
-        }
-        return {"f1": fmean(scores), **named}
+        found = {"f1": fmean(scores)}
+        for number in sorted(set(categories)):
+            own = (score for score, category in zip(scores, categories, strict=True) if category == number)
+            found[f"f1_{CATEGORIES[number]}"] = fmean(own)
+        return found

@@ -6,7 +6,7 @@ The paper's PG-19 protocol. Over documents the mean is weighted by tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -18,23 +18,16 @@ from ..units import Unit, run_units
 from .intervals import mean_interval
 from .runs import Run, describe_text
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 __all__ = ["NAME", "TITLE", "draw", "run_perplexity", "tabulate"]
 
 NAME, TITLE = "perplexity", "Perplexity"
 
 
 def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
-    """Read each document with each method.
+    """Read each document, LongTensor [T], with each method.
 
-    Args:
-        run: its folder gets `perplexity/METHOD/DOCUMENT.json`, one a reading, and `perplexity.json`.
-        documents: LongTensor [T] each, by name.
-
-    Returns:
-        The figures, as in `perplexity.json`.
+    The run's folder gets `perplexity/METHOD/DOCUMENT.json`, one a reading, and the figures, which are returned, in
+    `perplexity.json`.
 
     Raises:
         ValueError: the folder holds another run, or a method does not fit the base.
@@ -62,9 +55,6 @@ def _average(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**means, "documents": len(readings), "nll_per_token": per_token}
 
 
-# ---------------------------------------------------------------------- tables and plot
-
-
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
     """Return the tables: the perplexity of each document, so far at some numbers of tokens, and between them."""
     readings, documents = figures["readings"], list(figures["documents"])
@@ -82,7 +72,7 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
     return sheets
 
 
-def draw(figures: dict[str, Any], axes: Axes) -> bool:
+def draw(figures: dict[str, Any], axes: Any) -> bool:
     """Draw the perplexity so far against the tokens read, a line for each method and document."""
     dashes, colours = ("-", "--", ":", "-."), pick_colours(figures["readings"])
     for number, name in enumerate(figures["documents"]):

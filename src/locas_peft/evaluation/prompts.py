@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import re
 from bisect import bisect_right
-from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -14,10 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from ..asking import encode_prompt
 from ..checks import check_choice
 from ..model.causal_lm import count_positions
-from .conversations import Conversation, LocomoQuestion, dialogue, dialogue_lines, keep_evidence
-from .f1 import CATEGORIES
+from .conversations import Conversation, LocomoQuestion, dialogue_lines, keep_evidence
 
-__all__ = ["ANSWERED", "PROMPTS", "FROM_RECITED", "load_prompts", "make_prompt", "make_prompts"]
+__all__ = ["ANSWERED", "PROMPTS", "FROM_RECITED", "make_prompt", "make_prompts"]
 
 FROM_RECITED = "recited"
 ANSWERED = ("no-context", FROM_RECITED, "evidence", "full-context")
@@ -54,9 +50,7 @@ def make_prompts(
 
     In the setting "recited", `recited` has the passages for each question's index. If the whole dialogue exceeds the
     model's positions, its newest lines are in context: as many as leave room for the longest question and its answer.
-
-    Returns:
-        The prompts, and the number of the dialogue's lines that were left out.
+    Return the prompts, and the number of the dialogue's lines that were left out.
     """
     lines = dialogue_lines(conversation)
 
@@ -67,7 +61,7 @@ def make_prompts(
         elif setting == "evidence":
             shown = dialogue_lines(keep_evidence(conversation, question))
         text = "\n".join(shown)
-        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, text=text, prompts=prompts))
+        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, text, prompts))
 
     encoded = [encode(question) for question in conversation.questions]
     positions = count_positions(model)
@@ -81,56 +75,14 @@ def make_prompts(
 
 
 def make_prompt(
-    conversation: Conversation,
-    question: LocomoQuestion,
-    setting: str,
-    *,
-    text: str | None = None,
-    prompts: dict[str, str] = PROMPTS,
+    conversation: Conversation, question: LocomoQuestion, setting: str, text: str, prompts: dict[str, str] = PROMPTS
 ) -> str:
-    """Make a question's prompt; `text` is the dialogue in context, the whole one if None.
-
-    Raises:
-        ValueError: the setting is not in `ANSWERED`.
-    """
+    """Make a question's prompt in a setting of `ANSWERED`; `text` is the dialogue in context."""
     check_choice("setting", setting, ANSWERED)
     return prompts["full-context" if setting in ("evidence", FROM_RECITED) else setting].format(
         speaker_a=conversation.speakers[0],
         speaker_b=conversation.speakers[1],
         question=question.question,
         hint=prompts.get(f"hint-{question.category}", ""),
-        dialogue=dialogue(conversation) if text is None else text,
+        dialogue=text,
     )
-
-
-def load_prompts(path: str | Path) -> dict[str, str]:
-    """Load prompts from a JSON file; a prompt that it leaves out is as in `PROMPTS`.
-
-    Raises:
-        ValueError: the file is no JSON object of texts, or a prompt's name or placeholder does not exist.
-    """
-    try:
-        given = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"prompts must be a JSON file, got {str(path)!r} ({error}): check it") from None
-    shared = {"hint", "question", "speaker_a", "speaker_b"}
-    # The placeholders that each prompt must have, and those that it may have.
-    placeholders: dict[str, tuple[set[str], set[str]]] = {
-        "no-context": ({"question"}, shared),
-        "full-context": ({"dialogue", "question"}, shared | {"dialogue"}),
-        **{f"hint-{category}": (set(), shared) for category in CATEGORIES},
-    }
-    names = ", ".join(placeholders)
-    if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):
-        raise ValueError(f"prompts must be an object of texts, got {str(path)!r}: name {names}")
-    for name, value in given.items():
-        if name not in placeholders:
-            raise ValueError(f"prompts must be named {names}, got {name!r} in {str(path)!r}: rename it")
-        (needed, allowed), found = placeholders[name], set(re.findall(r"{(\w*)}", value))
-        if not needed <= found <= allowed:
-            lists = (", ".join(f"{{{each}}}" for each in sorted(some)) for some in (needed, allowed, found))
-            must, may, got = (listed or "no placeholders" for listed in lists)
-            raise ValueError(
-                f"prompt {name!r} must have {must} and may have {may}, got {got}: correct the placeholders"
-            )
-    return {**PROMPTS, **given}

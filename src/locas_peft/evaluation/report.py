@@ -1,7 +1,7 @@
 """The tables and plots of protocols' figures, and one Markdown file with those of several runs.
 
 Each protocol's module has its `NAME` and `TITLE`, `tabulate(figures)`, which returns its tables, and
-`draw(figures, axes)`, which returns whether there was something to draw.
+`draw(figures, axes)`, with axes of matplotlib, which returns whether there was something to draw.
 """
 
 from __future__ import annotations
@@ -29,17 +29,8 @@ def tabulate_figures(figures: dict[str, Any]) -> list[Sheet]:
 def write_report(folders: Sequence[Path], path: Path, remark: Callable[[str], None] = lambda line: None) -> list[Path]:
     """Write one Markdown file with the tables and plots of all runs in some folders; the plots lie beside it.
 
-    Args:
-        folders: the folders that `locas eval` wrote to.
-        path: the Markdown file, after which the plots are named.
-        remark: called with a line for what is left out.
-
-    Returns:
-        The files that were written, the Markdown file first.
-
-    Raises:
-        ValueError: no folder holds the figures of a protocol, or figures are not readable.
-        OSError: a file cannot be written.
+    The plots are named after the Markdown file; `remark` is called with a line for what is left out. Return the files
+    that were written, the Markdown file first. Folders without figures of a protocol are a `ValueError`.
     """
     runs = [(folder, name) for folder in folders for name in PROTOCOLS if (folder / f"{name}.json").exists()]
     if not runs:
@@ -74,10 +65,8 @@ def _describe(figures: dict[str, Any]) -> str:
         parts.append(f"Trained in {readings} reading{'s' if readings > 1 else ''}.")
     for method, settings in figures["methods"].items():
         if settings["method"] != "none":
-            own = (
-                f"{name} {settings[name]}" for name in settings if name in METHOD_FIELDS and settings[name] is not None
-            )
-            parts.append(f"{method}: {', '.join(own).replace('_', ' ')}.")
+            own = {name: value for name, value in settings.items() if name in METHOD_FIELDS and value is not None}
+            parts.append(f"{method}: {', '.join(f'{n} {value}' for n, value in own.items()).replace('_', ' ')}.")
     if figures.get("conversations"):
         parts.append(f"Conversations {', '.join(figures['conversations'])}.")
     return " ".join([*parts, "In brackets 95% bootstrap intervals."])

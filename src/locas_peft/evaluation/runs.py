@@ -1,7 +1,4 @@
-"""Runs of the protocols: where a run's results are, which run they are of, and the unit of a reading.
-
-A protocol is a function that lists units, calls `Run.open` and `run_units`, and summarizes the results.
-"""
+"""Runs of the protocols: where a run's results are, which run they are of, and the unit of a reading."""
 
 from __future__ import annotations
 
@@ -34,13 +31,11 @@ class Run:
 
     Args:
         base: a causal LM without adapters; mutated while a unit is made, and restored.
-        tokenizer: of the base.
         methods: each method's settings, by its name in tables; completed for the base.
         out: the folder; made if it does not exist. It may hold runs of several protocols.
         common: more fields for the record of the run, as JSON values.
         overwrite: remove the results of an earlier run, and no other file. If another process is at work in the
             folder, its results stay, so that processes that are all started with `overwrite` share one run.
-        progress: shows progress.
     """
 
     base: PreTrainedModel
@@ -58,18 +53,12 @@ class Run:
         """Record in `out/NAME/run.json` which run its results are of, or refuse to mix two runs.
 
         Later runs may add methods; the fields in `common` and `shared`, JSON values, must stay the same. A record
-        without results, of a run that failed at once, is replaced.
-
-        Args:
-            name: the protocol's; the key `study` of the record and the figures.
-            units: the protocol's table, with paths in `out / name`.
+        without results, of a run that failed at once, is replaced. `units` is the protocol's table, with paths in
+        `out / name`. Results of a different run are a `ValueError`.
 
         Returns:
-            The fields that the protocol's figures begin with: its name, those in `common` and `shared`, the settings
-            of each of the `methods`, and, if they agree in it, the `recipe` by which they teach a text.
-
-        Raises:
-            ValueError: the folder holds results of a different run.
+            The fields that the protocol's figures begin with: its name as `study`, those in `common` and `shared`, the
+            settings of each of the `methods`, and, if they agree in it, the `recipe` by which they teach a text.
         """
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -87,22 +76,18 @@ class Run:
     def reading(
         self, input_ids: Tensor, settings: CompleteSettings, path: Path, label: str = "", *, keep_memory: bool = True
     ) -> Unit:
-        """Return the unit of one reading, whose result is a `Reading`; if interrupted, it continues inside its text.
+        """Return the unit of one reading of a LongTensor [T], whose result is a `Reading` as JSON.
 
-        Args:
-            input_ids: LongTensor [T].
-            path: the unit's.
-            keep_memory: save the memory too, in the unit's `memory`.
+        If interrupted, it continues inside its text. With `keep_memory` the memory is saved in the unit's `memory`.
         """
 
         def make() -> dict[str, Any]:
             memory = unit.memory if keep_memory else None
             reading = find_finished(memory, settings, input_ids) if memory else None
             if reading is None:
-                on_chunk = follow(self.progress(label, len(input_ids) * settings.training.readings))
-                options = {"out": memory, "checkpoint_dir": unit.checkpoint, "resume": True, "on_chunk": on_chunk}
-                if settings.study is not None:
-                    options |= {"tokenizer": self.tokenizer, "on_study": follow_study(self.progress)}
+                options = {"out": memory, "checkpoint_dir": unit.checkpoint, "resume": True}
+                options["on_chunk"] = follow(self.progress(label, len(input_ids) * settings.training.readings))
+                options |= {"tokenizer": self.tokenizer, "on_study": follow_study(self.progress)}
                 reading = memorize(self.base, input_ids, settings, **options)
             return reading.to_json()
 
@@ -124,7 +109,7 @@ def _join(folder: Path, before: dict[str, Any], record: dict[str, Any], overwrit
         pairs += [(ours[name], theirs[name], f"{name}: ") for name in ours if name in theirs]
         where, remedy = f"the results in {str(folder.parent)!r}", "choose another folder, or give --overwrite"
         for here, there, prefix in pairs:
-            if (difference := describe_difference(here, there, where, remedy, prefix)) is not None:
+            if difference := describe_difference(here, there, where, remedy, prefix):
                 raise ValueError(difference)
         return {**record, "methods": {**theirs, **ours}, "files": files}
     return record
@@ -141,7 +126,7 @@ def describe_text(input_ids: Tensor) -> dict[str, Any]:
 
 
 def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a `Reading` as JSON that taught a memory; `perplexity` has one value a reading."""
+    """Return figures of a `Reading`, as JSON, that taught a memory; `perplexity` has one value a reading."""
     reading = Reading.from_json(record)
     return {
         "parameters": reading.extra_parameters,

@@ -31,14 +31,11 @@ class Score(NamedTuple):
 
 
 def encode_pair(tokenizer, prompt: str, target: str) -> tuple[list[int], list[int]]:
-    """Turn a prompt and the text after it into token ids, split where the target begins.
+    """Turn a prompt, which may be empty, and the text after it into token ids, split where the target begins.
 
     Both are tokenized together, so that the target's tokens are those of the whole text. Blanks between the two belong
     to the target. The prompt's ids begin with the tokenizer's begin-of-text token (or, if it has none, its end-of-text
     token), so that the target's first token can be scored.
-
-    Raises:
-        ValueError: `target` is empty; `prompt` may be.
     """
     if not target:
         raise ValueError("target must not be empty: give the text that is to be scored")
@@ -54,27 +51,21 @@ def encode_pair(tokenizer, prompt: str, target: str) -> tuple[list[int], list[in
 def score_targets(
     model: nn.Module, pairs: Sequence[Pair], *, batch_tokens: int = 4096, on_batch: OnBatch = None
 ) -> list[Score]:
-    """Score targets after their prompts, in batches of similar length, padded on the right.
+    """Score targets after their prompts under a model in evaluation mode, in batches of similar length.
 
     The batches depend on `pairs` and `batch_tokens` alone, so that a model scored twice gives the same numbers.
 
     Args:
-        model: a causal language model in evaluation mode.
-        pairs: (prompt ids, target ids). After an empty prompt the target's first token is not scored.
+        pairs: (prompt ids, target ids). After an empty prompt the target's first token is not scored. A pair that is
+            longer than the model's positions is a `ValueError`.
         batch_tokens: the most tokens of a batch, padding included; a longer pair is a batch of its own.
-
-    Raises:
-        ValueError: a target is empty, or a pair is longer than the model's positions.
     """
     host = CausalLM(model)
-    for number, (prompt, target) in enumerate(pairs):
-        tokens = len(prompt) + len(target)
-        if not len(target):
-            raise ValueError(f"target {number} must not be empty: leave it out")
+    sequences = [torch.tensor([*prompt, *target], device=host.device) for prompt, target in pairs]
+    for number, tokens in enumerate(map(len, sequences)):
         if host.positions is not None and tokens - 1 > host.positions:
             rule = f"pair {number} must fit the model's {host.positions} positions"
             raise ValueError(f"{rule}, got {tokens} tokens: shorten its prompt")
-    sequences = [torch.tensor([*prompt, *target], device=host.device) for prompt, target in pairs]
     firsts = [max(len(prompt), 1) for prompt, _ in pairs]  # each sequence's first scored token
     scores = [Score(0.0, 0)] * len(sequences)
     for batch in _batches(list(map(len, sequences)), batch_tokens):
