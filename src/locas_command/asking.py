@@ -174,9 +174,8 @@ def chat(
 def _check_recite(recite: bool, without_memory: bool, context: Path | None = None) -> None:
     if recite and (without_memory or context is not None):
         other = "--without-memory" if without_memory else "--context"
-        raise ValueError(
-            f"--recite needs the memory and nothing else to answer from, got {other}: leave one of them out"
-        )
+        rule = "--recite needs the memory and nothing else to answer from"
+        raise ValueError(f"{rule}, got {other}: leave one of them out")
 
 
 def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TextColumn
 
 from . import handled
 
@@ -25,8 +25,7 @@ _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_
 def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
     """Return the consoles of results and of remarks; both are stderr where --json prints to stdout.
 
-    Of several processes all but the first have quiet ones. Texts are printed as they are, never as markup. A file of
-    --json that cannot be written is a `ValueError`.
+    Of several processes all but the first have quiet ones. Texts are printed as they are, never as markup.
     """
     if json_file is not None and str(json_file) != "-":
         from locas_peft.files import check_output_file
@@ -56,13 +55,7 @@ class ProgressLines:
     """
 
     def __init__(self, console: Console) -> None:
-        columns = (
-            TextColumn("{task.description:10}", markup=False),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
-            TimeRemainingColumn(),
-        )
+        columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}", markup=False))
         self._console = console
         self._bars = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
         self._printed = time.monotonic()

@@ -6,18 +6,13 @@ import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
 from .console import open_consoles, printable, show_progress, write_result
 from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, ReadingOptions, Seed
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from locas_peft.demo import Recall
 
 DEMO_JSON, PLOT = "demo.json", "perplexity.png"
 METHODS = ("none", "locas-glu", "lora")
@@ -86,7 +81,11 @@ def demo(
             for recalled in page.recall(base.model, base.tokenizer, settings, folder, progress=progress):
                 progress.close()
                 recalls.append(recalled)
-                _show_recall(recalled, stdout)
+                stdout.print(page.describe_recall(recalled), style="bold")
+                for index in page.SHOWN:
+                    asked = page.load_page_questions()[index]
+                    stdout.print(f"  {asked.question}   ({asked.answer})\n    {printable(recalled.answers[index])}")
+                stdout.print()
         question = page.load_page_questions()[page.SHOWN[0]].question
         stdout.print(f'Next: locas ask "{question}" --memory {folder / "locas-glu"}\n')
     else:
@@ -115,10 +114,8 @@ def demo(
     with_memory = score(adapted, passage, settings["locas-glu"])
     with adapted.disable_adapter():
         without = score(adapted, passage, settings["locas-glu"])
-    stdout.print(
-        f"\nThe Locas memory, loaded from {memory} and frozen, on the first {len(passage):,} tokens once more: "
-        f"perplexity {with_memory:.2f}; without it {without:.2f}."
-    )
+    what = f"The Locas memory, loaded from {memory} and frozen, on the first {len(passage):,} tokens once more"
+    stdout.print(f"\n{what}: perplexity {with_memory:.2f}; without it {without:.2f}.")
     stdout.print(f"Written: {', '.join(str(out / name) for name in sorted(os.listdir(out)))}")
     yours = "or, on a text of yours: locas memorize TEXT --out my-memory"
     stdout.print(f'Next: locas generate "{PROMPT}" --memory {memory}   {yours}')
@@ -170,14 +167,3 @@ def app(
         not no_browser,
         lambda at: stdout.print(f"The page is at {at} (Ctrl-C ends it)"),
     )
-
-
-def _show_recall(recalled: Recall, stdout: Console) -> None:
-    """Print one method's count of right answers, and some of its answers."""
-    from locas_peft import demo as page
-
-    stdout.print(page.describe_recall(recalled), style="bold")
-    for index in page.SHOWN:
-        question = page.load_page_questions()[index]
-        stdout.print(f"  {question.question}   ({question.answer})\n    {printable(recalled.answers[index])}")
-    stdout.print()

@@ -1,7 +1,4 @@
-"""`locas eval`: the protocols. Figures go to --out as JSON; the same command continues an interrupted run.
-
-Any number of processes that run the same command on the same --out share the work, in whatever way they were started.
-"""
+"""`locas eval`: the protocols, which any number of processes share. The same command continues an interrupted run."""
 
 from __future__ import annotations
 
@@ -54,6 +51,7 @@ def perplexity(
         limit_documents: the first documents.
     """
     from locas_peft.evaluation import load_column, load_documents, run_perplexity
+    from locas_peft.model import count_positions
 
     from .running import load
 
@@ -68,7 +66,11 @@ def perplexity(
     loaded = load(base)
     methods = _complete(settings, method, loaded)
     if long_window is not None:
-        methods["long"] = _long_window(methods, long_window, loaded)
+        most = count_positions(loaded.model)
+        if most is not None and long_window > most:
+            raise ValueError(f"--long-window must be within the model's {most} positions, got {long_window}: lower it")
+        # Frozen, and different from the first method's reading in its window alone.
+        methods["long"] = next(iter(methods.values())).for_base(window=long_window)
     ids = {name: loaded.encode(text, settings.max_tokens, unwrap) for name, text in documents.items()}
     _run(run_perplexity, (ids,), loaded, methods, out, overwrite, consoles)
 
@@ -113,14 +115,9 @@ def locomo(
     from .running import load
 
     consoles = _open(out, base)
-    plan = LocomoPlan(
-        settings=split_names(setting, "--setting"),
-        max_new_tokens=max_new_tokens,
-        batch_size=batch_size,
-        batch_tokens=batch_tokens,
-        seed=settings.seed,
-        wrong_memory=wrong_memory,
-    )
+    names = split_names(setting, "--setting")
+    sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "batch_tokens": batch_tokens}
+    plan = LocomoPlan(names, **sizes, seed=settings.seed, wrong_memory=wrong_memory)
     found, problems = load_locomo(data)
     for problem in problems:
         consoles[1].print(problem)
@@ -192,17 +189,9 @@ def forgetting(
         consoles[1].print(problem)
     content, others = load_text(book), load_documents(unread or ())
     loaded = load(base)
-    plan = ForgettingPlan(
-        pairs=pairs,
-        unread={name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()},
-        own_answers=own_answers,
-        tasks=names,
-        include_path=include_path,
-        limit=limit,
-        batch_tokens=batch_tokens,
-        batch_size=batch_size,
-        seed=settings.seed,
-    )
+    texts = {name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()}
+    asked = {"tasks": names, "include_path": include_path, "limit": limit, "batch_size": batch_size}
+    plan = ForgettingPlan(pairs, texts, own_answers, **asked, batch_tokens=batch_tokens, seed=settings.seed)
     ids = loaded.encode(content, settings.max_tokens, unwrap)
     methods = _complete(settings, method, loaded)
     _run(run_forgetting, (ids, plan), loaded, methods, out, overwrite, consoles)
@@ -242,16 +231,6 @@ def _complete(settings: ReadingOptions, method: str, base: Base) -> dict[str, Co
     from .running import make_settings
 
     return complete_all(make_settings(settings, base), split_names(method, "--method"), base.model, base.tokenizer)
-
-
-def _long_window(methods: dict[str, CompleteSettings], window: int, base: Base) -> CompleteSettings:
-    """Return the settings of a frozen reading that differs from the first method's in its window alone."""
-    from locas_peft.model import count_positions
-
-    limit = count_positions(base.model)
-    if limit is not None and window > limit:
-        raise ValueError(f"--long-window must be within the model's {limit} positions, got {window}: lower it")
-    return next(iter(methods.values())).for_base(window=window)
 
 
 def _run(

@@ -38,10 +38,8 @@ def merge(
         merged = merge_memory(loaded.model, loaded.tokenizer, memory, out, pad_to_multiple_of)
     width = getattr(merged.config, "intermediate_size", None)
     wide = f", FFNs {width:,} wide" if isinstance(width, int) else ""
-    stdout.print(
-        f"The merged model ({merged.num_parameters():,} parameters{wide}) is in {out}: "
-        f"AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it"
-    )
+    loads = f"AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it"
+    stdout.print(f"The merged model ({merged.num_parameters():,} parameters{wide}) is in {out}: {loads}")
 
 
 def export(

@@ -29,7 +29,7 @@ def _parse_path(type_: Any, tokens: Sequence) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
-    """The fields of `ReadingSettings`, with the names and forms that they have on the command line.
+    """The fields of `ReadingSettings` but those of the base, with their names and forms on the command line.
 
     None stands for a value that is not given. `running.check_settings` checks the values, when a command runs.
 
@@ -67,8 +67,6 @@ class ReadingOptions:
         exchanges: questions wanted about each sentence; 16 where not given.
         passes: how often each exchange is learned; 4 where not given.
         seed: of torch, set before the adapter is made.
-        model: name of the base, for the record.
-        dtype: of the base's weights, for the record.
     """
 
     window: int | None = None
@@ -102,8 +100,6 @@ class ReadingOptions:
     exchanges: int | None = None
     passes: int | None = None
     seed: int = 0
-    model: str | None = None
-    dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -138,21 +134,18 @@ class BaseOnCpuOptions(BaseOptions):
 
 
 READING, BASE, BASE_ON_CPU = ReadingOptions(), BaseOptions(), BaseOnCpuOptions()
-OneMethod = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse="^(?!model$|dtype$)")]
-ManyMethods = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$)")]
-ManyScored = Annotated[
-    ReadingOptions, Parameter(name="*", group="Reading", parse="^(?!model$|dtype$|method$|study$|exchanges$|passes$)")
-]
+OneMethod = Annotated[ReadingOptions, Parameter(name="*", group="Reading")]
+ManyMethods = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse="^(?!method$)")]
+_SCORED = "^(?!method$|study$|exchanges$|passes$)"
+ManyScored = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse=_SCORED)]
 """Without the options of a self-study, which comes after a text is scored."""
 BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
 BaseOnCpu = Annotated[BaseOnCpuOptions, Parameter(name="*", group="Base model")]
 Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
 Memory = Annotated[Path, Parameter(help="a memory's folder.")]
 NamedPath = Annotated[Path, Parameter(converter=_parse_path)]
-JsonFile = Annotated[
-    Path | None,
-    Parameter(name="--json", converter=_parse_path, allow_leading_hyphen=True, help="write JSON; - for stdout."),
-]
+_JSON = {"name": "--json", "converter": _parse_path, "allow_leading_hyphen": True}
+JsonFile = Annotated[Path | None, Parameter(help="write JSON; - for stdout.", **_JSON)]
 Overwrite = Annotated[bool, Parameter(help="replace the results of an earlier run in --out.")]
 UNWRAP = "join hard-wrapped lines to paragraphs first; by default for an embedded base model only."
 Unwrap = Annotated[bool | None, Parameter(negative="--no-unwrap", help=UNWRAP)]

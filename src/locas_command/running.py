@@ -74,8 +74,8 @@ def load_base_of(memory: Path, options: BaseOptions) -> Base:
 def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]:
     """Load a memory on the base model that the options name, or else the memory (see `memories.open_memory`)."""
     _prepare()
+    placing = {"dtype": options.dtype, "device": options.device, "quantize": options.quantize}
     with warnings_as_lines():
-        placing = {"dtype": options.dtype, "device": options.device, "quantize": options.quantize}
         base, tokenizer, model = memories.open_memory(memory, options.model, **placing)
     name = options.model or model.peft_config["default"].base_model_name_or_path
     return Base(backbone.name_of(name), base, tokenizer), model
@@ -88,15 +88,15 @@ def check_settings(options: ReadingOptions) -> None:
 
 def make_settings(options: ReadingOptions, base: Base) -> ReadingSettings:
     """Return the settings of a reading, with the base's name and dtype for its record."""
-    return ReadingSettings(**{**vars(options), "model": base.name, "dtype": base.dtype})
+    return ReadingSettings(**vars(options), model=base.name, dtype=base.dtype)
 
 
 def check_all_vacant(out: Path, folders: Iterable[str], files: Sequence[str], overwrite: bool) -> None:
     """Refuse a folder in which memories or files would replace something."""
     for folder in folders:
         memories.check_vacant(out / folder, overwrite=overwrite)
-    for name in files if not overwrite else ():
-        if os.path.lexists(out / name):
+    for name in files:
+        if not overwrite and os.path.lexists(out / name):
             raise ValueError(f"--out {str(out)!r} holds {name}: choose another folder, or give --overwrite")
 
 
@@ -108,11 +108,9 @@ def read_each(
     out: Path | None,
     **options: Any,
 ) -> list[Reading]:
-    """Read a text, LongTensor [T], with each method in turn, with a progress bar each.
+    """Read a text, LongTensor [T], with each method in turn, with a progress bar each (see `teaching.memorize`).
 
-    Args:
-        settings: by the name of the memory's folder in `out`; "" stands for `out` itself.
-        options: of `teaching.memorize`.
+    The settings are by the name of the memory's folder in `out`; "" stands for `out` itself.
     """
     readings = []
     with show_progress(stderr) as progress, deferring_signals(stderr) as check:
@@ -156,10 +154,8 @@ def show_readings(
     for each in readings:
         if each.taken_back:
             where = ", ".join(f"{tokens:,}" for tokens in each.taken_back)
-            stderr.print(
-                f"{each.method} made the text worse than no memory and was taken back to an earlier state, after "
-                f"{where} tokens: a lower --lr may learn more"
-            )
+            what = f"{each.method} made the text worse than no memory and was taken back to an earlier state"
+            stderr.print(f"{what}, after {where} tokens: a lower --lr may learn more")
     if plot is not None:
         try:
             plot_readings(readings, plot, title)

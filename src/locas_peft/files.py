@@ -126,13 +126,8 @@ def load_json(path: str | Path) -> Any:
 def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form: str) -> list[T]:
     """Load a JSON Lines file: UTF-8, with or without a byte-order mark, an object a line; blank lines are left out.
 
-    Args:
-        parse: see `parse_json_lines`.
-        name: of the lines' content in errors, such as "questions".
-        form: what each object has, in errors.
-
-    Raises:
-        ValueError: the file is not UTF-8; or lines are broken, whose numbers are in the message; or it has none.
+    A file that is not UTF-8, has broken lines or none is a `ValueError`, which names the lines' numbers, their content
+    (`name`, such as "questions") and what each object must have (`form`). For `parse` see `parse_json_lines`.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a string may hold U+2028
@@ -142,10 +137,9 @@ def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form
     broken = [number for number, value in parsed if value is None]
     if broken:
         shown = ", ".join(map(str, broken[:20])) + (f" and {len(broken) - 20} more" if len(broken) > 20 else "")
-        raise ValueError(
-            f"each line of {str(path)!r} must be a JSON object with {form}, got something else in line {shown}: "
-            f"correct or delete {'it' if len(broken) == 1 else 'them'}"
-        )
+        rule = f"each line of {str(path)!r} must be a JSON object with {form}"
+        them = "it" if len(broken) == 1 else "them"
+        raise ValueError(f"{rule}, got something else in line {shown}: correct or delete {them}")
     if not parsed:
         raise ValueError(f"{name} must be one a line, got none in {str(path)!r}: add one")
     return [value for _, value in parsed]

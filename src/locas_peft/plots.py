@@ -23,9 +23,8 @@ def make_figure() -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "matplotlib must be installed for plots: pip install matplotlib (or the extra 'plot' of locas_peft)"
-        ) from None
+        remedy = "pip install matplotlib (or the extra 'plot' of locas_peft)"
+        raise ModuleNotFoundError(f"matplotlib must be installed for plots: {remedy}") from None
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     return figure, figure.add_subplot()
 

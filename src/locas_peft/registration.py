@@ -1,7 +1,8 @@
 """Register LOCAS with PEFT. This is the only module that writes to PEFT's registries.
 
 PEFT lists its methods in a closed `str` enum, whose members status reports, hot-swapping and mixed models format: a
-plain string does not do."""
+plain string does not do.
+"""
 
 from __future__ import annotations
 

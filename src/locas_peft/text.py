@@ -30,10 +30,7 @@ def unwrap(text: str) -> str:
 
 
 def load_text(path: str | Path) -> str:
-    """Load a UTF-8 text file, or standard input for `-`, without its byte-order mark; every line break becomes "\\n".
-
-    A file that does not exist, cannot be read, is empty, or is not UTF-8 text is a `ValueError`.
-    """
+    """Load a UTF-8 text file, or stdin for `-`, without its byte-order mark; every line break becomes "\\n"."""
     name = "standard input" if str(path) == "-" else repr(str(path))
     try:
         raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
@@ -47,10 +44,8 @@ def load_text(path: str | Path) -> str:
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"text must be UTF-8, got byte 0x{raw[error.start]:02x} at offset {error.start} of {name}: "
-            "convert it, for instance with iconv -t UTF-8"
-        ) from None
+        found = f"byte 0x{raw[error.start]:02x} at offset {error.start} of {name}"
+        raise ValueError(f"text must be UTF-8, got {found}: convert it, for instance with iconv -t UTF-8") from None
     if "\0" in text:
         raise ValueError(f"text must be plain text, got zero bytes in {name}: export it as UTF-8 text first")
     if not text.strip():
@@ -59,16 +54,12 @@ def load_text(path: str | Path) -> str:
 
 
 def python_reference() -> str:
-    """Return the Python language reference that ships with every interpreter: half a million characters.
-
-    These are the topics of `pydoc_data.topics`, sorted by name, a blank line between. Each Python version has its own.
-    """
+    """Return the Python language reference that ships with every interpreter, the topics of `pydoc_data.topics`."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise ValueError(
-            "this Python has no pydoc_data.topics: install the standard library's full package, or give a text file"
-        ) from None
+        remedy = "install the standard library's full package, or give a text file"
+        raise ValueError(f"this Python has no pydoc_data.topics: {remedy}") from None
     return "\n\n".join(topics[name].strip("\n") for name in sorted(topics))
 
 

@@ -1,6 +1,7 @@
 """Units of work whose results are JSON files: made once, by any number of processes, of which any may be killed.
 
-A unit whose result exists is skipped. A unit that another process has locked is left to that process."""
+A unit whose result exists is skipped. A unit that another process has locked is left to that process.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def is_locked(unit: Unit) -> bool:
 
 
 def locked(path: Path, wait: bool = True) -> AbstractContextManager[None]:
-    """Hold a result's lock within the context; for the errors see `checkpoint.held`."""
+    """Hold a result's lock within the context (see `checkpoint.held`)."""
     return checkpoint.held(_lock_path(path), wait)
 
 

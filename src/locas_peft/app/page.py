@@ -52,13 +52,7 @@ def serve(
 ) -> None:
     """Serve the page until an exception, such as that of Ctrl-C; running readings are then stopped and kept.
 
-    Args:
-        model, visitors: closed at the end.
-        port: 0 for any free one.
-        announce: called with the page's address when it can be opened.
-
-    Raises:
-        ValueError: the address cannot be used.
+    The model and the visitors are then closed. `announce` is called with the page's address when it can be opened.
     """
     os.environ["GRADIO_TEMP_DIR"] = str(visitors.folder / "gradio")  # removed with the visitors' folders
     page = build(model, visitors).queue(default_concurrency_limit=32)
@@ -68,9 +62,8 @@ def serve(
         try:
             _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, **options)
         except OSError:  # gradio's message names settings of its own
-            raise ValueError(
-                f"{host}:{port} cannot be listened on: choose another --port, 0 for any free one, or another --host"
-            ) from None
+            remedy = "choose another --port, 0 for any free one, or another --host"
+            raise ValueError(f"{host}:{port} cannot be listened on: {remedy}") from None
         announce(address)
         threading.Event().wait()
     finally:
@@ -176,7 +169,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             now = None if job is None else (id(job), *map(len, job.chunks.values()), len(job.exchanges))
             begin, stop = gr.Button(interactive=not running), gr.Button(interactive=running and not job.stop.is_set())
             shown = _INTRODUCTION if job is None else _show_job(job, model.jobs_before(job))
-            details = [gr.skip()] * 2 if now == before else [_plot(job), _show_exchanges(job)]
+            details = [gr.skip()] * 2 if now in (None, before) else [_plot(job), _show_exchanges(job)]
             ask = gr.Button(visible=job is not None and job.memory is not None)
             return [now, gr.Timer(active=running), begin, stop, shown, *details, ask]
 
@@ -362,9 +355,9 @@ def _describe_job(job: Job, before: int) -> str:
     return f"{title}: {job.done:,} of {job.total:,} {unit}, about {left} left in this step"
 
 
-def _plot(job: Job | None) -> gr.LinePlot:
+def _plot(job: Job) -> gr.LinePlot:
     """Return the plot of the perplexity so far without and with the memory; hidden before there is any."""
-    curves = dict(zip(LINES, job.curves if job is not None else ([], []), strict=True))
+    curves = dict(zip(LINES, job.curves, strict=True))
     rows = [(tokens, round(value, 2), name) for name, points in curves.items() for tokens, value in points]
     if not rows:
         return gr.LinePlot(visible=False)
@@ -375,9 +368,9 @@ def _plot(job: Job | None) -> gr.LinePlot:
     return gr.LinePlot(frame, visible=True, y_lim=[0.9 * min(values), top])
 
 
-def _show_exchanges(job: Job | None) -> gr.HTML:
+def _show_exchanges(job: Job) -> gr.HTML:
     """Return the exchanges of a self-study, the latest first."""
-    if job is None or not job.exchanges:
+    if not job.exchanges:
         return gr.HTML(visible=False)
     items = "".join(f"<li><b>{escape(each.question)}</b> {escape(each.answer)}</li>" for each in job.exchanges[::-1])
     title = f"<h3>{len(job.exchanges)} questions that the model asked itself</h3>"

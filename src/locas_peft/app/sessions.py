@@ -1,7 +1,8 @@
 """Visitors of the page, and the one model that they share.
 
 Whoever holds the lock may use the model; a reading leaves it after each step to the questions that wait. Each piece of
-work has its own modules around the same weights, so that no question meets an adapter that is being trained."""
+work has its own modules around the same weights, so that no question meets an adapter that is being trained.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +38,15 @@ from ..tuner import find_ffns
 
 __all__ = ["EXPORTS", "MOST_CHARACTERS", "MOST_QUESTIONS", "Job", "SharedModel", "Visitor", "Visitors", "explain"]
 
-ANSWER_TOKENS = 96
-WINDOW = 512
+ANSWER_TOKENS, WINDOW = 96, 512
 LEAST_CHUNKS = 12
 """Of a text: the stride is shorter for a short one, so that the perplexity can be seen to fall."""
-MOST_CHARACTERS = 2_000_000
-MOST_QUESTIONS = 32
-MOST_WAITING = 32
-MOST_VISITORS = 200
+MOST_CHARACTERS, MOST_QUESTIONS, MOST_WAITING, MOST_VISITORS = 2_000_000, 32, 32, 200
 MOST_MEMORIES = 100
 """On a shelf."""
 EXPORTS = ("", " merged", " as LoRA")
 """What a memory is written as, at the end of its file's name: itself, a checkpoint, or a LoRA with its base."""
 _logger = logging.getLogger(__name__)
-Chat = list[dict[str, str]]
-"""The turns of a conversation (see `asking.encode_turns`), the user's last."""
 
 
 def explain(error: ValueError | OSError) -> str:
@@ -66,10 +61,8 @@ class Job:
     Attributes:
         questions: how many the model asks itself about each sentence; 0 for no self-study.
         phase: waiting, score, read, write or learn, with `done` of `total` tokens, passages or steps.
-        chunks: what was read, by phase.
         memory: the name under which the memory was saved.
-        stop: set to end the job after its next step.
-        stopped: its result, whether it ended before the end of the text or of the study.
+        stop: set to end the job after its next step; the result of `stopped` is whether it ended before its end.
     """
 
     name: str
@@ -126,11 +119,9 @@ class Job:
 
 
 class SharedModel:
-    """A base model that does what visitors ask for: readings in one thread, one after the other, the rest in another.
+    """A frozen base that does what visitors ask for: readings in one thread, one after the other, the rest in another.
 
-    Args:
-        name: of the base, for the records of readings.
-        base: a causal LM without adapters, frozen.
+    Its name is for the records of readings.
     """
 
     def __init__(self, name: str, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -153,10 +144,11 @@ class SharedModel:
         jobs = [other for other in self._jobs if not other.ended]
         return jobs.index(job) if job in jobs else 0
 
-    def ask(self, memory: Path | None, chats: Sequence[Chat], on_text: Callable | None = None) -> Future[list[str]]:
-        """Answer a question without a memory and, unless it is None, with it: two chats, whose last turns ask it.
+    def ask(self, memory: Path | None, chats: Sequence[list], on_text: Callable | None = None) -> Future[list[str]]:
+        """Answer a question without a memory and, unless it is None, with it.
 
-        `on_text` is given the answers so far, a list of texts, after each token.
+        `chats` has the turns of both conversations, the question last (see `asking.encode_turns`). `on_text` is given
+        the answers so far, a list of texts, after each token.
         """
         return self._submit(self._answers, lambda: self._answer(memory, chats, on_text))
 
@@ -220,7 +212,7 @@ class SharedModel:
         self._answers.submit(lambda: None).result()
         self._in_use.acquire()
 
-    def _answer(self, memory: Path | None, chats: Sequence[Chat], on_text: Callable | None) -> list[str]:
+    def _answer(self, memory: Path | None, chats: Sequence[list], on_text: Callable | None) -> list[str]:
         """Continue chats in one batch, the likeliest token each."""
         base, rows = share_weights(self._base), []
         positions = count_positions(base)

@@ -1,16 +1,15 @@
 """The embedded backbones: two small models of English books. They need no network and generate prose without meaning.
 
 tinybook-glu (Qwen3 architecture, gated FFNs) is the default everywhere; tinybook-mlp (GPT-NeoX with ReLU, two-layer
-FFNs) is the host for Locas-MLP. They share a tokenizer."""
+FFNs) is the host for Locas-MLP. They share a tokenizer.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["MLP_NAME", "NAME", "is_embedded", "load", "name_of", "path"]
 
@@ -42,9 +41,6 @@ def load(
         256
     """
     folder = path(name)
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return (model.to(device) if device is not None else model).eval(), tokenizer

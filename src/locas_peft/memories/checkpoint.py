@@ -82,10 +82,8 @@ def load(directory: str | Path) -> dict[str, Any] | None:
 def damaged(directory: str | Path, error: Exception) -> ValueError:
     """Return the error for a checkpoint that cannot be used."""
     reason = " ".join(str(error).split())[:200]
-    return ValueError(
-        f"checkpoint must be whole, got the damaged file {str(Path(directory) / CHECKPOINT)!r} "
-        f"({type(error).__name__}: {reason}): delete it to start afresh"
-    )
+    found = f"the damaged file {str(Path(directory) / CHECKPOINT)!r} ({type(error).__name__}: {reason})"
+    return ValueError(f"checkpoint must be whole, got {found}: delete it to start afresh")
 
 
 def remove(directory: str | Path) -> None:
@@ -95,10 +93,8 @@ def remove(directory: str | Path) -> None:
 
 
 def _explain(error: OSError, directory: Path) -> OSError:
-    explained = OSError(
-        f"checkpoint folder must be writable, got {str(directory)!r} ({error.strerror or error}): "
-        "free some space or choose another folder; a former checkpoint stands as it was"
-    )
+    what = f"checkpoint folder must be writable, got {str(directory)!r} ({error.strerror or error})"
+    explained = OSError(f"{what}: free some space or choose another folder; a former checkpoint stands as it was")
     explained.errno = error.errno  # given to the constructor, it would stand in the message
     return explained
 

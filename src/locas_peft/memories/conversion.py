@@ -60,9 +60,8 @@ def merge_memory(
 ) -> PreTrainedModel:
     """Save a memory merged into its base, as a checkpoint that stock transformers loads, and return that model.
 
-    Args:
-        pad_to_multiple_of: in place of the value in the memory's config, if given.
-        converter: of llama.cpp (`bases.gguf.find_converter`), which writes `out/model.gguf` in place of a checkpoint.
+    `pad_to_multiple_of` replaces the value in the memory's config. With llama.cpp's converter
+    (`bases.gguf.find_converter`), `out/model.gguf` is written in place of a checkpoint.
     """
     fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
     merged = load_memory(base, memory, **fields).merge_and_unload()
@@ -88,9 +87,8 @@ def export_memory(
 ) -> tuple[int, int]:
     """Save a memory as a LoRA adapter in `out/adapter`, and the base that it fits in `out/base`.
 
-    Args:
-        neurons: how many neurons the base gets; the memory's own r where None. Returned, with the rank of the LoRA.
-        base_path: where the adapter's config says that the base is; `out/base` where None and it is saved.
+    The base gets so many neurons, or the memory's own r, which is returned with the rank of the LoRA. The adapter's
+    config says that the base is at `base_path`, or at `out/base` if it is saved.
     """
     with memory_attached(base, memory) as model:
         widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]

@@ -43,9 +43,8 @@ _MOST_LISTED_BYTES = 2**20
 def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
     """Raise a `ValueError` for a folder in which a reading would replace something. It need not exist.
 
-    Args:
-        resume: an unfinished reading in it will go on.
-        overwrite: a memory in it may be replaced. Other files that only have the same names may not.
+    With `resume` an unfinished reading in it will go on, with `overwrite` a memory in it may be replaced. Other files
+    that only have the same names may not.
     """
     folder = Path(directory)
     finish_replacement(folder)
@@ -74,9 +73,8 @@ def save_memory(
 ) -> None:
     """Write PEFT's files of a memory and its model card into a folder, whole or not at all.
 
-    Args:
-        base_name: the base's name on other machines too, which the memory's config gets.
-        add_files: writes more files into the folder that it is given, which are part of the whole.
+    The memory's config gets `base_name`, the base's name on other machines too. `add_files` writes more files into the
+    folder that it is given, which are part of the whole.
     """
     config = model.peft_config[adapter_name]
     name = config.base_model_name_or_path
@@ -97,13 +95,10 @@ def save_memory(
 
 
 def upload_memory(directory: str | Path, repo: str, *, private: bool = False) -> str:
-    """Upload the files of a memory, its model card among them, to the Hugging Face hub; return the address.
+    """Upload the files of a memory to the repository NAME or OWNER/NAME of the Hugging Face hub; return the address.
 
-    `PeftModel.push_to_hub` would write an empty template in place of the card. The exchanges of a self-study, which
-    can quote the text, stay here.
-
-    Args:
-        repo: NAME or OWNER/NAME; made, as a private one if asked for, where there is none.
+    A new repository is made where there is none. `PeftModel.push_to_hub` would write an empty template in place of the
+    card. The exchanges of a self-study, which can quote the text, stay here.
     """
     try:
         url = HfApi().create_repo(repo, private=private, exist_ok=True)
@@ -118,11 +113,8 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
 def make_card(base: str, peft_type: str, title: str, made: str, rows: Mapping[str, str], note: str = "") -> str:
     """Return a model card: its metadata as YAML, then Markdown. No licence is claimed.
 
-    Args:
-        base: the base's name, as `--model` takes it.
-        title: what the memory is of, in Markdown, like `rows`.
-        made: how it was made, after "that was".
-        note: a sentence below the table.
+    The title says what the memory is of, and `made`, after "that was", how it was made. The note is below the table.
+    Title and rows are Markdown.
     """
     is_local = backbone.is_embedded(base) or is_gguf(base) or Path(base).expanduser().exists()
     tags = [peft_type.lower(), "test-time-training"]
@@ -195,8 +187,7 @@ def pack(folder: Path, archive: Path, names: Sequence[str] | None = None) -> Non
 def unpack(archive: Path, folder: Path) -> None:
     """Write a memory's files out of a zip archive, which has them at its top or in one folder, into an empty folder.
 
-    Raises:
-        ValueError: the archive is damaged, or holds something else. The folder may then hold some files.
+    After the `ValueError` for an archive that is damaged or holds something else, the folder may hold some files.
     """
     try:
         with _ShortReads(archive) as file, zipfile.ZipFile(file) as packed:
@@ -224,10 +215,8 @@ def _list_entries(packed: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     for entry in entries:
         is_link = stat.S_ISLNK(entry.external_attr >> 16)
         if not is_plain or is_link or entry.filename not in [home + slash + name for name in FILES]:
-            raise ValueError(
-                f"the archive must hold the files of one memory ({', '.join(FILES)}), no links and one folder at "
-                f"most, got {entry.filename[:80]!r}: pack one memory alone"
-            )
+            rule = f"hold the files of one memory ({', '.join(FILES)}), no links and one folder at most"
+            raise ValueError(f"the archive must {rule}, got {entry.filename[:80]!r}: pack one memory alone")
     if sum(entry.file_size for entry in entries) > MOST_BYTES:
         raise ValueError(f"a memory must have at most {MOST_BYTES:,} bytes, got more: upload less")
     return entries
