@@ -159,7 +159,7 @@ class Library:
         """Add a memory out of a zip archive and return its name.
 
         Args:
-            archive: see `memories.archive.unpack`.
+            archive: see `memories.folder.unpack`.
             name: the name that it gets if that is free.
             check: called with the unpacked folder; raises where the memory is refused.
 
