@@ -114,7 +114,7 @@ def test_target_that_is_no_ffn_is_refused_before_anything_is_replaced():
         get_peft_model(host, LocasConfig(r=4, target_modules=["gate_proj"]))
     assert str(error.value) == (
         "target_modules matches model.layers.0.mlp.gate_proj (Linear), which is no FFN of a known structure: "
-        "name FFNs (found: mlp), or the parts of this one in ffn_parts."
+        "name FFNs (found: 'mlp'), or the parts of this one in ffn_parts."
     )
     assert [name for name, _ in host.named_modules()] == names
 

@@ -48,7 +48,6 @@ OTHER_BASE = (
     "has no projection named",
     "computes something other than",
     "ffn_parts must name",
-    "variant 'mlp' needs two-layer FFNs",
     "needs a two-layer memory",
     "host's width where slots are cloned",
     "Target modules",

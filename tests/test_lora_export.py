@@ -90,7 +90,3 @@ def test_bad_exports_are_refused():
         to_lora(model)
     with pytest.raises(ValueError, match="neurons must be at least 1, got 0"):
         widen_base(make_host("llama"), 0)
-    with pytest.warns(UserWarning, match="is an experiment"):
-        experiment = make_memory("llama", variant="mlp", gated_host_experiment=True)
-    with pytest.raises(ValueError, match="cannot be part of a gated FFN"):
-        to_lora(experiment)

@@ -117,11 +117,9 @@ def test_each_setting_means_what_it_means_alone(settings):
         {"rank_pattern": {"layers.0.mlp": 2}},
         {"max_slot_norm": None},
         {"max_slot_norm": 0.3},
-        {"variant": "mlp", "gated_host_experiment": True},
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:variant 'mlp' beside gated FFNs is an experiment")
 def test_each_kind_of_memory_is_what_it_is_alone(options):
     assert_as_alone(lambda: make_model(**options), make_documents())
 

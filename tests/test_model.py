@@ -36,8 +36,8 @@ from safetensors.torch import load_file
 
 from locas_peft import LocasConfig, LocasLayer, LocasModel, TestTimeTrainer, calibrate, empty_memories, rescale
 from locas_peft.tuner import adapters_disabled, find_ffns, list_layers
+from locas_peft.tuner.load_checks import may_be_same_weights, sample_weights
 from locas_peft.tuner.modules import used_modules
-from locas_peft.tuner.weight_sample import may_be_same_weights, sample_weights
 
 # ------------------------------------------------------------------ PEFT's verbs
 

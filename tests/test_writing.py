@@ -288,35 +288,13 @@ def test_a_written_memory_is_saved_loaded_and_merged(tmp_path):
         torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_beside_a_gated_host_as_an_experiment(tmp_path):
-    with pytest.raises(ValueError, match="gated_host_experiment=True to try it"):
-        make_model("llama", variant="mlp")
-    with pytest.raises(ValueError, match="needs a two-layer memory, got the gated FFN"):
+def test_a_gated_host_is_refused():
+    with pytest.raises(ValueError) as error:
         make_model("llama")
-    with pytest.warns(UserWarning, match="beside gated FFNs is an experiment"):
-        model = make_model("llama", variant="mlp", gated_host_experiment=True)
-    ids = make_tokens(1, 12)
-    write_tokens(model, ids[0], epsilon=0.1)
-    layer = layers_of(model)[0]
-    a, k = torch.randn(3, 16), layer.locas_input_scale["default"]
-    up, down = layer.locas_up["default"].weight, layer.locas_down["default"].weight
-    torch.testing.assert_close(
-        layer.recall(["default"], a), torch.relu(k * a @ up.T) @ down.T * layer.scale("default")
+    assert str(error.value) == (
+        "init_strategy='write' needs a two-layer memory, got the gated FFN model.layers.0.mlp: use 'topk', or a base "
+        "with two-layer FFNs."
     )
-    with pytest.raises(ValueError, match="cannot be part of a gated FFN; keep it as an adapter"):
-        model.merge_adapter()
-    with torch.no_grad():
-        expected = model(input_ids=ids).logits
-    model.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="is an experiment"):
-        loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
-    with torch.no_grad():
-        assert torch.equal(loaded(input_ids=ids).logits, expected)
-
-
-def test_variant_mlp_is_the_hosts_own_structure_on_two_layer_hosts():
-    model = get_peft_model(make_host("gpt2"), LocasConfig(r=4, variant="mlp", init_strategy="gaussian"))
-    assert all(len(layer.projections("default")) == 2 for layer in layers_of(model))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..files import load_json_lines
-from ..tuner.modes import adapters_disabled
+from ..tuner import adapters_disabled
 from .continuation import answer, recite
 from .prompts import SHORT_PROMPT, encode_question
 

@@ -22,7 +22,7 @@ from ..memories.loading import memory_attached
 from ..plots import GREY, label_axes
 from ..tables import Sheet, format_figure, format_mean, format_percent, to_number
 from ..text import tokenize
-from ..tuner.modes import adapters_disabled
+from ..tuner import adapters_disabled
 from ..units import Unit, run_units
 from .cloze import find_spans, firsts, gains, score_spans
 from .conversations import Conversation, dialogue

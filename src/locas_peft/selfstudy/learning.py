@@ -22,8 +22,7 @@ from ..text import find_start_token
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..ttt.losses import token_losses
-from ..tuner.modes import evaluating
-from ..tuner.modules import trained_parameters
+from ..tuner import evaluating, trained_parameters
 from .exchanges import Exchange, Passage, digest_exchanges, split_passages
 from .lessons import FORMS, Lesson, make_lesson
 from .replay import write_replay_lessons

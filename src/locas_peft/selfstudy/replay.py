@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..asking import continue_rows, encode_question, find_pad_token, share_prefixes
 from ..asking.prompts import list_stops
 from ..model import CausalLM
-from ..tuner.modes import adapters_disabled, evaluating
+from ..tuner import adapters_disabled, evaluating
 from .lessons import FORMS, Lesson
 from .writing import write_replies
 

@@ -19,7 +19,7 @@ from torch import nn
 from ..asking import continue_rows, encode_prompt, find_pad_token, share_prefixes
 from ..asking.prompts import decode_after, list_stops
 from ..model.causal_lm import CausalLM
-from ..tuner.modes import adapters_disabled, evaluating
+from ..tuner import adapters_disabled, evaluating
 from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
 
 __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]

@@ -74,7 +74,7 @@ def to_lora(
         if layer.merged:
             raise ValueError(f"the memory must not be merged, got {layer.name} merged: call unmerge_adapter() first.")
         _check_dense(layer.name, layer.ffn)
-        layer.check_structure(adapter_name)
+        layer.check_exportable(adapter_name)
         for name, (down, up) in _factors(layer, adapter_name, neurons).items():
             tensors[f"base_model.model.{name}.lora_A.weight"] = down
             tensors[f"base_model.model.{name}.lora_B.weight"] = up

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from ..tuner import evaluating
 from ..tuner.attached import find_memory
 from ..tuner.calibration import observe_host, to_inputs
 from ..tuner.initialization import STRATEGIES, Statistics, make_generator
 from ..tuner.layer import LocasLayer
-from ..tuner.modes import evaluating
 from ..tuner.scale import KAPPA
 from .nlsvd import check_rank, nl_svd
 
@@ -142,7 +142,7 @@ def _grow_layer(
     chosen = torch.arange(rank - new, rank)
     if rows.slots is not None and known is not None:
         chosen = (~torch.isin(rows.slots.cpu(), torch.tensor(known))).nonzero()[:new, 0]
-    made = [rows.up] if rows.gate is None or len(own) == 1 else [rows.gate, rows.up]
+    made = [rows.up] if rows.gate is None else [rows.gate, rows.up]
     weights = [
         torch.cat([weight, (part[chosen.to(part.device)] * config.row_norm).to(weight)])
         for weight, part in zip(own, made, strict=True)
@@ -212,7 +212,7 @@ def _reduce_layer(layer: LocasLayer, name: str, rank: int) -> list[Tensor]:
     # The norm of the memory's inputs: measured, or as after a layer norm.
     size = KAPPA if layer.locas_config[name].output_scale == "measured" else 1.0
     probe_norm = size * layer.ffn.hidden_size**0.5
-    reduced = nl_svd(up.T, down.T, rank, activation=layer.activation_of(name), probe_norm=probe_norm)
+    reduced = nl_svd(up.T, down.T, rank, activation=layer.ffn.act, probe_norm=probe_norm)
     return [reduced.key.T, reduced.value.T]
 
 

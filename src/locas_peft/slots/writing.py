@@ -33,9 +33,9 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ..tuner import evaluating
 from ..tuner.attached import find_memory
 from ..tuner.layer import LocasLayer
-from ..tuner.modes import evaluating
 from .nlsvd import nl_svd
 from .resizing import refit_slots
 
@@ -220,7 +220,7 @@ class SlotWriter:
                 keys,
                 values,
                 rank,
-                activation=self._layers[0].activation_of(self.adapter_name),  # the same in all layers of a host
+                activation=self._layers[0].ffn.act,  # the same in all layers of a host
                 probe_norm=float((k[:, None] * inputs.norm(dim=-1)).mean()),
             )
             keys, values = reduced.key, reduced.value

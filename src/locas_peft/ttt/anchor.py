@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..asking import continue_rows, draw
 from ..checks import check_whole
 from ..model.causal_lm import CausalLM
-from ..tuner.modes import adapters_disabled, evaluating
+from ..tuner import adapters_disabled, evaluating
 from .losses import divergences
 
 __all__ = ["Anchor", "OwnText", "write_own_text"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model.causal_lm import CausalLM
-from ..tuner.modes import evaluating
+from ..tuner import evaluating
 
 __all__ = ["bypassing", "is_tokenwise", "list_attention"]
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from ..model.causal_lm import CausalLM, check_window
 from ..slots import SlotWriter
-from ..tuner import calibrate, empty_memories
-from ..tuner.modes import adapters_disabled, evaluating
+from ..tuner import adapters_disabled, calibrate, empty_memories, evaluating
 from .anchor import Anchor
 from .attention_bypass import bypassing, is_tokenwise, list_attention
 from .brake import RATE_FACTOR, is_due, is_worse

@@ -8,8 +8,7 @@ from .finding import find_ffns
 from .initialization import STRATEGIES, Rows, Strategy
 from .layer import LocasLayer
 from .model import LocasModel
-from .modes import adapters_disabled, evaluating
-from .modules import trained_parameters
+from .modules import adapters_disabled, evaluating, trained_parameters
 
 __all__ = [
     "KNOWN_PARTS",

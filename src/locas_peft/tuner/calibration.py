@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from .attached import list_layers, names_or_active
 from .initialization import Statistics
 from .layer import LocasLayer
-from .modes import adapters_disabled, evaluating
+from .modules import adapters_disabled, evaluating
 
 
 @torch.no_grad()

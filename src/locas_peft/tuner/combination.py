@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from .config import LocasConfig
 from .layer import LocasLayer
@@ -24,19 +23,13 @@ from .layer import LocasLayer
 def combined_config(
     layers: Sequence[LocasLayer], configs: dict[str, LocasConfig], weights: Sequence[float]
 ) -> LocasConfig:
-    """Return the config of the memory that combines others, given by name with one finite weight each.
-
-    Raises:
-        ValueError: the weights do not fit, or a memory is empty, merged or of another structure than the first.
-    """
+    """Return the config of the memory that combines others, or raise a `ValueError` if they cannot be combined."""
     if len(weights) != len(configs) or not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"weights must be a finite number for each of {', '.join(configs)}, got {list(weights)}.")
     first = next(iter(configs.values()))
     names = [layer.name for layer in layers if any(name in layer.locas_up for name in configs)]
-    for name, config in configs.items():
+    for name in configs:
         own = [layer for layer in layers if name in layer.locas_up]
-        if config.variant != first.variant:
-            raise ValueError(f"adapters must share their variant, got {config.variant!r} and {first.variant!r}.")
         if [layer.name for layer in own] != names:
             raise ValueError(f"adapters must be beside the same FFNs, got {name!r} beside {len(own)} of {len(names)}.")
         if any(layer.is_empty(name) for layer in own):
@@ -60,8 +53,7 @@ def fill_combined(layer: LocasLayer, adapter_name: str, parts: dict[str, float])
     k = max(layer.locas_input_scale[name] for name in parts)
     scales = {name: weight * layer.saved_scale(name) for name, weight in parts.items()}
     tau = max(scale.abs() for scale in scales.values())
-    rows: list[list[Tensor]] = []
-    downs: list[Tensor] = []
+    rows, downs = [], []
     for name, scale in scales.items():
         *own, down = (projection.weight.float() for projection in layer.projections(name))
         rows.append([part * (layer.locas_input_scale[name] / k) for part in own])

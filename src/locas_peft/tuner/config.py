@@ -23,46 +23,35 @@ class LocasConfig(PeftConfig):
     """Configuration of a LOCAS memory: a narrow FFN of width `r` beside each FFN of the host.
 
     Args:
-        r: the width R of the memory, in slots. A slot is one gate row, one up row and one down column.
+        r: the width R of the memory, in slots. A slot is one gate row (if gated), one up row and one down column.
         target_modules: the FFNs that get a memory: names, suffixes of names, or a regular expression. `None` (and
             "all-linear") finds every FFN of the language model by its structure, a mixture of experts as one.
-        exclude_modules: the FFNs that get none: names, suffixes, or a regular expression.
-        init_strategy: how gate and up rows are initialised, a row of `STRATEGIES`: "topk", "bottomk" and "random"
-            clone slots of the host, "gaussian" draws unit vectors, "activation" takes normalised FFN inputs (the
-            paper's table on initialisation). "write" leaves all slots of a two-layer memory free, to be written in
-            closed form (`SlotWriter`, `write_tokens`).
-        variant: "auto" gives the memory the host's structure. "mlp" is the paper's Locas-MLP, two layers: on a
-            two-layer host the same as "auto", on a gated host an experiment with ReLU that cannot be merged.
-        gated_host_experiment: must be True for variant "mlp" on a host with gated FFNs, which the paper does not
-            recommend.
+        exclude_modules: the FFNs that get none, given likewise.
+        init_strategy: how gate and up rows are initialised, a row of `STRATEGIES` (the paper's table on
+            initialisation). "write" leaves all slots of a two-layer memory free, to be written in closed form
+            (`SlotWriter`, `write_tokens`).
         output_scale: "measured" sets the scales of the memory's input and output by what calibration sees, so that
             one learning rate suits every host (`scale.py`). "paper" leaves the input alone and scales the output by
             tau, the mean norm of the host's down columns divided by R.
-        scaling: multiplies the output scale. With output_scale="paper", 1.0 is the paper's value and `r` cancels the
-            division.
+        scaling: multiplies the output scale. With output_scale="paper", `r` cancels the division.
         row_norm: the initial norm of gate and up rows; 1.0 is the paper's value. A larger norm makes a slot respond
             to fewer inputs, and more strongly. Above 1 it must not exceed `max_slot_norm`.
-        max_slot_norm: the radius of the norm clip, applied after each optimizer step; 1.0 is the paper's value,
-            `None` switches the clip off.
+        max_slot_norm: the radius of the norm clip, 1.0 in the paper; `None` switches the clip off.
         pad_to_multiple_of: merged FFNs are padded with zero neurons to a multiple of this width.
         rank_pattern: other widths for some FFNs, from names or regular expressions to `r`.
         layers_to_transform: indices of the layers that get a memory; `None` for all.
         layers_pattern: the name of the module list that those indices refer to, if it is not found automatically.
-        ffn_parts: the attribute names of the parts of an unknown FFN: `{"gate": "w_gate", "up": "w_in", "down":
-            "w_out", "activation": "act"}`; `gate_up` instead of `gate` and `up` where one projection holds both; no
-            `gate` for a two-layer FFN; `activation` is an attribute of the FFN or one of transformers' activation
-            names.
+        ffn_parts: the attribute names of the parts of an unknown FFN, `{"gate": "w_gate", "up": "w_in", "down":
+            "w_out", "activation": "act"}`; see `FFNParts`.
         seed: the seed of everything that is drawn at random.
         init_weights: `False` fills gate, up and down with random numbers, so that the memory changes the output; for
             tests only.
         modules_to_save: modules outside the memory that are trained and saved in full.
         trainable_token_indices: tokens whose embeddings are trained as well.
-        saved_embeddings: the base's own tensors that were saved with the memory (`save_embedding_layers`), by their
-            names; they replace the base's when it is loaded. Filled in by `save_pretrained`; a file with such tensors
-            that are not named here is refused.
-        host: the base that the memory was made for (family, hidden size, number of FFNs, activation, and a sample of
-            its weights). Filled in automatically and compared when the memory is loaded: other weights give a warning,
-            any other difference is refused.
+        saved_embeddings: names of the base's own tensors that were saved with the memory (`save_embedding_layers`)
+            and replace the base's when it is loaded. Filled in by `save_pretrained`; others in a file are refused.
+        host: properties of the base and a sample of its weights. Filled in automatically and compared when the memory
+            is loaded: other weights give a warning, any other difference is refused.
         slots: the host slots that each FFN's memory was cloned from. Filled in automatically.
 
     Raises:
@@ -73,8 +62,6 @@ class LocasConfig(PeftConfig):
     target_modules: list[str] | set[str] | str | None = None
     exclude_modules: list[str] | set[str] | str | None = None
     init_strategy: str = "topk"
-    variant: Literal["auto", "mlp"] = "auto"
-    gated_host_experiment: bool = False
     output_scale: Literal["measured", "paper"] = "measured"
     scaling: float = 1.0
     row_norm: float = 1.0
@@ -135,14 +122,9 @@ class LocasConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
-        """Load a memory's config. A model that is given this memory also checks its file (`load_memory_file`).
+        """Load a memory's config from a folder or the hub, or raise a `ValueError` if it is damaged.
 
-        Args:
-            pretrained_model_name_or_path: the memory's folder, or its name on the hub.
-            subfolder: the memory's folder inside it.
-
-        Raises:
-            ValueError: the config is damaged.
+        A model that is given this memory also checks its file (`load_memory_file`).
         """
         try:
             config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
@@ -195,7 +177,7 @@ class LocasConfig(PeftConfig):
     def _list_fields_of_file(self) -> list[Any]:
         names = set(self.target_modules or ()), set(self.modules_to_save or ())
         tensors = self.trainable_token_indices, self.saved_embeddings
-        return [self.r, self.rank_pattern, self.exclude_modules, self.variant, *names, *tensors]
+        return [self.r, self.rank_pattern, self.exclude_modules, *names, *tensors]
 
     def copy_for_new_memory(self) -> LocasConfig:
         """Return a copy that is bound to no base and no file, for a new memory that is trained."""
@@ -221,10 +203,6 @@ def _is_whole(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_finite(value: float) -> bool:
-    return -LARGEST <= value <= LARGEST
 
 
 def _is_name_or_names(value: object) -> bool:
@@ -260,7 +238,6 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "layers_pattern": ("be a name or names", _is_name_or_names),
     "seed": ("be an integer", _is_whole),
     "init_weights": ("be True or False", lambda value: isinstance(value, bool)),
-    "gated_host_experiment": ("be True or False", lambda value: isinstance(value, bool)),
     "layers_to_transform": ("be an index or a list of them", lambda value: _is_whole(value) or _holds(value, int)),
     "scaling": ("be a number", _is_number),
     "row_norm": ("be a number", _is_number),
@@ -276,16 +253,12 @@ _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     # PEFT matches them as regular expressions and as ends of names.
     "modules_to_save": ("be names", lambda value: all(re.fullmatch(r"[\w.-]+", name) for name in value)),
     "seed": ("have at most 63 bits", lambda value: abs(value) < 2**63),
-    "target_modules": (
-        "be a regular expression, or at least one name",
-        lambda value: bool(value) and _is_target(value),
-    ),
+    "target_modules": ("be a regular expression, or at least one name", lambda value: value and _is_target(value)),
     "exclude_modules": ("be a regular expression", _is_target),
     "rank_pattern": ("have regular expressions as keys", lambda value: all(map(_is_pattern, value))),
     "init_strategy": ("be one of {strategies}", lambda value: isinstance(value, str) and value in STRATEGIES),
-    "variant": ("be one of 'auto', 'mlp'", lambda value: value in ("auto", "mlp")),
     "output_scale": ("be one of 'measured', 'paper'", lambda value: value in ("measured", "paper")),
-    "scaling": ("be finite, at most 1e12 in size", _is_finite),
+    "scaling": ("be finite, at most 1e12 in size", lambda value: abs(value) <= LARGEST),
     "row_norm": ("be a finite number above 0", lambda value: 0 < value <= LARGEST),
     "max_slot_norm": ("be finite and above 0, or None for no clip", lambda value: 0 < value <= LARGEST),
 }

@@ -23,12 +23,12 @@ from dataclasses import dataclass
 import torch
 from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.integrations import dequantize_module_weight
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
-from .modes import evaluating
-from .quantised import dequantize
+from .modules import evaluating
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,7 @@ class HostFFN:
     """
 
     def __init__(self, owner: nn.Module, parts: FFNParts, name: str = "") -> None:
-        self.owner = owner
-        self.parts = parts
-        self.name = name or type(owner).__name__
+        self.owner, self.parts, self.name = owner, parts, name or type(owner).__name__
         missing = [part for part in parts.projections if not _is_projection(getattr(owner, part, None))]
         if missing:
             raise ValueError(
@@ -185,25 +183,19 @@ class HostFFN:
 
     def find_obstacle(self) -> str | None:
         """Return the reason why the FFN cannot be widened, or `None`."""
-        adapter = self.find_other_adapter()
-        if adapter:
-            return adapter
-        for part in self.parts.projections:
-            module = self.projection(part)
-            # Quantisers subclass the layer, the parameter or the tensor; float8 weights come with scales.
-            obstacle = find_weight_obstacle(part, module, module.weight, isinstance(module, nn.Linear | Conv1D))
-            if obstacle:
-                return obstacle
-        return None
+        modules = {part: self.projection(part) for part in self.parts.projections}
+        # Quantisers subclass the layer, the parameter or the tensor; float8 weights come with scales.
+        obstacles = (
+            find_weight_obstacle(part, module, module.weight, isinstance(module, nn.Linear | Conv1D))
+            for part, module in modules.items()
+        )
+        return self.find_other_adapter() or next(filter(None, obstacles), None)
 
     @torch.no_grad()
     def widen(self, gate: torch.Tensor | None, up: torch.Tensor, down: torch.Tensor) -> None:
-        """Append R neurons. Parameters stay the same objects, with new data; `narrow` restores it bit for bit.
+        """Append R neurons: gate `[R, D]` (`None` for a two-layer FFN), up `[R, D]`, down `[D, R]` with its scale.
 
-        Args:
-            gate: `[R, D]`, or `None` for a two-layer FFN.
-            up: `[R, D]`.
-            down: `[D, R]`, with any output scale applied.
+        Parameters stay the same objects, with new data; `narrow` restores it bit for bit.
         """
         width, rows = self.width, [gate, up] if self.gated else [up]
         # Last block first: in a fused projection, it shifts none of the others.
@@ -222,9 +214,8 @@ class HostFFN:
 
     def pad(self, width: int) -> None:
         """Append neurons of zeros, which add nothing to the output, up to a width."""
-        missing = width - self.width
-        if missing > 0:
-            rows = self.down.weight.new_zeros(missing, self.hidden_size)
+        if width > self.width:
+            rows = self.down.weight.new_zeros(width - self.width, self.hidden_size)
             self.widen(rows if self.gated else None, rows, rows.T)
 
     def _refresh_owner(self) -> None:
@@ -232,10 +223,8 @@ class HostFFN:
             self.owner.intermediate_size = self.width
 
     def verify(self) -> None:
-        """Raise a `ValueError` if the module's forward differs from the formula of its parts, on one random token.
-
-        Skipped where the weights are on the meta device and where the FFN has no forward of its own.
-        """
+        """Raise a `ValueError` if the module's forward differs from the formula of its parts, on one random token."""
+        # Without weights, or without a forward of its own, there is nothing to compare.
         if self.is_flat or any(parameter.is_meta for parameter in self.owner.parameters()):
             return
         weight = next(self.owner.parameters())
@@ -274,8 +263,7 @@ def list_known_parts() -> list[FFNParts]:
 def find_dense(owner: nn.Module, name: str, candidates: Sequence[FFNParts], given: bool = False) -> HostFFN | None:
     """Return the FFN whose parts are attributes of a module, or `None` where it has those of no candidate.
 
-    Raises:
-        ValueError: the candidates were given by a user, and the module has such parts, but they make no FFN.
+    Parts that make no FFN are a `ValueError` if a user has `given` the candidates.
     """
     for candidate in candidates:
         if all(_is_projection(getattr(owner, part, None)) for part in candidate.projections):
@@ -337,21 +325,17 @@ def describe_children(module: nn.Module) -> str:
 
 def _count_required_inputs(module: nn.Module) -> int:
     parameters = inspect.signature(module.forward).parameters.values()
-    required = [
-        p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    return max(1, len(required))
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return max(1, sum(p.default is p.empty for p in positional))
 
 
 # ---------------------------------------------------------------------- weights
 
 
 def find_weight_obstacle(part: str, module: nn.Module, weight: torch.Tensor, known: bool = True) -> str | None:
-    """Return the reason why rows cannot be appended to a weight of a module, or `None`.
+    """Return the reason why rows cannot be appended to a weight (named `part`) of a module, or `None`.
 
-    Args:
-        part: the weight's name, for the message.
-        known: whether the module is of a kind that computes with its weight as it is.
+    `known` is whether the module computes with its weight as it is.
     """
     if weight.is_meta or getattr(getattr(module, "_hf_hook", None), "offload", False):
         return f"{part} is offloaded or on the meta device: load the base onto one device first"
@@ -367,15 +351,30 @@ def find_weight_obstacle(part: str, module: nn.Module, weight: torch.Tensor, kno
 def _rows_of(module: nn.Module) -> torch.Tensor:
     """Return the weight `[out, in]` of a projection, dequantised, and onloaded if it is offloaded."""
     with torch.no_grad(), align_module_device(module):
-        weight = dequantize(module)
-        return weight.detach().T if isinstance(module, Conv1D) else weight.detach()
+        parameter, weight = module.weight, dequantize_module_weight(module).detach()
+        if module.weight is not parameter:  # PEFT puts an 8-bit parameter without its scales in its place
+            module.weight = parameter
+        return weight.T if isinstance(module, Conv1D) else weight
+
+
+def forbid_packing(model: nn.Module) -> None:
+    """Keep the layout of bitsandbytes' 4-bit weights on a CPU; raise a `ValueError` if they are packed already.
+
+    In a forward without gradients, bitsandbytes packs them for the CPU's bfloat16 instructions. Packed weights cannot
+    be dequantised, and give no gradient to the memories below.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                raise ValueError(
+                    f"{name} was packed by bitsandbytes in a forward on the CPU, which cannot be undone exactly: load "
+                    "the base again, and add the memory before its first forward."
+                )
+            module.support_avx512bf16_for_cpu = False
 
 
 def _splice(module: nn.Module, dim: int, start: int, stop: int, new: torch.Tensor | None = None) -> None:
-    """Replace the entries [start, stop) of a projection's weight `[out, in]`, along one dimension, by new ones.
-
-    Along dimension 0 (output rows) the bias follows, with zeros for new entries.
-    """
+    """Replace the entries [start, stop) of a weight `[out, in]` along `dim`; along 0, the bias follows with zeros."""
     transposed = isinstance(module, Conv1D)
     weight = module.weight.data.T if transposed else module.weight.data
     new = weight.narrow(dim, 0, 0) if new is None else new.to(weight.device, weight.dtype)

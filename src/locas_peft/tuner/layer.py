@@ -7,9 +7,8 @@ the FFN's input, after its norm, and k and tau one number each per layer and mem
     gated      output = FFN(A) + tau * Wdown M,  M = act(k Wgate A) * (k Wup A)
     two-layer  output = FFN(A) + tau * Wdown M,  M = act(k Wup A)
 
-`scale.py` measures k and tau. In the paper k is 1. `act` is the host's activation: only then is a merged memory
-exactly R more neurons of the host. A two-layer memory beside a gated FFN (variant "mlp", an experiment) uses ReLU and
-cannot be merged.
+`scale.py` measures k and tau. In the paper k is 1. A memory has the host's structure and its activation `act`: only
+then is a merged memory exactly R more neurons of the host.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .scale import SAMPLED_TOKENS, ScaleDict, measure_input_scale, measure_outpu
 class LocasLayer(nn.Module, BaseTunerLayer):
     """One FFN of the host with its memories. It replaces the module `base_layer`, whose name in the model is `name`.
 
-    That module is the FFN, or its down projection where the FFN's parts are attributes of the decoder layer.
+    That module is the FFN, or the down projection of a flat FFN, whose parts are attributes of the decoder layer.
     """
 
     adapter_layer_names: tuple[str, ...] = ("locas_gate", "locas_up", "locas_down")
@@ -46,12 +45,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         super().__init__()
         self.base_layer = base_layer
         self.training = base_layer.training  # a new module starts in training mode, where a forward calibrates
-        self.ffn = ffn
-        self.name = name
+        self.ffn, self.name = ffn, name
         self.in_features = self.out_features = ffn.hidden_size
-        self.locas_gate = nn.ModuleDict()
-        self.locas_up = nn.ModuleDict()
-        self.locas_down = nn.ModuleDict()
+        self.locas_gate, self.locas_up, self.locas_down = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
         self.locas_input_scale = ScaleDict(persistent=True)  # k; 0 until it is measured
         self.locas_tau = ScaleDict(persistent=True)
         self.locas_config: dict[str, LocasConfig] = {}
@@ -86,7 +82,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         """Add a memory of width `r` to this FFN. The output does not change until the memory is trained."""
         d = self.ffn.hidden_size
         self.locas_config[adapter_name] = config
-        if self.ffn.gated and config.variant != "mlp":
+        if self.ffn.gated:
             self.locas_gate[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_up[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_down[adapter_name] = nn.Linear(r, d, bias=False)
@@ -102,8 +98,6 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _reset(self, adapter_name: str) -> None:
         config = self.locas_config[adapter_name]
         weights = [module.weight for module in self.projections(adapter_name)]
-        self._ready.discard(adapter_name)
-        self._calibrated.discard(adapter_name)
         if weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
             return
         for weight in weights:
@@ -112,7 +106,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.initialize(adapter_name, self.make_rows(adapter_name))
 
     def projections(self, adapter_name: str) -> list[nn.Linear]:
-        """Return a memory's gate and up, weights `[R, D]`, and down, weight `[D, R]`; no gate if it has none."""
+        """Return a memory's gate (if the host is gated) and up, weights `[R, D]`, and down, weight `[D, R]`."""
         dicts = (self.locas_gate, self.locas_up, self.locas_down)
         return [modules[adapter_name] for modules in dicts if adapter_name in modules]
 
@@ -183,13 +177,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the FFN's output plus the active memories' outputs, `[B, T, D]` in the host's dtype.
 
-        Args:
-            hidden_states: the input of the wrapped module: A `[B, T, D]`, or M `[..., F]` where it is the down
-                projection of a flat FFN.
-            adapter_names: one memory's name, or "__base__", for each row of the batch.
+        `hidden_states` is the wrapped module's input: A `[B, T, D]`, or M `[..., F]` of a flat FFN. The keyword
+        `adapter_names` has one memory's name, or "__base__", for each row of the batch.
         """
         adapter_names = kwargs.pop("adapter_names", None)
-        ffn_input = self._take_ffn_input() if self.ffn.is_flat else hidden_states
+        ffn_input, self._ffn_input = self._ffn_input if self.ffn.is_flat else hidden_states, None
         if getattr(self, "_is_replica", False):
             self._check_replica()
         if self.calibration is not None:
@@ -234,26 +226,21 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return [name for name in adapter_names if name in self.locas_up]
 
     def recall(self, adapter_names: Sequence[str], ffn_input: torch.Tensor) -> torch.Tensor:
-        """Return tau * Wdown M, the output of a memory, `[..., D]`.
+        """Return tau * Wdown M, the output of a memory, `[..., D]`, for A `[..., D]`.
 
-        Args:
-            adapter_names: one memory for all of A, or N memories of one shape, one for each entry of A's first
-                dimension.
-            ffn_input: A, `[..., D]`, or `[N, T, D]` for N memories.
+        With the names of N memories of one shape, A is `[N, T, D]`, one entry for each.
         """
         down = self._projection(self.locas_down, adapter_names)
         return _scale(down(self.activate(adapter_names, ffn_input)), [self.scale(name) for name in adapter_names])
 
     def activate(self, adapter_names: Sequence[str], ffn_input: torch.Tensor) -> torch.Tensor:
         """Return M, the activations of a memory's slots, `[..., R]` in its dtype. Arguments as for `recall`."""
-        first = adapter_names[0]
-        ffn_input = self._cast_input_dtype(ffn_input, self.locas_up[first].weight.dtype)
-        act = self.activation_of(first)
+        ffn_input = self._cast_input_dtype(ffn_input, self.locas_up[adapter_names[0]].weight.dtype)
         k = [self.locas_input_scale[name] for name in adapter_names]
         up = _scale(self._projection(self.locas_up, adapter_names)(ffn_input), k)
-        if first in self.locas_gate:
-            return act(_scale(self._projection(self.locas_gate, adapter_names)(ffn_input), k)) * up
-        return act(up)
+        if not self.ffn.gated:
+            return self.ffn.act(up)
+        return self.ffn.act(_scale(self._projection(self.locas_gate, adapter_names)(ffn_input), k)) * up
 
     @staticmethod
     def _projection(modules: nn.ModuleDict, adapter_names: Sequence[str]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -262,10 +249,6 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             return modules[adapter_names[0]]
         weights = torch.stack([modules[name].weight for name in adapter_names])  # [N, out, in]
         return lambda inputs: inputs @ weights.mT
-
-    def activation_of(self, adapter_name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a memory's activation: the host's, but ReLU for a two-layer memory beside a gated FFN."""
-        return torch.relu if self.ffn.gated and adapter_name not in self.locas_gate else self.ffn.act
 
     def scale(self, adapter_name: str) -> torch.Tensor:
         """Return the factor on a memory's output, a float32 scalar: the saved scale times `rescale`'s multiplier."""
@@ -278,7 +261,6 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _forward_observed(
         self, calibrations: Collection[Calibration], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Run the host's FFN and add what it does to the statistics."""
 
         def update(sum_activity: SumActivity, output: torch.Tensor) -> None:
             for calibration in calibrations:
@@ -313,15 +295,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
         self._ffn_input = args[0]
 
-    def _take_ffn_input(self) -> torch.Tensor:
-        ffn_input, self._ffn_input = self._ffn_input, None
-        return ffn_input
-
     # ------------------------------------------------------------------- merging
 
     @property
     def base_width(self) -> int:
-        """Return F without the merged memories."""
+        """F without the merged memories."""
         return self.ffn.width - self._merged_width(self.merged_adapters)
 
     def _merged_width(self, adapter_names: Iterable[str]) -> int:
@@ -334,7 +312,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         weights = [module.weight for module in self.projections(adapter_name)]
         scales = [*[k] * (len(weights) - 1), tau]
         *rows, down = ((w.float() * scale).to(w.dtype) for w, scale in zip(weights, scales, strict=True))
-        return rows[0] if len(rows) == 2 else None, rows[-1], down
+        return rows[0] if self.ffn.gated else None, rows[-1], down
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Append memories (`None`: the active ones) to the host FFN as R neurons each, or raise a `ValueError`.
@@ -350,24 +328,19 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self.merged_adapters.append(name)
 
     def check_mergeable(self, adapter_name: str) -> None:
-        """Raise a `ValueError` if a memory cannot be neurons of its host, or the host cannot be widened."""
-        self.check_structure(adapter_name)
+        """Raise a `ValueError` if a memory is rescaled, or its host cannot be widened."""
+        self.check_exportable(adapter_name)
         obstacle = self.ffn.find_obstacle()
         if obstacle:
             way_out = "" if isinstance(self.ffn, HostMixture) else "; or export it as a LoRA (to_lora, `locas export`)"
             raise ValueError(f"cannot merge into {self.name}: {obstacle}{way_out}.")
 
-    def check_structure(self, adapter_name: str) -> None:
-        """Raise a `ValueError` if a memory is rescaled, or cannot be neurons of its host."""
+    def check_exportable(self, adapter_name: str) -> None:
+        """Raise a `ValueError` if a memory is rescaled, or its host has another adapter."""
         if adapter_name in self.locas_multiplier:
             raise ValueError(
                 f"the memory '{adapter_name}' cannot be merged inside rescale(), got the multiplier "
                 f"{self.locas_multiplier[adapter_name]}: merge it outside, or set the config's scaling."
-            )
-        if self.ffn.gated and adapter_name not in self.locas_gate:
-            raise ValueError(
-                f"cannot merge '{adapter_name}' into {self.name}: a two-layer memory (variant 'mlp') cannot be part "
-                "of a gated FFN; keep it as an adapter, or use variant='auto'."
             )
         adapter = self.ffn.find_other_adapter()
         if adapter:

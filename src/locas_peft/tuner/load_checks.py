@@ -1,4 +1,7 @@
-"""Whether a memory's file is sound and fits its config, and whether both fit a model, before PEFT copies a tensor."""
+"""Whether a memory's file is sound and fits its config, and whether both fit a model, before PEFT copies a tensor.
+
+A sample of the base's weights, kept in the config, recognises the base that the memory was made for.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,14 @@ from torch import nn
 from .config import LocasConfig
 from .ffn import WIDENABLE_DTYPES
 from .memory_file import LARGEST, PREFIX, SCALES, load_tensors, one_line, split_tensors
+from .modules import base_parameters
 
 Tensors = dict[str, torch.Tensor]
+MATRICES = 32
+NUMBERS = 4
+_UNKNOWN = "----"
+# One unit in the last place of bfloat16, relative; and the spacing of the smallest float16 numbers, absolute.
+_RELATIVE, _ABSOLUTE = 2**-7, 2**-24
 # What PEFT's wrapper of a task takes from the model, after the memory has been added.
 _TASK_NEEDS = {
     "CAUSAL_LM": "prepare_inputs_for_generation",
@@ -26,17 +35,11 @@ _TASK_NEEDS = {
 
 
 def load_memory_file(path: str, config: LocasConfig) -> tuple[Tensors, dict[str, int]]:
-    """Load a memory's file and check it against its config. No model is needed.
+    """Load a memory's file and check it against its config: return its tensors, and R by the name of each FFN.
 
     The file must be complete and consistent, of the configured widths, and of finite numbers whose product is below
     `LARGEST`. Each tensor must belong to the memory or to what the config names: `modules_to_save`,
-    `trainable_token_indices`, `saved_embeddings`.
-
-    Returns:
-        The tensors by name, and R of the memory beside each FFN, by the FFN's name.
-
-    Raises:
-        ValueError: the file breaks a rule; the message names it in one line.
+    `trainable_token_indices`, `saved_embeddings`. A broken rule is a `ValueError`.
     """
     tensors, _ = load_tensors(path)
     layers, others = split_tensors(tensors)
@@ -67,29 +70,24 @@ def load_memory_file(path: str, config: LocasConfig) -> tuple[Tensors, dict[str,
 
 
 def find_divergence(tensors: Tensors, config: LocasConfig) -> str | None:
-    """Return why a memory with these numbers could not be loaded again; None where it could.
-
-    `tensors` have the names of a file. Those on the meta device or empty are skipped.
-    """
+    """Return why a memory of these tensors, with the names of a file, could not be loaded; None where it could."""
     tensors = {key: tensor.detach() for key, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
-    for key, tensor in tensors.items():
-        problem = _find_number_problem(tensor, is_memory=True)
-        if problem:
-            return f"{key} {problem}"
-    problems = ((name, _find_gain_problem(parts, config)) for name, parts in split_tensors(tensors)[0].items())
-    return next((f"at {name} {problem}" for name, problem in problems if problem), None)
+    problems = {key: _find_number_problem(tensor, is_memory=True) for key, tensor in tensors.items()}
+    if not any(problems.values()):
+        layers = split_tensors(tensors)[0]
+        problems = {f"at {name}": _find_gain_problem(parts, config) for name, parts in layers.items()}
+    return next((f"{name} {problem}" for name, problem in problems.items() if problem), None)
 
 
 def _find_number_problem(tensor: torch.Tensor, is_memory: bool) -> str | None:
-    if is_memory or tensor.is_floating_point():
-        if tensor.dtype not in WIDENABLE_DTYPES:
-            return f"is of {tensor.dtype}, a floating dtype of 16 bits or more expected"
-        if tensor.is_meta:
-            return None
-        if not tensor.isfinite().all():
-            return "holds values that are not finite"
-        if tensor.numel() and tensor.abs().max() > LARGEST:
-            return f"holds {tensor.abs().max().item():.3g}, at most {LARGEST:.0e} in size expected"
+    if not is_memory and not tensor.is_floating_point():
+        return None
+    if tensor.dtype not in WIDENABLE_DTYPES:
+        return f"is of {tensor.dtype}, a floating dtype of 16 bits or more expected"
+    if not tensor.is_meta and not tensor.isfinite().all():
+        return "holds values that are not finite"
+    if not tensor.is_meta and tensor.numel() and tensor.abs().max() > LARGEST:
+        return f"holds {tensor.abs().max().item():.3g}, at most {LARGEST:.0e} in size expected"
     return None
 
 
@@ -158,16 +156,12 @@ def find_misfit(model: nn.Module, adapter_name: str, config: LocasConfig, tensor
 
 
 def rename_trained_modules(model: nn.Module, adapter_name: str, tensors: Tensors) -> Tensors:
-    """Return a file's tensors with the model's names for those of fully trained modules and of trained tokens.
-
-    Raises:
-        ValueError: one of them is missing, for which PEFT raises a KeyError halfway.
-    """
+    """Return a file's tensors with the model's names for those of fully trained modules and of trained tokens."""
     renamed = dict(tensors)
     for name, module in model.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             for saved, own in module.adapter_state_dict_load_map(adapter_name).items():
-                if f"{PREFIX}{name}.{saved}" not in tensors:
+                if f"{PREFIX}{name}.{saved}" not in tensors:  # PEFT would raise a KeyError halfway
                     raise ValueError(f"the memory does not fit the model: the file has no {PREFIX}{name}.{saved}.")
                 renamed[f"{PREFIX}{name}.{own}"] = renamed.pop(f"{PREFIX}{name}.{saved}")
     return renamed
@@ -196,3 +190,43 @@ def check_task(config: LocasConfig, model: nn.Module) -> None:
             f"the memory was made for task_type {str(config.task_type)!r}, which {type(model).__name__} cannot do: "
             "load the base that it was made for."
         )
+
+
+@torch.no_grad()
+def sample_weights(model: nn.Module) -> str:
+    """Return the first numbers of up to 32 matrices of the base, spread over its depth, each as 4 hex digits.
+
+    The digits are those of bfloat16. Adapters, merged memories and more rows of the vocabulary do not change the
+    sample, other floating dtypes hardly. Weights that are quantised or on the meta device are "----".
+    """
+    matrices = [parameter for _, parameter in base_parameters(model) if parameter.dim() >= 2]
+    if len(matrices) > MATRICES:
+        matrices = [matrices[index * len(matrices) // MATRICES] for index in range(MATRICES)]
+    return "".join(map(_to_digits, matrices))
+
+
+def may_be_same_weights(expected: object, found: str) -> bool:
+    """Return whether two samples can be of one base, in one dtype or in two; `expected` is from a file."""
+    if not isinstance(expected, str) or len(expected) != len(found):
+        return True
+    pairs = [(expected[i : i + 4], found[i : i + 4]) for i in range(0, len(found), 4)]
+    try:
+        numbers = [[_to_number(digits) for digits in pair] for pair in pairs if _UNKNOWN not in pair]
+    except ValueError:
+        return True
+    return all(abs(a - b) <= _RELATIVE * max(abs(a), abs(b)) + _ABSOLUTE for a, b in numbers)
+
+
+def _to_digits(parameter: torch.Tensor) -> str:
+    plain = type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor  # not quantised, not sharded
+    known = plain and parameter.is_floating_point() and not parameter.is_meta
+    if not known or parameter.numel() < NUMBERS or parameter.element_size() < 2:
+        return _UNKNOWN * NUMBERS
+    first = parameter.detach()[(0,) * (parameter.dim() - 1)][:NUMBERS]
+    numbers = first.to("cpu", torch.bfloat16).view(torch.int16).tolist()
+    return "".join(f"{number & 0xFFFF:04x}" for number in numbers) + _UNKNOWN * (NUMBERS - len(numbers))
+
+
+def _to_number(digits: str) -> float:
+    number = int(digits, 16)
+    return torch.tensor(number - 0x10000 if number > 0x7FFF else number, dtype=torch.int16).view(torch.bfloat16).item()

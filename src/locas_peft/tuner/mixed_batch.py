@@ -29,11 +29,7 @@ def add_by_row(
 ) -> torch.Tensor:
     """Return the FFN's output plus, for each row of the batch, the output of the memory of that name.
 
-    Args:
-        layer: the layer that has the memories.
-        adapter_names: B names.
-        ffn_input: A, `[B, T, D]`, or `[B * T, D]` of a flat FFN.
-        result: FFN(A), of the same shape.
+    `ffn_input` is A and `result` FFN(A), both `[B, T, D]`, or `[B * T, D]` of a flat FFN.
     """
     batch = len(adapter_names)
     inputs = ffn_input.reshape(batch, -1, ffn_input.shape[-1])  # [B, T, D], flat FFN or not
@@ -53,9 +49,7 @@ def add_by_row(
 def _group_rows(layer: LocasLayer, adapter_names: list[str]) -> list[tuple[list[str], list[int]]]:
     """Group the rows of a batch whose memories have one shape, dtype and number of rows.
 
-    Returns:
-        For each group its memories and their rows, the rows of the first memory first. Rows without a memory
-        here are in no group.
+    Each group has its memories and their rows, those of the first memory first. A row without a memory has no group.
     """
     rows: dict[str, list[int]] = {}
     for row, name in enumerate(adapter_names):
@@ -64,5 +58,5 @@ def _group_rows(layer: LocasLayer, adapter_names: list[str]) -> list[tuple[list[
     groups: dict[tuple, list[str]] = {}
     for name in rows:
         up = layer.locas_up[name].weight
-        groups.setdefault((name in layer.locas_gate, up.shape, up.dtype, len(rows[name])), []).append(name)
+        groups.setdefault((up.shape, up.dtype, len(rows[name])), []).append(name)
     return [(names, [row for name in names for row in rows[name]]) for names in groups.values()]

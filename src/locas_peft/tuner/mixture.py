@@ -31,7 +31,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from .ffn import HostFFN, SumActivity, find_dense, find_weight_obstacle, list_known_parts
-from .modes import evaluating
+from .modules import evaluating
 
 SHARED_EXPERTS = ("shared_expert", "shared_experts", "shared_mlp")
 SHARED_GATE = "shared_expert_gate"

@@ -19,24 +19,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from . import load_checks
 from .attached import list_layers
 from .combination import combined_config, fill_combined
 from .config import LocasConfig
+from .ffn import forbid_packing
 from .finding import AnyFFN, describe_without_ffn, find_ffns, find_unknown_experts
 from .initialization import STRATEGIES
 from .layer import LocasLayer
-from .load_checks import (
-    check_task,
-    check_tokens,
-    find_divergence,
-    find_misfit,
-    load_memory_file,
-    rename_trained_modules,
-)
 from .memory_file import one_line
 from .modules import remember_modules
-from .quantised import forbid_packing
-from .weight_sample import may_be_same_weights, sample_weights
 from .widths import WidthGroup, widen_to, widened_config, width_step
 
 
@@ -52,10 +44,10 @@ class LocasModel(BaseTuner):
     tuner_layer_cls = LocasLayer
     target_module_mapping: dict[str, list[str]] = {}
 
-    # ---------------------------------------------------------------- injection
-
     _ffns: dict[str, AnyFFN] = {}  # the model's FFNs, found at the start of an injection
     _mask_hook = None
+
+    # ---------------------------------------------------------------- injection
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
         forbid_packing(self.model)
@@ -64,16 +56,17 @@ class LocasModel(BaseTuner):
         if targets is None or (isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND):
             self._check_all_are_found()
             peft_config.target_modules = _to_suffixes(self._ffns, self.model)
-        host = _describe_host(self.model, self._ffns)
-        expected = peft_config._expected_host
+        host, expected = _describe_host(self.model, self._ffns), peft_config._expected_host
         if expected is not None:
-            differences = _list_differences(expected, host)
-            if differences:
+            keys = [key for key in {**host, **expected} if key != "weights" and expected.get(key) != host.get(key)]
+            if keys:
+                given = ", ".join(f"{key} {expected.get(key)!r}, this base has {host.get(key)!r}" for key in keys)
+                differences = one_line(given)
                 raise ValueError(
                     f"this memory was made for another base ({differences}): load the base that it was made for, or "
                     "make a new memory."
                 )
-            if not may_be_same_weights(expected.get("weights"), host["weights"]):
+            if not load_checks.may_be_same_weights(expected.get("weights"), host["weights"]):
                 warnings.warn(
                     "this memory was made for a base of the same shapes with other weights: its output is not what "
                     "was learned; load the base that it was made for.",
@@ -87,7 +80,7 @@ class LocasModel(BaseTuner):
         if experts:
             raise ValueError(
                 f"{kind} has mixtures of experts of an unknown structure ({experts[0]} and {len(experts) - 1} more): "
-                f"set target_modules to the FFNs that get a memory (found: {self._list_found(quoted=True)})."
+                f"set target_modules to the FFNs that get a memory (found: {self._list_found()})."
             )
         if not self._ffns:
             raise ValueError(
@@ -95,37 +88,32 @@ class LocasModel(BaseTuner):
                 "Set target_modules to its FFNs and ffn_parts to their parts."
             )
 
-    def _list_found(self, quoted: bool = False) -> str:
-        names = sorted(_to_suffixes(self._ffns, self.model))
-        return ", ".join(map(repr, names) if quoted else names) or "none"
+    def _list_found(self) -> str:
+        return ", ".join(map(repr, sorted(_to_suffixes(self._ffns, self.model)))) or "none"
 
     def _prepare_model(self, peft_config: LocasConfig, model: nn.Module) -> None:
         # All checks run here, before a module is replaced.
-        check_tokens(peft_config, model)
-        experiment = False
+        load_checks.check_tokens(peft_config, model)
         for name, module in model.named_modules():
             if not name or isinstance(module, BaseTunerLayer) or re.search(r"\.base_layer(\.|$)", name):
                 continue
             matched = self._check_target_module_exists(peft_config, name)
             if not matched or isinstance(matched, _ExcludedModule):
                 continue
-            ffn = self._find_ffn(name, module, peft_config)
-            experiment |= ffn.gated and peft_config.variant == "mlp"
-            _check_variant(peft_config, name, ffn)
-            r = peft_config.width_of(name)
-            if STRATEGIES[peft_config.init_strategy].clones and r > ffn.slots:
+            ffn, r = self._find_ffn(name, module), peft_config.width_of(name)
+            strategy = STRATEGIES[peft_config.init_strategy]
+            if ffn.gated and strategy.written:
+                raise ValueError(
+                    f"init_strategy={peft_config.init_strategy!r} needs a two-layer memory, got the gated FFN {name}: "
+                    "use 'topk', or a base with two-layer FFNs."
+                )
+            if strategy.clones and r > ffn.slots:
                 raise ValueError(
                     f"r must be at most the host's width where slots are cloned, got r={r} for {name} with "
                     f"{ffn.slots} slots: lower r, or set init_strategy='gaussian'."
                 )
-        if experiment:
-            warnings.warn(
-                "variant 'mlp' beside gated FFNs is an experiment: the paper finds that inputs of such hosts separate "
-                "poorly under ReLU, and the memory cannot be merged.",
-                stacklevel=2,
-            )
 
-    def _find_ffn(self, name: str, module: nn.Module, peft_config: LocasConfig) -> AnyFFN:
+    def _find_ffn(self, name: str, module: nn.Module) -> AnyFFN:
         if name in self._ffns:
             return self._ffns[name]
         raise ValueError(
@@ -140,8 +128,7 @@ class LocasModel(BaseTuner):
         if isinstance(target, LocasLayer):
             target.update_layer(adapter_name, peft_config, r)
             return
-        ffn = self._find_ffn(current_key, target, peft_config)
-        layer = LocasLayer(target, ffn, current_key, adapter_name, peft_config, r)
+        layer = LocasLayer(target, self._find_ffn(current_key, target), current_key, adapter_name, peft_config, r)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
@@ -153,10 +140,9 @@ class LocasModel(BaseTuner):
             child.release()
 
     def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        """Add a memory to the model, or leave the model as it was and raise. See `BaseTuner.inject_adapter`.
+        """Add a memory to the model; where its config or its file does not fit, raise and leave the model as it was.
 
-        Raises:
-            ValueError: the config, or the memory's file that it was loaded with, does not fit the model.
+        See `BaseTuner.inject_adapter`.
         """
         config = self.peft_config[adapter_name]
         if any(other is config for name, other in self.peft_config.items() if name != adapter_name):
@@ -166,13 +152,13 @@ class LocasModel(BaseTuner):
         restore, file = remember_modules(self), config.file
         try:
             if file is not None:
-                tensors, widths = load_memory_file(file, config)
+                tensors, widths = load_checks.load_memory_file(file, config)
                 config.name_modules(widths)  # no regular expression of a file is ever matched
-                check_task(config, model)
+                load_checks.check_task(config, model)
             super().inject_adapter(model, adapter_name, *args, **kwargs)
             if file is not None:  # before PEFT copies a tensor of it into the model
                 tensors = {key: tensor.to("meta") for key, tensor in tensors.items()}
-                tensors = rename_trained_modules(model, adapter_name, tensors)
+                tensors = load_checks.rename_trained_modules(model, adapter_name, tensors)
                 self._remap_adapter_state_dict_for_load(model, config, adapter_name, tensors)
         except Exception as error:
             restore()
@@ -250,10 +236,7 @@ class LocasModel(BaseTuner):
         return model
 
     def _plan_widths(self) -> tuple[list[WidthGroup], dict[str, str] | None]:
-        """Group the FFNs that must be padded to one width, because a memory is merged into one of them.
-
-        Returns the groups, and the `ffn_parts` that the FFNs were found by.
-        """
+        """Group the FFNs that must be padded to one width, for a merge; also return the `ffn_parts` they have."""
         layers = {layer.name: layer for layer in list_layers(self.model)}
         merged = {name for layer in layers.values() for name in layer.merged_adapters}
         configs = [self.peft_config[name] for name in sorted(merged)]
@@ -290,7 +273,7 @@ class LocasModel(BaseTuner):
             raise
 
     def _mergeable_layers(self) -> list[BaseTunerLayer]:
-        # The memories, and the trained tokens that PEFT merges with them.
+        """Return the memories, and the trained tokens that PEFT merges with them."""
         return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
 
     # ----------------------------------------------------------------- combining
@@ -300,16 +283,8 @@ class LocasModel(BaseTuner):
     ) -> None:
         """Add a memory that adds what the weighted sum of others adds, exactly: all their slots side by side.
 
-        The others stay; the new one is not active.
-
-        Args:
-            adapters: memories of one structure beside the same FFNs, none of them empty or merged.
-            weights: one finite number for each; negative ones subtract.
-            adapter_name: the new memory, of the width of all others together.
-            combination_type: "cat", the one that there is.
-
-        Raises:
-            ValueError: an argument breaks its rule; the model is unchanged.
+        The others, beside the same FFNs and none of them empty or merged, stay; the new one is not active. `weights`
+        has one finite number for each. A broken rule is a `ValueError`, and the model is unchanged.
         """
         unknown = [name for name in adapters if not isinstance(self.peft_config.get(name), LocasConfig)]
         if unknown or not adapters or len(set(adapters)) < len(adapters):
@@ -345,7 +320,7 @@ class LocasModel(BaseTuner):
                 "with the whole state of get_model_state_dict or accelerator.get_state_dict."
             )
         named = {cls._remove_adapter_name_from_key(key, adapter_name): tensor for key, tensor in selected.items()}
-        problem = find_divergence(named, config)
+        problem = load_checks.find_divergence(named, config)
         if problem:
             raise ValueError(f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}.")
         if not any(tensor.is_meta or tensor.any() for key, tensor in selected.items() if ".locas_up." in key):
@@ -365,7 +340,7 @@ class LocasModel(BaseTuner):
         if taus and not any(".locas_input_scale." in key for key in remapped):  # from before there was such a scale
             remapped.update({key.replace(".locas_tau.", ".locas_input_scale."): torch.tensor(1.0) for key in taus})
             config.output_scale = "paper"
-        problem = find_misfit(model, adapter_name, config, remapped)
+        problem = load_checks.find_misfit(model, adapter_name, config, remapped)
         if problem:
             raise ValueError(f"the memory does not fit the model: {problem}.")
         return remapped
@@ -396,20 +371,6 @@ def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
             layer.merge(adapter_names=kept)
 
 
-def _check_variant(config: LocasConfig, name: str, ffn: AnyFFN) -> None:
-    """Raise a `ValueError` if the memory's structure does not suit the FFN."""
-    if ffn.gated and config.variant == "mlp" and not config.gated_host_experiment:
-        raise ValueError(
-            f"variant 'mlp' needs two-layer FFNs, got the gated FFN {name}: leave variant at 'auto', or set "
-            "gated_host_experiment=True to try it all the same."
-        )
-    if ffn.gated and config.variant != "mlp" and STRATEGIES[config.init_strategy].written:
-        raise ValueError(
-            f"init_strategy={config.init_strategy!r} needs a two-layer memory, got the gated FFN {name}: use "
-            "'topk', or variant='mlp' with gated_host_experiment=True."
-        )
-
-
 def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
     """Return names that match these FFNs and no other module: suffixes such as {"mlp"}, or else full names."""
     suffixes = {name.rpartition(".")[2] for name in ffns}
@@ -418,10 +379,7 @@ def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
 
 
 def _describe_host(model: nn.Module, ffns: dict[str, AnyFFN]) -> dict[str, Any]:
-    """Return the properties of the base that a memory depends on. The width is none of them: merging changes it.
-
-    `weights` is a sample of its numbers, to recognise the base by (see `sample_weights`).
-    """
+    """Return the properties of the base that a memory depends on. The width is none of them: merging changes it."""
     ffn = next(iter(ffns.values()), None)
     return {
         "model_type": getattr(getattr(model, "config", None), "model_type", None),
@@ -429,10 +387,5 @@ def _describe_host(model: nn.Module, ffns: dict[str, AnyFFN]) -> dict[str, Any]:
         "hidden_size": ffn and ffn.hidden_size,
         "gated": ffn and ffn.gated,
         "activation": ffn and (getattr(ffn.act, "__name__", None) or type(ffn.act).__name__),
-        "weights": sample_weights(model),
+        "weights": load_checks.sample_weights(model),
     }
-
-
-def _list_differences(expected: dict[str, Any], found: dict[str, Any]) -> str:
-    keys = [key for key in {**found, **expected} if key != "weights" and expected.get(key) != found.get(key)]
-    return one_line(", ".join(f"{key} {expected.get(key)!r}, this base has {found.get(key)!r}" for key in keys))

@@ -1,9 +1,10 @@
-"""The modules and parameters of a model with adapters: the base's own, those in use, and all of them as they were."""
+"""Modules and parameters of a model with adapters: the base's own, those in use, their modes, their former state."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
@@ -38,20 +39,14 @@ def used_modules(model: nn.Module) -> Iterator[nn.Module]:
         seen.add(module)
         yield module
         children = []
+        is_layer = isinstance(module, BaseTunerLayer)
+        by_adapter = (*module.adapter_layer_names, *module.other_param_names) if is_layer else ()
         for name, child in module.named_children():
-            if (
-                isinstance(child, nn.ModuleDict)
-                and isinstance(module, BaseTunerLayer)
-                and _is_by_adapter(module, name)
-            ):
+            if name in by_adapter and isinstance(child, nn.ModuleDict):
                 children += [child[key] for key in module.active_adapters if key in child]
             else:
                 children.append(child)
         left.extend(reversed(children))
-
-
-def _is_by_adapter(layer: BaseTunerLayer, name: str) -> bool:
-    return name in layer.adapter_layer_names or name in layer.other_param_names
 
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -60,7 +55,35 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
 
 
-_CONTAINERS = (dict, list, set)
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model in evaluation mode within the context. Each module's own mode is restored afterwards."""
+    training = [module for module in used_modules(model) if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Iterator[None]:
+    """Switch a model's adapters off within the context, except for some: PEFT's layers and fully trained modules.
+
+    Unlike PEFT's `disable_adapter`, it works on any module and leaves `requires_grad` alone.
+    """
+    kept = {id(module) for module in except_for}
+    adapters = [module for module in used_modules(model) if isinstance(module, ADAPTER_LAYERS)]
+    switched = [module for module in adapters if not (module._disable_adapters or id(module) in kept)]
+    for module in switched:
+        module._disable_adapters = True
+    try:
+        yield
+    finally:
+        for module in switched:
+            module._disable_adapters = False
 
 
 def remember_modules(model: nn.Module) -> Callable[[], None]:
@@ -70,7 +93,7 @@ def remember_modules(model: nn.Module) -> Callable[[], None]:
     """
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
-    containers = [value for values in attributes for value in values.values() if isinstance(value, _CONTAINERS)]
+    containers = [value for values in attributes for value in values.values() if isinstance(value, dict | list | set)]
     # Nearly all are empty, and each object that is made here brings the next garbage collection closer.
     contents = [(dict if isinstance(value, dict) else list)(value) if value else () for value in containers]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
