@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from ..tuner.modules import ADAPTER_LAYERS
 from .cpu_attention import CpuAttention
 
-__all__ = ["CausalLM", "check_window", "count_positions"]
-
 
 def count_positions(model: nn.Module) -> int | None:
     """Return how many positions a causal language model has; None where its config has no limit."""
@@ -35,7 +33,7 @@ def check_window(window: int, positions: int | None) -> None:
 
 
 class CausalLM:
-    """A causal language model, plain or with adapters, the class name of its base, and how many positions it has.
+    """A causal language model, plain or with adapters, and its `base`, whose class is `kind`, with its `positions`.
 
     Args:
         model: a transformers causal LM, or a PEFT model around one.
@@ -60,7 +58,7 @@ class CausalLM:
                 "use LOCAS, LoRA or another adapter made of weights"
             )
         self.model, self._cpu_attention = model, cpu_attention
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.base = base = model.get_base_model() if isinstance(model, PeftModel) else model
         self.kind = type(base).__name__
         self.positions = count_positions(base)
         self._config = base.config.get_text_config()
@@ -88,9 +86,8 @@ class CausalLM:
     def logits(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs) -> Tensor:
         """Return the logits [B, count, V] at the last `count` tokens of each row of `ids`, a LongTensor [B, n].
 
-        Args:
-            adapters: one adapter's name for each row, of a PEFT model; None for the active adapters in all rows.
-            kwargs: more for the model's forward; what it does not take is left out.
+        `adapters` has one adapter's name for each row, None for the active ones. Of `kwargs`, the model's forward gets
+        what it takes.
         """
         logits = self.outputs(ids, count, adapters, **kwargs).logits
         # Slice only where needed: the backward pass of a slice fills all the logits with zeros.
@@ -110,11 +107,7 @@ class CausalLM:
             return self.model(input_ids=ids, **kwargs)
 
     def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:
-        """Return a document, integers [T] or [1, T] with T >= 2 in the vocabulary, as LongTensor [T].
-
-        Raises:
-            TypeError, ValueError: it is no such document; `name` is its name in errors.
-        """
+        """Return a document, integers [T] or [1, T] with T >= 2 in the vocabulary, as LongTensor [T], or raise."""
         if not isinstance(input_ids, Tensor):
             raise TypeError(
                 f"{name} must be a LongTensor of shape [T] or [1, T], got {type(input_ids).__name__}: "
@@ -149,10 +142,8 @@ class CausalLM:
         return slides and ("position_ids" in self._accepts or relative)
 
     def can_pad_inside(self, length: int) -> bool:
-        """Return whether padding may lie between the tokens of rows of `length`, padding included.
-
-        A sliding window that is shorter, and distances by place as in MPT, count it.
-        """
+        """Return whether padding may lie between the tokens of rows of `length`, padding included."""
+        # A sliding window that is shorter, and distances by index as in MPT, count it.
         window = getattr(self._config, "sliding_window", None)
         return self._config.model_type != "mpt" and (not isinstance(window, int) or length <= window)
 

@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CpuAttention"]
-
 
 class CpuAttention(TorchFunctionMode):
     """Within the context, `scaled_dot_product_attention` is computed by matrix products where that is faster.

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..tuner.attached import find_memory
-from ..tuner.ffn import HostFFN
 from ..tuner.finding import AnyFFN, find_ffns
 from ..tuner.layer import LocasLayer
 from ..tuner.mixture import HostMixture
@@ -70,6 +69,7 @@ def to_lora(
     if neurons < widest:
         raise ValueError(f"neurons must be at least the memory's r of {widest}, got {neurons}: raise it.")
     tensors: dict[str, Tensor] = {}
+    ranks: dict[str, int] = {}
     for layer in layers:
         if layer.merged:
             raise ValueError(f"the memory must not be merged, got {layer.name} merged: call unmerge_adapter() first.")
@@ -78,8 +78,7 @@ def to_lora(
         for name, (down, up) in _factors(layer, adapter_name, neurons).items():
             tensors[f"base_model.model.{name}.lora_A.weight"] = down
             tensors[f"base_model.model.{name}.lora_B.weight"] = up
-    ranks = {key.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): len(value)
-             for key, value in tensors.items() if key.endswith("lora_A.weight")}  # fmt: skip
+            ranks[name] = len(down)
     r = min(ranks.values())
     others = {name: rank for name, rank in ranks.items() if rank != r}
     config = LoraConfig(
@@ -88,10 +87,11 @@ def to_lora(
         rank_pattern=others,
         alpha_pattern=dict(others),
         target_modules=_shorten(ranks, model.get_base_model()),
-        fan_in_fan_out=any(isinstance(layer.ffn, HostFFN) and isinstance(layer.ffn.down, Conv1D) for layer in layers),
+        fan_in_fan_out=any(isinstance(layer.ffn.down, Conv1D) for layer in layers),
         task_type="CAUSAL_LM",
         inference_mode=True,
     )
+    # Copies, contiguous: safetensors saves no views.
     return config, {
         name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
@@ -120,7 +120,7 @@ def _factors(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, tu
 
 
 def _shorten(names: dict[str, int], base: nn.Module) -> list[str]:
-    """Return last parts of modules' names, such as "up_proj", where no other module has them; else whole names."""
+    """Return the last parts of modules' names, such as "up_proj", where no other module has them; else whole names."""
     last = {name.rpartition(".")[2] for name in names}
     plain = (name.replace(".base_layer", "") for name, _ in base.named_modules())
     others = {name.rpartition(".")[2] for name in plain if name not in names}

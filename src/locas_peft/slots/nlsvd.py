@@ -89,8 +89,8 @@ def nl_svd(
 def _leading_directions(weighted: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Return the first left singular vectors `[..., D, n]` of K~, and which of them are significant `[..., n]`.
 
-    n is `rank`, or fewer where the matrix has no more directions. A Gram matrix does not resolve singular values below
-    the square root of the dtype's precision, relative to the largest: significant ones are four times as large.
+    A Gram matrix does not resolve singular values below the square root of the dtype's precision, relative to the
+    largest: significant ones are four times as large.
     """
     d, r = weighted.shape[-2:]
     n = min(rank, d, r)

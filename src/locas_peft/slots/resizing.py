@@ -4,8 +4,7 @@ A memory is compressed in one of two ways:
 - NL-SVD (`nl_svd`), for memories of two layers. It needs no text. The paper has nothing for gated memories, whose
   slots have two input directions each.
 - Keep n of the slots and fit their values, by least squares over a text, to the output of the whole memory. This
-  suits every structure, since the output is linear in the values. The slots are chosen one at a time, each time the
-  one that reduces the remaining error most.
+  suits every structure, since the output is linear in the values.
 
 Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
@@ -42,7 +41,7 @@ def compress(
         model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
         rank: n, from 1 to the memory's width.
         adapter_name: the memory; `None` for the active one.
-        batches: the text: `LongTensor [B, T]`, or mappings with `input_ids` and `attention_mask`, both `[B, T]`.
+        batches: the text, as for `calibrate`.
 
     Raises:
         TypeError, ValueError: a rank out of range, or a memory that cannot be reduced; the memory is unchanged.
@@ -53,11 +52,14 @@ def compress(
         ```
     """
     name, layers = find_memory(model, adapter_name, "compress")
-    if batches is None and any(name in layer.locas_gate for layer in layers):
+    if batches is None and any(layer.ffn.gated for layer in layers):
         raise ValueError(
             "NL-SVD needs a memory of two layers, got one with gates: give batches of a text to refit on."
         )
-    _check_memory(name, layers, rank)
+    check_rank(rank, min(layer.locas_up[name].out_features for layer in layers))
+    _check_whole(name, layers, "is compressed")
+    if any(not layer.has_learned(name) for layer in layers):
+        raise ValueError(f"the memory '{name}' is empty: train or write it before it is compressed.")
     if batches is None:
         reduced = [_reduce_layer(layer, name, rank) for layer in layers]
     else:
@@ -82,11 +84,9 @@ def grow(
     The config's `r` follows. The weights are new parameters: create optimizers afterwards. The scales do not change.
 
     Args:
-        model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
+        model, adapter_name: as for `compress`.
         rank: the new width, above the memory's widest layer's.
-        adapter_name: the memory; `None` for the active one.
-        batches: the text that the rows are made from, as for `calibrate`; the strategies "gaussian" and "random" need
-            none.
+        batches: the text that the rows are made from, as for `calibrate`; "gaussian" and "random" need none.
 
     Raises:
         TypeError, ValueError: a rank out of range, or a memory that cannot grow; the memory is unchanged.
@@ -155,16 +155,11 @@ def _grow_layer(
 def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Choose slots of a memory and refit their values to the output of all slots: orthogonal least squares.
 
-    With M the slots' activations over a text and V the values, n slots S are chosen greedily and V' minimises
-    |M_S V' - M V|^2. If fewer slots already give the whole output, the rest get values of zero.
+    With M the slots' activations over a text and V the values `[..., R, D]`, n slots S are chosen one at a time, each
+    time the one that reduces the remaining error most, and V' minimises |M_S V' - M V|^2. If fewer slots already give
+    the whole output, the rest get values of zero. `gram` is M^T M `[..., R, R]`, float32 or float64.
 
-    Args:
-        gram: M^T M, `[..., R, R]`, float32 or float64.
-        value: V `[..., R, D]`.
-        rank: n, at most R.
-
-    Returns:
-        S, LongTensor `[..., n]`, in the order of choice, and V' `[..., n, D]`.
+    Returns S, LongTensor `[..., n]`, in the order of choice, and V' `[..., n, D]`.
     """
     full = gram.double()
     target = full @ value.double()  # M^T M V
@@ -193,13 +188,6 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
     return slots, torch.linalg.solve(chosen_gram, chosen_target).to(value.dtype)
 
 
-def _check_memory(name: str, layers: list[LocasLayer], rank: int) -> None:
-    check_rank(rank, min(layer.locas_up[name].out_features for layer in layers))
-    _check_whole(name, layers, "is compressed")
-    if any(not layer.has_learned(name) for layer in layers):
-        raise ValueError(f"the memory '{name}' is empty: train or write it before it is compressed.")
-
-
 def _check_whole(name: str, layers: list[LocasLayer], change: str) -> None:
     if any(name in layer.merged_adapters for layer in layers):
         raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it {change}.")
@@ -212,8 +200,8 @@ def _reduce_layer(layer: LocasLayer, name: str, rank: int) -> list[Tensor]:
     # The norm of the memory's inputs: measured, or as after a layer norm.
     size = KAPPA if layer.locas_config[name].output_scale == "measured" else 1.0
     probe_norm = size * layer.ffn.hidden_size**0.5
-    reduced = nl_svd(up.T, down.T, rank, activation=layer.ffn.act, probe_norm=probe_norm)
-    return [reduced.key.T, reduced.value.T]
+    key, value, _ = nl_svd(up.T, down.T, rank, activation=layer.ffn.act, probe_norm=probe_norm)
+    return [key.T, value.T]
 
 
 def _refit_layer(layer: LocasLayer, name: str, rank: int, gram: Tensor) -> list[Tensor]:
@@ -257,7 +245,6 @@ def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batche
 @torch.no_grad()
 def _replace_weights(layer: LocasLayer, name: str, weights: list[Tensor]) -> None:
     for module, weight in zip(layer.projections(name), weights, strict=True):
-        module.weight = nn.Parameter(
-            weight.to(module.weight.dtype).contiguous(), requires_grad=module.weight.requires_grad
-        )
+        trained = module.weight.requires_grad
+        module.weight = nn.Parameter(weight.to(module.weight.dtype).contiguous(), requires_grad=trained)
         module.out_features, module.in_features = weight.shape

@@ -46,7 +46,7 @@ Normalization = Literal["token", "chunk"]
 
 @dataclass(frozen=True)
 class Written:
-    """The result of one call of `SlotWriter.write`."""
+    """The result of `SlotWriter.write`."""
 
     slots: int  # the number of written slots
     folded: bool = False  # whether the memory was folded before
@@ -65,8 +65,7 @@ class SlotWriter:
     Args:
         model: a model with a two-layer LOCAS memory, usually of `init_strategy="write"`.
         epsilon: the length of a written value over all layers together, at the FFNs' outputs.
-        tokens: which tokens of a chunk are written: those with the "highest-loss", or "all".
-        slots_per_chunk: the number of tokens written for a chunk; unused with "all".
+        tokens: which tokens of a chunk are written: `slots_per_chunk` with the "highest-loss", or "all".
         normalization: how |G| is computed: for each "token" as in the paper, or as the root mean square over the
             tokens written together ("chunk").
         fold: how a full memory is reduced to half: "nlsvd", or "refit" on the current chunk (`resizing.py`), which
@@ -109,18 +108,18 @@ class SlotWriter:
 
     @property
     def settings(self) -> dict[str, float | int | str]:
-        """Return the arguments as plain values: a resumed reading needs a writer with the same ones."""
+        """The arguments as plain values: a resumed reading needs a writer with the same ones."""
         names = ("epsilon", "tokens", "slots_per_chunk", "normalization", "fold", "adapter_name")
         return {name: getattr(self, name) for name in names}
 
     @property
     def capacity(self) -> int:
-        """Return R, the number of slots of the memory."""
+        """R, the number of slots of the memory."""
         return self._layers[0].locas_up[self.adapter_name].out_features
 
     @property
     def taken(self) -> int:
-        """Return the number of slots in use: up to the last one that is not zero in some layer."""
+        """The number of slots in use: up to the last one that is not zero in some layer."""
         used = torch.stack([(up.any(dim=1) | down.any(dim=0)).cpu() for _, up, down in self._weights()])
         return max(used.any(dim=0).nonzero().flatten().tolist(), default=-1) + 1
 
@@ -165,12 +164,8 @@ class SlotWriter:
     def write(self, losses: Tensor) -> Written:
         """Write tokens of the last recorded passes. Fold the memory first if it has too few free slots.
 
-        Args:
-            losses: `[N]`, the nll of the last N tokens that those passes predicted, whose sum or mean was
-                differentiated.
-
-        Raises:
-            ValueError: nothing was recorded, or an input or a gradient is not finite; the memory is unchanged.
+        `losses` `[N]` is the nll of the last N tokens that those passes predicted, whose sum or mean was
+        differentiated. If nothing was recorded, or values are not finite, raise a `ValueError`; nothing is changed.
         """
         if not self._inputs or any(tensor is None for tensor in (*self._inputs, *self._gradients)):
             raise ValueError("write needs a forward and a backward pass inside recording(): run them first.")
@@ -206,9 +201,7 @@ class SlotWriter:
     def _fold(self, inputs: Tensor, earlier: dict | None) -> dict[nn.Parameter, tuple[int, Tensor]]:
         """Reduce the memory to half its capacity, in place, and return the moves of the slots, as `Written.moved`.
 
-        Args:
-            inputs: the chunk's A `[L, N, D]`.
-            earlier: the moves since the optimizer's step, which the result includes.
+        `inputs` is the chunk's A `[L, N, D]`; `earlier` are moves since the optimizer's step, which are included.
         """
         rank, device = self.capacity // 2, self._weights()[0][1].device
         keys = torch.stack([up.detach().to(device).float().T for _, up, _ in self._weights()])  # K [L, D, R]
@@ -216,21 +209,13 @@ class SlotWriter:
         sources = torch.full((len(self._layers), self.capacity), -1, device=device)
         if self.fold == "nlsvd":
             k = torch.stack([layer.locas_input_scale[self.adapter_name].to(device) for layer in self._layers])
-            reduced = nl_svd(
-                keys,
-                values,
-                rank,
-                activation=self._layers[0].ffn.act,  # the same in all layers of a host
-                probe_norm=float((k[:, None] * inputs.norm(dim=-1)).mean()),
-            )
-            keys, values = reduced.key, reduced.value
+            probe_norm = float((k[:, None] * inputs.norm(dim=-1)).mean())
+            act = self._layers[0].ffn.act  # the same in all layers of a host
+            keys, values, _ = nl_svd(keys, values, rank, activation=act, probe_norm=probe_norm)
         else:
-            slots = torch.stack(
-                [
-                    layer.activate([self.adapter_name], layer_inputs.to(up.device)).to(device).float()
-                    for (layer, up, _), layer_inputs in zip(self._weights(), inputs, strict=True)
-                ]
-            )
+            seen = zip(self._weights(), inputs, strict=True)
+            activations = [layer.activate([self.adapter_name], own.to(up.device)) for (layer, up, _), own in seen]
+            slots = torch.stack([activation.to(device).float() for activation in activations])
             chosen, values = refit_slots(slots.mT.double() @ slots.double(), values, rank)
             keys = keys.gather(2, chosen[:, None].expand(-1, keys.shape[1], -1))
             sources[:, :rank] = chosen
@@ -287,9 +272,8 @@ def make_slots(
 ) -> tuple[Tensor, Tensor]:
     """Return unit keys, and values of length epsilon over all layers of a token together, both `[L, N, D]`.
 
-    `inputs` are A `[L, N, D]`, `gradients` G `[L, N, D]` of the log-likelihood with respect to the FFNs' outputs.
-    With the normalization "chunk", epsilon is the root mean square of the tokens' lengths. Zeros where an input or a
-    token's whole gradient is zero.
+    `inputs` are A and `gradients` G of the log-likelihood, both `[L, N, D]`. With the normalization "chunk", epsilon
+    is the root mean square of the tokens' lengths.
     """
     length = gradients.norm(dim=-1, keepdim=True).norm(dim=0, keepdim=True)
     if normalization == "chunk":

@@ -9,6 +9,7 @@ Axes: n texts, L tokens of each.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Sequence
@@ -16,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 
 from ..asking import continue_rows, draw
@@ -25,23 +25,18 @@ from ..model.causal_lm import CausalLM
 from ..tuner import adapters_disabled, evaluating
 from .losses import divergences
 
-__all__ = ["Anchor", "OwnText", "write_own_text"]
-
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Anchor:
-    """The texts on which any adapter that a `TestTimeTrainer` trains stays close to the base, and the weight.
+    """The texts on which an adapter in training stays close to the base, and the weight of that pull.
 
     Args:
         texts: LongTensor [n, L], L >= 2, or an `OwnText`; each pull uses one, in turns.
         weight: of KL(base || with the adapter), the mean over L - 1 tokens in nats, beside the chunk's loss.
-        every: every n-th optimizer step pulls, with n times the weight, so that the weight has the same meaning for
-            all n. A pull takes two forward passes and one backward pass over L - 1 tokens.
-
-    Raises:
-        TypeError, ValueError: in one line that names the argument, its rule, its value and the remedy.
+        every: every n-th optimizer step pulls, with n times the weight. A pull takes two forward passes and one
+            backward pass over L - 1 tokens.
 
     Example:
         >>> anchor = Anchor(OwnText(model), weight=0.3)
@@ -65,10 +60,7 @@ class Anchor:
         return self.texts[pull % len(self.texts)][None] if remainder == self.every - 1 else None
 
     def losses(self, host: CausalLM, text: Tensor, adapters: Sequence[str] | None = None, rows: int = 1) -> Tensor:
-        """Return the loss of a pull for each row of a batch, [B]: the weighted divergence from the base, in nats.
-
-        `text` is a LongTensor [1, L] of `text_of`, `rows` is B; for `adapters` see `CausalLM.logits`.
-        """
+        """Return the loss [B] of a pull for each row of a batch: the weighted divergence from the base, in nats."""
         ids, count = text.to(host.device)[:, :-1], text.shape[1] - 1
         with torch.no_grad(), adapters_disabled(host.model):
             base = host.logits(ids, count, use_cache=False)[0]
@@ -92,8 +84,11 @@ class Anchor:
         lazy = isinstance(self.texts, OwnText)
         if texts.ndim != 2 or texts.shape[1] != length or not (len(texts) == count or (lazy and len(texts) < count)):
             raise TypeError(f"anchor texts of shape {list(texts.shape)}")
-        texts = texts.to(self.known_texts)
-        return replace(self, texts=self.texts.with_written(texts) if lazy else texts)
+        known = texts.to(self.known_texts)
+        if lazy:
+            own = copy.copy(self.texts)
+            own.written = known
+        return replace(self, texts=own if lazy else known)
 
     def check(self, host: CausalLM) -> None:
         """Raise a `ValueError` where the texts do not fit a model's vocabulary or positions."""
@@ -108,31 +103,26 @@ class Anchor:
 
 
 class OwnText:
-    """Texts that the base writes, each at its first use, a few at once: a short reading has none that it does not use.
+    """Texts of `write_own_text`, each written at its first use: a short reading writes none that it does not use.
 
     Args:
-        model: see `write_own_text`; it is kept.
-        texts: n.
-        tokens: L, the tokens of each.
+        texts, tokens: n and L.
         seed: of the first batch; each batch has the next one.
         batch_size: texts that are written at once.
 
     Attributes:
         shape: (n, L).
         written: LongTensor [k, L], the texts so far, on the model's device.
-
-    Raises:
-        ValueError: the model's config names no token that a text could start with.
     """
 
     def __init__(self, model: nn.Module, texts: int = 32, tokens: int = 128, seed: int = 0, batch_size: int = 4):
         for name, value, least in (("texts", texts, 1), ("tokens", tokens, 2), ("batch_size", batch_size, 1)):
             check_whole(name, value, least)
-        base = _base_of(model)
-        _start_of_text(base)
+        host = CausalLM(model)
+        _start_of_text(host)
         self._model, self._seed, self._batch_size = model, seed, batch_size
         self.shape = torch.Size((texts, tokens))
-        self.written = torch.empty(0, tokens, dtype=torch.long, device=CausalLM(base).device)
+        self.written = torch.empty(0, tokens, dtype=torch.long, device=host.device)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -147,13 +137,6 @@ class OwnText:
             batch = write_own_text(self._model, wanted, length, self._seed + len(self.written) // self._batch_size)
             self.written = torch.cat([self.written, batch])
         return self.written[index]
-
-    def with_written(self, written: Tensor) -> OwnText:
-        """Return the same, with other texts in place of those that were written."""
-        texts, tokens = self.shape
-        other = OwnText(self._model, texts, tokens, self._seed, self._batch_size)
-        other.written = written
-        return other
 
 
 def _check_texts(texts: Any) -> None:
@@ -188,27 +171,22 @@ def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: i
     """
     check_whole("texts", texts, 1)
     check_whole("tokens", tokens, 2)
-    base = _base_of(model)
-    host, first = CausalLM(base, cpu_attention=False), _start_of_text(base)
-    choose = draw(1.0, torch.Generator(host.device).manual_seed(seed))
+    base = CausalLM(model).base
+    host = CausalLM(base, cpu_attention=False)
+    first, choose = _start_of_text(host), draw(1.0, torch.Generator(host.device).manual_seed(seed))
     with evaluating(base), adapters_disabled(model):
         # No stop token: after the end of one sample, another one follows, as in training text.
         written = continue_rows(host, [[first]] * texts, tokens - 1, pad=first, choose=choose)
     return torch.tensor([[first, *ids] for ids in written], device=host.device)
 
 
-def _base_of(model: nn.Module) -> nn.Module:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
-def _start_of_text(base: nn.Module) -> int:
+def _start_of_text(host: CausalLM) -> int:
     """Return the token that begins a text: the beginning's or, where there is none, the end's, a separator."""
-    vocabulary = base.get_input_embeddings().weight.shape[0]
-    for config in (base.config.get_text_config(), base.generation_config):
+    for config in (host.base.config.get_text_config(), host.base.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             token = getattr(config, name, None)
             token = token[0] if isinstance(token, (list, tuple)) and token else token
-            if isinstance(token, int) and 0 <= token < vocabulary:  # the config may be of a larger vocabulary
+            if isinstance(token, int) and 0 <= token < host.vocabulary:  # the config may be of a larger vocabulary
                 return token
     raise ValueError(
         "model's config must name a bos_token_id, eos_token_id or pad_token_id to write text from, got none in its "

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 from .chunks import Chunk
 
-__all__ = ["RATE_FACTOR", "TOLERANCE", "is_due", "is_worse"]
-
 TOLERANCE = 0.05
 """Nats a token by which an adapter may be worse than the base on one chunk."""
 NOISE = 0.01

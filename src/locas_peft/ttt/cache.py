@@ -18,14 +18,12 @@ from transformers import DynamicCache
 
 from ..model.causal_lm import CausalLM
 
-__all__ = ["SlidingCache"]
-
 
 class SlidingCache:
     """The keys and values of the first `sinks` and the last `keep` tokens that were fed, detached.
 
-    All rows of a batch are at the same position. With `keep` 0 there is no context at all, and no sinks. At the
-    position `restart`, or the model's last one, the context is fed again, from position 0.
+    With `keep` 0 there is no context at all, and no sinks. At the position `restart`, or the model's last one, the
+    context is fed again, from position 0.
     """
 
     def __init__(self, host: CausalLM, keep: int, sinks: int = 0, restart: int | None = None):
@@ -41,8 +39,7 @@ class SlidingCache:
     def forward(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None) -> Tensor:
         """Feed the last `count` tokens of `ids` [B, n] after the kept context, and return their logits [B, count, V].
 
-        The tokens before them are the context, which is fed where it is not kept. The same tokens may be fed again;
-        `advance` adds those that were fed last to the context. For `adapters` see `CausalLM.logits`.
+        The tokens before them are the context, which is fed where it is not kept. The same tokens may be fed again.
         """
         if self._position is None or (self._limit is not None and self._position + count > self._limit):
             context = ids[:, :-count]
@@ -65,12 +62,9 @@ class SlidingCache:
         """Add the tokens that were fed last to the context, and drop those that are no longer kept."""
         if self._fed is None:
             return
-        layers, self._position = self._fed
-        self._fed = None
-        if not self._keep:
-            self._layers, self._position = [], 0
-            return
-        self._layers = [tuple(self._trim(entries.detach()) for entries in pair) for pair in layers]
+        (layers, position), self._fed = self._fed, None
+        self._position = position if self._keep else 0
+        self._layers = [tuple(self._trim(entries.detach()) for entries in pair) for pair in layers if self._keep]
 
     def _trim(self, entries: Tensor) -> Tensor:
         # Copies: a view would keep the whole former storage, and its graph, alive.

@@ -10,18 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = [
-    "Chunk",
-    "ChunkBounds",
-    "at_marks",
-    "choose_marks",
-    "cumulative",
-    "cut",
-    "per_segment",
-    "perplexity",
-    "perplexity_of",
-]
-
 
 @dataclass(frozen=True)
 class ChunkBounds:
@@ -75,11 +63,7 @@ class Chunk:
 
 
 def perplexity(nll_nats: float, tokens: int) -> float:
-    """Return exp(nll_nats / tokens): inf where it is too large for a float, nan where the sum is.
-
-    Raises:
-        ValueError: no token was scored.
-    """
+    """Return exp(nll_nats / tokens), or inf where it is too large; raise a `ValueError` where no token was scored."""
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}: score a token before asking for a perplexity")
     try:
@@ -100,9 +84,8 @@ def cumulative(chunks: Iterable[Chunk]) -> list[tuple[int, float]]:
     chunks = list(chunks)
     nlls = accumulate(chunk.nll_nats for chunk in chunks)
     tokens = accumulate(chunk.tokens for chunk in chunks)
-    return [
-        (chunk.stop, perplexity(nll, count)) for chunk, nll, count in zip(chunks, nlls, tokens, strict=True) if count
-    ]
+    rows = zip(chunks, nlls, tokens, strict=True)
+    return [(chunk.stop, perplexity(nll, count)) for chunk, nll, count in rows if count]
 
 
 def choose_marks(tokens: int) -> list[int]:
@@ -118,8 +101,8 @@ def choose_marks(tokens: int) -> list[int]:
 def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
     """Return the cumulative perplexity at marks, numbers of tokens read: {"50000": perplexity, ...}, ascending.
 
-    Nothing is interpolated: a mark inside a chunk takes the value at that chunk's end. Marks beyond the end of the
-    document are left out; one below 1 is a `ValueError`.
+    A mark inside a chunk takes the value at that chunk's end. Marks beyond the end of the document are left out; one
+    below 1 is a `ValueError`.
     """
     points = cumulative(chunks)
     reached = {mark: [value for stop, value in points if stop >= mark] for mark in _ascending(marks)}
@@ -129,9 +112,8 @@ def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
 def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
     """Return the perplexity of each segment between the marks: {"0-50000": perplexity, "50000-100000": ...}.
 
-    A chunk that contains a mark belongs to the segment that the mark ends, as in `at_marks`: the segments share no
-    token and leave none out. The tokens after the last mark are one more segment, named after the document's end. A
-    segment without a scored token is left out. A mark below 1 is a `ValueError`.
+    A chunk that contains a mark belongs to the segment that the mark ends, as in `at_marks`. The tokens after the last
+    mark are one more segment, named after the document's end. A segment without a scored token is left out.
     """
     segments, segment, begin, ends = {}, [], 0, _ascending(marks)
     for chunk in chunks:
@@ -141,11 +123,8 @@ def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, floa
             begin = ends.pop(0)
     if segment:
         segments[f"{begin}-{segment[-1].stop}"] = segment
-    return {
-        name: perplexity(sum(chunk.nll_nats for chunk in segment), sum(chunk.tokens for chunk in segment))
-        for name, segment in segments.items()
-        if any(chunk.tokens for chunk in segment)
-    }
+    sums = {name: (sum(one.nll_nats for one in own), sum(one.tokens for one in own)) for name, own in segments.items()}
+    return {name: perplexity(nll, tokens) for name, (nll, tokens) in sums.items() if tokens}
 
 
 def _ascending(marks: Sequence[int]) -> list[int]:

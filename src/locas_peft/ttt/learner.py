@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Learner", "OptimizerFactory"]
-
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -18,8 +16,7 @@ class Learner:
 
     Args:
         list_parameters: returns what is trained; called at each chunk, so that a switch of adapters is noticed.
-        learning_rate: the rate of AdamW after the warm-up.
-        warmup_steps, decay_steps: see `TrainingSettings`.
+        learning_rate, warmup_steps, decay_steps: see `TrainingSettings`.
         make_optimizer: makes another optimizer, with its own rates; None for AdamW without weight decay.
 
     Attributes:
@@ -57,40 +54,31 @@ class Learner:
         self._rates = [self._rate_factor * group["lr"] for group in self.optimizer.param_groups]
 
     def begin(self) -> None:
-        """Clear the gradients for a step; make the optimizer for the first one.
-
-        Raises:
-            ValueError: the optimizer was made for other parameters.
-        """
+        """Clear the gradients for a step; make the optimizer for the first one."""
         parameters = self.parameters()
         if self.optimizer is None:
             self._start(parameters)
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        if held != {id(parameter) for parameter in parameters}:
+        if set(self._held()) != set(parameters):
             raise ValueError(
                 "model must train the same parameters from the first chunk to the last, got others than the optimizer "
                 "was made for: make a new TestTimeTrainer after switching or adding adapters"
             )
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _decay(self) -> float:
-        steps = self._earlier_steps + self.steps
-        return (1.0 + steps / self._decay_steps) ** -0.5 if self._decay_steps else 1.0
+    def _held(self) -> list[nn.Parameter]:
+        # The optimizer's parameters: to list the model's again takes as long as it has modules.
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def finish(self, step: bool = True, rate_factor: float = 1.0) -> bool:
-        """Take the step, unless `step` is False or a gradient is not finite; return whether it was taken.
-
-        Args:
-            rate_factor: multiplies the learning rate of this step.
-        """
-        # The optimizer's parameters: to list them again takes as long as the model has modules.
-        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in held if parameter.grad is not None]
+        """Take the step at `rate_factor` of its rate, unless a gradient is not finite; return whether it was taken."""
+        gradients = [parameter.grad for parameter in self._held() if parameter.grad is not None]
         finite = step and bool(torch.isfinite(nn.utils.get_total_norm(gradients)))
         if finite:
             warmup = min(1.0, (self.steps + 1) / (self._warmup_steps + 1))
+            steps = self._earlier_steps + self.steps
+            decay = (1.0 + steps / self._decay_steps) ** -0.5 if self._decay_steps else 1.0
             for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-                group["lr"] = rate * warmup * self._decay() * rate_factor
+                group["lr"] = rate * warmup * decay * rate_factor
             self.optimizer.step()
             self.steps += 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -98,11 +86,7 @@ class Learner:
 
     @torch.no_grad()
     def move_slots(self, moved: dict[nn.Parameter, tuple[int, Tensor]]) -> None:
-        """Move the optimizer's state along with the slots of a memory; it is zero for slots that are new.
-
-        Args:
-            moved: for a parameter the dimension that its slots lie along, and the former index of each slot, or -1.
-        """
+        """Move the optimizer's state along with the slots of a memory (see `Written`); it is zero for new slots."""
         for parameter, (dim, former) in moved.items() if self.optimizer is not None else ():
             for entry in self.optimizer.state.get(parameter, {}).values():
                 if isinstance(entry, Tensor) and entry.shape == parameter.shape:
@@ -167,9 +151,8 @@ class Learner:
             return
         self._start(self.parameters())
         self.optimizer.load_state_dict(state["optimizer"])
-        if not isinstance(self.optimizer, torch.optim.AdamW):
-            return  # the state of other optimizers may have any shape
-        for parameter, entries in self.optimizer.state.items():
+        adamw = isinstance(self.optimizer, torch.optim.AdamW)  # the state of others may have any shape
+        for parameter, entries in self.optimizer.state.items() if adamw else ():
             missing = {"step", "exp_avg", "exp_avg_sq"} - entries.keys()
             if missing:
                 raise ValueError(f"the optimizer's state has no {min(missing)}")

@@ -30,8 +30,6 @@ from .learner import Learner
 from .losses import token_losses
 from .settings import TrainingSettings
 
-__all__ = ["Batch", "Loop", "Row", "calibrate_empty"]
-
 
 @dataclass(eq=False)
 class Row:
@@ -50,12 +48,12 @@ class Row:
 
     @property
     def perplexity(self) -> float:
-        """Of the current reading."""
+        """exp(sum of nll / number of scored tokens) of the current reading; nan before the first scored token."""
         return perplexity_of(chunk for chunk in self.chunks if chunk.reading == self.chunks[-1].reading)
 
     @property
     def seconds(self) -> float:
-        """The time that reading has taken, of all readings together."""
+        """Wall time of scoring and learning, of all readings together."""
         return sum(chunk.seconds for chunk in self.chunks) + self.final_seconds
 
     @property
@@ -96,14 +94,9 @@ class Batch:
 
 
 class Loop:
-    """Scores and learns the chunks of documents.
+    """Scores and learns the chunks of documents. Settings that do not fit the model are a `ValueError`.
 
-    Args:
-        settings: checked against the model here.
-        writer: writes tokens of each chunk into a two-layer LOCAS memory; for batches of one row.
-
-    Raises:
-        ValueError: a setting does not fit the model.
+    A `writer` writes tokens of each chunk into a two-layer LOCAS memory; for batches of one row.
     """
 
     def __init__(
@@ -113,9 +106,31 @@ class Loop:
         writer: SlotWriter | None = None,
         anchor: Anchor | None = None,
     ):
-        self.host, self.settings, self.writer, self.anchor = host, _fit(settings, host), writer, anchor
-        self.start_token = self.settings.start_token
         self._bypassed = list_attention(host.model) if settings.gradient == "tokenwise" else []
+        self.host, self.settings, self.writer, self.anchor = host, settings, writer, anchor
+        self.start_token = settings.start_token
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        settings, host = self.settings, self.host
+        check_window(settings.window, host.positions)
+        if settings.start_token is not None and self._fills_positions():
+            raise ValueError(
+                f"stride must be below a window of all {host.positions} positions, got {settings.stride}: lower it, "
+                "since the start token takes one"
+            )
+        if settings.context == "cache":
+            host.check_cache()
+            if settings.window > (host.rope_positions or sys.maxsize):
+                raise ValueError(
+                    f"context must be 'recompute' with a window above {host.rope_positions}, where {host.kind} "
+                    f"changes its positions' frequencies, got 'cache' with {settings.window}: give it, or lower window"
+                )
+        if settings.gradient == "tokenwise" and not is_tokenwise(host, self._bypassed):
+            raise ValueError(
+                f"gradient must be 'full' for {host.kind}, got 'tokenwise': its tokens interact outside the attention "
+                "that would be left out"
+            )
 
     def find_start_token(self, documents: Iterable[Tensor]) -> None:
         """Take the start token from documents, LongTensor [T] each, unless the settings give it.
@@ -123,11 +138,13 @@ class Loop:
         It is their first token, where that is the model's `bos_token_id` in all of them: their tokenizer puts one
         there. A window of all positions without context has no room for it.
         """
-        settings, own = self.settings, self.host.start_token
-        if settings.start_token is None:
-            all_positions = settings.stride == settings.window == self.host.positions
-            told = own is not None and not all_positions and all(int(ids[0]) == own for ids in documents)
-            self.start_token = own if told else None
+        own = self.host.start_token
+        if self.settings.start_token is None:
+            fits = own is not None and not self._fills_positions()
+            self.start_token = own if fits and all(int(ids[0]) == own for ids in documents) else None
+
+    def _fills_positions(self) -> bool:
+        return self.settings.stride == self.settings.window == self.host.positions
 
     def make_batch(self, rows: list[Row]) -> Batch:
         """Return a batch of rows whose context is not known yet."""
@@ -144,9 +161,8 @@ class Loop:
     def step(self, batch: Batch, bounds: ChunkBounds, reading: int = 0) -> list[Batch]:
         """Score a chunk, which each row's document has, and learn it; append its record to each row.
 
-        Returns:
-            The batches that go on: `batch` itself, or, where rows did not learn the chunk, the other rows and a batch
-            for each of those. Their context is fed again: it may hold values that are not finite.
+        Return the batches that go on: `batch` itself, or, where rows did not learn the chunk, the other rows and a
+        batch for each of those. Their context is fed again: it may hold values that are not finite.
         """
         began = time.perf_counter()
         learning = bool(batch.rows[0].learner.parameters())
@@ -324,26 +340,3 @@ def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | Non
     """
     for name in empty_memories(model, adapter_name):
         calibrate(model, [input_ids], name, across_processes=False)
-
-
-def _fit(settings: TrainingSettings, host: CausalLM) -> TrainingSettings:
-    """Check settings against a model; return them with the context that they mean."""
-    check_window(settings.window, host.positions)
-    if settings.start_token is not None and settings.stride == settings.window == host.positions:
-        raise ValueError(
-            f"stride must be below a window of all {host.positions} positions, got {settings.stride}: lower it, since "
-            "the start token takes one"
-        )
-    if settings.context == "cache":
-        host.check_cache()
-        if settings.window > (host.rope_positions or sys.maxsize):
-            raise ValueError(
-                f"context must be 'recompute' with a window above {host.rope_positions}, where {host.kind} changes "
-                f"its positions' frequencies, got 'cache' with {settings.window}: give it, or lower window"
-            )
-    if settings.gradient == "tokenwise" and not is_tokenwise(host, list_attention(host.model)):
-        raise ValueError(
-            f"gradient must be 'full' for {host.kind}, got 'tokenwise': its tokens interact outside the attention "
-            "that would be left out"
-        )
-    return settings

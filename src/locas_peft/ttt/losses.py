@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["divergences", "token_losses"]
-
 PIECE = 2**23
 """Logits a piece: 32 MiB in float32."""
 
@@ -19,9 +17,7 @@ PIECE = 2**23
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return each token's negative log-likelihood [N], in nats, float32 or wider; differentiable once.
 
-    Args:
-        logits: [N, V], any floating dtype; float64 is kept.
-        targets: LongTensor [N].
+    `logits` are [N, V] of any floating dtype, `targets` a LongTensor [N].
     """
     return _TokenLosses.apply(logits, targets.to(logits.device))
 
@@ -29,11 +25,8 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
 def divergences(logits: Tensor, teacher_logits: Tensor) -> Tensor:
     """Return each token's KL divergence [N] from the teacher's next-token distribution to the student's, in nats.
 
-    It is float32 or wider (float64 where either is), 0 where the two agree, and differentiable once.
-
-    Args:
-        logits: [N, V], the student's, any floating dtype.
-        teacher_logits: [N, V], the teacher's; no gradient flows into them.
+    Both logits are [N, V] of any floating dtype. The result is float32 or wider, 0 where the two agree, and
+    differentiable once, by the student's logits.
     """
     return _Divergences.apply(logits, teacher_logits.detach())
 
@@ -63,11 +56,9 @@ def _log_softmax(logits: Tensor, norms: Tensor, rows: slice, out: Tensor | None 
 
 
 def _gradient(logits: Tensor, norms: Tensor, subtract_target: Callable, outer: Tensor) -> Tensor:
-    """Return the gradient [N, V] by the logits: (softmax - target distribution) * outer.
+    """Return the gradient [N, V] by the logits, (softmax - target distribution) * outer; outer [N] is by the losses.
 
-    Args:
-        subtract_target: subtracts the target distribution of some rows (a slice) from a piece, in place.
-        outer: [N], the gradient by the losses.
+    `subtract_target` subtracts the target distribution of some rows (a slice) from a piece, in place.
     """
     gradient = torch.empty_like(logits)
     for rows in _pieces(logits):

@@ -23,8 +23,6 @@ from .learner import Learner
 from .loop import Batch, Loop, Row, calibrate_empty
 from .settings import TrainingSettings
 
-__all__ = ["ManyReading", "read_many"]
-
 
 def read_many(
     model: PeftModel,
@@ -42,18 +40,16 @@ def read_many(
 
     Args:
         model: a PEFT model whose adapters are all LOCAS memories, with one active. Mutated: the memories are added.
-            `model.delete_adapter(name)` removes one.
         documents: from names, which no adapter of the model has, to LongTensors [T] or [1, T], T >= 2; lengths may
             differ. All are in one batch.
         settings, anchor, fields: as for `TestTimeTrainer`.
 
     Returns:
-        An iterator that yields, for each chunk, the records of the documents that have it, by name. The work is done
-        as it is iterated; the memories are made with the first record.
+        An iterator that yields, for each chunk, the records of the documents that have it, by name. The memories are
+        made with the first record.
 
     Raises:
-        TypeError, ValueError: at the call, in one line that names the argument, its rule, its value and the remedy;
-            the model is as it was.
+        TypeError, ValueError: at the call, in one line; the model is as it was.
 
     Example:
         >>> reading = read_many(model, {"emma": emma, "persuasion": persuasion}, window=512, stride=256,
@@ -109,18 +105,16 @@ class ManyReading:
         return {name: row.taken_back for name, row in self._rows.items()}
 
     def perplexity(self, name: str) -> float:
-        """exp(sum of nll / number of scored tokens) of a document's current reading; nan before its first score."""
+        """Of a document's current reading; nan before its first scored token."""
         return self._rows[name].perplexity
 
     def _make_row(self, name: str, ids: Tensor) -> Row:
         settings = self._loop.settings
         rates = settings.learning_rate, settings.warmup_steps, settings.decay_steps
-        learner = Learner(lambda: self._list_weights(name), *rates)
-        return Row(ids.to(self._loop.host.device), learner, name)
+        return Row(ids.to(self._loop.host.device), Learner(lambda: self._list_weights(name), *rates), name)
 
     def _list_weights(self, name: str) -> list[nn.Parameter]:
-        layers = [layer for layer in list_layers(self._model) if name in layer.locas_up]
-        return [part.weight for layer in layers for part in layer.projections(name)]
+        return [part.weight for layer in list_layers(self._model, name) for part in layer.projections(name)]
 
     def _read(self) -> Generator[dict[str, Chunk], None, None]:
         self._add_memories()

@@ -10,10 +10,6 @@ from torch import nn
 
 from ..tuner.modules import ADAPTER_LAYERS
 
-__all__ = ["active_configs", "model_state", "restore_model_state"]
-
-_FILLED_BY_CALIBRATION = ("slots",)
-
 
 def _adapter_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, ADAPTER_LAYERS)}
@@ -27,22 +23,20 @@ def active_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """Return the trained parameters, the active adapters' buffers, and the fields that calibration fills in."""
+    """Return the trained parameters, the active adapters' buffers, and the field that calibration fills in."""
     trained = {id(parameter) for parameter in trained}
     active = active_configs(model)
     inactive = (getattr(model, "peft_config", None) or {}).keys() - active.keys()
+    buffers = {}
+    for prefix, module in _adapter_modules(model).items():
+        for name, buffer in module.named_buffers():
+            of_base = name.startswith(("base_layer.", "original_module."))
+            if not of_base and name.rpartition(".")[2] not in inactive:
+                buffers[f"{prefix}.{name}"] = buffer
     return {
         "parameters": {name: value for name, value in model.named_parameters() if id(value) in trained},
-        "buffers": {
-            f"{prefix}.{name}": buffer
-            for prefix, module in _adapter_modules(model).items()
-            for name, buffer in module.named_buffers()
-            if not name.startswith(("base_layer.", "original_module.")) and name.rpartition(".")[2] not in inactive
-        },
-        "filled": {
-            name: {field: getattr(config, field) for field in _FILLED_BY_CALIBRATION if hasattr(config, field)}
-            for name, config in active.items()
-        },
+        "buffers": buffers,
+        "filled": {name: {"slots": one.slots} for name, one in active.items() if hasattr(one, "slots")},
     }
 
 

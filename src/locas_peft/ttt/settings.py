@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from ..checks import check_choice, check_whole
 
-__all__ = ["CONTEXTS", "GRADIENTS", "TrainingSettings"]
-
 CONTEXTS = ("recompute", "cache")
 GRADIENTS = ("full", "tokenwise")
 _LEAST = {"window": 1, "stride": 1, "epochs": 1, "readings": 1, "warmup_steps": 0, "decay_steps": 0, "sinks": 0}
@@ -26,17 +24,15 @@ class TrainingSettings:
         epochs: optimizer steps a chunk. The first uses the forward pass that scores; each further one runs it again.
         readings: how often the document is read from its beginning to its end.
         context: "recompute" feeds each chunk's context again, as in the paper; gradients flow through it. "cache"
-            takes it from a detached key/value cache that slides with the text. Its older entries were computed with
-            the adapter as it was then. The context is fed again each time the positions reach two windows.
+            takes it from a detached key/value cache that slides with the text, and feeds it again each time the
+            positions reach two windows.
         sinks: how many of its first tokens the cache keeps beside the last ones; trained attention needs them.
-        start_token: the token that each window and the cache begin with, where the model's tokenizer puts one at the
-            start of a text (`text.find_start_token`). None: the document's first token, where it is the model's
-            `bos_token_id`; else none.
+        start_token: the token that each window and the cache begin with (`text.find_start_token`). None: the
+            document's first token, where it is the model's `bos_token_id`; else none.
         gradient: "full" backpropagates through the whole model, as in the paper. "tokenwise" leaves out the paths
             through attention: about three quarters of the time, slightly less is learned (`attention_bypass`).
         warmup_steps: the first n steps use 1/(n+1), 2/(n+1), ..., n/(n+1) of the rate.
-        decay_steps: the rate falls with the inverse square root of the steps: step t, counted from 0, uses
-            1 / sqrt(1 + t / decay_steps) of it. 0 for a constant rate.
+        decay_steps: step t, counted from 0, uses 1 / sqrt(1 + t / decay_steps) of the rate. 0 for a constant rate.
         brake: whether the adapter is compared with the base now and then, and taken back where it makes the text
             worse (`brake.py`).
 

@@ -27,29 +27,25 @@ from .loop import Loop, Row
 from .model_state import model_state, restore_model_state
 from .settings import TrainingSettings
 
-__all__ = ["TestTimeTrainer"]
-
 
 class TestTimeTrainer:
     """Train the active adapter on a document while scoring it (the paper's online memorisation).
 
     A chunk of `stride` tokens is scored with up to `window - stride` tokens of context before it, by the adapter as it
-    is then; after that the adapter learns the chunk. The forward pass that scores is the one that is differentiated,
-    so that one epoch costs one forward and one backward pass.
+    is then; after that the adapter learns the chunk. The forward pass that scores is the one that is differentiated.
 
     The adapter's parameters that require gradients are changed in place; the base is not. Scores are taken in
-    evaluation mode; each module's own mode is restored before a record is yielded. Without an adapter, or with a
-    disabled one, the model is only scored.
+    evaluation mode. Without an adapter, or with a disabled one, the model is only scored.
 
     Args:
         model: a transformers causal language model, plain or with a PEFT adapter in its layers.
         settings: a `TrainingSettings`; None to make one of `fields`.
-        optimizer: makes the optimizer, from the list of parameters; None for AdamW at `learning_rate`, without weight
-            decay. It is made at the first step and kept for the trainer's life.
+        optimizer: makes the optimizer, from the list of parameters, at the first step; None for AdamW at
+            `learning_rate`, without weight decay.
         writer: writes tokens of each chunk into a two-layer LOCAS memory, from the scoring pass and its gradient,
             after the optimizer's step. With a writer, neither `learning_rate` nor `optimizer` means that the memory is
             not trained as well.
-        anchor: limits how the adapter changes the base's output on other text (see `Anchor`).
+        anchor: limits how the adapter changes the base's output on other text.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
 
     Attributes:
@@ -83,8 +79,7 @@ class TestTimeTrainer:
         anchor: Anchor | None = None,
         **fields: Any,
     ):
-        self.model = model
-        self._host = CausalLM(model)
+        self.model, self._host = model, CausalLM(model)
         settings = TrainingSettings(**fields) if settings is None else replace(settings, **fields)
         rates = settings.learning_rate, settings.warmup_steps, settings.decay_steps
         self._learner = Learner(self._list_trained, *rates, optimizer)
@@ -155,9 +150,6 @@ class TestTimeTrainer:
         Args:
             input_ids: LongTensor [T] or [1, T], T >= 2, on any device.
 
-        Returns:
-            An iterator over the records. The work is done as it is iterated.
-
         Raises:
             TypeError, ValueError: at the call, for ids that are no document or not the one begun, or a merged memory.
         """
@@ -223,11 +215,7 @@ class TestTimeTrainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a bit-identical continuation needs: copies of tensors on the CPU, and plain values.
-
-        That is the state of the reading, of what is trained, of the optimizer, of the anchor's texts, and torch's
-        random state.
-        """
+        """Return all that a bit-identical continuation needs: copies of tensors on the CPU, and plain values."""
         state = {
             "text": self._text,
             "start_token": self._loop.start_token,

@@ -28,8 +28,7 @@ def names_or_active(model: nn.Module, adapter_name: str | None) -> list[str]:
 def find_memory(model: nn.Module, adapter_name: str | None, purpose: str) -> tuple[str, list[LocasLayer]]:
     """Return the name of a memory, `None` for the active one, and the layers that have it, lowest first.
 
-    Raises:
-        ValueError: the model has no such memory, or several are active; `purpose` completes the message.
+    Where there is none, or several are active, raise a `ValueError`; `purpose` completes its message.
     """
     names = names_or_active(model, adapter_name)
     layers = list_layers(model, names[0]) if len(names) == 1 else []
@@ -40,36 +39,24 @@ def find_memory(model: nn.Module, adapter_name: str | None, purpose: str) -> tup
 
 
 def empty_memories(model: nn.Module, adapter_name: str | None = None) -> list[str]:
-    """Name the memories that wait for their calibration, for rows or for the measured scale.
-
-    Without a name, the active memories are checked.
-    """
-    return [
-        name
-        for name in names_or_active(model, adapter_name)
-        if any(layer.needs_calibration(name) for layer in list_layers(model, name))
-    ]
+    """Name the memories, by default of the active ones, that wait for their calibration (rows or measured scale)."""
+    layers = {name: list_layers(model, name) for name in names_or_active(model, adapter_name)}
+    return [name for name, own in layers.items() if any(layer.needs_calibration(name) for layer in own)]
 
 
 def unwritten_memories(model: nn.Module) -> list[str]:
     """Name the active memories of the strategy "write" that have no slot yet, so that training cannot change them."""
-    return [
-        name
-        for name in names_or_active(model, None)
-        if all(layer.is_written(name) and layer.is_empty(name) for layer in list_layers(model, name))
-    ]
+    layers = {name: list_layers(model, name) for name in names_or_active(model, None)}
+    return [name for name, own in layers.items() if all(one.is_written(name) and one.is_empty(name) for one in own)]
 
 
 @contextmanager
 def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None) -> Iterator[None]:
     """Multiply the output of a memory by a number within the context: 0 silences it, 1 changes nothing.
 
-    The multiplier is not saved with the memory, and a memory cannot be merged inside the context. Contexts may be
-    nested: their multipliers are multiplied. Without a name, the active memories are rescaled. PEFT's
-    `rescale_adapter_scale` does this for LoRA.
-
-    Raises:
-        ValueError: the model has no such memory, or it is merged.
+    The multiplier is not saved with the memory, and a memory cannot be merged inside the context. The multipliers of
+    nested contexts are multiplied. Without a name, the active memories are rescaled. A memory that is missing or
+    merged is a `ValueError`.
     """
     memories = [(layer, name) for name in names_or_active(model, adapter_name) for layer in list_layers(model, name)]
     if not memories:

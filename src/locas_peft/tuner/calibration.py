@@ -29,8 +29,8 @@ def calibrate(
 
     Args:
         model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
-        batches: `LongTensor [B, T]`, or mappings with `input_ids` and, where there is padding, `attention_mask` (both
-            `[B, T]`, nonzero where a token counts).
+        batches: `LongTensor [B, T]`, or mappings with `input_ids` and, where there is padding, `attention_mask`, both
+            `[B, T]`.
         adapter_name: the memory; `None` for the active ones.
         across_processes: under torch.distributed, whether the text is that of all processes together, which train one
             memory; else each process has a memory of its own.
@@ -59,17 +59,11 @@ def calibrate(
             raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it is calibrated.")
     batches = list(batches) if len(memories) > 1 else batches  # a generator gives its batches once
     for name, layers in memories.items():
-        _calibrate_one(model, batches, name, layers, across_processes)
-
-
-def _calibrate_one(
-    model: nn.Module, batches: Iterable, name: str, layers: list[LocasLayer], across_processes: bool
-) -> None:
-    # All layers' rows are computed before the first is changed: a failure leaves every layer unchanged.
-    statistics = observe_host(model, batches, name, layers, across_processes=across_processes)
-    rows = [layer.make_rows(name, seen) for layer, seen in zip(layers, statistics, strict=True)]
-    for layer, layer_rows, seen in zip(layers, rows, statistics, strict=True):
-        layer.initialize(name, layer_rows, seen)
+        # All layers' rows are computed before the first is changed: a failure leaves every layer unchanged.
+        statistics = observe_host(model, batches, name, layers, across_processes=across_processes)
+        rows = [layer.make_rows(name, seen) for layer, seen in zip(layers, statistics, strict=True)]
+        for layer, layer_rows, seen in zip(layers, rows, statistics, strict=True):
+            layer.initialize(name, layer_rows, seen)
 
 
 def observe_host(
@@ -83,11 +77,9 @@ def observe_host(
     """Return what the host's FFNs do on a text, for each of the layers of a memory. No memory takes part.
 
     The statistics suffice for a memory of width `r`, by default its own.
-
-    Raises:
-        ValueError: the text has no tokens, or gives values that are not finite.
     """
-    backbone = _find_backbone(model)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    backbone = base.base_model if isinstance(base, PreTrainedModel) else base  # without the head
     # Adapters of other kinds are part of the host that the memory runs in: they stay as they are.
     kept = [module for module in model.modules() if not isinstance(module, LocasLayer) or module in layers]
     try:
@@ -112,9 +104,3 @@ def to_inputs(model: nn.Module, batch: torch.Tensor | Mapping[str, torch.Tensor]
     if device.type == "meta":  # offloaded: accelerate moves the inputs
         device = inputs["input_ids"].device
     return {key: inputs[key].to(device) for key in ("input_ids", "attention_mask") if key in inputs}
-
-
-def _find_backbone(model: nn.Module) -> nn.Module:
-    """Return the transformer without its head, from inside any PEFT wrapper."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return model.base_model if isinstance(model, PreTrainedModel) else model

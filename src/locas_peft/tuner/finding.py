@@ -19,18 +19,11 @@ AnyFFN = HostFFN | HostMixture
 
 
 def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str, AnyFFN]:
-    """Find the FFNs of a language model by their structure. Vision and audio towers are left out.
+    """Find the FFNs of a language model, with adapters or without, by their structure, in the model's order.
 
-    The experts of a mixture are one FFN together, with the shared expert beside them. A mixture of an unknown
-    structure is left out.
-
-    Args:
-        model: any module, with adapters of any kind or without.
-        parts: the names of a dense FFN's parts, if they are not in `KNOWN_PARTS` (`LocasConfig.ffn_parts`).
-
-    Returns:
-        From the name of the module that a memory wraps (the FFN, the mixture's block, or the down projection of a flat
-        FFN) to the FFN, in the model's order.
+    The experts of a mixture are one FFN together, with the shared expert beside them. Vision and audio towers, and
+    mixtures of an unknown structure, are left out. The keys are the names of the modules that a memory wraps: the FFN,
+    the mixture's block, or the down projection of a flat FFN. `parts` is `LocasConfig.ffn_parts`.
     """
     candidates = list_known_parts() if parts is None else [to_parts(parts)]
     found: dict[str, AnyFFN] = {}

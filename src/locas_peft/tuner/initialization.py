@@ -1,9 +1,8 @@
 """How a memory's gate and up rows are initialised: calibration collects statistics, a strategy chooses the rows.
 
-Paper, section "Memory Initialization for Locas-GLU": over a calibration text, alpha_j = mean over tokens of |M_j|
-measures how active the host's slot j is; the rows of the R most active slots are cloned and scaled to unit norm; the
-value matrix starts at zero, so that a fresh memory changes no output. The other strategies are the rows of the paper's
-table on initialisation. A new strategy is one function and one row of `STRATEGIES`.
+Paper, section "Memory Initialization for Locas-GLU", and its table on initialisation: alpha_j = mean over tokens of
+|M_j| measures how active the host's slot j is. The value matrix starts at zero, so that a fresh memory changes no
+output. A new strategy is one function and one row of `STRATEGIES`.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ class Statistics:
 
 
 class Calibration:
-    """Collects the statistics of one FFN over a text: sums, and a sample of the tokens. Padding does not count.
+    """Collects the statistics of one FFN over a text: sums, and a sample of at most `samples` tokens, drawn by `seed`.
 
-    At most `samples` tokens are sampled, drawn by `seed`. With `across_processes`, under torch.distributed, they are
-    tokens of all processes together.
+    Padding does not count. With `across_processes`, under torch.distributed, the text is that of all processes.
     """
 
     def __init__(self, samples: int, seed: int = 0, across_processes: bool = True) -> None:
-        self.samples = samples
-        self._across_processes = across_processes and _is_distributed()
-        self._tokens = 0
+        distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._across_processes = across_processes and distributed
+        self._samples, self._tokens = samples, 0
         self._activity: torch.Tensor | None = None  # [F] float64, sum over tokens of |M|
         # Of each sampled token its random key [n] float64, A [n, D] and |FFN(A)| [n].
         self._sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -73,15 +71,11 @@ class Calibration:
 
     def _keep_largest(self, samples: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
         tensors = [torch.cat(parts) for parts in zip(*samples, strict=True)]
-        largest = tensors[0].topk(min(self.samples, len(tensors[0]))).indices
+        largest = tensors[0].topk(min(self._samples, len(tensors[0]))).indices
         return tuple(tensor[largest.to(tensor.device)] for tensor in tensors)
 
     def finish(self) -> Statistics:
-        """Return the statistics over all tokens.
-
-        Raises:
-            ValueError: there were no tokens, or values that are not finite.
-        """
+        """Return the statistics; raise a `ValueError` if there were no tokens, or values that are not finite."""
         tokens = torch.tensor(float(self._tokens), dtype=torch.float64)
         if self._activity is not None and self._across_processes:
             tokens = tokens.to(self._activity.device)
@@ -98,10 +92,6 @@ class Calibration:
                 "an FFN's activations are not finite on the calibration text: check the base and its dtype."
             )
         return Statistics(self._activity / tokens.to(self._activity.device), inputs, output_norms)
-
-
-def _is_distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @dataclass(frozen=True)
@@ -121,8 +111,7 @@ class Strategy:
     needs_calibration: bool = True  # whether `make` uses the statistics
     clones: bool = True  # whether the rows are slots of the host, so that R cannot exceed F
     takes_tokens: bool = False  # whether each row is a token of the calibration text
-    # Whether the memory starts without rows and is written slot by slot (`writing.py`): what `make` returns then only
-    # serves to measure the scale.
+    # Whether the memory starts empty and is written slot by slot (`SlotWriter`); `make` then only serves the scale.
     written: bool = False
 
 
@@ -154,10 +143,7 @@ def draw_gaussian(ffn: AnyFFN, statistics: Statistics | None, r: int, generator:
 
 
 def take_activations(ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
-    """Take the normalised FFN inputs of R tokens, like the keys of Locas-MLP; gate and up start equal.
-
-    A text with fewer than R tokens gives each of them several times.
-    """
+    """Take the normalised FFN inputs of R tokens, in turns if there are fewer; gate and up start equal."""
     inputs = statistics.inputs
     rows = _to_unit(inputs[torch.arange(r, device=inputs.device) % len(inputs)])
     return Rows(gate=rows.clone() if ffn.gated else None, up=rows)

@@ -22,16 +22,11 @@ DIGEST = "locas_digest"
 """The key of the digest in the metadata of a safetensors file."""
 LARGEST = 1e12
 """The limit of a layer's gain, the product of its largest numbers, and of any other number in a memory's files.
-
-The outputs of a layer within it stay far below the largest float32. Trained memories are below 1e3.
-"""
+Outputs then stay far below the largest float32. Trained memories are below 1e3."""
 
 
 def find_memory_file(folder: str, subfolder: str | None = None, **hub_options: Any) -> str | None:
-    """Return the file that PEFT loads, safetensors before a pickle; None where there is neither.
-
-    A name that is no folder is one on the hub: its file is downloaded to where PEFT finds it.
-    """
+    """Return the file that PEFT loads from a folder or the hub, safetensors before a pickle; None without either."""
     path = os.path.join(folder, subfolder) if subfolder else folder
     for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME):
         if os.path.isdir(path):
@@ -46,11 +41,8 @@ def find_memory_file(folder: str, subfolder: str | None = None, **hub_options: A
 def load_tensors(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Load the tensors of an adapter's file, on the CPU, and its metadata.
 
-    A pickle is read by torch's reader of plain tensors (`weights_only`), which calls no function that it names.
-
-    Raises:
-        ValueError: the file is unreadable or damaged, its digest is that of other tensors, or it holds something
-            other than dense tensors.
+    A pickle is read by torch's reader of plain tensors (`weights_only`), which calls no function that it names. A file
+    that is damaged, has another digest, or holds other things than dense tensors is a `ValueError`.
     """
     try:
         if path.endswith(".safetensors"):
@@ -99,10 +91,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def seal_memory_file(folder: str) -> dict[str, torch.Tensor]:
-    """Write the digest of its tensors into a memory's safetensors file, and return them; none where there is no file.
-
-    The header's keys are sorted: safetensors itself writes them in a random order.
-    """
+    """Write the digest of its tensors into a memory's safetensors file, and return them; none without a file."""
     path = find_memory_file(folder) if os.path.isdir(folder) else None
     try:
         tensors, metadata = ({}, {}) if path is None else load_tensors(path)
@@ -113,6 +102,7 @@ def seal_memory_file(folder: str) -> dict[str, torch.Tensor]:
     with open(path, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         data = file.read()
+    # safetensors itself writes the keys in a random order.
     header["__metadata__"] = dict(sorted({**metadata, DIGEST: digest(tensors)}.items()))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors stay aligned

@@ -51,9 +51,7 @@ class HostMixture:
     parts = None  # the names of a dense FFN's parts
 
     def __init__(self, owner: nn.Module, name: str = "") -> None:
-        self.owner = owner
-        self.name = name or type(owner).__name__
-        experts = owner.experts
+        self.owner, self.name, experts = owner, name or type(owner).__name__, owner.experts
         self._wrapped = isinstance(experts, BaseTunerLayer)
         self.experts = experts.get_base_layer() if self._wrapped else experts
         gate_up, down = (getattr(self.experts, part, None) for part in ("gate_up_proj", "down_proj"))
@@ -152,8 +150,7 @@ class HostMixture:
         record: dict[str, torch.Tensor] = {}
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            given = dict(zip(("inputs", "chosen", "weights"), (*args, *kwargs.values()), strict=False))
-            record.update(given)
+            record.update(zip(("inputs", "chosen", "weights"), (*args, *kwargs.values()), strict=False))
 
         handles = [
             self.experts.register_forward_pre_hook(before, with_kwargs=True),
@@ -187,26 +184,19 @@ class HostMixture:
         """Return the reason why no memory can be merged into the block, or `None`."""
         if self.widens_shared:
             return self.shared.find_obstacle()
-        adapter = self.find_other_adapter()
-        if adapter:
-            return adapter
-        for name in ("gate_up_proj", "down_proj"):
-            obstacle = find_weight_obstacle(name, self.experts, getattr(self.experts, name))
-            if obstacle:
-                return obstacle
-        if self.routing_sum() is None:
+        names = ("gate_up_proj", "down_proj")
+        obstacles = (find_weight_obstacle(name, self.experts, getattr(self.experts, name)) for name in names)
+        obstacle = self.find_other_adapter() or next(filter(None, obstacles), None)
+        if obstacle is None and self.routing_sum() is None:
             shared = "its shared expert is gated" if self.shared is not None else "it has no shared expert"
             return (
                 f"the routing weights of its experts do not add up to a constant, and {shared}: keep the memory as "
                 "an adapter"
             )
-        return None
+        return obstacle
 
     def routing_sum(self) -> float | None:
-        """Return the constant c that the routing weights of each token add up to, or `None` where they vary.
-
-        Tokens of different lengths are routed: weights that are not normalised grow with the router's logits.
-        """
+        """Return the constant c that the routing weights of each token add up to, or `None` where they vary."""
         _, record = self._run_random_tokens(256)
         sums = record["weights"].double().sum(dim=-1)
         mean = sums.mean().item()
@@ -217,12 +207,9 @@ class HostMixture:
 
     @torch.no_grad()
     def widen(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-        """Append R neurons that add what they would add beside the block. `narrow` restores it bit for bit.
+        """Append R neurons that add what they would add beside the block: gate and up `[R, D]`, down `[D, R]`.
 
-        Args:
-            gate: `[R, D]`.
-            up: `[R, D]`.
-            down: `[D, R]`, with any output scale applied.
+        `narrow` restores the block bit for bit.
         """
         if self.widens_shared:
             self.shared.widen(gate, up, down)
@@ -255,11 +242,10 @@ class HostMixture:
     @torch.no_grad()
     def pad(self, width: int) -> None:
         """Append neurons of zeros, which add nothing to the output, up to a width."""
-        missing = width - self.width
         if self.widens_shared:
             self.shared.pad(width)
-        elif missing > 0:
-            rows = self.experts.down_proj.new_zeros(missing, self.hidden_size)
+        elif width > self.width:
+            rows = self.experts.down_proj.new_zeros(width - self.width, self.hidden_size)
             self._append(rows, rows, rows.T)
 
     def _refresh_experts(self) -> None:
@@ -270,10 +256,7 @@ class HostMixture:
     # ------------------------------------------------------------------- routing
 
     def is_sum_of_experts(self) -> bool:
-        """Return whether the block computes the weighted sum of its experts, on random tokens.
-
-        Taken for granted where the weights are on the meta device.
-        """
+        """Return whether the block computes the sum of its experts, on random tokens; True without weights."""
         if any(parameter.is_meta for parameter in self.owner.parameters()):
             return True
         output, record = self._run_random_tokens(16)
@@ -296,6 +279,7 @@ class HostMixture:
 
     def _run_random_tokens(self, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the block's output for random tokens, so many of each of three lengths, and what was recorded."""
+        # Routing weights that are not normalised grow with the router's logits, and those with a token's length.
         weight = self.experts.down_proj
         tokens = torch.randn(3, count, self.hidden_size, generator=torch.Generator().manual_seed(0))
         tokens = (tokens * torch.tensor([0.1, 0.3, 1.0]).reshape(3, 1, 1)).to(weight.device, weight.dtype)

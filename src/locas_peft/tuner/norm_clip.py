@@ -38,8 +38,7 @@ def clip_after_optimizer_steps(layer: LocasLayer) -> None:
 def clip_norms_(weights: Sequence[torch.Tensor], dims: Sequence[int], max_norm: float) -> None:
     """Project vectors of several tensors into the ball of radius `max_norm`, in place; vectors inside keep their bits.
 
-    The tensors are rows `[..., R, D]` or columns `[..., D, R]`; `dims` is the dimension of each one's vectors: -1 for
-    rows, -2 for columns.
+    `dims` has -1 for a tensor of rows `[..., R, D]`, -2 for one of columns `[..., D, R]`.
     """
     # A norm for each tensor: reductions of stacked tensors may add in another order. The rest is grouped.
     norms = [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
@@ -83,14 +82,10 @@ class _Index:
 
     def fits(self, parameters: list[nn.Parameter]) -> bool:
         """Return whether the optimizer still holds these parameters, and memories' weights are in their modules."""
-        return (
-            len(parameters) == len(self._parameters)
-            and all(ref() is parameter for ref, parameter in zip(self._parameters, parameters, strict=True))
-            and all(
-                (module := module_ref()) is not None and module.weight is ref()
-                for ref, module_ref, _, _ in self._weights
-            )
-        )
+        if [id(parameter) for parameter in parameters] != [id(ref()) for ref in self._parameters]:
+            return False
+        weights = [(ref(), module()) for ref, module, _, _ in self._weights]
+        return all(weight is not None and getattr(module, "weight", None) is weight for weight, module in weights)
 
     def clip(self) -> None:
         """Clip the weights that the step changed: those with a gradient, or all if none of them has one."""

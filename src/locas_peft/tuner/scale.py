@@ -7,11 +7,8 @@ on it, which are computed from k A in place of A:
     output scale  tau = (ALPHA / R) (median over tokens of |FFN(A)|) / sqrt(D) / (mean over tokens and slots of |M|)
 
 The elements of k A have the size KAPPA. R slots whose values have elements of the size v add at most ALPHA v times the
-size of the elements of the FFN's own output. A step of AdamW moves each element of the values by the learning rate, so
-that its effect is the same share of the output on hosts of every width D. Both hold whatever the norm's weight and the
-host's projections are multiplied by. The division by R, which is also in the paper's tau, lets one learning rate suit
-memories of every width. The medians leave out single tokens whose FFN output is hundreds of times as long as the
-others' (attention sinks of pretrained models).
+size of the elements of the FFN's own output: a step of AdamW has the same effect for every width D and R. The medians
+leave out single tokens whose FFN output is hundreds of times as long as the others' (attention sinks).
 """
 
 from __future__ import annotations
@@ -33,9 +30,9 @@ def measure_input_scale(inputs: torch.Tensor) -> torch.Tensor:
 def measure_output_scale(
     activations: torch.Tensor, output_norms: torch.Tensor, hidden_size: int, otherwise: torch.Tensor
 ) -> torch.Tensor:
-    """Return tau, a scalar, from M `[tokens, R]`, with k applied, and |FFN(A)| `[tokens]`.
+    """Return tau, a scalar, from M `[tokens, R]`, with k applied, |FFN(A)| `[tokens]` and D.
 
-    `hidden_size` is D. `otherwise` is the value where no slot is active.
+    `otherwise` is the value where no slot is active.
     """
     activity = activations.float().abs().mean()
     share = ALPHA / hidden_size**0.5

@@ -34,10 +34,7 @@ def widened_config(
 ) -> PretrainedConfig:
     """Return a copy of a model's config with the FFNs' new widths. A model built from it has exactly these shapes.
 
-    `ffn_parts` are the names that the FFNs were found by (`LocasConfig`).
-
-    Raises:
-        ValueError: no field of the config makes a model whose FFNs have those widths.
+    `ffn_parts` are the names that the FFNs were found by. Where no field makes these widths, raise a `ValueError`.
     """
     config = copy.deepcopy(model.config)
     for part in _language_configs(config):
@@ -59,19 +56,16 @@ def widened_config(
 
 
 def widen_to(groups: list[WidthGroup], model: nn.Module, config: PretrainedConfig | None) -> None:
-    """Pad the FFNs to their new widths, and write these into the model's own config object, which its modules share.
-
-    Args:
-        config: of `widened_config`; None for a model that has none.
-    """
+    """Pad the FFNs to their new widths, and write those of `widened_config` into the model's own config object."""
     for group in groups:
         for ffn in group.ffns.values():
             ffn.pad(group.new_width)
     if config is None:
         return
+    fields = (*WIDTH_FIELDS, *EXPERT_FIELDS, *SHARED_FIELDS, *SHARED_COUNT_FIELDS, "block_auto_adjust_ff_dim")
+    # In place: the model's modules share the object.
     for new, old in zip(_language_configs(config), _language_configs(model.config), strict=True):
-        fields = WIDTH_FIELDS + EXPERT_FIELDS + SHARED_FIELDS + SHARED_COUNT_FIELDS
-        for field in (*fields, "block_auto_adjust_ff_dim"):
+        for field in fields:
             if hasattr(new, field) and getattr(new, field) != getattr(old, field):
                 setattr(old, field, getattr(new, field))
 
@@ -93,11 +87,10 @@ def _set_width(config: PretrainedConfig, group: WidthGroup) -> None:
     width, new_width = group.width, group.new_width
     mixture = next((ffn for ffn in group.ffns.values() if isinstance(ffn, HostMixture)), None)
     if mixture is not None:
-        step = mixture.expert_width
-        fields = SHARED_FIELDS if mixture.widens_shared else EXPERT_FIELDS
-        sizes: list[tuple[str, float, int]] = [(field, width, new_width) for field in fields]
-        if mixture.widens_shared:
-            sizes += [(field, width / step, new_width // step) for field in SHARED_COUNT_FIELDS]
+        step, shared = mixture.expert_width, mixture.widens_shared
+        sizes: list[tuple[str, float, int]]
+        sizes = [(field, width, new_width) for field in (SHARED_FIELDS if shared else EXPERT_FIELDS)]
+        sizes += [(field, width / step, new_width // step) for field in (SHARED_COUNT_FIELDS if shared else ())]
         for field, old, new in sizes:
             if getattr(config, field, None) == old:
                 setattr(config, field, new)
