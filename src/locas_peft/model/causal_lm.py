@@ -3,8 +3,6 @@
 Axes: B rows of a batch, n tokens, T tokens of a document, V vocabulary.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext

@@ -3,8 +3,6 @@
 Axes: B rows, H heads, G heads of keys and values, Q queries, K keys, D dimensions of a head.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention

@@ -11,8 +11,6 @@ where I stands at the neurons F to F + R. A fused gate and up projection has one
 base share the wider base, each as wide as its own R; an engine can thus serve many of them at once.
 """
 
-from __future__ import annotations
-
 import torch
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn

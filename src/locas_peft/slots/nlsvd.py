@@ -21,8 +21,6 @@ Departures from the text:
 Axes: D hidden size, R slots, n slots after the reduction; leading dimensions (layers) are a batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple

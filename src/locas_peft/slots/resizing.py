@@ -9,8 +9,6 @@ A memory is compressed in one of two ways:
 Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 
 import torch

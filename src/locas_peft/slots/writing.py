@@ -22,8 +22,6 @@ Choices beyond the paper:
 Axes: L layers, N tokens, D hidden size, R slots.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

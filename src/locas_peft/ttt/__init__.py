@@ -12,22 +12,7 @@ from .settings import TrainingSettings
 from .trainer import TestTimeTrainer
 
 __all__ = [
-    "Anchor",
-    "Chunk",
-    "ChunkBounds",
-    "ManyReading",
-    "OwnText",
-    "TestTimeTrainer",
-    "TrainingSettings",
-    "at_marks",
-    "choose_marks",
-    "cumulative",
-    "cut",
-    "divergences",
-    "per_segment",
-    "perplexity",
-    "perplexity_of",
-    "read_many",
-    "token_losses",
-    "write_own_text",
-]
+    "Anchor", "Chunk", "ChunkBounds", "ManyReading", "OwnText", "TestTimeTrainer", "TrainingSettings", "at_marks",
+    "choose_marks", "cumulative", "cut", "divergences", "per_segment", "perplexity", "perplexity_of", "read_many",
+    "token_losses", "write_own_text",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """Tokenwise gradients: a backward pass that leaves out the paths through attention."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

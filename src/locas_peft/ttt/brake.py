@@ -6,8 +6,6 @@ n chunks there are about log2(n) of them, and one more every 32 chunks; a jump o
 reading one further pass scores the text with the adapter that is left.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Perplexity is exp(sum of nll / number of scored tokens), in nats, never a mean of chunk perplexities.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """The parameters that are trained and their optimizer: warm-up, skipped steps, snapshots."""
 
-from __future__ import annotations
-
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -97,10 +96,7 @@ class Learner:
     def take_snapshot(self) -> None:
         """Copy parameters and optimizer state, for `restore_snapshot`."""
         values = [(parameter, parameter.clone()) for parameter in self.parameters()]
-        state = {
-            parameter: {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
-            for parameter, entries in (self.optimizer.state.items() if self.optimizer is not None else ())
-        }
+        state = None if self.optimizer is None else copy.deepcopy(self.optimizer.state_dict())
         self._snapshot = values, self.optimizer, self.steps, state
 
     @torch.no_grad()
@@ -110,8 +106,7 @@ class Learner:
         for parameter, value in values:
             parameter.copy_(value)
         if self.optimizer is not None:
-            self.optimizer.state.clear()
-            self.optimizer.state.update(state)
+            self.optimizer.load_state_dict(state)
 
     @torch.no_grad()
     def keep_good(self) -> None:

@@ -3,8 +3,6 @@
 Axes: N tokens of a chunk, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

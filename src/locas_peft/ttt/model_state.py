@@ -1,7 +1,5 @@
 """What training changes in a model: parameters, buffers of adapters, and fields that calibration fills in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

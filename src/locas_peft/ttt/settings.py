@@ -1,7 +1,5 @@
 """The settings of test-time training: plain values, checked once."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -6,8 +6,6 @@ model that require gradients, of LOCAS, LoRA or another method. A model without 
 Axes: T tokens of the document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any

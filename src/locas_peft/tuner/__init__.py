@@ -11,21 +11,7 @@ from .model import LocasModel
 from .modules import adapters_disabled, evaluating, trained_parameters
 
 __all__ = [
-    "KNOWN_PARTS",
-    "STRATEGIES",
-    "FFNParts",
-    "LocasConfig",
-    "LocasLayer",
-    "LocasModel",
-    "Rows",
-    "Strategy",
-    "adapters_disabled",
-    "calibrate",
-    "empty_memories",
-    "evaluating",
-    "find_ffns",
-    "list_layers",
-    "rescale",
-    "trained_parameters",
-    "unwritten_memories",
-]
+    "KNOWN_PARTS", "STRATEGIES", "FFNParts", "LocasConfig", "LocasLayer", "LocasModel", "Rows", "Strategy",
+    "adapters_disabled", "calibrate", "empty_memories", "evaluating", "find_ffns", "list_layers", "rescale",
+    "trained_parameters", "unwritten_memories",
+]  # fmt: skip

@@ -1,7 +1,5 @@
 """The memories that a model has: found by name, listed by their state, and rescaled for a while."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Calibrate the memories of a model on a text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 import torch

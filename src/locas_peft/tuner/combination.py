@@ -8,8 +8,6 @@ largest k and the largest |w| tau, and for the slots of m
 No factor is above 1, so that slots within the norm clip stay within it.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

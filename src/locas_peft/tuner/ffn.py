@@ -13,8 +13,6 @@ formula gives the output of the module's own forward. A new family is one row of
 Axes: B batch, T tokens, D hidden size, F host FFN width, R memory width.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -205,11 +203,12 @@ class HostFFN:
         self._refresh_owner()
 
     @torch.no_grad()
-    def narrow(self, start: int, stop: int) -> None:
-        """Remove the neurons [start, stop). The others keep their bits."""
+    def narrow(self, width: int) -> None:
+        """Remove the neurons from `width` on. The others keep their bits."""
+        stop = self.width
         for module, first in reversed(self._row_blocks()):
-            _splice(module, 0, first + start, first + stop)
-        _splice(self.down, 1, start, stop)
+            _splice(module, 0, first + width, first + stop)
+        _splice(self.down, 1, width, stop)
         self._refresh_owner()
 
     def pad(self, width: int) -> None:

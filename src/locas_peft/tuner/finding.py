@@ -1,7 +1,5 @@
 """Find the FFNs of a language model: dense ones and mixtures of experts, by their structure."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 

@@ -5,8 +5,6 @@ Paper, section "Memory Initialization for Locas-GLU", and its table on initialis
 output. A new strategy is one function and one row of `STRATEGIES`.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ the FFN's input, after its norm, and k and tau one number each per layer and mem
 then is a merged memory exactly R more neurons of the host.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -300,10 +298,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     @property
     def base_width(self) -> int:
         """F without the merged memories."""
-        return self.ffn.width - self._merged_width(self.merged_adapters)
-
-    def _merged_width(self, adapter_names: Iterable[str]) -> int:
-        return sum(self.ffn.merged_width(self.locas_up[name].out_features) for name in adapter_names)
+        widths = (self.locas_up[name].out_features for name in self.merged_adapters)
+        return self.ffn.width - sum(map(self.ffn.merged_width, widths))
 
     @torch.no_grad()
     def neurons(self, adapter_name: str) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
@@ -346,13 +342,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if adapter:
             raise ValueError(f"cannot merge into {self.name}: {adapter}.")
 
-    def unmerge(self, adapter_names: list[str] | None = None) -> None:
-        """Remove merged memories from the host FFN; `None` for all. Those merged later than a removed one stay."""
-        for name in [name for name in self.merged_adapters if adapter_names is None or name in adapter_names]:
-            later = self.merged_adapters[self.merged_adapters.index(name) :]
-            start = self.ffn.width - self._merged_width(later)
-            self.ffn.narrow(start, start + self._merged_width([name]))
-            self.merged_adapters.remove(name)
+    def unmerge(self) -> None:
+        """Remove all merged memories from the host FFN, whose weights are then those of before, bit for bit."""
+        if self.merged_adapters:
+            self.ffn.narrow(self.base_width)
+            self.merged_adapters.clear()
 
     def release(self) -> nn.Module:
         """Remove the layer's hook from the host and return the wrapped module."""

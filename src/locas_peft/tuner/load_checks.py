@@ -3,8 +3,6 @@
 A sample of the base's weights, kept in the config, recognises the base that the memory was made for.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from contextlib import suppress

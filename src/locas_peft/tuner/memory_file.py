@@ -1,7 +1,5 @@
 """The file of a memory's tensors: found, read and digested. Nothing in it is executed; `load_checks.py` checks it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -19,8 +19,6 @@ The experts' weights are the fused three-dimensional parameters of transformers 
 down_proj `[E, D, F]`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -228,15 +226,14 @@ class HostMixture:
         self._refresh_experts()
 
     @torch.no_grad()
-    def narrow(self, start: int, stop: int) -> None:
-        """Remove the neurons [start, stop). The others keep their bits."""
+    def narrow(self, width: int) -> None:
+        """Remove the neurons from `width` on. The others keep their bits."""
         if self.widens_shared:
-            self.shared.narrow(start, stop)
+            self.shared.narrow(width)
             return
-        gate_up, columns = self.experts.gate_up_proj, self.experts.down_proj
-        kept = torch.ones(self.expert_width, dtype=torch.bool, device=columns.device)
-        kept[start:stop] = False
-        gate_up.data, columns.data = gate_up[:, torch.cat([kept, kept])], columns[:, :, kept]
+        gate, up = self.experts.gate_up_proj.chunk(2, dim=1)
+        self.experts.gate_up_proj.data = torch.cat([gate[:, :width], up[:, :width]], dim=1)
+        self.experts.down_proj.data = self.experts.down_proj[:, :, :width].contiguous()
         self._refresh_experts()
 
     @torch.no_grad()

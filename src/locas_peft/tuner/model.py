@@ -1,7 +1,5 @@
 """LocasModel: the tuner that injects memories into a model and merges them into plain checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re
@@ -210,11 +208,6 @@ class LocasModel(BaseTuner):
         with self._all_or_none(adapter_names):
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
-    def unmerge_adapter(self, adapter_names: list[str] | None = None) -> None:
-        """Remove all merged memories, or (beyond PEFT) the named ones, and restore the base bit for bit."""
-        for layer in self._mergeable_layers():
-            _unmerge(layer, layer.merged_adapters if adapter_names is None else adapter_names)
-
     def _unload_and_optionally_merge(
         self, merge: bool = True, safe_merge: bool = False, adapter_names: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
@@ -260,7 +253,9 @@ class LocasModel(BaseTuner):
     @contextmanager
     def _all_or_none(self, adapter_names: list[str] | None) -> Iterator[None]:
         """Check that memories can be merged, and undo the merges of a failed merge."""
-        before = {layer: list(layer.merged_adapters) for layer in self._mergeable_layers()}
+        # The memories, and the trained tokens that PEFT merges with them.
+        mergeable = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        before = {layer: list(layer.merged_adapters) for layer in mergeable}
         try:
             for layer in list_layers(self.model):
                 for name in layer.active_adapters if adapter_names is None else adapter_names:
@@ -269,12 +264,11 @@ class LocasModel(BaseTuner):
             yield
         except Exception:
             for layer, merged in before.items():
-                _unmerge(layer, [name for name in layer.merged_adapters if name not in merged])
+                if layer.merged_adapters != merged:
+                    layer.unmerge()
+                    if merged:
+                        layer.merge(adapter_names=merged)
             raise
-
-    def _mergeable_layers(self) -> list[BaseTunerLayer]:
-        """Return the memories, and the trained tokens that PEFT merges with them."""
-        return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
 
     # ----------------------------------------------------------------- combining
 
@@ -357,18 +351,6 @@ def _set_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
 
 def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple:
     return args, {**kwargs, "adapter_names": adapter_names}
-
-
-def _unmerge(layer: BaseTunerLayer, adapter_names: list[str]) -> None:
-    """Unmerge some adapters of a layer. PEFT's layers can only unmerge all; the others are merged again."""
-    if isinstance(layer, LocasLayer):
-        layer.unmerge(adapter_names)
-        return
-    kept = [name for name in layer.merged_adapters if name not in adapter_names]
-    if kept != layer.merged_adapters:
-        layer.unmerge()
-        if kept:
-            layer.merge(adapter_names=kept)
 
 
 def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:

@@ -1,7 +1,5 @@
 """Modules and parameters of a model with adapters: the base's own, those in use, their modes, their former state."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

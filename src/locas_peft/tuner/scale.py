@@ -11,8 +11,6 @@ size of the elements of the FFN's own output: a step of AdamW has the same effec
 leave out single tokens whose FFN output is hundreds of times as long as the others' (attention sinks).
 """
 
-from __future__ import annotations
-
 import torch
 from peft.tuners._buffer_dict import BufferDict
 

@@ -1,7 +1,5 @@
 """The width of the host's FFNs in the model's config, which must follow where merged memories widen them."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 
