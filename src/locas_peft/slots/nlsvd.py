@@ -14,9 +14,9 @@ Departures from the text:
 - Sign. An eigenvector's sign is arbitrary, but f(p) and f(-p) differ. The sign is chosen at which the sum of the
   slots' squared outputs is larger, which gave the smallest errors on text (`benchmarks/LOG.md`).
 - "Identical on the span of the probes" does not follow. The reduced memory equals f at each probe and, for ReLU, on
-  the ray through it. Between the rays f is not additive (`tests/test_nlsvd.py` has an example).
+  the ray through it. Between the rays f is not additive.
 - Other activations. With phi(0) = 0 and v_j = f(rho p_j) / phi(rho), the reduced memory equals f at rho p_j, for any
-  one rho > 0. Nothing is guaranteed elsewhere on the ray.
+  one rho > 0.
 
 Axes: D hidden size, R slots, n slots after the reduction; leading dimensions (layers) are a batch.
 """
@@ -48,12 +48,11 @@ def nl_svd(
     """Reduce a two-layer memory to `rank` slots whose output equals the memory's at `rank` orthonormal probes.
 
     Args:
-        key: K `[..., D, R]`, float32 or float64.
-        value: V `[..., R, D]`, same dtype and leading dimensions.
+        key, value: K `[..., D, R]` and V `[..., R, D]`, both float32 or float64.
         rank: n, from 1 to R. There are at most min(D, R) directions: further slots are zeros.
         activation: phi, with phi(0) = 0.
-        probe_norm: rho, the norm of the probes as inputs; 1 in the paper. ReLU gives the same result for every rho;
-            for another activation, use the norm of the memory's inputs.
+        probe_norm: rho, the norm of the probes as inputs; 1 in the paper. It has no effect with ReLU; for another
+            activation, use the norm of the memory's inputs.
 
     Raises:
         TypeError, ValueError: arguments of another dtype or shape, or values that are zero or not finite.

@@ -1,10 +1,7 @@
 """Change how many slots a memory has: compress it to fewer, or grow it by slots that are still empty.
 
-A memory is compressed in one of two ways:
-- NL-SVD (`nl_svd`), for memories of two layers. It needs no text. The paper has nothing for gated memories, whose
-  slots have two input directions each.
-- Keep n of the slots and fit their values, by least squares over a text, to the output of the whole memory. This
-  suits every structure, since the output is linear in the values.
+NL-SVD (`nl_svd`) compresses memories of two layers without a text. To keep n slots and refit their values on a text,
+by least squares, suits every memory, since the output is linear in the values.
 
 Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
@@ -32,8 +29,7 @@ def compress(
     """Reduce a memory to `rank` slots in every layer, in place; its config's `r` follows, so that it can be saved.
 
     With `batches`, keep the slots that contribute most on that text and refit their values (any memory). Without,
-    apply `nl_svd` (two-layer memories). The weights are new parameters: create optimizers afterwards. The scales do
-    not change.
+    apply `nl_svd` (two-layer memories). The weights are new parameters: create optimizers afterwards.
 
     Args:
         model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
@@ -79,7 +75,7 @@ def grow(
     """Widen a memory to `rank` slots in every layer, in place, so that it can learn more. No output changes.
 
     The new slots have rows by the memory's own strategy, without those that it has cloned already, and values of zero.
-    The config's `r` follows. The weights are new parameters: create optimizers afterwards. The scales do not change.
+    The config's `r` follows. The weights are new parameters: create optimizers afterwards.
 
     Args:
         model, adapter_name: as for `compress`.

@@ -5,19 +5,17 @@ Paper, section "Memory Initialization for Locas-MLP". For a token t and layer i,
     key   k = A^i / |A^i|,   value  v = epsilon G^i / |G|,   |G|^2 = sum over layers of |G^i|^2
 
 with A^i the FFN's input and G^i the gradient of the next token's log-likelihood with respect to the FFN's output: the
-slot moves that output by phi(|A^i|) v, which raises the likelihood. One forward and one backward pass over a chunk
-give A and G of all its tokens. The log-likelihoods are summed before the backward pass, so G_t also contains the
-effect of token t on later tokens through attention; the paper writes one token at a time, with one backward pass each.
+slot moves that output by phi(|A^i|) v, which raises the likelihood.
 
 Choices beyond the paper:
-- Length. The paper's values all have one length, so that a well-predicted token counts as much as a surprising one.
-  `normalization="chunk"` divides by the root mean square of |G| over a chunk's tokens instead: the sum of the slots is
-  then a step of gradient descent.
+- Passes. One forward and one backward pass over a chunk give A and G of all its tokens, so that G_t also contains the
+  effect of token t on later tokens through attention; the paper writes one token at a time.
+- Length. `normalization="chunk"` divides by the root mean square of |G| over a chunk's tokens instead: the sum of the
+  slots is then a step of gradient descent.
 - Units. The stored value is v divided by the memory's output scale, so that a written slot changes the output by the
   formula's amount, in every layer and for every r. The norm clip applies to the stored values.
 - The cycle (appendix, "Expansion-Compression Cycle"). The memory has R = capacity slots from the start; free slots are
-  zero, and training leaves them so, since their gradients are zero. A memory with too few free slots for a chunk is
-  first folded to capacity / 2.
+  zero, and training leaves them so. A memory with too few of them for a chunk is first folded to capacity / 2.
 
 Axes: L layers, N tokens, D hidden size, R slots.
 """
@@ -48,17 +46,16 @@ class Written:
 
     slots: int  # the number of written slots
     folded: bool = False  # whether the memory was folded before
-    # From each weight whose slots moved to its slot dimension and the former indices of the new slots (LongTensor [R],
-    # -1 for a slot that is new), to reindex an optimizer's state in the same way.
+    # By weight: the dimension of its slots, and the former index of each (LongTensor [R], -1 for a new slot), by which
+    # an optimizer's state moves along.
     moved: dict[nn.Parameter, tuple[int, Tensor]] | None = None
 
 
 class SlotWriter:
-    """Write tokens of a text into the free slots of a two-layer memory.
+    """Write tokens of a text into the free slots of a two-layer memory, whose tensors show which slots are taken.
 
-    `TestTimeTrainer(model, ..., writer=SlotWriter(model))` records each chunk's forward and backward pass in it, so
-    that writing needs no pass of its own. `write_tokens` writes a single text. The memory's tensors show which slots
-    are taken; the writer has no state of its own.
+    A `TestTimeTrainer` with a writer records each chunk's forward and backward pass in it, so that writing needs no
+    pass of its own. `write_tokens` writes a single text.
 
     Args:
         model: a model with a two-layer LOCAS memory, usually of `init_strategy="write"`.

@@ -1,10 +1,7 @@
 """The anchor limits how learning one text changes the model's output on other texts.
 
-With an anchor, some optimizer steps also minimise the KL divergence from the base to the model with its adapter, on
-text that the base generated: it is similar to what the base was trained on and needs no data. The anchor is our
-addition (`benchmarks/README.md` has its measurements); the paper's only bound is the norm clip of the slots.
-
-Axes: n texts, L tokens of each.
+Some optimizer steps also minimise the KL divergence from the base to the model with its adapter, on n texts of L
+tokens that the base generated. This is our addition; the paper's only bound is the norm clip of the slots.
 """
 
 from __future__ import annotations

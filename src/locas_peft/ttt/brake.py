@@ -1,9 +1,8 @@
 """The brake notices that an adapter makes its text worse, and takes the learning back.
 
 Now and then a chunk is also scored by the base, without adapters. Where the adapter is worse, it goes back to its last
-state that was better, and its learning rate is divided by 4. Such a check costs one forward pass over a window: with
-n chunks there are about log2(n) of them, and one more every 32 chunks; a jump of the loss adds one. At the end of a
-reading one further pass scores the text with the adapter that is left.
+state that was better, and its learning rate is divided by 4. A check costs one forward pass over a window: with n
+chunks there are about log2(n) of them, and one more every 32 chunks; a jump of the loss adds one.
 """
 
 import math

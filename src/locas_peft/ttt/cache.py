@@ -1,10 +1,8 @@
 """The context of a chunk as keys and values that slide with the text.
 
-Trained attention rests on the first tokens of its context, so the cache keeps them beside the last ones: attention
-sinks, as in StreamingLLM (arXiv:2309.17453). The distance between the two grows with the text, and scores become worse
-with it. The context is therefore fed again, without gradients, when the positions reach `restart`.
-
-Axes: B rows of a batch, n tokens, V vocabulary.
+The cache keeps the first tokens of the context beside the last ones: attention sinks, as in StreamingLLM
+(arXiv:2309.17453). The distance between the two grows with the text, and scores become worse with it. The context is
+therefore fed again, without gradients, when the positions reach `restart`. Axes: B rows, n tokens, V vocabulary.
 """
 
 from __future__ import annotations

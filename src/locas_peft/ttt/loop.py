@@ -1,9 +1,7 @@
 """One step of test-time training: score a chunk, then learn it. The batch is B documents, usually one.
 
-Each row of the batch is one document with the adapter that learns it. No row's gradient reaches another row's
-adapter. All rows of a batch are at the same chunk; a row that skips a chunk goes on in a batch of its own.
-
-Axes: B rows, N tokens scored in a chunk, V vocabulary.
+Each row of the batch is one document with the adapter that learns it. All rows are at the same chunk; a row that skips
+a chunk goes on in a batch of its own. Axes: B rows, N tokens scored in a chunk, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Test-time training on one document: each chunk is scored first and learned second.
-
-The paper's section on online memorisation. The trainer depends on no adapter type: it trains the parameters of a PEFT
-model that require gradients, of LOCAS, LoRA or another method. A model without an adapter is only scored.
-
-Axes: T tokens of the document.
-"""
+"""Test-time training on one document, with any adapter in a model's layers (the paper's online memorisation)."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -198,8 +192,6 @@ class TestTimeTrainer:
     def _list_trained(self) -> list[nn.Parameter]:
         """Return what is trained; nothing for a plain model, whose own weights all require gradients."""
         return trained_parameters(self.model) if self._host.has_adapter() else []
-
-    # ------------------------------------------------------------------ the state
 
     def describe(self) -> dict[str, Any]:
         """Return, as plain values, what a trainer must share with this one to go on with its state."""

@@ -186,9 +186,6 @@ class LocasConfig(PeftConfig):
         return new
 
 
-# ------------------------------------------------------------------------ checks: a memory's JSON may hold anything
-
-
 def _holds(values: object, kind: type) -> bool:
     return isinstance(values, list | tuple | set) and all(isinstance(value, kind) for value in values)
 

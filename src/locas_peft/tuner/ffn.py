@@ -7,10 +7,8 @@ Families differ in attribute names and in the layout of the weights, not in the 
     two-layer  FFN(A) = Wdown act(Wup A + b) + c           c_fc/c_proj, fc1/fc2, dense_h_to_4h/dense_4h_to_h, ...
 
 The parts may be children of a module that is an FFN and nothing else, or attributes of the decoder layer beside
-attention and norms (a flat FFN, as in OPT). They are found by name and shape; one random token then checks that the
-formula gives the output of the module's own forward. A new family is one row of `KNOWN_PARTS`.
-
-Axes: B batch, T tokens, D hidden size, F host FFN width, R memory width.
+attention and norms (a flat FFN, as in OPT). They are found by name and shape; one random token then checks the
+formula. A new family is one row of `KNOWN_PARTS`. Axes as in `layer.py`.
 """
 
 import inspect
@@ -101,7 +99,7 @@ class HostFFN:
 
     @property
     def slots(self) -> int:
-        """Return how many neurons there are to clone."""
+        """How many neurons there are to clone."""
         return self.width
 
     def merged_width(self, r: int) -> int:
@@ -138,8 +136,6 @@ class HostFFN:
             return [(fused, 0), (fused, self.width)]
         return [(self.projection(part), 0) for part in (self.parts.gate, self.parts.up) if part is not None]
 
-    # -------------------------------------------------------- weights, activations
-
     def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Copy the gate rows (`None` for a two-layer FFN) and up rows of slots, `LongTensor [R]`: `[R, D]` float32."""
         weights = [(_rows_of(module), first) for module, first in self._row_blocks()]
@@ -168,8 +164,6 @@ class HostFFN:
             yield
         finally:
             handle.remove()
-
-    # ----------------------------------------------------------------- changing
 
     def find_other_adapter(self) -> str | None:
         """Return a message if a projection has an adapter that is no memory, or `None`."""
@@ -326,9 +320,6 @@ def _count_required_inputs(module: nn.Module) -> int:
     parameters = inspect.signature(module.forward).parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return max(1, sum(p.default is p.empty for p in positional))
-
-
-# ---------------------------------------------------------------------- weights
 
 
 def find_weight_obstacle(part: str, module: nn.Module, weight: torch.Tensor, known: bool = True) -> str | None:

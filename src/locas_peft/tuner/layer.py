@@ -88,20 +88,14 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_input_scale[adapter_name] = torch.tensor(0.0 if unmeasured else 1.0, dtype=torch.float32)
         # The paper's tau, from the base as it is now: merging memories later would change it.
         self.locas_tau[adapter_name] = torch.tensor(self.ffn.mean_down_norm() / r, dtype=torch.float32)
-        self._reset(adapter_name)
+        weights = [module.weight for module in self.projections(adapter_name)]
+        if not weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
+            for weight in weights:
+                nn.init.zeros_(weight) if config.init_weights else nn.init.normal_(weight)
+            if config.init_weights and not STRATEGIES[config.init_strategy].needs_calibration:
+                self.initialize(adapter_name, self.make_rows(adapter_name))
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
-
-    @torch.no_grad()
-    def _reset(self, adapter_name: str) -> None:
-        config = self.locas_config[adapter_name]
-        weights = [module.weight for module in self.projections(adapter_name)]
-        if weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
-            return
-        for weight in weights:
-            nn.init.zeros_(weight) if config.init_weights else nn.init.normal_(weight)
-        if config.init_weights and not STRATEGIES[config.init_strategy].needs_calibration:
-            self.initialize(adapter_name, self.make_rows(adapter_name))
 
     def projections(self, adapter_name: str) -> list[nn.Linear]:
         """Return a memory's gate (if the host is gated) and up, weights `[R, D]`, and down, weight `[D, R]`."""

@@ -29,9 +29,6 @@ _TASK_NEEDS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ file and config
-
-
 def load_memory_file(path: str, config: LocasConfig) -> tuple[Tensors, dict[str, int]]:
     """Load a memory's file and check it against its config: return its tensors, and R by the name of each FFN.
 
@@ -114,9 +111,6 @@ def _find_gain_problem(parts: Tensors, config: LocasConfig) -> str | None:
     if gain > LARGEST:
         return f"the product of its largest numbers is {gain:.3g}, at most {LARGEST:.0e} expected"
     return None
-
-
-# ------------------------------------------------------------------------------------------------------- and model
 
 
 def find_misfit(model: nn.Module, adapter_name: str, config: LocasConfig, tensors: Tensors) -> str | None:

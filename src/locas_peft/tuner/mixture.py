@@ -7,16 +7,11 @@ does not choose it,
 
 where the shared expert may be missing and s is 1 or a sigmoid. A memory stands beside the whole block. The slots that
 it can clone are the neurons of all experts: e F + j is neuron j of expert e, and the shared expert's follow. Their
-activations are weighted by w_e and s, as their outputs are.
+activations are weighted by w_e and s, as their outputs are. Merging a memory whose output is Wdown M is exact where
+- the shared expert is always on with s = 1: it becomes R neurons wider;
+- or the routing weights of each token add up to one constant c: every expert gets the same R neurons, with Wdown / c.
 
-Merging a memory whose output is Wdown M is exact in two cases:
-
-- The shared expert is always on with s = 1: it becomes R neurons wider.
-- The routing weights of each token add up to one constant c: every expert becomes wider by the same R neurons, with
-  Wdown / c.
-
-The experts' weights are the fused three-dimensional parameters of transformers 5: gate_up_proj `[E, 2 F, D]` and
-down_proj `[E, D, F]`.
+The experts' weights are those of transformers 5: gate_up_proj `[E, 2 F, D]` and down_proj `[E, D, F]`.
 """
 
 import math
@@ -64,8 +59,6 @@ class HostMixture:
         self.shared: HostFFN | None = next(shared, None)
         self._shared_gate: nn.Module | None = getattr(owner, SHARED_GATE, None)
 
-    # -------------------------------------------------------------------- shapes
-
     @property
     def expert_width(self) -> int:
         """Return the current F of an expert, merged memories included."""
@@ -94,8 +87,6 @@ class HostMixture:
     def slots_at(self, width: int) -> int:
         """Return how many neurons there are when `width` has become this."""
         return self.slots + (width - self.width) * (1 if self.widens_shared else len(self.experts.down_proj))
-
-    # -------------------------------------------------------- weights, activations
 
     @torch.no_grad()
     def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,8 +160,6 @@ class HostMixture:
     def shared_weight(self, inputs: torch.Tensor) -> torch.Tensor | float:
         """Return s, `[N, 1]` or 1, from the block's input `[N, D]`."""
         return 1.0 if self._shared_gate is None else torch.sigmoid(self._shared_gate(inputs))
-
-    # ----------------------------------------------------------------- changing
 
     def find_other_adapter(self) -> str | None:
         """Return a message if what merging widens has an adapter, or `None`."""
@@ -249,8 +238,6 @@ class HostMixture:
         for name in ("intermediate_dim", "intermediate_size"):
             if isinstance(getattr(self.experts, name, None), int):
                 setattr(self.experts, name, self.expert_width)
-
-    # ------------------------------------------------------------------- routing
 
     def is_sum_of_experts(self) -> bool:
         """Return whether the block computes the sum of its experts, on random tokens; True without weights."""
