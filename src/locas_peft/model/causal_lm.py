@@ -33,14 +33,9 @@ def check_window(window: int, positions: int | None) -> None:
 class CausalLM:
     """A causal language model, plain or with adapters, and its `base`, whose class is `kind`, with its `positions`.
 
-    Args:
-        model: a transformers causal LM, or a PEFT model around one.
-        cpu_attention: in bfloat16 on a CPU, compute attention by `CpuAttention`, which is faster for learning. False
-            for torch's own kernel, which rounds differently: answers are then those of transformers' `generate`.
-
-    Raises:
-        TypeError: the model is no transformers language model.
-        ValueError: its adapter is a prompt method, which has no weights in the layers.
+    With `cpu_attention`, attention in bfloat16 on a CPU is computed by `CpuAttention`, which is faster for learning.
+    torch's own kernel rounds differently: answers are then those of transformers' `generate`. What is no transformers
+    language model is a `TypeError`, an adapter without weights in the layers (prompt methods) a `ValueError`.
     """
 
     def __init__(self, model: nn.Module, cpu_attention: bool = True):
@@ -154,8 +149,8 @@ class CausalLM:
             )
 
     def has_adapter(self) -> bool:
-        has_layers = any(isinstance(module, ADAPTER_LAYERS) for module in self.model.modules())
-        return has_layers or isinstance(self.model, PeftModel)
+        modules = self.model.modules()
+        return isinstance(self.model, PeftModel) or any(isinstance(module, ADAPTER_LAYERS) for module in modules)
 
     def is_merged(self) -> bool:
         return any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer))

@@ -7,6 +7,7 @@ Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -219,16 +220,13 @@ def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batche
 
         return count
 
-    handles = [layer.locas_down[name].register_forward_pre_hook(counter(i)) for i, layer in enumerate(layers)]
-    try:
-        with evaluating(model):
-            for batch in batches:
-                inputs = to_inputs(model, batch)
-                mask = inputs.get("attention_mask")
-                model(**inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with evaluating(model), ExitStack() as hooks:
+        for index, layer in enumerate(layers):
+            hooks.enter_context(layer.locas_down[name].register_forward_pre_hook(counter(index)))
+        for batch in batches:
+            inputs = to_inputs(model, batch)
+            mask = inputs.get("attention_mask")
+            model(**inputs)
     if any(gram is None for gram in grams):
         raise ValueError(f"batches must hold a text that the memory '{name}' is active on, got none: activate it.")
     if not all(gram.isfinite().all() for gram in grams):

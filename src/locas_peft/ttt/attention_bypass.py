@@ -1,7 +1,7 @@
 """Tokenwise gradients: a backward pass that leaves out the paths through attention."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -27,18 +27,14 @@ def bypassing(attention: list[nn.Module]) -> Iterator[None]:
     """Within the context, no gradient flows from the output of attention to the tokens that were attended to.
 
     The loss of a prediction then trains the slots of all layers at its own token, and not the slots at earlier tokens.
-    The forward pass is the same; the backward pass of attention, and the memory for it, are saved. Parameters inside
-    attention, such as LoRA's, still receive the gradient that reaches them directly.
-
-    `attention` is from `list_attention`. The first argument of each module, the hidden states, is detached; other
-    arguments, such as BLOOM's residual stream, are not.
+    The forward pass is the same. Parameters inside attention, such as LoRA's, still receive the gradient that reaches
+    them directly. The first argument of each module, the hidden states, is detached; others, such as BLOOM's residual
+    stream, are not.
     """
-    handles = [module.register_forward_pre_hook(_detach_tokens, with_kwargs=True) for module in attention]
-    try:
+    with ExitStack() as hooks:
+        for module in attention:
+            hooks.enter_context(module.register_forward_pre_hook(_detach_tokens, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _detach_tokens(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -62,11 +58,8 @@ def is_tokenwise(host: CausalLM, attention: list[nn.Module]) -> bool:
         leaves.append(embedded.detach().requires_grad_())
         return leaves[-1].clone()  # some models scale it in place
 
-    handle = host.model.get_input_embeddings().register_forward_hook(replace_by_leaf)
-    try:
-        with evaluating(host.model), torch.enable_grad(), bypassing(attention):
-            logits = host.logits(ids, 1, use_cache=False)
-            (gradient,) = torch.autograd.grad(logits[0, -1].float().logsumexp(dim=-1), leaves[:1], allow_unused=True)
-    finally:
-        handle.remove()
+    replacing = host.model.get_input_embeddings().register_forward_hook(replace_by_leaf)
+    with replacing, evaluating(host.model), torch.enable_grad(), bypassing(attention):
+        logits = host.logits(ids, 1, use_cache=False)
+        (gradient,) = torch.autograd.grad(logits[0, -1].float().logsumexp(dim=-1), leaves[:1], allow_unused=True)
     return gradient is not None and bool(gradient[0, -1].any()) and not gradient[0, :-1].any()

@@ -7,6 +7,7 @@ therefore fed again, without gradients, when the positions reach `restart`. Axes
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,13 +73,11 @@ class SlidingCache:
 
     def select(self, rows: list[int]) -> SlidingCache:
         """Return the cache of some rows."""
-
-        def select(layers: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-            return [(keys[rows], values[rows]) for keys, values in layers]
-
-        selected = SlidingCache(self._host, self._keep, self._sinks, self._limit)
-        selected._layers, selected._position = select(self._layers), self._position
-        selected._fed = None if self._fed is None else (select(self._fed[0]), self._fed[1])
+        selected = copy.copy(self)
+        selected._layers = [(keys[rows], values[rows]) for keys, values in self._layers]
+        if self._fed is not None:
+            layers, position = self._fed
+            selected._fed = [(keys[rows], values[rows]) for keys, values in layers], position
         return selected
 
     def state_dict(self) -> dict[str, Any]:

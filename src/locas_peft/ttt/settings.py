@@ -34,8 +34,7 @@ class TrainingSettings:
         brake: whether the adapter is compared with the base now and then, and taken back where it makes the text
             worse (`brake.py`).
 
-    Raises:
-        TypeError, ValueError: a value out of range; one line with the field, its rule, its value and the remedy.
+    A value out of range is a `TypeError` or `ValueError`, in one line.
     """
 
     window: int

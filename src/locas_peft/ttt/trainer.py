@@ -40,14 +40,6 @@ class TestTimeTrainer:
         anchor: limits how the adapter changes the base's output on other text.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
 
-    Attributes:
-        position: the number of tokens read so far.
-        chunks: the records so far.
-        skipped_chunks: how many chunks were not learned because a loss or a gradient was not finite.
-        taken_back: the numbers of tokens read at which the brake took the adapter back.
-        final: at the end of the last reading, what the brake's last comparison found, in nats a token: the adapter's
-            loss and the base's. None before, or without a brake.
-
     Raises:
         TypeError, ValueError: in one line that names the argument, its rule, its value and the remedy.
 
@@ -105,10 +97,12 @@ class TestTimeTrainer:
 
     @property
     def chunks(self) -> list[Chunk]:
+        """The records so far."""
         return self._row.chunks
 
     @property
     def skipped_chunks(self) -> int:
+        """How many chunks were not learned because a loss or a gradient was not finite."""
         return self._row.skipped_chunks
 
     @property
@@ -118,14 +112,17 @@ class TestTimeTrainer:
 
     @property
     def taken_back(self) -> list[int]:
+        """The numbers of tokens read at which the brake took the adapter back."""
         return self._row.taken_back
 
     @property
     def final(self) -> tuple[float, float] | None:
+        """At the end, the losses of the brake's last comparison, the adapter's and the base's, in nats a token."""
         return self._row.final
 
     @property
     def position(self) -> int:
+        """The number of tokens read so far."""
         return self.chunks[-1].stop if self.chunks else 0
 
     @property

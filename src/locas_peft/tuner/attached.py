@@ -62,13 +62,13 @@ def rescale(model: nn.Module, multiplier: float, adapter_name: str | None = None
     for layer, name in memories:
         if name in layer.merged_adapters:
             raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it is rescaled.")
-    former = [layer.locas_multiplier.get(name) for layer, name in memories]
-    for (layer, name), value in zip(memories, former, strict=True):
+    former = [(layer, name, layer.locas_multiplier.get(name)) for layer, name in memories]
+    for layer, name, value in former:
         layer.locas_multiplier[name] = multiplier if value is None else value * multiplier
     try:
         yield
     finally:
-        for (layer, name), value in zip(memories, former, strict=True):
+        for layer, name, value in former:
             layer.locas_multiplier.pop(name, None)
             if value is not None and name in layer.locas_up:
                 layer.locas_multiplier[name] = value

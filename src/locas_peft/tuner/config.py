@@ -54,8 +54,7 @@ class LocasConfig(PeftConfig):
             is loaded: other weights give a warning, any other difference is refused.
         slots: the host slots that each FFN's memory was cloned from. Filled in automatically.
 
-    Raises:
-        TypeError, ValueError: a field has an invalid value; the message names field, rule and value.
+    A field with an invalid value is a `TypeError` or `ValueError`, in one line.
     """
 
     r: int = 64

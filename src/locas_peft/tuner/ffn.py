@@ -159,11 +159,8 @@ class HostFFN:
 
             callback(sum_activity, output)
 
-        handle = self.down.register_forward_hook(observe)
-        try:
+        with self.down.register_forward_hook(observe):
             yield
-        finally:
-            handle.remove()
 
     def find_other_adapter(self) -> str | None:
         """Return a message if a projection has an adapter that is no memory, or `None`."""
@@ -269,11 +266,9 @@ def find_dense(owner: nn.Module, name: str, candidates: Sequence[FFNParts], give
 
 
 def _is_projection(module: nn.Module | None) -> bool:
-    if isinstance(module, BaseTunerLayer):
-        module = module.get_base_layer()
-    if isinstance(module, nn.Linear | Conv1D):
-        return True
-    return isinstance(module, nn.Module) and all(hasattr(module, a) for a in ("in_features", "out_features", "weight"))
+    module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    is_linear = all(hasattr(module, name) for name in ("in_features", "out_features", "weight"))
+    return isinstance(module, Conv1D) or (isinstance(module, nn.Module) and is_linear)
 
 
 def _wraps_only_memory(module: nn.Module) -> bool:
@@ -299,10 +294,9 @@ def _in_out_features(module: nn.Module) -> tuple[int, int]:
 
 def _find_activation(owner: nn.Module, parts: FFNParts) -> Callable[[torch.Tensor], torch.Tensor]:
     names = (parts.activation,) if parts.activation else ACTIVATION_NAMES
-    for name in names:
-        activation = getattr(owner, name, None)
-        if callable(activation):
-            return activation
+    found = [getattr(owner, name) for name in names if callable(getattr(owner, name, None))]
+    if found:
+        return found[0]
     if parts.activation in ACT2FN:
         return ACT2FN[parts.activation]
     raise ValueError(

@@ -16,7 +16,7 @@ The experts' weights are those of transformers 5: gate_up_proj `[E, 2 F, D]` and
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from accelerate.utils import align_module_device
@@ -123,11 +123,8 @@ class HostMixture:
             def finish(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
                 callback(_sum_activity(self, dict(record)), output)
 
-            handle = self.owner.register_forward_hook(finish)
-            try:
+            with self.owner.register_forward_hook(finish):
                 yield
-            finally:
-                handle.remove()
 
     @contextmanager
     def _recording(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -141,21 +138,15 @@ class HostMixture:
         def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
             record.update(zip(("inputs", "chosen", "weights"), (*args, *kwargs.values()), strict=False))
 
-        handles = [
-            self.experts.register_forward_pre_hook(before, with_kwargs=True),
-            self.experts.register_forward_hook(lambda module, args, output: record.update(routed=output)),
-        ]
-        if self.shared is not None:
+        def after(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+            record.update(activation=args[0].flatten(0, -2), shared=output.flatten(0, -2))
 
-            def after(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-                record.update(activation=args[0].flatten(0, -2), shared=output.flatten(0, -2))
-
-            handles.append(self.shared.down.register_forward_hook(after))
-        try:
+        with ExitStack() as hooks:
+            hooks.enter_context(self.experts.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(self.experts.register_forward_hook(lambda *given: record.update(routed=given[-1])))
+            if self.shared is not None:
+                hooks.enter_context(self.shared.down.register_forward_hook(after))
             yield record
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def shared_weight(self, inputs: torch.Tensor) -> torch.Tensor | float:
         """Return s, `[N, 1]` or 1, from the block's input `[N, D]`."""

@@ -5,7 +5,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -58,11 +58,10 @@ class LocasModel(BaseTuner):
         if expected is not None:
             keys = [key for key in {**host, **expected} if key != "weights" and expected.get(key) != host.get(key)]
             if keys:
-                given = ", ".join(f"{key} {expected.get(key)!r}, this base has {host.get(key)!r}" for key in keys)
-                differences = one_line(given)
+                found = ", ".join(f"{key} {expected.get(key)!r}, this base has {host.get(key)!r}" for key in keys)
                 raise ValueError(
-                    f"this memory was made for another base ({differences}): load the base that it was made for, or "
-                    "make a new memory."
+                    f"this memory was made for another base ({one_line(found)}): load the base that it was made "
+                    "for, or make a new memory."
                 )
             if not load_checks.may_be_same_weights(expected.get("weights"), host["weights"]):
                 warnings.warn(
@@ -179,8 +178,7 @@ class LocasModel(BaseTuner):
             return
         if self.training:
             raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
-        layers = list_layers(self)
-        known = {name for layer in layers for name in layer.locas_up}
+        known = {name for layer in list_layers(self) for name in layer.locas_up}
         unknown = sorted(set(adapter_names) - known - {"__base__"})
         if unknown:
             raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
@@ -189,17 +187,13 @@ class LocasModel(BaseTuner):
         repeated = [name for name in adapter_names for _ in range(beams)]
         encoder = self.model.get_encoder() if beams > 1 and self.model.config.is_encoder_decoder else None
         inside_encoder = set() if encoder is None else set(encoder.modules())
-        handles = []
-        try:
+        with ExitStack() as hooks:
             for module in self.modules():
                 if isinstance(module, LocasLayer | AuxiliaryTrainingWrapper):
                     names = adapter_names if module in inside_encoder else repeated
                     hook = partial(_pass_adapter_names, adapter_names=names)
-                    handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     # ------------------------------------------------------------------- merging
 

@@ -73,12 +73,8 @@ class _Index:
                 known |= {id(module.weight): (module, -1, config) for module in rows}
                 known[id(down.weight)] = (down, -2, config)
         # The module shows whether the parameter is still a memory's; the config holds the radius.
-        self._weights = [
-            (weakref.ref(parameter), weakref.ref(module), dim, config)
-            for parameter in parameters
-            for module, dim, config in [known.get(id(parameter), (None, 0, None))]
-            if module is not None
-        ]
+        found = ((parameter, *known[id(parameter)]) for parameter in parameters if id(parameter) in known)
+        self._weights = [(weakref.ref(weight), weakref.ref(module), *others) for weight, module, *others in found]
 
     def fits(self, parameters: list[nn.Parameter]) -> bool:
         """Return whether the optimizer still holds these parameters, and memories' weights are in their modules."""
