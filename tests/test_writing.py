@@ -65,8 +65,8 @@ def test_writing_a_token_raises_its_likelihood(family):
         logits = model(input_ids=ids[None, :-1]).logits[0]
         loss = -logits.log_softmax(-1)[-1, ids[-1]]
         loss.backward()
-    written = writer.write(loss.detach()[None])
-    assert written.slots == writer.taken == 1 and not written.folded
+    assert writer.write(loss.detach()[None]) == {}
+    assert writer.taken == 1 and writer.folds == 0
     assert log_likelihoods(model, ids)[-1] > before
 
 
@@ -121,8 +121,8 @@ def test_a_written_slot_holds_what_token_by_token_gives_for_the_last_token():
 def test_keys_are_unit_inputs_and_the_rest_stays_free():
     model = make_model(r=32)
     before = copy.deepcopy(model.state_dict())
-    written = write_tokens(model, make_tokens(1, 12)[0], epsilon=0.01)
-    assert written.slots == 11
+    write_tokens(model, make_tokens(1, 12)[0], epsilon=0.01)
+    assert SlotWriter(model).taken == 11
     assert ups(model)[:, 11:].any() == downs(model)[:, :, 11:].any() == torch.tensor(False)
     torch.testing.assert_close(ups(model)[:, :11].norm(dim=-1), torch.ones(2, 11))
     for key, tensor in model.state_dict().items():
@@ -141,11 +141,13 @@ def test_which_tokens_are_written():
         with writer.recording():
             losses = -model(input_ids=ids[None, :-1]).logits[0].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
             losses.sum().backward()
-        assert writer.write(losses.detach()).slots == count
+        writer.write(losses.detach())
+        assert writer.taken == count
         keys[tokens] = ups(model)[0, :count]
     torch.testing.assert_close(keys["highest-loss"], keys["all"][losses.topk(4).indices.sort().values])
     written = make_model(r=32)
-    assert write_tokens(written, ids).slots == 12
+    write_tokens(written, ids)
+    assert SlotWriter(written).taken == 12
     torch.testing.assert_close(ups(written)[0, :12], keys["all"])
 
 
@@ -182,7 +184,7 @@ def test_a_refit_fold_answers_as_before_on_what_it_saw():
     inputs = torch.randn(len(layers), 30, 16, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         before = [layer.recall(["default"], a) for layer, a in zip(layers, inputs, strict=True)]
-        moved = writer._fold(inputs, None)
+        moved = writer._fold(inputs, {})
         after = [layer.recall(["default"], a) for layer, a in zip(layers, inputs, strict=True)]
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-5)
     assert writer.taken == 4

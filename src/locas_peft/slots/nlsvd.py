@@ -112,11 +112,8 @@ def _leading_directions(weighted: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
     """Run LAPACK on one thread of the CPU: on busy cores, several threads take up to ten times as long."""
-    if device.type != "cpu":
-        yield
-        return
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1 if device.type == "cpu" else threads)
     try:
         yield
     finally:

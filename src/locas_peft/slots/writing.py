@@ -23,7 +23,6 @@ Axes: L layers, N tokens, D hidden size, R slots.
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -40,15 +39,8 @@ Fold = Literal["nlsvd", "refit"]
 Normalization = Literal["token", "chunk"]
 
 
-@dataclass(frozen=True)
-class Written:
-    """The result of `SlotWriter.write`."""
-
-    slots: int  # the number of written slots
-    folded: bool = False  # whether the memory was folded before
-    # By weight: the dimension of its slots, and the former index of each (LongTensor [R], -1 for a new slot), by which
-    # an optimizer's state moves along.
-    moved: dict[nn.Parameter, tuple[int, Tensor]] | None = None
+Moves = dict[nn.Parameter, tuple[int, Tensor]]
+"""By weight: the dimension of its slots, and the former index of each (LongTensor [R], -1 for a new slot)."""
 
 
 class SlotWriter:
@@ -156,11 +148,12 @@ class SlotWriter:
         return all(t is not None and bool(t.isfinite().all()) for t in (*self._inputs, *self._gradients))
 
     @torch.no_grad()
-    def write(self, losses: Tensor) -> Written:
+    def write(self, losses: Tensor) -> Moves:
         """Write tokens of the last recorded passes. Fold the memory first if it has too few free slots.
 
         `losses` `[N]` is the nll of the last N tokens that those passes predicted, whose sum or mean was
         differentiated. If nothing was recorded, or values are not finite, raise a `ValueError`; nothing is changed.
+        Return where the slots went, so that an optimizer's state can follow; nothing where the memory was not folded.
         """
         if not self._inputs or any(tensor is None for tensor in (*self._inputs, *self._gradients)):
             raise ValueError("write needs a forward and a backward pass inside recording(): run them first.")
@@ -176,12 +169,12 @@ class SlotWriter:
         chosen = _CHOICES[self.tokens](losses, min(self.slots_per_chunk, half)).to(device)
         # The loss was differentiated: the log-likelihood's gradient has the other sign.
         keys, values = make_slots(inputs[:, chosen], -gradients[:, chosen], self.epsilon, self.normalization)
-        moved = None
+        moved: Moves = {}
         for key, value in zip(keys.split(half, dim=1), values.split(half, dim=1), strict=True):
             if self.taken + key.shape[1] > self.capacity:
                 moved = self._fold(inputs, moved)
             self._store(self.taken, key, value)
-        return Written(len(chosen), moved is not None, moved)
+        return moved
 
     def _weights(self) -> list[tuple[LocasLayer, nn.Parameter, nn.Parameter]]:
         """Return each layer with its up `[R, D]`, the keys, and its down `[D, R]`, the stored values."""
@@ -193,10 +186,10 @@ class SlotWriter:
             up[start:stop] = key.to(up)
             down[:, start:stop] = (value.to(down.device) / layer.saved_scale(self.adapter_name)).T.to(down.dtype)
 
-    def _fold(self, inputs: Tensor, earlier: dict | None) -> dict[nn.Parameter, tuple[int, Tensor]]:
-        """Reduce the memory to half its capacity, in place, and return the moves of the slots, as `Written.moved`.
+    def _fold(self, inputs: Tensor, earlier: Moves) -> Moves:
+        """Reduce the memory to half its capacity, in place; return the moves of its slots, `earlier` ones included.
 
-        `inputs` is the chunk's A `[L, N, D]`; `earlier` are moves since the optimizer's step, which are included.
+        `inputs` is the chunk's A `[L, N, D]`.
         """
         rank, device = self.capacity // 2, self._weights()[0][1].device
         keys = torch.stack([up.detach().to(device).float().T for _, up, _ in self._weights()])  # K [L, D, R]
@@ -220,7 +213,7 @@ class SlotWriter:
             down.zero_()[:, :rank] = values[index].T.to(down)
             for weight, dim in ((up, 0), (down, 1)):
                 source = sources[index].to(weight.device)
-                if earlier is not None:  # two folds of one call: from the slots before the first
+                if earlier:  # two folds of one call: from the slots before the first
                     source = torch.where(source >= 0, earlier[weight][1][source.clamp(min=0)], -1)
                 moved[weight] = (dim, source)
         self.folds += 1
@@ -235,7 +228,7 @@ def write_tokens(
     normalization: Normalization = "token",
     fold: Fold = "nlsvd",
     adapter_name: str | None = None,
-) -> Written:
+) -> None:
     """Write all tokens of a text, LongTensor `[T]` or `[1, T]`, into the two-layer memory of a language model.
 
     It takes one forward and one backward pass over the whole text, as one chunk. The other arguments, and what is
@@ -259,7 +252,7 @@ def write_tokens(
     finally:
         for parameter in trained:
             parameter.requires_grad_(True)
-    return writer.write(losses.detach())
+    writer.write(losses.detach())
 
 
 def make_slots(

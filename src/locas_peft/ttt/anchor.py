@@ -81,9 +81,8 @@ class Anchor:
         lazy = isinstance(self.texts, OwnText)
         if texts.ndim != 2 or texts.shape[1] != length or not (len(texts) == count or (lazy and len(texts) < count)):
             raise TypeError(f"anchor texts of shape {list(texts.shape)}")
-        known = texts.to(self.known_texts)
+        known, own = texts.to(self.known_texts), copy.copy(self.texts)
         if lazy:
-            own = copy.copy(self.texts)
             own.written = known
         return replace(self, texts=own if lazy else known)
 
@@ -91,11 +90,10 @@ class Anchor:
         """Raise a `ValueError` where the texts do not fit a model's vocabulary or positions."""
         if len(self.known_texts):
             host.check_tokens(self.known_texts, "anchor texts", "write them with this model")
-        length = self.texts.shape[1]
-        if host.positions is not None and length > host.positions:
+        if host.positions is not None and self.texts.shape[1] > host.positions:
             raise ValueError(
-                f"anchor texts must be within the model's {host.positions} positions, got {length} tokens: "
-                "write shorter ones"
+                f"anchor texts must be within the model's {host.positions} positions, got {self.texts.shape[1]} "
+                "tokens: write shorter ones"
             )
 
 

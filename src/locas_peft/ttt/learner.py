@@ -85,7 +85,7 @@ class Learner:
 
     @torch.no_grad()
     def move_slots(self, moved: dict[nn.Parameter, tuple[int, Tensor]]) -> None:
-        """Move the optimizer's state along with the slots of a memory (see `Written`); it is zero for new slots."""
+        """Move the optimizer's state along with the slots of a memory (see `Moves`); it is zero for new slots."""
         for parameter, (dim, former) in moved.items() if self.optimizer is not None else ():
             for entry in self.optimizer.state.get(parameter, {}).values():
                 if isinstance(entry, Tensor) and entry.shape == parameter.shape:

@@ -202,12 +202,11 @@ class Loop:
         The chunk is the last one that was compared before, or the last one of all. `row.final` becomes the two losses,
         the adapter's first, in nats a token.
         """
-        scored = [chunk for chunk in row.chunks if chunk.tokens]
-        if not self.settings.brake or row.final is not None or not row.learner.parameters() or not scored:
+        began, scored = time.perf_counter(), [chunk for chunk in row.chunks if chunk.tokens]
+        # There is no good state where the adapter was enabled after the last chunk.
+        trained = row.learner.parameters() and row.learner.good is not None
+        if not self.settings.brake or row.final is not None or not trained or not scored:
             return
-        if row.learner.good is None:  # the adapter was enabled after the last chunk
-            return
-        began = time.perf_counter()
         chunk = next((chunk for chunk in reversed(scored) if chunk.base_nll_nats is not None), scored[-1])
         batch = self.make_batch([row])
         bounds = next(cut(chunk.stop, self.settings.window, self.settings.stride, chunk.start))
@@ -250,7 +249,7 @@ class Loop:
             if not kept or not learning:
                 break
         if learning and batch.rows and bounds.scored and self.writer is not None and self.writer.is_finite():
-            batch.rows[0].learner.move_slots(self.writer.write(losses.detach()[0]).moved or {})
+            batch.rows[0].learner.move_slots(self.writer.write(losses.detach()[0]))
         batch.cache.advance()
         return outcomes, batch
 
@@ -272,8 +271,7 @@ class Loop:
         """Return each row's nll of a chunk, in nats, from a window that is fed again."""
         targets = batch.tokens(max(bounds.start, 1), bounds.stop)
         ids = self._window(batch, bounds.begin, bounds.stop - 1)
-        pausing = nullcontext() if self.writer is None else self.writer.pausing()
-        with pausing, nullcontext() if with_adapters else adapters_disabled(self.host.model):
+        with nullcontext() if with_adapters else adapters_disabled(self.host.model):
             adapters = batch.adapters if with_adapters else None
             logits = self.host.logits(ids, bounds.scored, adapters, use_cache=False)
         losses = token_losses(logits.flatten(0, 1), targets.flatten()).unflatten(0, targets.shape)

@@ -9,13 +9,10 @@ from torch import nn
 from ..tuner.modules import ADAPTER_LAYERS
 
 
-def _adapter_modules(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, ADAPTER_LAYERS)}
-
-
 def active_configs(model: nn.Module) -> dict[str, Any]:
     """Return the configurations of the active adapters, by name."""
-    names = dict.fromkeys(name for module in _adapter_modules(model).values() for name in module.active_adapters)
+    layers = [module for module in model.modules() if isinstance(module, ADAPTER_LAYERS)]
+    names = dict.fromkeys(name for layer in layers for name in layer.active_adapters)
     configs = getattr(model, "peft_config", None) or {}
     return {name: configs[name] for name in names if name in configs}
 
@@ -26,8 +23,9 @@ def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, 
     active = active_configs(model)
     inactive = (getattr(model, "peft_config", None) or {}).keys() - active.keys()
     buffers = {}
-    for prefix, module in _adapter_modules(model).items():
-        for name, buffer in module.named_buffers():
+    layers = [named for named in model.named_modules() if isinstance(named[1], ADAPTER_LAYERS)]
+    for prefix, layer in layers:
+        for name, buffer in layer.named_buffers():
             of_base = name.startswith(("base_layer.", "original_module."))
             if not of_base and name.rpartition(".")[2] not in inactive:
                 buffers[f"{prefix}.{name}"] = buffer

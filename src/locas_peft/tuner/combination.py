@@ -24,7 +24,6 @@ def combined_config(
     """Return the config of the memory that combines others, or raise a `ValueError` if they cannot be combined."""
     if len(weights) != len(configs) or not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"weights must be a finite number for each of {', '.join(configs)}, got {list(weights)}.")
-    first = next(iter(configs.values()))
     names = [layer.name for layer in layers if any(name in layer.locas_up for name in configs)]
     for name in configs:
         own = [layer for layer in layers if name in layer.locas_up]
@@ -34,7 +33,7 @@ def combined_config(
             raise ValueError(f"the memory '{name}' is empty: calibrate(model, batches) or train it first.")
         if any(name in layer.merged_adapters for layer in own):
             raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() first.")
-    combined = copy.deepcopy(first)
+    combined = copy.deepcopy(next(iter(configs.values())))
     widths = {name: sum(config.width_of(name) for config in configs.values()) for name in names}
     combined.r = max(widths.values())
     combined.rank_pattern = {name: width for name, width in widths.items() if width != combined.r}

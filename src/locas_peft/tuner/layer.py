@@ -195,15 +195,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         calibrating = torch.is_grad_enabled() and (self.training or self.recorder is not None)
         waiting = [name for name in memories if calibrating and self.needs_calibration(name)]
         if waiting:
-            self._check_rows_were_kept(waiting)
-            # The first such forward: the values are zero, so it is also the calibration pass.
-            calibrations = {name: self.start_calibration(name) for name in waiting}
-            result = self._forward_observed(calibrations.values(), ffn_input, hidden_states, *args, **kwargs)
-            for name, calibration in calibrations.items():
-                statistics = calibration.finish()
-                rows = self.make_rows(name, statistics) if self.is_empty(name) else None
-                self.initialize(name, rows, statistics)
-                self._calibrated.add(name)
+            result = self._forward_calibrating(waiting, ffn_input, hidden_states, *args, **kwargs)
         else:
             result = self.base_layer(hidden_states, *args, **kwargs)
         for name in memories:
@@ -261,6 +253,26 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         with self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
 
+    def _forward_calibrating(
+        self, waiting: list[str], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run the host's FFN and calibrate memories: their values are zero, so that no other pass is needed."""
+        # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written there is lost.
+        lost = [name for name in waiting if name in self._calibrated]
+        if lost:
+            raise ValueError(
+                f"the memory '{lost[0]}' has lost the rows of its calibration, since the model is sharded: "
+                "calibrate(model, batches) before it is (before Trainer, accelerator.prepare or fully_shard)."
+            )
+        calibrations = {name: self.start_calibration(name) for name in waiting}
+        result = self._forward_observed(calibrations.values(), ffn_input, *args, **kwargs)
+        for name, calibration in calibrations.items():
+            statistics = calibration.finish()
+            rows = self.make_rows(name, statistics) if self.is_empty(name) else None
+            self.initialize(name, rows, statistics)
+            self._calibrated.add(name)
+        return result
+
     def _check_replica(self) -> None:
         # Trainer wraps a model in torch.nn.DataParallel on several GPUs. What a replica writes is lost, and its hooks
         # are the original's.
@@ -273,15 +285,6 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             raise ValueError(
                 f"{self.name} cannot run under DataParallel, since its FFN has no module of its own: train with "
                 "DistributedDataParallel (torchrun), or on one device."
-            )
-
-    def _check_rows_were_kept(self, waiting: Iterable[str]) -> None:
-        # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written there is lost.
-        lost = [name for name in waiting if name in self._calibrated]
-        if lost:
-            raise ValueError(
-                f"the memory '{lost[0]}' has lost the rows of its calibration, since the model is sharded: "
-                "calibrate(model, batches) before it is (before Trainer, accelerator.prepare or fully_shard)."
             )
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
