@@ -32,14 +32,7 @@ def _is_faster(
 
 
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p=0.0, is_causal=False, scale=None, **_
 ) -> Tensor:
     """Return attention [B, H, Q, D] of queries [B, H, Q, D] over keys and values [B, G, K, D]; G divides H.
 

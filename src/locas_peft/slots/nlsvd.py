@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Activation = Callable[[Tensor], Tensor]
+
 
 class ReducedMemory(NamedTuple):
     """The result of `nl_svd`, in the dtype of its arguments."""
@@ -38,12 +40,7 @@ class ReducedMemory(NamedTuple):
 
 
 def nl_svd(
-    key: Tensor,
-    value: Tensor,
-    rank: int,
-    *,
-    activation: Callable[[Tensor], Tensor] = torch.relu,
-    probe_norm: float = 1.0,
+    key: Tensor, value: Tensor, rank: int, *, activation: Activation = torch.relu, probe_norm: float = 1.0
 ) -> ReducedMemory:
     """Reduce a two-layer memory to `rank` slots whose output equals the memory's at `rank` orthonormal probes.
 

@@ -6,7 +6,7 @@ by least squares, suits every memory, since the output is linear in the values.
 Axes: L layers, T tokens, D hidden size, R slots, n slots after.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
@@ -14,19 +14,14 @@ from torch import Tensor, nn
 
 from ..tuner import evaluating
 from ..tuner.attached import find_memory
-from ..tuner.calibration import observe_host, to_inputs
+from ..tuner.calibration import Batches, observe_host, to_inputs
 from ..tuner.initialization import STRATEGIES, Statistics, make_generator
 from ..tuner.layer import LocasLayer
 from ..tuner.scale import KAPPA
 from .nlsvd import check_rank, nl_svd
 
 
-def compress(
-    model: nn.Module,
-    rank: int,
-    adapter_name: str | None = None,
-    batches: Iterable[Tensor | Mapping[str, Tensor]] | None = None,
-) -> None:
+def compress(model: nn.Module, rank: int, adapter_name: str | None = None, batches: Batches | None = None) -> None:
     """Reduce a memory to `rank` slots in every layer, in place; its config's `r` follows, so that it can be saved.
 
     With `batches`, keep the slots that contribute most on that text and refit their values (any memory). Without,
@@ -42,9 +37,7 @@ def compress(
         TypeError, ValueError: a rank out of range, or a memory that cannot be reduced; the memory is unchanged.
 
     Example:
-        ```py
-        compress(model, 32, batches=[tokenizer(text, return_tensors="pt").input_ids])
-        ```
+        >>> compress(model, 32, batches=[tokenizer(text, return_tensors="pt").input_ids])
     """
     name, layers = find_memory(model, adapter_name, "compress")
     if batches is None and any(layer.ffn.gated for layer in layers):
@@ -67,12 +60,7 @@ def compress(
 
 
 @torch.no_grad()
-def grow(
-    model: nn.Module,
-    rank: int,
-    adapter_name: str | None = None,
-    batches: Iterable[Tensor | Mapping[str, Tensor]] | None = None,
-) -> None:
+def grow(model: nn.Module, rank: int, adapter_name: str | None = None, batches: Batches | None = None) -> None:
     """Widen a memory to `rank` slots in every layer, in place, so that it can learn more. No output changes.
 
     The new slots have rows by the memory's own strategy, without those that it has cloned already, and values of zero.
@@ -87,9 +75,7 @@ def grow(
         TypeError, ValueError: a rank out of range, or a memory that cannot grow; the memory is unchanged.
 
     Example:
-        ```py
-        grow(model, 128, batches=[tokenizer(text, return_tensors="pt").input_ids])
-        ```
+        >>> grow(model, 128, batches=[tokenizer(text, return_tensors="pt").input_ids])
     """
     name, layers = find_memory(model, adapter_name, "grow")
     config = layers[0].locas_config[name]
@@ -138,10 +124,8 @@ def _grow_layer(
     if rows.slots is not None and known is not None:
         chosen = (~torch.isin(rows.slots.cpu(), torch.tensor(known))).nonzero()[:new, 0]
     made = [rows.up] if rows.gate is None else [rows.gate, rows.up]
-    weights = [
-        torch.cat([weight, (part[chosen.to(part.device)] * config.row_norm).to(weight)])
-        for weight, part in zip(own, made, strict=True)
-    ]
+    added = [(part[chosen.to(part.device)] * config.row_norm).to(up) for part, up in zip(made, own, strict=True)]
+    weights = [torch.cat(both) for both in zip(own, added, strict=True)]
     slots = None if rows.slots is None or known is None else [*known, *rows.slots.cpu()[chosen].tolist()]
     return [*weights, torch.cat([down, down.new_zeros(len(down), new)], dim=1)], slots
 
@@ -206,7 +190,7 @@ def _refit_layer(layer: LocasLayer, name: str, rank: int, gram: Tensor) -> list[
 
 
 @torch.no_grad()
-def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batches: Iterable) -> list[Tensor]:
+def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batches: Batches) -> list[Tensor]:
     """Return M^T M of each layer's memory over a text, `[R, R]` float32 sums. Padding does not count."""
     grams: list[Tensor | None] = [None] * len(layers)
     mask: Tensor | None = None

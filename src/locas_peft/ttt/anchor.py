@@ -105,9 +105,7 @@ class OwnText:
         seed: of the first batch; each batch has the next one.
         batch_size: texts that are written at once.
 
-    Attributes:
-        shape: (n, L).
-        written: LongTensor [k, L], the texts so far, on the model's device.
+    `shape` is (n, L), and `written` a LongTensor [k, L] of the texts so far.
     """
 
     def __init__(self, model: nn.Module, texts: int = 32, tokens: int = 128, seed: int = 0, batch_size: int = 4):
@@ -149,17 +147,14 @@ def _check_texts(texts: Any) -> None:
 
 @torch.no_grad()
 def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: int = 0) -> Tensor:
-    """Sample texts from the base's own distribution, at temperature 1, from its start-of-text token on.
+    """Sample texts, LongTensor [n, L], from the base's own distribution, from its start-of-text token on.
 
-    Adapters are disabled during the call; torch's random state is not used.
+    The temperature is 1. Adapters are disabled during the call; torch's random state is not used.
 
     Args:
         model: a causal language model, plain or with adapters.
         texts: n; all are sampled in one batch, by `seed`.
         tokens: L, the first token included; within the model's positions.
-
-    Returns:
-        LongTensor [n, L], on the model's device.
 
     Raises:
         ValueError: the model's config names no token that a text could start with.

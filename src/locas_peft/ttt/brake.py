@@ -10,25 +10,18 @@ from collections.abc import Sequence
 
 from .chunks import Chunk
 
-TOLERANCE = 0.05
-"""Nats a token by which an adapter may be worse than the base on one chunk."""
-NOISE = 0.01
-"""The same at two checks in a row."""
-JUMP = 0.7
-"""Nats a token by which a chunk's loss must exceed the mean of the last `RECENT` ones for a check out of turn."""
-RECENT = 4
-FIRST, LONGEST = 2, 32
-"""The number of the first chunk that is checked, and the most chunks from one check to the next."""
-RATE_FACTOR = 0.25
-"""Of the learning rate, each time the adapter goes back."""
+TOLERANCE = 0.05  # nats a token by which an adapter may be worse than the base on one chunk
+NOISE = 0.01  # the same at two checks in a row
+# Nats a token by which a chunk's loss must exceed the mean of the last `RECENT` ones for a check out of turn.
+JUMP, RECENT = 0.7, 4
+FIRST, LONGEST = 2, 32  # the number of the first chunk that is checked, and the most chunks between two checks
+RATE_FACTOR = 0.25  # of the learning rate, each time the adapter goes back
 
 
 def is_due(chunks: Sequence[Chunk], nats_per_token: float) -> bool:
     """Return whether a chunk with this mean loss is to be checked; `chunks` are the records before it."""
-    if not chunks:
-        return False
-    if not math.isfinite(nats_per_token):
-        return True
+    if not chunks or not math.isfinite(nats_per_token):
+        return bool(chunks)
     recent = [chunk.nll_nats / chunk.tokens for chunk in chunks[-RECENT:] if chunk.tokens]
     if recent and nats_per_token > sum(recent) / len(recent) + JUMP:
         return True

@@ -29,10 +29,8 @@ class SlidingCache:
         self._host, self._keep, self._sinks = host, keep, sinks
         limits = [limit for limit in (restart, host.positions) if limit is not None]
         self._limit = min(limits) if limits else None
-        # One pair (keys, values) a layer, each [B, heads, n, head size].
-        self._layers: list[tuple[Tensor, Tensor]] = []
-        # Of the next token to be fed; None where the context has to be fed first.
-        self._position: int | None = None
+        self._layers: list[tuple[Tensor, Tensor]] = []  # keys and values of each, [B, heads, n, head size]
+        self._position: int | None = None  # of the next token to be fed; None where the context has to be fed first
         self._fed: tuple[list[tuple[Tensor, Tensor]], int] | None = None
 
     def forward(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None) -> Tensor:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-PIECE = 2**23
-"""Logits a piece: 32 MiB in float32."""
+PIECE = 2**23  # logits: 32 MiB in float32
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -12,13 +12,12 @@ from .initialization import Statistics
 from .layer import LocasLayer
 from .modules import adapters_disabled, evaluating
 
+Batches = Iterable[Tensor | Mapping[str, Tensor]]
+
 
 @torch.no_grad()
 def calibrate(
-    model: nn.Module,
-    batches: Iterable[torch.Tensor | Mapping[str, torch.Tensor]],
-    adapter_name: str | None = None,
-    across_processes: bool = True,
+    model: nn.Module, batches: Batches, adapter_name: str | None = None, across_processes: bool = True
 ) -> None:
     """Make a memory's gate and up rows from what the host does on a text, and measure its scale. The values stay zero.
 
@@ -38,10 +37,8 @@ def calibrate(
             gives values that are not finite; the memory is unchanged.
 
     Example:
-        ```py
-        model = get_peft_model(base, LocasConfig(r=64))
-        calibrate(model, [tokenizer(text, return_tensors="pt").input_ids])
-        ```
+        >>> model = get_peft_model(base, LocasConfig(r=64))
+        >>> calibrate(model, [tokenizer(text, return_tensors="pt").input_ids])
     """
     memories = {name: list_layers(model, name) for name in names_or_active(model, adapter_name)}
     if not any(memories.values()):
@@ -95,7 +92,7 @@ def observe_host(
             layer.calibration = layer.token_mask = None
 
 
-def to_inputs(model: nn.Module, batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def to_inputs(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a batch, `LongTensor [B, T]` or a mapping, as the model's arguments, on the device of its embeddings."""
     inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
     device = model.get_input_embeddings().weight.device

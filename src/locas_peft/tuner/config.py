@@ -121,10 +121,7 @@ class LocasConfig(PeftConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
-        """Load a memory's config from a folder or the hub, or raise a `ValueError` if it is damaged.
-
-        A model that is given this memory also checks its file (`load_memory_file`).
-        """
+        """Load a memory's config from a folder or the hub, or raise a `ValueError` if it is damaged."""
         try:
             config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
         except ValueError as error:
@@ -141,10 +138,7 @@ class LocasConfig(PeftConfig):
         return config
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the config as PEFT does, but with names in place of regular expressions if the tensors are there.
-
-        A safetensors file of them gets their digest.
-        """
+        """Save the config as PEFT does. If the tensors are there, add their digest and replace patterns by names."""
         layers, others = split_tensors(seal_memory_file(save_directory))
         saved = copy.copy(self)
         if layers:
@@ -167,10 +161,7 @@ class LocasConfig(PeftConfig):
 
     @property
     def file(self) -> str | None:
-        """Return the file beside the config that this one was loaded from; None where a field that it fixes changed.
-
-        A changed config is that of a new memory.
-        """
+        """The file of the memory that the config was loaded with; None where a field that it fixes has changed."""
         return self._file if self._list_fields_of_file() == self._fields_of_file else None
 
     def _list_fields_of_file(self) -> list[Any]:

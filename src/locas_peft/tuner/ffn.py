@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import dequantize_module_weight
-from torch import nn
+from torch import Tensor, nn
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
@@ -62,7 +62,7 @@ KNOWN_PARTS: dict[str, FFNParts] = {
 }
 ACTIVATION_NAMES = ("act_fn", "activation_fn", "act", "activation", "activation_func", "gelu_impl")
 WIDENABLE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-SumActivity = Callable[[torch.Tensor | None], torch.Tensor]
+SumActivity = Callable[[Tensor | None], Tensor]
 """The sum of |M| over the tokens of a forward, `[F]` float32; a mask `BoolTensor [tokens]` leaves tokens out."""
 
 
@@ -136,7 +136,7 @@ class HostFFN:
             return [(fused, 0), (fused, self.width)]
         return [(self.projection(part), 0) for part in (self.parts.gate, self.parts.up) if part is not None]
 
-    def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def gate_and_up_rows(self, slots: Tensor) -> tuple[Tensor | None, Tensor]:
         """Copy the gate rows (`None` for a two-layer FFN) and up rows of slots, `LongTensor [R]`: `[R, D]` float32."""
         weights = [(_rows_of(module), first) for module, first in self._row_blocks()]
         rows = [weight[(slots + first).to(weight.device)].float() for weight, first in weights]
@@ -148,13 +148,13 @@ class HostFFN:
         return float("nan") if rows.is_meta else rows.float().norm(dim=0).mean().item()
 
     @contextmanager
-    def observing(self, callback: Callable[[SumActivity, torch.Tensor], None]) -> Iterator[None]:
+    def observing(self, callback: Callable[[SumActivity, Tensor], None]) -> Iterator[None]:
         """Call the callback with the activity and the output FFN(A) `[..., D]` of each forward in the context."""
 
-        def observe(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        def observe(module: nn.Module, args: tuple, output: Tensor) -> None:
             activation = args[0].flatten(0, -2)
 
-            def sum_activity(kept: torch.Tensor | None) -> torch.Tensor:
+            def sum_activity(kept: Tensor | None) -> Tensor:
                 return (activation if kept is None else activation[kept]).abs().sum(dim=0, dtype=torch.float32)
 
             callback(sum_activity, output)
@@ -181,7 +181,7 @@ class HostFFN:
         return self.find_other_adapter() or next(filter(None, obstacles), None)
 
     @torch.no_grad()
-    def widen(self, gate: torch.Tensor | None, up: torch.Tensor, down: torch.Tensor) -> None:
+    def widen(self, gate: Tensor | None, up: Tensor, down: Tensor) -> None:
         """Append R neurons: gate `[R, D]` (`None` for a two-layer FFN), up `[R, D]`, down `[D, R]` with its scale.
 
         Parameters stay the same objects, with new data; `narrow` restores it bit for bit.
@@ -225,7 +225,7 @@ class HostFFN:
             # Some FFNs also take the residual stream and add it (Bloom): zeros there.
             expected = self.owner(token, *[torch.zeros_like(token)] * (_count_required_inputs(self.owner) - 1))
             output = self._forward(token)
-        is_tensor = isinstance(expected, torch.Tensor)
+        is_tensor = isinstance(expected, Tensor)
         if not is_tensor or (expected - output).float().norm() > 0.02 * expected.float().norm():
             raise ValueError(
                 f"{self.name} ({type(self.owner).__name__}) computes something other than "
@@ -234,7 +234,7 @@ class HostFFN:
                 "Name its parts in ffn_parts, or exclude it with exclude_modules."
             )
 
-    def _forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def _forward(self, hidden_states: Tensor) -> Tensor:
         down = getattr(self.owner, self.parts.down)
         if self.parts.gate_up:
             gate, up = getattr(self.owner, self.parts.gate_up)(hidden_states).chunk(2, dim=-1)
@@ -292,7 +292,7 @@ def _in_out_features(module: nn.Module) -> tuple[int, int]:
     return module.in_features, module.out_features
 
 
-def _find_activation(owner: nn.Module, parts: FFNParts) -> Callable[[torch.Tensor], torch.Tensor]:
+def _find_activation(owner: nn.Module, parts: FFNParts) -> Callable[[Tensor], Tensor]:
     names = (parts.activation,) if parts.activation else ACTIVATION_NAMES
     found = [getattr(owner, name) for name in names if callable(getattr(owner, name, None))]
     if found:
@@ -316,7 +316,7 @@ def _count_required_inputs(module: nn.Module) -> int:
     return max(1, sum(p.default is p.empty for p in positional))
 
 
-def find_weight_obstacle(part: str, module: nn.Module, weight: torch.Tensor, known: bool = True) -> str | None:
+def find_weight_obstacle(part: str, module: nn.Module, weight: Tensor, known: bool = True) -> str | None:
     """Return the reason why rows cannot be appended to a weight (named `part`) of a module, or `None`.
 
     `known` is whether the module computes with its weight as it is.
@@ -325,14 +325,14 @@ def find_weight_obstacle(part: str, module: nn.Module, weight: torch.Tensor, kno
         return f"{part} is offloaded or on the meta device: load the base onto one device first"
     if hasattr(weight, "full_tensor"):
         return f"{part} is sharded across processes: gather the base first"
-    plain = known and type(weight) is nn.Parameter and type(weight.data) is torch.Tensor
+    plain = known and type(weight) is nn.Parameter and type(weight.data) is Tensor
     if not plain or weight.dtype not in WIDENABLE_DTYPES:
         kind = f"{type(module).__name__} of {weight.dtype}"
         return f"{part} is a {kind}, quantised or custom: load the base in full precision first"
     return None
 
 
-def _rows_of(module: nn.Module) -> torch.Tensor:
+def _rows_of(module: nn.Module) -> Tensor:
     """Return the weight `[out, in]` of a projection, dequantised, and onloaded if it is offloaded."""
     with torch.no_grad(), align_module_device(module):
         parameter, weight = module.weight, dequantize_module_weight(module).detach()
@@ -357,7 +357,7 @@ def forbid_packing(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _splice(module: nn.Module, dim: int, start: int, stop: int, new: torch.Tensor | None = None) -> None:
+def _splice(module: nn.Module, dim: int, start: int, stop: int, new: Tensor | None = None) -> None:
     """Replace the entries [start, stop) of a weight `[out, in]` along `dim`; along 0, the bias follows with zeros."""
     transposed = isinstance(module, Conv1D)
     weight = module.weight.data.T if transposed else module.weight.data

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from .ffn import SumActivity
@@ -20,9 +21,9 @@ from .finding import AnyFFN
 class Statistics:
     """The result of a calibration, the same on every process."""
 
-    importance: torch.Tensor  # alpha [F], float64
-    inputs: torch.Tensor  # A of the sampled tokens, [tokens, D] float32
-    output_norms: torch.Tensor  # |FFN(A)| of the same tokens, [tokens] float32
+    importance: Tensor  # alpha [F], float64
+    inputs: Tensor  # A of the sampled tokens, [tokens, D] float32
+    output_norms: Tensor  # |FFN(A)| of the same tokens, [tokens] float32
 
 
 class Calibration:
@@ -35,19 +36,15 @@ class Calibration:
         distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._across_processes = across_processes and distributed
         self._samples, self._tokens = samples, 0
-        self._activity: torch.Tensor | None = None  # [F] float64, sum over tokens of |M|
+        self._activity: Tensor | None = None  # [F] float64, sum over tokens of |M|
         # Of each sampled token its random key [n] float64, A [n, D] and |FFN(A)| [n].
-        self._sample: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._sample: tuple[Tensor, Tensor, Tensor] | None = None
         rank = dist.get_rank() if self._across_processes else 0
         self._generator = make_generator(seed, f"process {rank}")
 
     @torch.no_grad()
     def update(
-        self,
-        ffn_input: torch.Tensor,
-        sum_activity: SumActivity,
-        output: torch.Tensor,
-        token_mask: torch.Tensor | None = None,
+        self, ffn_input: Tensor, sum_activity: SumActivity, output: Tensor, token_mask: Tensor | None = None
     ) -> None:
         """Add the tokens of a forward pass: A `[..., D]`, the sum of their |M|, and FFN(A) `[..., D]`.
 
@@ -67,7 +64,7 @@ class Calibration:
         sample = (keys, ffn_input.float(), output.float().norm(dim=-1))
         self._sample = self._keep_largest([sample] if self._sample is None else [self._sample, sample])
 
-    def _keep_largest(self, samples: list[tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    def _keep_largest(self, samples: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         tensors = [torch.cat(parts) for parts in zip(*samples, strict=True)]
         largest = tensors[0].topk(min(self._samples, len(tensors[0]))).indices
         return tuple(tensor[largest.to(tensor.device)] for tensor in tensors)
@@ -96,9 +93,9 @@ class Calibration:
 class Rows:
     """The initial rows of a memory: unit rows `[R, D]`, float32."""
 
-    gate: torch.Tensor | None  # None for a two-layer memory
-    up: torch.Tensor
-    slots: torch.Tensor | None = None  # LongTensor [R], the cloned host slots; None if none was cloned
+    gate: Tensor | None  # None for a two-layer memory
+    up: Tensor
+    slots: Tensor | None = None  # LongTensor [R], the cloned host slots; None if none was cloned
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ class Strategy:
     written: bool = False
 
 
-def clone_slots(ffn: AnyFFN, slots: torch.Tensor) -> Rows:
+def clone_slots(ffn: AnyFFN, slots: Tensor) -> Rows:
     """Clone slots of the host, `LongTensor [R]`, each row scaled to unit norm; rows of zeros stay zero."""
     gate, up = ffn.gate_and_up_rows(slots)
     return Rows(gate=None if gate is None else _to_unit(gate), up=_to_unit(up), slots=slots)
@@ -147,7 +144,7 @@ def take_activations(ffn: AnyFFN, statistics: Statistics, r: int, generator: tor
     return Rows(gate=rows.clone() if ffn.gated else None, up=rows)
 
 
-def _to_unit(rows: torch.Tensor) -> torch.Tensor:
+def _to_unit(rows: Tensor) -> Tensor:
     return torch.nn.functional.normalize(rows, dim=-1)
 
 

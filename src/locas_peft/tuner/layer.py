@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from torch import nn
+from torch import Tensor, nn
 
 from .config import LocasConfig
 from .ffn import HostFFN, SumActivity
@@ -57,12 +57,12 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # While set, forwards run the host's FFN alone and collect its activations here (explicit calibration).
         self.calibration: Calibration | None = None
         # The padding mask of the current forward, for calibration: [B, T], nonzero where a token counts.
-        self.token_mask: torch.Tensor | None = None
+        self.token_mask: Tensor | None = None
         # While set, called with A and the layer's output in each forward with gradients (`writing.py`).
-        self.recorder: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+        self.recorder: Callable[[Tensor, Tensor], None] | None = None
         self._ready: set[str] = set()  # memories known to need no calibration
         self._calibrated: set[str] = set()  # memories that calibrated themselves in a forward
-        self._ffn_input: torch.Tensor | None = None
+        self._ffn_input: Tensor | None = None
         self._inlet_hook = None
         if isinstance(ffn, HostFFN) and ffn.is_flat:
             self._inlet_hook = ffn.inlet.register_forward_pre_hook(self._keep_ffn_input)
@@ -166,7 +166,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     # ------------------------------------------------------------------ forward
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the FFN's output plus the active memories' outputs, `[B, T, D]` in the host's dtype.
 
         `hidden_states` is the wrapped module's input: A `[B, T, D]`, or M `[..., F]` of a flat FFN. The keyword
@@ -209,7 +209,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def _memories(self, adapter_names: Iterable[str]) -> list[str]:
         return [name for name in adapter_names if name in self.locas_up]
 
-    def recall(self, adapter_names: Sequence[str], ffn_input: torch.Tensor) -> torch.Tensor:
+    def recall(self, adapter_names: Sequence[str], ffn_input: Tensor) -> Tensor:
         """Return tau * Wdown M, the output of a memory, `[..., D]`, for A `[..., D]`.
 
         With the names of N memories of one shape, A is `[N, T, D]`, one entry for each.
@@ -217,7 +217,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         down = self._projection(self.locas_down, adapter_names)
         return _scale(down(self.activate(adapter_names, ffn_input)), [self.scale(name) for name in adapter_names])
 
-    def activate(self, adapter_names: Sequence[str], ffn_input: torch.Tensor) -> torch.Tensor:
+    def activate(self, adapter_names: Sequence[str], ffn_input: Tensor) -> Tensor:
         """Return M, the activations of a memory's slots, `[..., R]` in its dtype. Arguments as for `recall`."""
         ffn_input = self._cast_input_dtype(ffn_input, self.locas_up[adapter_names[0]].weight.dtype)
         k = [self.locas_input_scale[name] for name in adapter_names]
@@ -227,35 +227,33 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return self.ffn.act(_scale(self._projection(self.locas_gate, adapter_names)(ffn_input), k)) * up
 
     @staticmethod
-    def _projection(modules: nn.ModuleDict, adapter_names: Sequence[str]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _projection(modules: nn.ModuleDict, adapter_names: Sequence[str]) -> Callable[[Tensor], Tensor]:
         """Return one memory's projection, or one batched product with the projections of several memories."""
         if len(adapter_names) == 1:
             return modules[adapter_names[0]]
         weights = torch.stack([modules[name].weight for name in adapter_names])  # [N, out, in]
         return lambda inputs: inputs @ weights.mT
 
-    def scale(self, adapter_name: str) -> torch.Tensor:
+    def scale(self, adapter_name: str) -> Tensor:
         """Return the factor on a memory's output, a float32 scalar: the saved scale times `rescale`'s multiplier."""
         return self.saved_scale(adapter_name) * self.locas_multiplier.get(adapter_name, 1.0)
 
-    def saved_scale(self, adapter_name: str) -> torch.Tensor:
+    def saved_scale(self, adapter_name: str) -> Tensor:
         """Return tau times the config's `scaling`, a float32 scalar."""
         return self.locas_tau[adapter_name] * self.locas_config[adapter_name].scaling
 
     def _forward_observed(
-        self, calibrations: Collection[Calibration], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+        self, calibrations: Collection[Calibration], ffn_input: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
 
-        def update(sum_activity: SumActivity, output: torch.Tensor) -> None:
+        def update(sum_activity: SumActivity, output: Tensor) -> None:
             for calibration in calibrations:
                 calibration.update(ffn_input, sum_activity, output, self.token_mask)
 
         with self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
 
-    def _forward_calibrating(
-        self, waiting: list[str], ffn_input: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
+    def _forward_calibrating(self, waiting: list[str], ffn_input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's FFN and calibrate memories: their values are zero, so that no other pass is needed."""
         # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written there is lost.
         lost = [name for name in waiting if name in self._calibrated]
@@ -299,7 +297,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return self.ffn.width - sum(map(self.ffn.merged_width, widths))
 
     @torch.no_grad()
-    def neurons(self, adapter_name: str) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    def neurons(self, adapter_name: str) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return a memory as neurons of the host: gate `[R, D]` or `None`, up `[R, D]`, down `[D, R]`, all scaled."""
         k, tau = self.locas_input_scale[adapter_name], self.scale(adapter_name)
         weights = [module.weight for module in self.projections(adapter_name)]
@@ -389,7 +387,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return "locas." + super().__repr__()
 
 
-def _scale(tensor: torch.Tensor, scales: list[torch.Tensor]) -> torch.Tensor:
+def _scale(tensor: Tensor, scales: list[Tensor]) -> Tensor:
     """Multiply a tensor by one memory's scale, or `[N, T, ...]` by the scales of N memories; the dtype stays."""
     factor = scales[0] if len(scales) == 1 else torch.stack(scales).reshape(-1, 1, 1)
     return (tensor * factor).to(tensor.dtype)

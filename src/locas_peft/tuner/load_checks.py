@@ -9,14 +9,14 @@ from contextlib import suppress
 
 import torch
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 
 from .config import LocasConfig
 from .ffn import WIDENABLE_DTYPES
 from .memory_file import LARGEST, PREFIX, SCALES, load_tensors, one_line, split_tensors
 from .modules import base_parameters
 
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 MATRICES = 32
 NUMBERS = 4
 _UNKNOWN = "----"
@@ -74,7 +74,7 @@ def find_divergence(tensors: Tensors, config: LocasConfig) -> str | None:
     return next((f"{name} {problem}" for name, problem in problems.items() if problem), None)
 
 
-def _find_number_problem(tensor: torch.Tensor, is_memory: bool) -> str | None:
+def _find_number_problem(tensor: Tensor, is_memory: bool) -> str | None:
     if not is_memory and not tensor.is_floating_point():
         return None
     if tensor.dtype not in WIDENABLE_DTYPES:
@@ -209,8 +209,8 @@ def may_be_same_weights(expected: object, found: str) -> bool:
     return all(abs(a - b) <= _RELATIVE * max(abs(a), abs(b)) + _ABSOLUTE for a, b in numbers)
 
 
-def _to_digits(parameter: torch.Tensor) -> str:
-    plain = type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor  # not quantised, not sharded
+def _to_digits(parameter: Tensor) -> str:
+    plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor  # not quantised, not sharded
     known = plain and parameter.is_floating_point() and not parameter.is_meta
     if not known or parameter.numel() < NUMBERS or parameter.element_size() < 2:
         return _UNKNOWN * NUMBERS

@@ -11,16 +11,15 @@ import huggingface_hub
 import torch
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors import safe_open
+from torch import Tensor
 
 WEIGHTS = ("locas_gate", "locas_up", "locas_down")
 SCALES = ("locas_tau", "locas_input_scale")
-PREFIX = "base_model.model."
-"""What PEFT puts before each name in a file."""
-DIGEST = "locas_digest"
-"""The key of the digest in the metadata of a safetensors file."""
+PREFIX = "base_model.model."  # PEFT puts it before each name in a file
+DIGEST = "locas_digest"  # the key of the digest in the metadata of a safetensors file
+# The limit of a layer's gain, the product of its largest numbers, and of any other number in a memory's files: outputs
+# stay far below the largest float32. Trained memories are below 1e3.
 LARGEST = 1e12
-"""The limit of a layer's gain, the product of its largest numbers, and of any other number in a memory's files.
-Outputs then stay far below the largest float32. Trained memories are below 1e3."""
 
 
 def find_memory_file(folder: str, subfolder: str | None = None, **hub_options: Any) -> str | None:
@@ -36,7 +35,7 @@ def find_memory_file(folder: str, subfolder: str | None = None, **hub_options: A
     return None
 
 
-def load_tensors(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def load_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Load the tensors of an adapter's file, on the CPU, and its metadata.
 
     A pickle is read by torch's reader of plain tensors (`weights_only`), which calls no function that it names. A file
@@ -65,9 +64,9 @@ def load_tensors(path: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def split_tensors(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
+def split_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """Return the parts of the memory beside each FFN, by the FFN's name, and the names of all other tensors."""
-    layers: dict[str, dict[str, torch.Tensor]] = {}
+    layers: dict[str, dict[str, Tensor]] = {}
     others = []
     for key, tensor in tensors.items():
         layer, _, part = key.removesuffix(".weight").rpartition(".")  # 'a.b.locas_up.weight' -> 'a.b', 'locas_up'
@@ -78,7 +77,7 @@ def split_tensors(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, dict[str,
     return layers, others
 
 
-def digest(tensors: dict[str, torch.Tensor]) -> str:
+def digest(tensors: dict[str, Tensor]) -> str:
     """Return the SHA-256 over names, dtypes, shapes and bytes of tensors, in the order of their names."""
     found = hashlib.sha256()
     for key in sorted(tensors):
@@ -88,7 +87,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return f"sha256:{found.hexdigest()}"
 
 
-def seal_memory_file(folder: str) -> dict[str, torch.Tensor]:
+def seal_memory_file(folder: str) -> dict[str, Tensor]:
     """Write the digest of its tensors into a memory's safetensors file, and return them; none without a file."""
     path = find_memory_file(folder) if os.path.isdir(folder) else None
     try:
@@ -124,7 +123,7 @@ def one_line(text: str) -> str:
 
 
 def _is_dense(value: object) -> bool:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta or value.is_quantized:
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta or value.is_quantized:
         return False
     # A pickle can give one number a shape of any size.
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()

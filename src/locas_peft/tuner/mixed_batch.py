@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from .layer import LocasLayer
 
 
-def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: torch.Tensor) -> None:
+def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor) -> None:
     """Raise a `ValueError` if the layer has merged memories, or there is not one name for each row of the batch."""
     if layer.merged:
         raise ValueError(
@@ -24,9 +25,7 @@ def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: 
         )
 
 
-def add_by_row(
-    layer: LocasLayer, adapter_names: list[str], ffn_input: torch.Tensor, result: torch.Tensor
-) -> torch.Tensor:
+def add_by_row(layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor, result: Tensor) -> Tensor:
     """Return the FFN's output plus, for each row of the batch, the output of the memory of that name.
 
     `ffn_input` is A and `result` FFN(A), both `[B, T, D]`, or `[B * T, D]` of a flat FFN.

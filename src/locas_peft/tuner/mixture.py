@@ -21,15 +21,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 from accelerate.utils import align_module_device
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import Tensor, nn
 
 from .ffn import HostFFN, SumActivity, find_dense, find_weight_obstacle, list_known_parts
 from .modules import evaluating
 
 SHARED_EXPERTS = ("shared_expert", "shared_experts", "shared_mlp")
 SHARED_GATE = "shared_expert_gate"
-ALIGNMENT = 8
-"""The grouped products of transformers need rows of 16 bytes: widths of experts stay multiples of this."""
+ALIGNMENT = 8  # widths of experts stay multiples: the grouped products of transformers need rows of 16 bytes
 
 
 class HostMixture:
@@ -49,7 +48,7 @@ class HostMixture:
         self.experts = experts.get_base_layer() if self._wrapped else experts
         gate_up, down = (getattr(self.experts, part, None) for part in ("gate_up_proj", "down_proj"))
         self.act = getattr(self.experts, "act_fn", None)
-        fused = all(isinstance(part, torch.Tensor) and part.dim() == 3 for part in (gate_up, down))
+        fused = all(isinstance(part, Tensor) and part.dim() == 3 for part in (gate_up, down))
         if not fused or not callable(self.act) or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
             raise ValueError(f"{self.name} ({type(owner).__name__}) has experts of an unknown structure.")
         self.hidden_size = down.shape[1]
@@ -61,7 +60,7 @@ class HostMixture:
 
     @property
     def expert_width(self) -> int:
-        """Return the current F of an expert, merged memories included."""
+        """The current F of an expert, merged memories included."""
         return self.experts.down_proj.shape[2]
 
     @property
@@ -89,10 +88,9 @@ class HostMixture:
         return self.slots + (width - self.width) * (1 if self.widens_shared else len(self.experts.down_proj))
 
     @torch.no_grad()
-    def gate_and_up_rows(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gate_and_up_rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copy the gate rows and the up rows of slots, `LongTensor [R]`: `[R, D]` float32 each."""
-        width = self.expert_width
-        routed = len(self.experts.down_proj) * width
+        width, routed = self.expert_width, len(self.experts.down_proj) * self.expert_width
         with align_module_device(self.experts):
             weight = self.experts.gate_up_proj
             slots = slots.to(weight.device)
@@ -116,29 +114,29 @@ class HostMixture:
         return (1 - part) * mean + part * self.shared.mean_down_norm()
 
     @contextmanager
-    def observing(self, callback: Callable[[SumActivity, torch.Tensor], None]) -> Iterator[None]:
+    def observing(self, callback: Callable[[SumActivity, Tensor], None]) -> Iterator[None]:
         """Call the callback with the activity and the output of each forward in the context (see `HostFFN`)."""
         with self._recording() as record:
 
-            def finish(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+            def finish(module: nn.Module, args: tuple, output: Tensor) -> None:
                 callback(_sum_activity(self, dict(record)), output)
 
             with self.owner.register_forward_hook(finish):
                 yield
 
     @contextmanager
-    def _recording(self) -> Iterator[dict[str, torch.Tensor]]:
+    def _recording(self) -> Iterator[dict[str, Tensor]]:
         """Fill a dict in each forward of N tokens, k experts for each.
 
         The experts' "inputs" `[N, D]`, "chosen" `LongTensor [N, k]`, "weights" `[N, k]`, and their output "routed"
         `[N, D]`. The shared expert's M, "activation" `[N, F]`, and its output "shared" `[N, D]`.
         """
-        record: dict[str, torch.Tensor] = {}
+        record: dict[str, Tensor] = {}
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
             record.update(zip(("inputs", "chosen", "weights"), (*args, *kwargs.values()), strict=False))
 
-        def after(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        def after(module: nn.Module, args: tuple, output: Tensor) -> None:
             record.update(activation=args[0].flatten(0, -2), shared=output.flatten(0, -2))
 
         with ExitStack() as hooks:
@@ -148,7 +146,7 @@ class HostMixture:
                 hooks.enter_context(self.shared.down.register_forward_hook(after))
             yield record
 
-    def shared_weight(self, inputs: torch.Tensor) -> torch.Tensor | float:
+    def shared_weight(self, inputs: Tensor) -> Tensor | float:
         """Return s, `[N, 1]` or 1, from the block's input `[N, D]`."""
         return 1.0 if self._shared_gate is None else torch.sigmoid(self._shared_gate(inputs))
 
@@ -184,7 +182,7 @@ class HostMixture:
         return 1.0 if abs(mean - 1) <= tolerance else mean
 
     @torch.no_grad()
-    def widen(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+    def widen(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
         """Append R neurons that add what they would add beside the block: gate and up `[R, D]`, down `[D, R]`.
 
         `narrow` restores the block bit for bit.
@@ -194,7 +192,7 @@ class HostMixture:
         else:
             self._append(gate, up, (down.float() / self.routing_sum()).to(down.dtype))
 
-    def _append(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+    def _append(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
         gate_up, columns = self.experts.gate_up_proj, self.experts.down_proj
         count, first_up = len(columns), self.expert_width
         zeros = self.merged_width(len(up)) - len(up)
@@ -235,7 +233,7 @@ class HostMixture:
         if any(parameter.is_meta for parameter in self.owner.parameters()):
             return True
         output, record = self._run_random_tokens(16)
-        if not isinstance(output, torch.Tensor) or not {"inputs", "chosen", "weights"} <= record.keys():
+        if not isinstance(output, Tensor) or not {"inputs", "chosen", "weights"} <= record.keys():
             return False
         inputs, expected = record["inputs"], torch.zeros_like(record["routed"], dtype=torch.float32)
         with torch.no_grad():
@@ -247,12 +245,12 @@ class HostMixture:
                 expected += (self.shared_weight(inputs) * record["shared"]).float()
         return bool((output.flatten(0, -2).float() - expected).norm() <= 0.02 * expected.norm())
 
-    def activate(self, expert: int, inputs: torch.Tensor) -> torch.Tensor:
+    def activate(self, expert: int, inputs: Tensor) -> Tensor:
         """Return the activations `[N, F]` of an expert's neurons for its inputs `[N, D]`."""
         gate, up = nn.functional.linear(inputs, self.experts.gate_up_proj[expert]).chunk(2, dim=-1)
         return self.act(gate) * up
 
-    def _run_random_tokens(self, count: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def _run_random_tokens(self, count: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the block's output for random tokens, so many of each of three lengths, and what was recorded."""
         # Routing weights that are not normalised grow with the router's logits, and those with a token's length.
         weight = self.experts.down_proj
@@ -263,17 +261,17 @@ class HostMixture:
         return output, record
 
 
-def _list_choices(record: dict[str, torch.Tensor]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+def _list_choices(record: dict[str, Tensor]) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield each chosen expert with the tokens that chose it, `LongTensor [n]`, and its weights there, `[n]`."""
     for expert in record["chosen"].unique().tolist():
         token, choice = torch.where(record["chosen"] == expert)
         yield expert, token, record["weights"][token, choice]
 
 
-def _sum_activity(mixture: HostMixture, record: dict[str, torch.Tensor]) -> SumActivity:
+def _sum_activity(mixture: HostMixture, record: dict[str, Tensor]) -> SumActivity:
     """Return the function that sums the weighted |M| of a recorded forward over tokens."""
 
-    def sum_activity(kept: torch.Tensor | None) -> torch.Tensor:
+    def sum_activity(kept: Tensor | None) -> Tensor:
         inputs, width = record["inputs"], mixture.expert_width
         kept = torch.ones(len(inputs), device=inputs.device) if kept is None else kept.float()
         activity = torch.zeros(mixture.slots, device=inputs.device)

@@ -13,7 +13,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _ExcludedModule
 from peft.utils.constants import INCLUDE_LINEAR_LAYERS_SHORTHAND
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -298,7 +298,7 @@ class LocasModel(BaseTuner):
     @classmethod
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: LocasConfig, adapter_name: str, *args: Any, **kwargs: Any
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
         # Leave out other tuners' weights under the same adapter name.
         selected = {key: tensor for key, tensor in selected.items() if f".{cls.prefix}" in key}
@@ -321,8 +321,8 @@ class LocasModel(BaseTuner):
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
-        cls, model: nn.Module, config: LocasConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
+        cls, model: nn.Module, config: LocasConfig, adapter_name: str, state_dict: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         taus = [key for key in remapped if ".locas_tau." in key]
         if taus and not any(".locas_input_scale." in key for key in remapped):  # from before there was such a scale

@@ -8,10 +8,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
+# What PEFT puts around a module of the base: an adapter's layer, a fully trained copy, or trained tokens.
 ADAPTER_LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-"""What PEFT puts around a module of the base: an adapter's layer, a fully trained copy, or trained tokens."""
-_BASE = ("base_layer.", "original_module.", "token_adapter.base_layer.")
-"""What the base's own modules are called inside these."""
+_BASE = ("base_layer.", "original_module.", "token_adapter.base_layer.")  # the base's own modules inside these
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -35,7 +35,7 @@ def clip_after_optimizer_steps(layer: LocasLayer) -> None:
 
 
 @torch.no_grad()
-def clip_norms_(weights: Sequence[torch.Tensor], dims: Sequence[int], max_norm: float) -> None:
+def clip_norms_(weights: Sequence[Tensor], dims: Sequence[int], max_norm: float) -> None:
     """Project vectors of several tensors into the ball of radius `max_norm`, in place; vectors inside keep their bits.
 
     `dims` has -1 for a tensor of rows `[..., R, D]`, -2 for one of columns `[..., D, R]`.
@@ -48,7 +48,7 @@ def clip_norms_(weights: Sequence[torch.Tensor], dims: Sequence[int], max_norm: 
     torch._foreach_mul_(weights, [norm.to(weight.dtype) for norm, weight in zip(norms, weights, strict=True)])
 
 
-def _norm(weight: torch.Tensor, dim: int) -> torch.Tensor:
+def _norm(weight: Tensor, dim: int) -> Tensor:
     if weight.dim() < 2:
         raise ValueError(
             f"the norm clip needs the whole rows of a memory, got a flattened part of shape {list(weight.shape)}: "
@@ -73,8 +73,11 @@ class _Index:
                 known |= {id(module.weight): (module, -1, config) for module in rows}
                 known[id(down.weight)] = (down, -2, config)
         # The module shows whether the parameter is still a memory's; the config holds the radius.
-        found = ((parameter, *known[id(parameter)]) for parameter in parameters if id(parameter) in known)
-        self._weights = [(weakref.ref(weight), weakref.ref(module), *others) for weight, module, *others in found]
+        self._weights = []
+        for parameter in parameters:
+            if id(parameter) in known:
+                module, dim, config = known[id(parameter)]
+                self._weights.append((weakref.ref(parameter), weakref.ref(module), dim, config))
 
     def fits(self, parameters: list[nn.Parameter]) -> bool:
         """Return whether the optimizer still holds these parameters, and memories' weights are in their modules."""
@@ -88,7 +91,7 @@ class _Index:
         weights = [(ref(), dim, config.max_slot_norm) for ref, _, dim, config in self._weights]
         # Optimizers skip parameters without a gradient. Those that work without gradients change all.
         changed = [entry for entry in weights if entry[0].grad is not None] or weights
-        groups: dict[float, tuple[list[torch.Tensor], list[int]]] = {}
+        groups: dict[float, tuple[list[Tensor], list[int]]] = {}
         for weight, dim, radius in changed:
             if radius is not None:
                 group = groups.setdefault(radius, ([], []))

@@ -13,21 +13,20 @@ leave out single tokens whose FFN output is hundreds of times as long as the oth
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
+from torch import Tensor
 
 KAPPA = 0.5
 ALPHA = 4.608
 SAMPLED_TOKENS = 256
 
 
-def measure_input_scale(inputs: torch.Tensor) -> torch.Tensor:
+def measure_input_scale(inputs: Tensor) -> Tensor:
     """Return k, a scalar, from the inputs A `[tokens, D]`; 1 where they are zero."""
     norm = inputs.norm(dim=-1).median()
     return torch.where(norm > 0, KAPPA * inputs.shape[-1] ** 0.5 / norm, 1.0)
 
 
-def measure_output_scale(
-    activations: torch.Tensor, output_norms: torch.Tensor, hidden_size: int, otherwise: torch.Tensor
-) -> torch.Tensor:
+def measure_output_scale(activations: Tensor, output_norms: Tensor, hidden_size: int, otherwise: Tensor) -> Tensor:
     """Return tau, a scalar, from M `[tokens, R]`, with k applied, |FFN(A)| `[tokens]` and D.
 
     `otherwise` is the value where no slot is active.
