@@ -28,13 +28,9 @@ from ..tuner.widths import WidthGroup, widen_to, widened_config
 def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | None = None) -> None:
     """Append neurons of zeros to each FFN of a base, in place, and write the new width into its config.
 
-    Args:
-        base: a model without adapters.
-        neurons: W, how many to add: the largest R of the memories that are to be served.
-        ffn_parts: see `LocasConfig`.
-
-    Raises:
-        ValueError: an FFN cannot be widened, or no field of the config holds the width; the base is as it was.
+    `base` is a model without adapters; `neurons` is W, the largest R of the memories that are to be served; for
+    `ffn_parts` see `LocasConfig`. An FFN that cannot be widened, or a width that no field of the config holds, is a
+    `ValueError`, and the base is as it was.
     """
     if neurons < 1:
         raise ValueError(f"neurons must be at least 1, got {neurons}: give the largest r of the memories.")
@@ -56,10 +52,8 @@ def to_lora(
     """Return a memory as a LoRA of its base widened by `widen_base`: the config, and the tensors as PEFT saves them.
 
     The model is not changed, and its base's weights are not used: it may be quantised. Without a name, the active
-    memory is taken; `neurons` is W, by how many the base is widened, by default the memory's own largest R.
-
-    Raises:
-        ValueError: the memory is merged or of a structure that its host does not have, or W is too small.
+    memory is taken; `neurons` is W, by how many the base is widened, by default the memory's own largest R. A memory
+    that is merged or beside a mixture, or a W that is too small, is a `ValueError`.
     """
     adapter_name, layers = find_memory(model, adapter_name, "export")
     widest = max(layer.locas_up[adapter_name].out_features for layer in layers)
@@ -85,7 +79,7 @@ def to_lora(
         rank_pattern=others,
         alpha_pattern=dict(others),
         target_modules=_shorten(ranks, model.get_base_model()),
-        fan_in_fan_out=any(isinstance(layer.ffn.down, Conv1D) for layer in layers),
+        fan_in_fan_out=any(isinstance(getattr(layer.ffn, "down", None), Conv1D) for layer in layers),
         task_type="CAUSAL_LM",
         inference_mode=True,
     )

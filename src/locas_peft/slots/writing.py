@@ -79,8 +79,8 @@ class SlotWriter:
             raise ValueError(f"epsilon must be a finite number above 0, got {epsilon}: give 0.01, say.")
         if isinstance(slots_per_chunk, bool) or not isinstance(slots_per_chunk, int) or slots_per_chunk < 1:
             raise ValueError(f"slots_per_chunk must be a whole number of at least 1, got {slots_per_chunk!r}.")
-        choices = {"tokens": (tokens, Tokens), "normalization": (normalization, Normalization), "fold": (fold, Fold)}
-        for name, (value, kind) in choices.items():
+        choices = (("tokens", tokens, Tokens), ("normalization", normalization, Normalization), ("fold", fold, Fold))
+        for name, value, kind in choices:
             if value not in get_args(kind):
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
         self.epsilon, self.tokens, self.slots_per_chunk = epsilon, tokens, slots_per_chunk
@@ -171,18 +171,15 @@ class SlotWriter:
         for key, value in zip(keys.split(half, dim=1), values.split(half, dim=1), strict=True):
             if self.taken + key.shape[1] > self.capacity:
                 moved = self._fold(inputs, moved)
-            self._store(self.taken, key, value)
+            start, stop = self.taken, self.taken + key.shape[1]
+            for (layer, up, down), k, v in zip(self._weights(), key, value, strict=True):
+                up[start:stop] = k.to(up)
+                down[:, start:stop] = (v.to(down.device) / layer.saved_scale(self.adapter_name)).T.to(down.dtype)
         return moved
 
     def _weights(self) -> list[tuple[LocasLayer, nn.Parameter, nn.Parameter]]:
         """Return each layer with its up `[R, D]`, the keys, and its down `[D, R]`, the stored values."""
         return [(layer, *(module.weight for module in layer.projections(self.adapter_name))) for layer in self._layers]
-
-    def _store(self, start: int, keys: Tensor, values: Tensor) -> None:
-        stop = start + keys.shape[1]
-        for (layer, up, down), key, value in zip(self._weights(), keys, values, strict=True):
-            up[start:stop] = key.to(up)
-            down[:, start:stop] = (value.to(down.device) / layer.saved_scale(self.adapter_name)).T.to(down.dtype)
 
     def _fold(self, inputs: Tensor, earlier: Moves) -> Moves:
         """Reduce the memory to half its capacity, in place; return the moves of its slots, `earlier` ones included.

@@ -1,8 +1,4 @@
-"""Test-time training: a document is read chunk by chunk; each chunk is scored first and learned second.
-
-`TestTimeTrainer` reads one document and trains the active adapter, of whatever type. `read_many` reads many documents
-in one batch, each into a LOCAS memory of its own.
-"""
+"""Test-time training: a document is read chunk by chunk; each chunk is scored first and learned second."""
 
 from .anchor import Anchor, OwnText, write_own_text
 from .chunks import Chunk, ChunkBounds, at_marks, choose_marks, cumulative, cut, per_segment, perplexity, perplexity_of

@@ -45,8 +45,18 @@ class Anchor:
     every: int = 4
 
     def __post_init__(self) -> None:
-        if not isinstance(self.texts, OwnText):
-            _check_texts(self.texts)
+        texts = self.texts
+        if not isinstance(texts, OwnText):
+            if not isinstance(texts, Tensor) or texts.dtype != torch.int64:
+                got = texts.dtype if isinstance(texts, Tensor) else type(texts).__name__
+                raise TypeError(
+                    f"anchor texts must be a LongTensor of shape [n, L], got {got}: make it with write_own_text(model)"
+                )
+            if texts.ndim != 2 or not len(texts) or texts.shape[1] < 2:
+                raise ValueError(
+                    f"anchor texts must have the shape [n, L] with n >= 1 and L >= 2, got {list(texts.shape)}: "
+                    "make them with write_own_text(model)"
+                )
         if not 0 < self.weight < math.inf:
             raise ValueError(f"anchor weight must be a number above 0, got {self.weight}: for none, give no anchor")
         check_whole("anchor every", self.every, 1)
@@ -130,19 +140,6 @@ class OwnText:
             batch = write_own_text(self._model, wanted, length, self._seed + len(self.written) // self._batch_size)
             self.written = torch.cat([self.written, batch])
         return self.written[index]
-
-
-def _check_texts(texts: Any) -> None:
-    if not isinstance(texts, Tensor) or texts.dtype != torch.int64:
-        got = texts.dtype if isinstance(texts, Tensor) else type(texts).__name__
-        raise TypeError(
-            f"anchor texts must be a LongTensor of shape [n, L], got {got}: make it with write_own_text(model)"
-        )
-    if texts.ndim != 2 or not len(texts) or texts.shape[1] < 2:
-        raise ValueError(
-            f"anchor texts must have the shape [n, L] with n >= 1 and L >= 2, got {list(texts.shape)}: "
-            "make them with write_own_text(model)"
-        )
 
 
 @torch.no_grad()

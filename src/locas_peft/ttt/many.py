@@ -34,7 +34,7 @@ def read_many(
 ) -> ManyReading:
     """Read many documents at once, each into a fresh memory of its own, which is named after the document.
 
-    Each row is what a `TestTimeTrainer` of the same settings would make of that document alone, up to rounding. The
+    Each is what a `TestTimeTrainer` of the same settings would make of that document alone, up to rounding. The
     memories are configured as the model's active one, which itself is neither used nor changed. They are inactive
     adapters of the model from the first record on; the caller may stop, and save, at any record.
 
@@ -45,8 +45,7 @@ def read_many(
         settings, anchor, fields: as for `TestTimeTrainer`.
 
     Returns:
-        An iterator that yields, for each chunk, the records of the documents that have it, by name. The memories are
-        made with the first record.
+        An iterator that yields, for each chunk, the records of the documents that have it, by name.
 
     Raises:
         TypeError, ValueError: at the call, in one line; the model is as it was.

@@ -26,7 +26,8 @@ class LocasConfig(PeftConfig):
         r: the width R of the memory, in slots. A slot is one gate row (if gated), one up row and one down column.
         target_modules: the FFNs that get a memory: names, suffixes of names, or a regular expression. `None` (and
             "all-linear") finds every FFN of the language model by its structure, a mixture of experts as one.
-        exclude_modules: the FFNs that get none, given likewise.
+        exclude_modules, layers_to_transform, layers_pattern, modules_to_save, trainable_token_indices: as in PEFT's
+            other methods.
         init_strategy: how gate and up rows are initialised, a row of `STRATEGIES` (the paper's table on
             initialisation). "write" leaves all slots of a two-layer memory free, to be written in closed form
             (`SlotWriter`, `write_tokens`).
@@ -39,15 +40,11 @@ class LocasConfig(PeftConfig):
         max_slot_norm: the radius of the norm clip, 1.0 in the paper; `None` switches the clip off.
         pad_to_multiple_of: merged FFNs are padded with zero neurons to a multiple of this width.
         rank_pattern: other widths for some FFNs, from names or regular expressions to `r`.
-        layers_to_transform: indices of the layers that get a memory; `None` for all.
-        layers_pattern: the name of the module list that those indices refer to, if it is not found automatically.
         ffn_parts: the attribute names of the parts of an unknown FFN, `{"gate": "w_gate", "up": "w_in", "down":
             "w_out", "activation": "act"}`; see `FFNParts`.
         seed: the seed of everything that is drawn at random.
         init_weights: `False` fills gate, up and down with random numbers, so that the memory changes the output; for
             tests only.
-        modules_to_save: modules outside the memory that are trained and saved in full.
-        trainable_token_indices: tokens whose embeddings are trained as well.
         saved_embeddings: names of the base's own tensors that were saved with the memory (`save_embedding_layers`)
             and replace the base's when it is loaded. Filled in by `save_pretrained`; others in a file are refused.
         host: properties of the base and a sample of its weights. Filled in automatically and compared when the memory

@@ -56,9 +56,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.cast_input_dtype_enabled = True
         # While set, forwards run the host's FFN alone and collect its activations here (explicit calibration).
         self.calibration: Calibration | None = None
-        # The padding mask of the current forward, for calibration: [B, T], nonzero where a token counts.
-        self.token_mask: Tensor | None = None
-        # While set, called with A and the layer's output in each forward with gradients (`writing.py`).
+        self.token_mask: Tensor | None = None  # of the current forward [B, T], nonzero where a token is no padding
+        # While set, called with A and the layer's output in each forward with gradients (`SlotWriter`).
         self.recorder: Callable[[Tensor, Tensor], None] | None = None
         self._ready: set[str] = set()  # memories known to need no calibration
         self._calibrated: set[str] = set()  # memories that calibrated themselves in a forward
