@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from .console import open_consoles, write_result
-from .options import BASE, AtLeastZero, BaseGroup, BaseOptions, Count, JsonFile, Memory, Seed, Text
+from .options import BASE, AtLeastZero, BaseGroup, BaseOptions, Count, JsonFile, LibraryFolder, Memory, Seed, Text
 
 if TYPE_CHECKING:
     from .running import Base
@@ -63,6 +63,7 @@ def generate(
 def ask(
     *question: Annotated[str, Parameter(allow_leading_hyphen=False)],
     memory: Memory | None = None,
+    library: LibraryFolder | None = None,
     questions: Path | None = None,
     context: Path | None = None,
     without_memory: bool = False,
@@ -76,6 +77,7 @@ def ask(
     Args:
         question: the questions.
         questions: a JSON Lines file with more, an object a line: question and, if known, answer.
+        library: a folder of memories: each question is answered with the one that it is about, if any.
         context: a text file that the model sees before each question.
         without_memory: ask the base model alone; --memory then only names it.
         recite: the memory recites passages for each question, and the base answers from them in a few words. For
@@ -93,9 +95,13 @@ def ask(
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
     text = None if context is None else load_text(context)
-    loaded, model = _load_to_ask(memory, without_memory, base)
-    options, recited = {"max_new_tokens": max_new_tokens}, [[] for _ in asked]
-    if recite:
+    options, recited, routed = {"max_new_tokens": max_new_tokens}, [[] for _ in asked], None
+    loaded, model, found = _load_to_ask(memory, library, without_memory, base)
+    if found is not None:
+        options |= {} if recite else {"context": text}
+        given = found.ask(loaded.model, loaded.tokenizer, asked, recite=recite, **options)
+        answers, recited, routed = zip(*((each.answer, each.recited, each.memories) for each in given), strict=True)
+    elif recite:
         answers, recited = ask_by_reciting(model, loaded.tokenizer, asked, **options)
     else:
         answers = ask_questions(model, loaded.tokenizer, asked, context=text, **options)
@@ -105,12 +111,15 @@ def ask(
             "answer": answer,
             "gold": item.answer,
             "right": None if item.answer is None else is_right(answer, item.answer),
-            **({"recited": passages} if recite else {}),
+            **({"recited": list(passages)} if recite else {}),
+            **({} if routed is None else {"memories": list(routed[number])}),
         }
-        for item, answer, passages in zip(asked, answers, recited, strict=True)
+        for number, (item, answer, passages) in enumerate(zip(asked, answers, recited, strict=True))
     ]
     for record in records:
         stdout.print(record["question"], style="bold")
+        if routed is not None:
+            stdout.print(f"  [{', '.join(record['memories']) or 'no memory'}]", style="dim", markup=False)
         stdout.print(record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})"))
         for passage in record.get("recited", ()):
             stdout.print(f"  {passage}", style="dim")
@@ -123,6 +132,7 @@ def ask(
 def chat(
     *,
     memory: Memory | None = None,
+    library: LibraryFolder | None = None,
     without_memory: bool = False,
     recite: bool = False,
     max_new_tokens: Count = 128,
@@ -133,6 +143,7 @@ def chat(
     """Talk with a model about what it has read: one message a line; /exit or the end of the input ends it.
 
     Args:
+        library: a folder of memories: each message is replied to with the one that it is about, if any.
         without_memory: talk with the base model alone; --memory then only names it.
         recite: the memory recites passages for each message, and the base replies with these before it.
         max_new_tokens: the longest reply, in tokens.
@@ -146,7 +157,7 @@ def chat(
 
     stdout, stderr = open_consoles()
     _check_recite(recite, without_memory)
-    loaded, model = _load_to_ask(memory, without_memory, base)
+    loaded, model, found = _load_to_ask(memory, library, without_memory, base)
     if not can_chat(loaded.tokenizer):
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
     turns: list[dict[str, str]] = []
@@ -160,12 +171,16 @@ def chat(
             return
         if not message:
             continue
-        passages = recite_for(model, loaded.tokenizer, [message])[0] if recite else []
-        asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
-        ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
-        check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
-        with adapters_disabled(model) if recite else nullcontext():
-            (reply,) = continue_texts(model, loaded.tokenizer, [ids], max_new_tokens, **drawn)
+        names = found.route([message])[0] if found is not None else ()
+        with found.attach(loaded.model, names) if found is not None else nullcontext(model) as model:
+            recites = recite and (found is None or bool(names))
+            passages = recite_for(model, loaded.tokenizer, [message])[0] if recites else []
+            asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
+            most = None if positions is None else positions - max_new_tokens
+            ids = fit_turns(loaded.tokenizer, [*turns, asked], most)
+            check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
+            with adapters_disabled(model) if recites else nullcontext():
+                (reply,) = continue_texts(model, loaded.tokenizer, [ids], max_new_tokens, **drawn)
         reply = reply.strip()
         turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
         stdout.print(reply)
@@ -178,13 +193,23 @@ def _check_recite(recite: bool, without_memory: bool, context: Path | None = Non
         raise ValueError(f"{rule}, got {other}: leave one of them out")
 
 
-def _load_to_ask(memory: Path | None, without_memory: bool, base: BaseOptions) -> tuple[Base, Any]:
-    """Load a base and, unless it is asked alone, the memory; return the base and the model that is asked."""
-    from .running import load, load_base_of, open_with_base
+def _load_to_ask(
+    memory: Path | None, library: Path | None, without_memory: bool, base: BaseOptions
+) -> tuple[Base, Any, Any]:
+    """Load a base and, unless it is asked alone, the memory; return the base, the model that is asked, the library."""
+    from .running import load, load_base_of, open_library, open_with_base
 
+    if library is not None:
+        if memory is not None or without_memory:
+            other = "--without-memory" if without_memory else "--memory"
+            raise ValueError(f"--library chooses the memory itself, got {other} too: leave one of them out")
+        found, loaded = open_library(library, base)
+        return loaded, loaded.model, found
     if memory is None and not (without_memory and base.model):
-        raise ValueError("--memory must name a memory's folder, got none: give it, or --without-memory with --model")
+        raise ValueError(
+            "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with --model"
+        )
     if not without_memory:
-        return open_with_base(memory, base)
+        return *open_with_base(memory, base), None
     loaded = load(base) if memory is None else load_base_of(memory, base)
-    return loaded, loaded.model
+    return loaded, loaded.model, None

@@ -143,6 +143,7 @@ BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
 BaseOnCpu = Annotated[BaseOnCpuOptions, Parameter(name="*", group="Base model")]
 Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
 Memory = Annotated[Path, Parameter(help="a memory's folder.")]
+LibraryFolder = Annotated[Path, Parameter(converter=_parse_path)]
 NamedPath = Annotated[Path, Parameter(converter=_parse_path)]
 _JSON = {"name": "--json", "converter": _parse_path, "allow_leading_hyphen": True}
 JsonFile = Annotated[Path | None, Parameter(help="write JSON; - for stdout.", **_JSON)]

@@ -22,6 +22,7 @@ from .console import find_process, printable
 from .demo import app as open_page
 from .demo import demo
 from .evaluate import forgetting, locomo, perplexity, report
+from .library import forget, library
 from .memories import combine, export, inspect, merge, push, resize
 from .options import ReadingOptions
 from .reading import compare, memorize
@@ -41,7 +42,10 @@ app = App(
 eval_app = App(
     name="eval", help="Measure memories: the protocols, resumable, shared by any number of processes.", sort_key=10
 )
-_COMMANDS = (demo, open_page, memorize, compare, ask, chat, generate, merge, export, combine, resize, push, inspect)
+_COMMANDS = (
+    *(demo, open_page, memorize, compare, ask, chat, generate, library, forget),
+    *(merge, export, combine, resize, push, inspect),
+)
 _PROTOCOLS = (perplexity, locomo, forgetting, report)
 for _parent, _functions in ((app, _COMMANDS), (eval_app, _PROTOCOLS)):
     for _index, _function in enumerate(_functions):

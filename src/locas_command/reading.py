@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from . import options
@@ -20,6 +21,8 @@ def memorize(
     /,
     *,
     out: options.NamedPath | None = None,
+    library: options.LibraryFolder | None = None,
+    name: str | None = None,
     resume: bool = False,
     overwrite: options.Overwrite = False,
     checkpoint_seconds: options.AtLeastZero = 30.0,
@@ -33,7 +36,9 @@ def memorize(
 
     Args:
         text: a UTF-8 text file, or - for stdin.
-        out: the memory's folder; needed unless the method is none.
+        out: the memory's folder; this or --library is needed unless the method is none.
+        library: a folder of memories that gets one more; its base is the model where none is given.
+        name: of the memory in the library; the text's file name where not given.
         resume: continue from the checkpoint in --out, if there is one.
         checkpoint_seconds: time between two checkpoints.
         exchanges_file: JSON Lines with question and answer, studied in place of exchanges that the model writes; for
@@ -41,6 +46,7 @@ def memorize(
     """
     from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory
+    from locas_peft.library import Library, make_sample
     from locas_peft.memories import check_vacant
     from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, has_checkpoint
     from locas_peft.reading.record import find_finished
@@ -55,7 +61,18 @@ def memorize(
     if exchanges_file is not None and not settings.study:
         raise ValueError(f"--exchanges-file needs --study, got {str(exchanges_file)!r} without it: add --study")
     exchanges = None if exchanges_file is None else load_exchanges(exchanges_file)
-    saves, folder = settings.method != "none", out and out / CHECKPOINT_FOLDER
+    saves = settings.method != "none"
+    if library is None and name is not None:
+        raise ValueError(f"--name names a memory of a library, got {name!r} without one: add --library DIR")
+    if library is not None:
+        if out is not None or not saves:
+            other = "--out" if out is not None else "--method none"
+            raise ValueError(f"--library saves the memory itself, got {other} too: leave one of them out")
+        check_output_directory("--library", library)
+        shelf = Library(library)
+        out = shelf.choose_folder(name or Path(text).stem)
+        base = replace(base, model=base.model or shelf.name_base())
+    folder = out and out / CHECKPOINT_FOLDER
     if saves:
         if out is None:
             raise ValueError(f"--out must name a folder for what {settings.method} learns, got none: add --out DIR")
@@ -63,8 +80,10 @@ def memorize(
         if not resume:
             check_vacant(out, overwrite=overwrite)
     content = load_text(text)
-    title, name = _name(text)
+    title, shown = _name(text)
     loaded = load(base)
+    if library is not None:
+        shelf.check_base(loaded.name)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     complete = make_settings(settings, loaded).complete(loaded.model, loaded.tokenizer)
     result = find_finished(out, complete, input_ids, exchanges) if resume and saves else None
@@ -75,7 +94,7 @@ def memorize(
             (result,) = read_each(
                 loaded, input_ids, {"": complete}, stderr, out,
                 checkpoint_dir=folder, checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
-                exchanges=exchanges, title=title,
+                exchanges=exchanges, title=title, sample=None if library is None else make_sample(content),
             )  # fmt: skip
         except KeyboardInterrupt:
             if saves and has_checkpoint(folder):
@@ -87,12 +106,15 @@ def memorize(
                 f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty. Add --study for "
                 "questions about a short text, or --readings and a shorter --window and --stride"
             )
-    show_readings([result], stdout, stderr, None, name)
+    show_readings([result], stdout, stderr, None, shown)
     show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
         then = "locas ask QUESTION" if can_chat(loaded.tokenizer) else "locas generate PROMPT"
-        stdout.print(f"The memory is in {out}. Next: {then} --memory {out}, or locas inspect {out}")
+        if library is not None:
+            then = "locas ask QUESTION"
+        where = f"--memory {out}" if library is None else f"--library {library}"
+        stdout.print(f"The memory is in {out}. Next: {then} {where}, or locas inspect {out}")
 
 
 def compare(

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from locas_peft import backbone, memories, text
 from locas_peft.bases import loading as base_models
+from locas_peft.library import Library
 from locas_peft.progress import follow, follow_study
 from locas_peft.reading import teaching
 from locas_peft.reading.comparison import plot_readings, tabulate_readings
@@ -79,6 +80,17 @@ def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]
         base, tokenizer, model = memories.open_memory(memory, options.model, **placing)
     name = options.model or model.peft_config["default"].base_model_name_or_path
     return Base(backbone.name_of(name), base, tokenizer), model
+
+
+def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:
+    """Open a library that exists, and load the base model that the options name, or else its memories."""
+    if not folder.is_dir():
+        raise ValueError(f"--library must name a folder, got {str(folder)!r}: make one with memorize --library")
+    library = Library(folder)
+    name = options.model or library.name_base()
+    if not name:
+        raise ValueError(f"library {str(folder)!r} holds no memory that names its base: add one, or give --model")
+    return library, load(replace(options, model=name))
 
 
 def check_settings(options: ReadingOptions) -> None:

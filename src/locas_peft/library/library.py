@@ -12,16 +12,16 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from peft import PeftModel
+from torch import nn
 from transformers import PreTrainedModel
 
-from ..asking import Question, ask
+from ..asking import Question, ask, ask_by_reciting
 from ..files import staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
@@ -38,11 +38,12 @@ _FORGOTTEN = ".forgotten"
 
 @dataclass(frozen=True)
 class RoutedAnswer:
-    """An answer, and the names of the memories that gave it: none where the base answered alone."""
+    """An answer, the memories that gave it, by name, and what they recited; no memory where the base gave it alone."""
 
     question: Question
     answer: str
     memories: tuple[str, ...]
+    recited: tuple[str, ...] = ()
 
 
 def check_name(name: str) -> str:
@@ -199,6 +200,8 @@ class Library:
             ValueError: as for `choose_folder`, `check_base` and `memorize`.
         """
         folder = self.choose_folder(name)
+        settings = settings.complete(base, tokenizer)
+        self.check_base(settings.model)
         input_ids = tokenize(tokenizer, text, settings.max_tokens)
         options = {"title": name, "tokenizer": tokenizer, "sample": make_sample(text), **options}
         return memorize(base, input_ids, settings, out=folder, checkpoint_dir=folder / CHECKPOINT_FOLDER, **options)
@@ -218,9 +221,17 @@ class Library:
             )
         return next(iter(found), None)
 
-    def attach(self, base: PreTrainedModel, name: str) -> AbstractContextManager[PeftModel]:
-        """Attach a memory to its base within a context (see `memories.memory_attached`)."""
-        return memory_attached(base, self.find(name))
+    def check_base(self, name: str) -> None:
+        """Raise a `ValueError` where a base is not the one of the memories here."""
+        held = self.name_base()
+        if held is not None and held != name:
+            raise ValueError(
+                f"a library must hold memories of one base, got {name!r} beside {held!r}: use another one"
+            )
+
+    def attach(self, base: PreTrainedModel, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
+        """Return a context of the base with a memory attached (see `memories.memory_attached`), or alone for none."""
+        return memory_attached(base, self.find(names[0])) if names else nullcontext(base)
 
     def route(self, questions: Sequence[str], router: str = "words") -> list[tuple[str, ...]]:
         """Return for each question the name of the memory that it is about, in a tuple; an empty one for none.
@@ -239,6 +250,8 @@ class Library:
         base: PreTrainedModel,
         tokenizer: Any,
         questions: Sequence[Question],
+        *,
+        recite: bool = False,
         router: str = "words",
         **options: Any,
     ) -> list[RoutedAnswer]:
@@ -246,23 +259,25 @@ class Library:
 
         Args:
             base: a causal LM without adapters; mutated while this runs and restored at the end.
+            recite: the memory recites, and the base answers from that (`asking.ask_by_reciting`).
             options: as for `asking.ask`.
 
         Raises:
             ValueError: as for `route`, `asking.ask` and `load_memory`.
         """
         routed = self.route([each.question for each in questions], router)
-        answers: dict[int, str] = {}
+        answers: dict[int, RoutedAnswer] = {}
         for names in dict.fromkeys(routed):
             numbers = [number for number, each in enumerate(routed) if each == names]
-            group = [questions[number] for number in numbers]
-            if names:
-                with self.attach(base, names[0]) as model:
+            group, recited = [questions[number] for number in numbers], [[] for _ in numbers]
+            with self.attach(base, names) as model:
+                if names and recite:
+                    given, recited = ask_by_reciting(model, tokenizer, group, **options)
+                else:
                     given = ask(model, tokenizer, group, **options)
-            else:
-                given = ask(base, tokenizer, group, **options)
-            answers.update(zip(numbers, given, strict=True))
-        return [RoutedAnswer(each, answers[number], routed[number]) for number, each in enumerate(questions)]
+            for number, answer, passages in zip(numbers, given, recited, strict=True):
+                answers[number] = RoutedAnswer(questions[number], answer, names, tuple(passages))
+        return [answers[number] for number in range(len(questions))]
 
     def _check_room(self, taken: set[str]) -> None:
         if self._most is not None and len(taken) >= self._most:

@@ -17,8 +17,11 @@ __all__ = ["ROUTERS", "Router", "list_passages", "make_sample", "score_by_words"
 
 Router = Callable[[Sequence[Sequence[str]], Sequence[str]], np.ndarray]
 """From the passages of each memory, and questions, to scores, float64 [Q, M]. Below 1 a memory is not asked."""
-LEAST_SCORE = 0.16
-"""The BM25 score a unit of idf below which a question is about no memory. It was chosen on two pages and on people."""
+LEAST_SCORE = 0.18
+"""The BM25 score a unit of idf below which a question is about no memory (`benchmarks/library.py`)."""
+BACKGROUND = 300
+"""Documents that stand for other texts: with one memory alone, no word of it would be rare."""
+_FILLER = "\0"
 SAMPLE_LINES, SAMPLE_CHARACTERS = 200, 200
 _WORD = re.compile(r"\b\w\w+\b")
 
@@ -61,14 +64,15 @@ def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) 
         return scores
     documents = bm25s.tokenize([text for each in passages for text in each], **options)
     having = Counter(word for document in documents for word in set(document))
-    index = bm25s.BM25()
-    index.index(documents, show_progress=False)
+    mean_length = max(round(sum(map(len, documents)) / len(documents)), 1)
+    index, all_documents = bm25s.BM25(), len(documents) + BACKGROUND
+    index.index([*documents, *[[_FILLER] * mean_length] * BACKGROUND], show_progress=False)
     own = [set(_WORD.findall(" ".join(each).lower())) for each in passages]
     for row, question, words in zip(scores, questions, bm25s.tokenize(list(questions), **options), strict=True):
         if not words:
             continue
-        idf = sum(math.log(1 + (len(owners) - having[word] + 0.5) / (having[word] + 0.5)) for word in words)
-        np.maximum.at(row, owners, index.get_scores(words) / (LEAST_SCORE * idf))
+        idf = sum(math.log(1 + (all_documents - having[word] + 0.5) / (having[word] + 0.5)) for word in words)
+        np.maximum.at(row, owners, index.get_scores(words)[: len(owners)] / (LEAST_SCORE * idf))
         if names := [word.lower() for word in _WORD.findall(question)[1:] if word[0].isupper()]:
             row *= [sum(name in each for name in names) / len(names) for each in own]
     return scores

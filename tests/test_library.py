@@ -1,0 +1,184 @@
+"""A library: memories are added, found, asked and forgotten; names and files cannot leave it."""
+
+import json
+import os
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+import locas_peft.library.library as module
+from locas_peft import backbone
+from locas_peft.asking import Question
+from locas_peft.library import ROUTERS, Library, make_sample, score_by_words
+from locas_peft.library.routing import list_passages
+from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
+from locas_peft.reading import ReadingSettings
+from locas_peft.selfstudy import Exchange, save_exchanges
+
+TEXTS = {
+    "lamp": "The lamp on the rock at Skarn was lit by Old Peder, and nobody else went there in winter. " * 6,
+    "bread": "The bakery in Dunmarrow belongs to Hilda Brass, who bakes rye bread on Tuesdays. " * 6,
+}
+SETTINGS = ReadingSettings(r=4, window=64, stride=32, anchor=0.0)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return backbone.load()
+
+
+@pytest.fixture(scope="module")
+def made(base, tmp_path_factory):
+    library = Library(tmp_path_factory.mktemp("made"))
+    for name, text in TEXTS.items():
+        library.add(*base, text, name, SETTINGS)
+    return library.folder
+
+
+@pytest.fixture
+def library(made, tmp_path):
+    shutil.copytree(made, tmp_path / "library")
+    return Library(tmp_path / "library")
+
+
+def content(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write(folder, *exchanges):
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LOCAS", "base_model_name_or_path": "b"}))
+    save_exchanges(folder / "exchanges.jsonl", exchanges)
+
+
+def test_a_question_is_answered_with_the_memory_that_it_is_about(library, base):
+    asked = [Question("Who lit the lamp at Skarn?"), Question("Who wrote Hamlet?"), Question("Where is the bakery?")]
+    answers = library.ask(*base, asked, max_new_tokens=8)
+    assert [each.memories for each in answers] == [("lamp",), (), ("bread",)]
+    assert [each.question for each in answers] == asked
+    with library.attach(base[0], ["lamp"]) as model:
+        (with_lamp,) = module.ask(model, base[1], asked[:1], max_new_tokens=8)
+    (alone,) = module.ask(*base, asked[1:2], max_new_tokens=8)
+    assert (answers[0].answer, answers[1].answer) == (with_lamp, alone)
+    (recited,) = library.ask(*base, asked[:1], recite=True, max_new_tokens=8)
+    assert recited.recited and recited.memories == ("lamp",)
+
+
+def test_an_empty_library_answers_with_the_base(base, tmp_path):
+    library = Library(tmp_path / "new")
+    assert (library.list(), library.name_base(), library.route(["Who?"])) == ([], None, [()])
+    assert library.ask(*base, [Question("Who?")], max_new_tokens=2)[0].memories == ()
+
+
+def test_what_is_left_after_forgetting_is_a_library_that_never_held_the_memory(library, made, base, tmp_path):
+    shutil.copytree(made / "bread", tmp_path / "other" / "bread")
+    library.forget("lamp")
+    assert content(library.folder) == content(tmp_path / "other")
+    assert library.route(["Who lit the lamp at Skarn?"]) == [()]
+    with pytest.raises(ValueError, match="there is no memory 'lamp' in this library: choose one of the list"):
+        library.forget("lamp")
+
+
+def test_a_kill_while_forgetting_leaves_nothing_after_the_next_opening(library, monkeypatch):
+    def killed(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        library.forget("lamp")
+    assert library.list() == ["bread"]
+    monkeypatch.undo()
+    assert Library(library.folder).list() == ["bread"] and os.listdir(library.folder) == ["bread"]
+
+
+def test_a_memory_that_is_being_read_is_not_forgotten(library):
+    with locked(library.folder / "lamp" / CHECKPOINT_FOLDER), pytest.raises(InUse, match="another reading is using"):
+        library.forget("lamp")
+    library.forget("lamp")
+
+
+def test_a_memory_is_added_as_memorize_writes_it(library, base, made, tmp_path):
+    library.add(*base, TEXTS["lamp"], "again", SETTINGS)
+    one, two = (load_file(library.find(name) / "adapter_model.safetensors") for name in ("lamp", "again"))
+    assert one.keys() == two.keys() and all((one[key] == two[key]).all() for key in one)
+    assert (library.find("again") / "sample.txt").read_text() == make_sample(TEXTS["lamp"])
+    with pytest.raises(ValueError, match="holds a memory: choose another folder, or give --overwrite"):
+        library.add(*base, TEXTS["lamp"], "again", SETTINGS)
+    library.add(*base, TEXTS["bread"], "again", SETTINGS, overwrite=True)
+    assert library.route(["Who bakes rye bread?"])[0] in {("again",), ("bread",)}
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", ".hidden", "LAMP"])
+def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(library, base, name):
+    before = content(library.folder)
+    with pytest.raises(ValueError, match="name must"):
+        library.add(*base, TEXTS["lamp"], name, SETTINGS)
+    assert content(library.folder) == before
+
+
+def test_memories_of_two_bases_are_refused(library, base):
+    other = SimpleNamespace(complete=lambda *_: SimpleNamespace(model="another", max_tokens=None))
+    with pytest.raises(ValueError, match="of one base, got 'another' beside 'locas_peft/tinybook-glu': use another one"):
+        library.add(*base, TEXTS["lamp"], "third", other)
+    config = library.find("lamp") / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "another"}))
+    with pytest.raises(ValueError, match="a library must hold memories of one base, got "):
+        library.name_base()
+
+
+def test_an_unknown_router_is_refused(library):
+    with pytest.raises(ValueError, match=f"router must be one of {', '.join(ROUTERS)}, got 'luck'"):
+        library.route(["Who?"], router="luck")
+
+
+def test_routing_reads_no_tensor(library):
+    for name in library.list():
+        (library.find(name) / "adapter_model.safetensors").write_bytes(b"")
+    assert library.route(["Who lit the lamp at Skarn?"]) == [("lamp",)]
+
+
+def test_a_thousand_memories_are_listed_and_routed(tmp_path):
+    for number in range(1000):
+        write(tmp_path / f"m{number}", Exchange(f"Where is the key number{number}?", f"The key number{number} is here."))
+    library = Library(tmp_path)
+    assert len(library.list()) == 1000
+    assert library.route(["Where is the key number77?"]) == [("m77",)]
+
+
+def test_people_who_share_a_name_are_told_apart():
+    def tell(*names):
+        return [[f"{name} was born in Brenmouth. Where was {name} born?"] for name in names]
+
+    passages = tell("Anselm Dunmere", "Anselm Corrow", "Brida Corrow")
+    scores = score_by_words(passages, ["Where was Anselm Corrow born?", "Where was Brida Dunmere born?"])
+    assert scores[0].argmax() == 1 and scores[0].max() > 1
+    assert scores[1].max() < scores[0].max() / 1.5
+
+
+def test_scores_of_nothing_are_zero():
+    assert score_by_words([], ["Who?"]).shape == (1, 0)
+    assert np.array_equal(score_by_words([[], []], ["Who?"]), np.zeros((1, 2)))
+    assert np.array_equal(score_by_words([["a lamp"]], ["?", "the"]), np.zeros((2, 1)))
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
+    with pytest.raises(ValueError, match=r"a library needs the package bm25s: install locas_peft\[library\]"):
+        score_by_words([["a lamp"]], ["Who?"])
+
+
+def test_a_memory_is_found_by_its_exchanges_before_its_sample(tmp_path):
+    write(tmp_path / "one", Exchange("Who?", "Peder did.", "The lamp"), Exchange("When?", "Peder did.", "The lamp"))
+    (tmp_path / "one" / "sample.txt").write_text("other\n")
+    assert list_passages(tmp_path / "one") == ["The lamp Peder did. Who? When?"]
+    assert list_passages(tmp_path) == []
+
+
+def test_a_sample_is_spread_over_the_text():
+    words = " ".join(f"word{number}" for number in range(40_000))
+    sample = make_sample(words)
+    assert len(sample) < 50_000 and "word1 " in sample and "word399" in sample
+    assert make_sample("one two") == "one two\n"
