@@ -121,7 +121,9 @@ def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(library, base, nam
 
 def test_memories_of_two_bases_are_refused(library, base):
     other = SimpleNamespace(complete=lambda *_: SimpleNamespace(model="another", max_tokens=None))
-    with pytest.raises(ValueError, match="of one base, got 'another' beside 'locas_peft/tinybook-glu': use another one"):
+    with pytest.raises(
+        ValueError, match="of one base, got 'another' beside 'locas_peft/tinybook-glu': use another one"
+    ):
         library.add(*base, TEXTS["lamp"], "third", other)
     config = library.find("lamp") / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "another"}))
@@ -142,7 +144,9 @@ def test_routing_reads_no_tensor(library):
 
 def test_a_thousand_memories_are_listed_and_routed(tmp_path):
     for number in range(1000):
-        write(tmp_path / f"m{number}", Exchange(f"Where is the key number{number}?", f"The key number{number} is here."))
+        write(
+            tmp_path / f"m{number}", Exchange(f"Where is the key number{number}?", f"The key number{number} is here.")
+        )
     library = Library(tmp_path)
     assert len(library.list()) == 1000
     assert library.route(["Where is the key number77?"]) == [("m77",)]
