@@ -1026,6 +1026,32 @@ def test_ask_answers_and_grades(run, memory, tmp_path):
     }
 
 
+def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
+    for name, text in (("lamp", "The lamp at Skarn was lit by Peder. "), ("bread", "Hilda Brass bakes rye bread. ")):
+        (tmp_path / f"{name}.txt").write_text(text * 8)
+        assert run("memorize", f"{name}.txt", "--library", "notes", *FAST, *NO_ANCHOR)[0] == 0
+    asked = ("ask", "Who lit the lamp at Skarn?", "Who wrote Hamlet?", "--library", "notes", "--max-new-tokens", 4)
+    records = json.loads(run(*asked, "--json", "-")[1])
+    assert [record["memories"] for record in records] == [["lamp"], []]
+    code, stdout, _ = run(*asked, "--recite")
+    assert code == 0 and "[lamp]" in stdout and "[no memory]" in stdout
+    assert {row["name"] for row in json.loads(run("library", "notes", "--json", "-")[1])} == {"lamp", "bread"}
+    assert run("forget", "notes", "lamp")[0] == 0
+    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["bread"]
+    refusals = [
+        (("forget", "notes", "lamp"), "there is no memory 'lamp' in this library: choose one of the list"),
+        (("forget", "none", "lamp"), "a library must be a folder of memories, got 'none': make one with memorize"),
+        (("ask", "Who?", "--library", "none"), "--library must name a folder, got 'none': make one with memorize"),
+        (("ask", "Who?", "--library", "notes", "--memory", "m"), "--library chooses the memory itself, got --memory"),
+        (("memorize", "lamp.txt", "--library", "notes", "--out", "o"), "--library saves the memory itself, got --out"),
+        (("memorize", "lamp.txt", "--out", "o", "--name", "n"), "--name names a memory of a library, got 'n' without"),
+        (("memorize", "lamp.txt", "--library", "notes", "--name", "../x"), "name must be at most 60 letters, digits"),
+    ]
+    for arguments, message in refusals:
+        code, stdout, stderr = run(*arguments)
+        assert (code, stdout) == (2, "") and stderr.splitlines()[-1].startswith(f"error: {message}")
+
+
 def test_ask_recites_passages_and_answers_from_them(run, memory):
     arguments = ("ask", "Who?", "--memory", memory, "--recite", "--max-new-tokens", 8)
     (record,) = json.loads(run(*arguments, "--json", "-")[1])
@@ -1041,7 +1067,7 @@ def test_ask_recites_passages_and_answers_from_them(run, memory):
         (["Who?", "--memory", "m", "--recite", "--without-memory"], "--recite needs the memory and nothing else to "),
         (["--memory", "m"], "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
         ([" ", "--memory", "m"], "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
-        (["Who?"], "--memory must name a memory's folder, got none: give it, or --without-memory with --model"),
+        (["Who?"], "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with "),
         (["Who?", "--memory", "m"], "memory must be a folder that holds a memory, got 'm', no folder: make one with "),
         (["--questions", "none.jsonl", "--memory", "m"], "'none.jsonl' cannot be read or written (No such file or "),
         (["Who?", "--without-memory", "--model", "cut.gguf"], "model 'cut.gguf' cannot be loaded ("),
