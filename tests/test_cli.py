@@ -1027,8 +1027,8 @@ def test_ask_answers_and_grades(run, memory, tmp_path):
 
 
 def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
-    for name, text in (("lamp", "The lamp at Skarn was lit by Peder. "), ("bread", "Hilda Brass bakes rye bread. ")):
-        (tmp_path / f"{name}.txt").write_text(text * 8)
+    for name, said in (("lamp", "The lamp at Skarn was lit by Peder. "), ("bread", "Hilda Brass bakes rye bread. ")):
+        (tmp_path / f"{name}.txt").write_text(said * 8)
         assert run("memorize", f"{name}.txt", "--library", "notes", *FAST, *NO_ANCHOR)[0] == 0
     asked = ("ask", "Who lit the lamp at Skarn?", "Who wrote Hamlet?", "--library", "notes", "--max-new-tokens", 4)
     records = json.loads(run(*asked, "--json", "-")[1])
