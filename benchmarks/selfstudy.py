@@ -9,12 +9,21 @@ the page in context. "Recited" is the gap that the base closes with what the mem
 of the readings of the method that only reads. At the end both are measured, for the page's own questions and for those
 of the next page (wrong memory). The questions are asked in both ways, and the KL from the base is measured on the
 base's own answers to questions about other things. A page with results is not read again.
+
+    python benchmarks/selfstudy.py --seeds 0,1,2 --pages forge,garden,ferry,archive,school --out fresh.json
+
+With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
+asked. Beside it stand the page in context and BM25: its best sentence as the answer, and its best three in the base's
+context.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import time
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,7 +54,8 @@ from locas_peft.text import load_text, tokenize
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import adapters_disabled
 
-PAGES = {name: Path(__file__).parent / "pages" / name for name in ("composer", "bee", "orchard", "tram")}
+DEMO = "lighthouse"
+PAGES = (DEMO, "composer", "bee", "orchard", "tram")
 READING_ONLY = "locas-glu:reading-only"
 METHODS = f"locas-glu,lora@11,{READING_ONLY}"
 READINGS = 120  # about the processor time of a study
@@ -86,13 +96,12 @@ class Page:
         return sum(score.per_token for score in scores) / len(scores)
 
 
-def load_pages(tokenizer) -> dict[str, Page]:
-    """Load the demo's page and those of the folder `pages`."""
-    pages = {"lighthouse": Page(tokenizer, demo.load_page(), demo.load_page_questions())}
-    for name, path in PAGES.items():
-        questions = load_questions(path.with_suffix(".jsonl"))
-        pages[name] = Page(tokenizer, load_text(path.with_suffix(".txt")), questions)
-    return pages
+def load_page(tokenizer, name: str) -> Page:
+    """Load the demo's page, or one of the folder `pages`."""
+    if name == DEMO:
+        return Page(tokenizer, demo.load_page(), demo.load_page_questions())
+    path = Path(__file__).parent / "pages" / name
+    return Page(tokenizer, load_text(path.with_suffix(".txt")), load_questions(path.with_suffix(".jsonl")))
 
 
 class Curve:
@@ -101,7 +110,7 @@ class Curve:
     def __init__(self, base, page: Page, before: float):
         self.points: list[dict[str, float]] = []
         self._base, self._page, self._before = base, page, before
-        self._began = time.process_time()
+        self._began, self._halfway = time.process_time(), False
 
     def measure(self) -> None:
         now = time.process_time()
@@ -120,7 +129,8 @@ class Curve:
             self.measure()
 
     def after_step(self, step: StudyStep) -> None:
-        if step.phase == "learn" and step.done == step.total // 2:
+        if step.phase == "learn" and not self._halfway and 2 * step.done >= step.total:
+            self._halfway = True
             self.measure()
 
 
@@ -174,6 +184,52 @@ def study_page(
     return results
 
 
+def repeat_study(base, tokenizer, page: Page, seed: int) -> dict[str, Any]:
+    """Study one page with Locas's defaults, and ask its questions; return its results."""
+    began = time.process_time()
+    with TemporaryDirectory() as folder:
+        settings = ReadingSettings(study=True, seed=seed)
+        reading = memorize(base, page.ids, settings, out=Path(folder) / "memory", tokenizer=tokenizer)
+        seconds = time.process_time() - began
+        with memory_attached(base, Path(folder) / "memory") as model:
+            right = ask_page(model, tokenizer, page)
+    return {"right": right, "cpu_seconds": seconds, "kept": reading.studied["kept"], "steps": reading.studied["steps"]}
+
+
+def measure_retrieval(base, tokenizer, page: Page) -> dict[str, int]:
+    """Return how many questions are right with the page in the base's context, and with BM25."""
+    sentences = [passage.text for passage in split_passages(tokenizer, page.text)]
+    ranked = [rank_sentences(sentences, each.question) for each in page.questions]
+    in_context = [
+        ask(base, tokenizer, [each], context="\n".join(best[:3]))[0]
+        for each, best in zip(page.questions, ranked, strict=True)
+    ]
+    return {
+        "asked": len(page.questions),
+        "right_in_context": ask_page(base, tokenizer, page, page.text),
+        "right_bm25_sentence": count_right([best[0] for best in ranked], page.questions),
+        "right_bm25_context": count_right(in_context, page.questions),
+    }
+
+
+def rank_sentences(sentences: list[str], question: str, k1: float = 1.2, b: float = 0.75) -> list[str]:
+    """Return sentences by their BM25 score for a question, the best first; case-folded words, no stemming."""
+    counts = [Counter(re.findall(r"\w+", sentence.casefold())) for sentence in sentences]
+    mean_length = sum(each.total() for each in counts) / len(counts)
+
+    def score(words: Counter) -> float:
+        total = 0.0
+        for word in set(re.findall(r"\w+", question.casefold())):
+            having = sum(word in each for each in counts)
+            weight = math.log(1 + (len(counts) - having + 0.5) / (having + 0.5))
+            saturation = k1 * (1 - b + b * words.total() / mean_length)
+            total += weight * words[word] * (k1 + 1) / (words[word] + saturation)
+        return total
+
+    order = sorted(range(len(sentences)), key=lambda number: -score(counts[number]))
+    return [sentences[number] for number in order]
+
+
 def ask_page(model, tokenizer, page: Page, context: str | None = None) -> int:
     """Return how many of a page's questions a model answers right."""
     return count_right(ask(model, tokenizer, page.questions, context=context), page.questions)
@@ -193,6 +249,34 @@ def tabulate(pages: dict[str, dict[str, Any]]) -> str:
             figures = [f"{row[key]} of {asked}" for key in ("right", "right_recited")]
             figures += [*(f"{row[key]:.2f}" for key in gaps), f"{row['kl_nats']:.3f}", f"{row['cpu_seconds']:.0f}"]
             rows.append([f"{name}: {label}", f"{row['parameters']:,}", *figures])
+    return make_table(head, rows)
+
+
+def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
+    """Return a row a page, and the means."""
+    head = [
+        "page",
+        "studied, a seed",
+        "mean",
+        "in context",
+        "BM25's sentence",
+        "BM25's three in context",
+        "processor s",
+    ]
+    keys = ("right_in_context", "right_bm25_sentence", "right_bm25_context")
+    rows, figures = [], []
+    for name, page in pages.items():
+        runs = list(page["seeds"].values())
+        right = [run["right"] for run in runs]
+        mean = [
+            sum(right) / len(right),
+            *(page[key] for key in keys),
+            sum(run["cpu_seconds"] for run in runs) / len(runs),
+        ]
+        figures.append(mean)
+        rows.append([name, ", ".join(map(str, right)), f"{mean[0]:.1f}", *map(str, mean[1:4]), f"{mean[4]:.0f}"])
+    means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
+    rows.append(["mean", "", *(f"{mean:.1f}" for mean in means[:4]), f"{means[4]:.0f}"])
     return make_table(head, rows)
 
 
@@ -218,20 +302,34 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--anchor", type=float, help="weight of the KL to the base; the method's own where not given")
     parser.add_argument("--methods", default=METHODS)
-    parser.add_argument("--pages", default="lighthouse,composer,bee,orchard,tram")
+    parser.add_argument("--pages", default=",".join(PAGES))
+    parser.add_argument("--seeds", help="study each page once a seed, and ask its questions alone")
     parser.add_argument("--out", type=Path, default=Path("selfstudy.json"))
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     base, tokenizer = load_base(arguments.model, dtype=arguments.dtype)
     base.eval()
-    pages = load_pages(tokenizer)
+    names = arguments.pages.split(",")
     results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
-    own_answers, done = write_own_answers(base, tokenizer), results.setdefault("pages", {})
-    names, methods = list(pages), arguments.methods.split(",")
-    for name in arguments.pages.split(","):
-        other = pages[names[(names.index(name) + 1) % len(names)]]
+    done = results.setdefault("pages", {})
+    if arguments.seeds:
+        for name in names:
+            page, figures = load_page(tokenizer, name), done.setdefault(name, {"seeds": {}})
+            if "asked" not in figures:
+                figures |= measure_retrieval(base, tokenizer, page)
+            for seed in arguments.seeds.split(","):
+                if seed not in figures["seeds"]:
+                    figures["seeds"][seed] = repeat_study(base, tokenizer, page, int(seed))
+                    print(name, seed, figures["seeds"][seed], flush=True)
+                    write_json(arguments.out, results)
+        print(tabulate_seeds(done))
+        return
+    own_answers = write_own_answers(base, tokenizer)
+    methods = arguments.methods.split(",")
+    for name in names:
         if name not in done:
-            done[name] = study_page(base, tokenizer, pages[name], other, own_answers, methods, arguments.anchor)
+            page, other = (load_page(tokenizer, each) for each in (name, PAGES[PAGES.index(name) - len(PAGES) + 1]))
+            done[name] = study_page(base, tokenizer, page, other, own_answers, methods, arguments.anchor)
             write_json(arguments.out, results)
     print(tabulate(done))
     if arguments.plot is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,10 @@ def settings_of(method: str = "locas-glu", **given) -> CompleteSettings:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
+
+
+def rows_of(kept: list[lessons.Lesson], tokenizer) -> list[learning.Row]:
+    return [(learning.encode_question(tokenizer, *each.word(0)), each, each.answer) for each in kept]
 
 
 def texts_of(passages: list[Passage]) -> list[str]:
@@ -355,7 +360,7 @@ def test_given_exchanges_are_learned_with_any_adapter_and_the_base_is_untouched(
     )
     assert all(torch.equal(before[name], value) for name, value in base.state_dict().items())
     assert load_exchanges(tmp_path / "m" / EXCHANGES) == GIVEN
-    assert reading.studied["kept"] == 2 and reading.studied["steps"] == LEARNS["passes"]
+    assert reading.studied["kept"] == 2 and reading.studied["steps"] <= LEARNS["passes"]
     first, last = reading.studied["kl_nats"]
     assert last < 0.5 * first
     saved = json.loads((tmp_path / "m" / "reading.json").read_text())
@@ -380,12 +385,15 @@ def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keep
                 torch.nn.init.normal_(parameter)
         (written,) = writing.write_exchanges(model, tokenizer, passages, 2)
         assert written.exchanges == alone.exchanges
-        prompts = []
-        encode = learning.encode_question
-        monkeypatch.setattr(learning, "encode_question", lambda *given: prompts.append(encode(*given)) or prompts[-1])
+        rows = []
+        distill = learning.SelfStudy._distill
+        monkeypatch.setattr(
+            learning.SelfStudy, "_distill", lambda self, each: rows.extend(each) or distill(self, each)
+        )
         study = learning.SelfStudy(model, tokenizer, input_ids, per_passage=2, passes=3, learning_rate=1e-3)
         for _ in study.run():
             pass
+    prompts = [prompt for prompt, _, _ in rows]
     assert len(prompts) == 3 * len(study.exchanges) == 18
     shown = [tokenizer.decode(prompt) for prompt in prompts]
     assert not any(passage.text in prompt for passage in split_passages(tokenizer, PAGE, 64) for prompt in shown)
@@ -405,14 +413,24 @@ def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids
     assert reading.studied["asked"] == reading.studied["kept"] == 6 and not reading.studied["samples"]
 
 
-@pytest.mark.parametrize(("at", "anchor"), [(("write", 2), 0), (("learn", 3), 0.3)])
-def test_an_interruption_changes_no_bit(at, anchor, loaded, input_ids, keeps_all, few_topics, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("at", "known_nats", "given"),
+    [
+        (("write", 2), learning.KNOWN_NATS, {}),
+        (("learn", 3), learning.KNOWN_NATS, {"anchor": 0.3, "anchor_every": 2}),
+        (("learn", 8), 20.0, {"passes": 6}),  # all is known from the start
+    ],
+)
+def test_an_interruption_changes_no_bit(
+    at, known_nats, given, loaded, input_ids, keeps_all, few_topics, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(learning, "KNOWN_NATS", known_nats)
     base, tokenizer = loaded
-    settings = settings_of(anchor=anchor, anchor_every=2 if anchor else None)
+    settings = settings_of(**given)
     options = {"tokenizer": tokenizer, "checkpoint_seconds": 0}
 
     def interrupt(step):
-        if (step.phase, step.done) == at:
+        if step.phase == at[0] and step.done >= at[1]:
             raise KeyboardInterrupt
 
     memorize(base, input_ids, settings, out=tmp_path / "whole", **options)
@@ -421,10 +439,11 @@ def test_an_interruption_changes_no_bit(at, anchor, loaded, input_ids, keeps_all
         memorize(base, input_ids, settings, on_study=interrupt, **broken)
     state = checkpoint.load(tmp_path / "b" / CHECKPOINT_FOLDER)["study"]
     assert len(state["exchanges"]) == (4 if at[0] == "write" else 6)
+    assert any(known for _, _, known in state["progress"]) == (known_nats == 20.0)
     steps = []
     torch.manual_seed(99)
     memorize(base, input_ids, settings, on_study=steps.append, resume=True, **broken)
-    assert (steps[0].phase, steps[0].done) == (at[0], at[1] + 1)
+    assert steps[0].phase == at[0] and steps[0].done > at[1]
     assert same(tmp_path / "whole", tmp_path / "b")
     assert (tmp_path / "whole" / EXCHANGES).read_bytes() == (tmp_path / "b" / EXCHANGES).read_bytes()
     assert not (tmp_path / "b" / CHECKPOINT_FOLDER).exists()
@@ -474,6 +493,64 @@ def test_the_rate_falls_to_zero(loaded, input_ids):
     assert rates == pytest.approx([1e-3 * up * (1 - step / 5) for step, up in enumerate(warmup)])
 
 
+class Noted:
+    """A study whose lessons' losses a test gives."""
+
+    def __init__(self, model, tokenizer, input_ids, passes):
+        options = {"per_passage": 2, "passes": passes, "learning_rate": 1e-3, "given": GIVEN[:1]}
+        self.study = learning.SelfStudy(model, tokenizer, input_ids, **options)
+        self.study._lessons = [lessons.make_lesson(GIVEN[0], tokenizer)]
+        self.study._progress = [learning._Progress()]
+
+    def due(self, number: int, loss: float = 0.0) -> int:
+        """Return when the lesson is due, after it was learned in a pass, and the second token had this loss."""
+        self.study._note([0], number, [torch.tensor([0.0, loss])])
+        return self.study._progress[0].due
+
+
+def test_a_known_lesson_is_learned_less_often_and_leaves_when_it_is_known_in_each_wording(loaded, input_ids):
+    with attached(loaded[0], settings_of()) as model:
+        study = Noted(model, loaded[1], input_ids, passes=50)
+        assert study.due(0, learning.KNOWN_NATS) == 1
+        assert study.due(1) == 3, "known once: one pass is left out"
+        assert study.due(3) == 6
+        assert study.due(6, math.nan) == 7, "lost again"
+        assert [study.due(7), study.due(9)] == [9, 12]
+        assert study.due(12) == 50
+        assert Noted(model, loaded[1], input_ids, passes=2).due(0) == 2
+        assert Noted(model, loaded[1], input_ids, passes=2).due(0, 1.0) == 1
+
+
+def test_the_known_end_of_a_passage_is_left_out_but_now_and_then(loaded, input_ids):
+    with attached(loaded[0], settings_of()) as model:
+        study = Noted(model, loaded[1], input_ids, passes=50).study
+        assert study._encode(0)[2].tolist() == study._lessons[0].answer.tolist()
+        unknown = torch.full([1], learning.KNOWN_NATS)
+        study._note([0, 0], 0, [torch.zeros(3), torch.cat([torch.zeros(1), unknown, torch.zeros(1)])])
+        assert study._reaches == {GIVEN[0].answer: 2 + learning.MARGIN}, "the longest of a batch"
+        study._note([0], 0, [torch.cat([torch.zeros(8), unknown])])
+        assert study._reaches == {GIVEN[0].answer: 9 + learning.MARGIN}, "the next ones are unknown too"
+        study._note([0], 0, [torch.tensor([0.0, math.nan])])
+        assert study._reaches == {GIVEN[0].answer: 2 + learning.MARGIN}
+        study._reaches, lengths = {GIVEN[0].answer: 2}, []
+        for study._progress[0].seen in range(2 * learning.WHOLE_EVERY):
+            lengths.append(len(study._encode(0)[2]))
+    assert lengths == 2 * [len(study._lessons[0].answer), *[2] * (learning.WHOLE_EVERY - 1)]
+
+
+def test_a_batch_has_lessons_of_one_length(loaded, input_ids, monkeypatch):
+    monkeypatch.setattr(learning, "BATCH", 3)
+    given = [Exchange("Who came? " * (1 + number % 3), "A man.") for number in range(9)]
+    with attached(loaded[0], settings_of()) as model:
+        options = {"per_passage": 2, "passes": 1, "learning_rate": 1e-3, "given": given}
+        study = learning.SelfStudy(model, loaded[1], input_ids, **options)
+        lengths, distill = [], study._distill
+        study._distill = lambda rows: lengths.append({len(row[0]) for row in rows}) or distill(rows)
+        for _ in study.run():
+            pass
+    assert all(max(each) - min(each) <= 10 for each in lengths) and len(lengths) == 3
+
+
 def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     base, tokenizer = loaded
     divergence = {}
@@ -486,7 +563,7 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
                 pass
             kept = replay.write_replay_lessons(model, tokenizer)
             with torch.no_grad():
-                divergence[anchor] = study._distill([(other, 0) for other in kept]).item()
+                divergence[anchor] = torch.cat(study._distill(rows_of(kept, tokenizer))).mean().item()
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 
@@ -496,7 +573,8 @@ def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids,
         study = learning.SelfStudy(
             model, tokenizer, input_ids, per_passage=2, passes=1, learning_rate=1e-3, given=GIVEN
         )
-        divergence = study._distill([(other, 0) for other in replay.write_replay_lessons(model, tokenizer)])
+        kept = replay.write_replay_lessons(model, tokenizer)
+        divergence = torch.cat(study._distill(rows_of(kept, tokenizer))).mean()
         divergence.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     assert abs(divergence.item()) < 1e-4 and torch.nn.utils.get_total_norm(gradients) < 1e-3

@@ -1,4 +1,4 @@
-"""Self-study of a text: write exchanges, then learn their answers without the passages, mixed with reading the text.
+"""Self-study of a text: write exchanges, then learn their answers without the passages, until they are known.
 
 Axes: B lessons of a batch, T tokens of an answer, K candidates for a token, V vocabulary.
 """
@@ -21,7 +21,6 @@ from ..model.causal_lm import CausalLM
 from ..text import find_start_token
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
-from ..ttt.losses import token_losses
 from ..tuner import evaluating, trained_parameters
 from .exchanges import Exchange, Passage, digest_exchanges, split_passages
 from .lessons import FORMS, Lesson, make_lesson
@@ -31,13 +30,24 @@ from .writing import BLOCK, check_window, write_exchanges
 __all__ = ["SelfStudy", "StudyStep"]
 
 BATCH = 8
-READ_EVERY = 8
-"""Every n-th step also reads a piece of the text."""
-READ_TOKENS = 512
+SORTED = 32
+"""A batch takes lessons of about one length from so many."""
 PULL_EVERY = 4
 """Every n-th step also limits the change of other answers, with n times the weight."""
+PULL_TOKENS = 16
+"""The first tokens of other answers, which are kept."""
+BETA = 0.98
+WHOLE_EVERY = 5
+"""Every n-th time, a lesson's passage is learned to its end: else what is left out would be forgotten unseen."""
+MARGIN = 4
+"""Tokens of a passage that are learned after the last one that is not known."""
+KNOWN_NATS = math.log(2)
+"""Greedy decoding recites a token of a smaller loss: its probability is above one half (arXiv:2605.30260)."""
 WARMUP_STEPS = 5
 SAMPLES = 3
+
+Row = tuple[list[int], Lesson, Tensor]
+"""A prompt's token ids, a lesson, and the first tokens of its answer, LongTensor [T]."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,8 @@ class StudyStep:
 
     Attributes:
         phase: "write" or "learn".
-        done: passages or steps so far.
-        total: passages or steps in all.
+        done: passages so far; or steps so far, and those that are not needed since their lessons are known.
+        total: passages; or steps where each lesson is learned in each pass.
         exchanges: exchanges kept so far.
         loss_nats: of a step, KL(teacher || student) a token of the answers; None for a block.
         written: the exchanges that were kept of a block.
@@ -61,25 +71,44 @@ class StudyStep:
     written: tuple[Exchange, ...] = ()
 
 
+@dataclass
+class _Progress:
+    """What is known of a lesson.
+
+    Attributes:
+        due: the pass in which it is learned next.
+        seen: how often it was learned.
+        known: how often it was known, each time in the next wording, since it was last found unknown.
+    """
+
+    due: int = 0
+    seen: int = 0
+    known: int = 0
+
+
 class SelfStudy:
     """Train the active adapter to answer questions about a text without the text.
 
     The base, with a short passage in its context, writes questions about it. The memory learns to answer each with the
     passage, from the question alone (see `lessons`). The parameters that require gradients are changed in place; the
-    base is not. Each step's batch and wording follow from its number and the seed, so that `state_dict` and the
-    adapter's weights are all that a continuation needs.
+    base is not. `state_dict` and the adapter's weights are all that a continuation needs.
+
+    The forward pass of a lesson shows which tokens of its answer are known already. The next lesson on the same passage
+    leaves out the tokens after the last unknown one, but for every fifth time. A lesson that is wholly known skips the
+    next pass, and one more for each time that it was known before; known in each wording, in a row, it leaves. The
+    study ends when all lessons have left.
 
     Args:
         model: a causal LM with a PEFT adapter in its layers.
         tokenizer: its tokenizer.
         input_ids: LongTensor [N], the text.
         per_passage: questions wanted about each passage.
-        passes: how often each exchange is learned.
-        learning_rate: of AdamW; it falls linearly to 0.
-        window: the longest piece of the text that is read at once, in tokens.
+        passes: the most times that each exchange is learned.
+        learning_rate: of AdamW; it falls linearly to 0 with the share of the lessons of all passes that are left.
+        window: of the reading, in tokens.
         seed: of the questions and of the order of learning.
-        anchor: weight of the KL from the base on its answers to other questions at the end; it grows linearly from 0.
-            0 for none.
+        anchor: weight of the KL from the base on its answers to other questions at the end; it grows from 0 as the
+            rate falls. 0 for none.
         given: the exchanges that are learned, in place of written ones.
 
     Raises:
@@ -102,13 +131,16 @@ class SelfStudy:
         given: Sequence[Exchange] | None = None,
     ):
         self._model, self._tokenizer, self._host = model, tokenizer, CausalLM(model)
-        self._ids = input_ids.to(self._host.device)
-        self._pieces = _split(self._ids, min(window, READ_TOKENS), find_start_token(tokenizer))
+        self._text = _begin(input_ids[:window], find_start_token(tokenizer)).to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others: list[Lesson] = []  # written at the first pull
-        self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS)
+        self._learner = Learner(lambda: trained_parameters(model), None, WARMUP_STEPS, make_optimizer=lambda p: torch.optim.AdamW(p, lr=learning_rate, weight_decay=0.0, betas=(0.9, BETA), fused=True))
         self.exchanges = list(given or ())
         self._lessons: list[Lesson] = []  # made of the exchanges when all are written
+        self._progress: list[_Progress] = []
+        self._reaches: dict[
+            tuple[int, str], int
+        ] = {}  # by pass and answer: the tokens of the passage that are learned
         self._given = None if given is None else digest_exchanges(self.exchanges)
         self._passages: list[Passage] = []
         self._check_lengths()
@@ -135,7 +167,8 @@ class SelfStudy:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """JSON values: what was asked, kept and learned; the KL of the first and the last pass; seconds."""
+        """JSON values: what was asked, kept and learned; the KL of the first steps and of the last, as many as a pass
+        has; seconds."""
         batches = max(1, math.ceil(len(self._lessons) / BATCH))
         means = [sum(part) / len(part) for part in (self._losses[:batches], self._losses[-batches:]) if part]
         return {
@@ -158,18 +191,20 @@ class SelfStudy:
         Exchanges are written block by block, `BLOCK` passages each. Without any usable exchange nothing is learned;
         `samples` then has some of those that were dropped.
         """
-        calibrate_empty(self._model, self._pieces[0][None])
+        calibrate_empty(self._model, self._text[None])
         yield from self._write()
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
-        batches = math.ceil(len(self._lessons) / BATCH)
-        while self._step < batches * self._passes:
+        self._progress = self._progress or [_Progress() for _ in self._lessons]
+        whole = len(self._lessons) * self._passes
+        while (left := whole - sum(each.due for each in self._progress)) > 0:
             began = time.perf_counter()
             with evaluating(self._model):
-                loss = self._learn(batches)
+                loss = self._learn(1 - left / whole)
             self._losses.append(loss)
             self._step += 1
             self._seconds["learn"] += time.perf_counter() - began
-            yield StudyStep("learn", self._step, batches * self._passes, len(self.exchanges), loss)
+            done, total = (math.ceil(n / BATCH) for n in (sum(each.due for each in self._progress), whole))
+            yield StudyStep("learn", done, total, len(self.exchanges), loss)
 
     def _write(self) -> Iterator[StudyStep]:
         options = {"seed": self._seed, "first": self._blocks}
@@ -186,53 +221,74 @@ class SelfStudy:
             kept = tuple(written.exchanges)
             yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=kept)
 
-    def _learn(self, batches: int) -> float:
-        """Take the next step; return its KL, in nats a token."""
-        number, index = divmod(self._step, batches)
-        order = list(range(len(self._lessons)))
-        random.Random(f"{self._seed} {number}").shuffle(order)
-        # A lesson's wordings begin at its own number, so that a batch has all of them.
-        chosen = [(self._lessons[each], each + number) for each in order[index::batches]]
+    def _learn(self, done: float) -> float:
+        """Take the next step; return its KL, in nats a token of the lessons.
+
+        Args:
+            done: the share of the study that is done. The weight of the pull grows with it: first the memory learns
+                its own answers, then their effect on others is undone.
+        """
+        number = min(each.due for each in self._progress)
+        chosen = self._choose(number)
+        rows = [self._encode(each) for each in chosen]
+        weight = done * self._anchor * PULL_EVERY if self._step % PULL_EVERY == 0 else 0.0
         self._learner.begin()
-        loss = self._distill(chosen)
-        loss.backward()
-        if self._step % READ_EVERY == 0:
-            piece = self._pieces[self._step // READ_EVERY % len(self._pieces)]
-            token_losses(
-                self._host.logits(piece[None, :-1], len(piece) - 1, use_cache=False)[0], piece[1:]
-            ).mean().backward()
-        done = self._step / (batches * self._passes)
-        self._pull(done)
+        losses = self._distill(rows + (self._encode_others() if weight else []))
+        own, others = losses[: len(rows)], losses[len(rows) :]
+        loss = torch.cat(own).mean()
+        (loss + weight * torch.cat(others).mean() if weight else loss).backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than the others.
         if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=1 - done):
             self.skipped_steps += 1
+        self._note(chosen, number, [each.detach() for each in own])
         return loss.item()
 
-    def _distill(self, chosen: Sequence[tuple[Lesson, int]]) -> Tensor:
-        """Return KL(teacher || student) of lessons, each in one of its wordings, the mean over the answers' tokens."""
-        prompts = [encode_question(self._tokenizer, *lesson.word(number)) for lesson, number in chosen]
-        lessons = [lesson for lesson, _ in chosen]
-        rows = [[*prompt, *lesson.answer.tolist()] for prompt, lesson in zip(prompts, lessons, strict=True)]
-        shared = commonprefix([prompt[:-1] for prompt in prompts])  # the system message of a chat template
-        inputs = begin_rows(self._host, [row[:-1] for row in rows], [(len(shared), range(len(rows)))], 0)
-        logits = self._host.logits(count=max(len(lesson.answer) for lesson in lessons), **inputs)
-        of_each = zip(logits, lessons, strict=True)
-        return torch.cat([_divergences(row[-len(lesson.answer) :], lesson) for row, lesson in of_each]).mean()
+    def _choose(self, number: int) -> list[int]:
+        """Return the numbers of the next lessons of a pass: of about one length, so that few rows are padded."""
+        order = list(range(len(self._lessons)))
+        random.Random(f"{self._seed} {number}").shuffle(order)
+        due = [each for each in order if self._progress[each].due == number]
+        lengths = {each: sum(map(len, self._encode(each)[::2])) for each in due[:SORTED]}
+        return sorted(lengths, key=lambda each: abs(lengths[each] - lengths[due[0]]))[:BATCH]
 
-    def _pull(self, done: float) -> None:
-        """Add the gradient of the KL from the base on its answers to other questions, where this step has one.
+    def _encode(self, each: int) -> Row:
+        """Return a lesson in its next wording."""
+        lesson = self._lessons[each]
+        # A lesson's wordings begin at its own number, so that a batch has all of them.
+        turn = each + self._progress[each].seen
+        prompt = encode_question(self._tokenizer, *lesson.word(turn))
+        reach = self._reaches.get(self.exchanges[each].answer) if turn % WHOLE_EVERY else None
+        return prompt, lesson, lesson.answer[:reach]
 
-        The weight grows with the share of the study that is done: first the memory learns its own answers, then their
-        effect on others is undone.
-        """
-        pull, remainder = divmod(self._step, PULL_EVERY)
-        weight = done * self._anchor * PULL_EVERY
-        if remainder or not weight:
-            return
+    def _encode_others(self) -> list[Row]:
+        """Return the other questions that this step pulls back to the base's answers."""
         self._others = self._others or write_replay_lessons(self._model, self._tokenizer, self._seed)
-        chosen = [self._others[(pull * BATCH + row) % len(self._others)] for row in range(BATCH)]
-        loss = self._distill([(lesson, 0) for lesson in chosen])
-        (weight * loss).backward()
+        first = self._step // PULL_EVERY * BATCH
+        chosen = (self._others[(first + row) % len(self._others)] for row in range(BATCH))
+        return [(encode_question(self._tokenizer, *each.word(0)), each, each.answer[:PULL_TOKENS]) for each in chosen]
+
+    def _distill(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Return KL(teacher || student) at each token of some answers after their prompts, [T] of each row."""
+        prompts = [prompt for prompt, _, _ in rows]
+        inputs = [[*prompt, *answer.tolist()][:-1] for prompt, _, answer in rows]
+        shared = commonprefix([prompt[:-1] for prompt in prompts])  # the system message of a chat template
+        inputs = begin_rows(self._host, inputs, [(len(shared), range(len(rows)))], 0)
+        logits = self._host.logits(count=max(len(answer) for _, _, answer in rows), **inputs)
+        return [_divergences(each[-len(row[2]) :], row[1]) for each, row in zip(logits, rows, strict=True)]
+
+    def _note(self, chosen: Sequence[int], number: int, losses: Sequence[Tensor]) -> None:
+        """Note what the losses of some lessons' tokens show of them: when they are due, and how far their passages."""
+        unknown: dict[str, int] = {}  # by answer: the tokens up to the last that is not known
+        for each, row in zip(chosen, losses, strict=True):
+            beyond = (row < KNOWN_NATS).logical_not().nonzero()
+            last = int(beyond[-1]) + 1 if len(beyond) else 0
+            answer, progress = self.exchanges[each].answer, self._progress[each]
+            unknown[answer] = max(last, unknown.get(answer, 0))
+            progress.seen += 1
+            progress.known = 0 if last else progress.known + 1
+            left = progress.known == len(FORMS)
+            progress.due = self._passes if left else min(number + 1 + progress.known, self._passes)
+        self._reaches |= {answer: last + MARGIN for answer, last in unknown.items()}
 
     # ------------------------------------------------------------------ the state
 
@@ -248,6 +304,8 @@ class SelfStudy:
             "losses": list(self._losses),
             "seconds": dict(self._seconds),
             "learner": self._learner.state_dict(),
+            "progress": [list(vars(each).values()) for each in self._progress],
+            "reaches": dict(self._reaches),
             "others": [vars(lesson) for lesson in self._others],
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
@@ -266,6 +324,8 @@ class SelfStudy:
             )
         self.exchanges = [Exchange(**each) for each in state["exchanges"]]
         self._others = [Lesson(**{**each, "forms": tuple(each["forms"])}) for each in state["others"]]
+        self._progress = [_Progress(*each) for each in state["progress"]]
+        self._reaches = dict(state["reaches"])
         self._blocks, self._step, self.asked = state["blocks"], state["step"], state["asked"]
         self.samples, self._losses = list(state["samples"]), list(state["losses"])
         self.skipped_steps, self._seconds = state["skipped_steps"], dict(state["seconds"])
@@ -273,22 +333,21 @@ class SelfStudy:
 
 
 def _divergences(logits: Tensor, lesson: Lesson) -> Tensor:
-    """Return KL(teacher || student) at each token of an answer, [T], from the student's logits [T, V].
+    """Return KL(teacher || student) at the first tokens of an answer, [T], from the student's logits [T, V].
 
     It is over the lesson's candidates and one more outcome, which stands for all other tokens. Over the candidates
     alone, the least KL would need a student that never says anything else.
     """
-    logs = logits.float().log_softmax(-1).gather(1, lesson.candidates.to(logits.device))
-    targets = lesson.targets.to(logs)
+    logs = logits.float().log_softmax(-1).gather(1, lesson.candidates[: len(logits)].to(logits.device))
+    targets = lesson.targets[: len(logits)].to(logs)
     others = torch.log1p(-logs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     logs = torch.cat([logs, others], -1)
     targets = torch.cat([targets, (1 - targets.sum(-1, keepdim=True)).clamp(min=0)], -1)
     return (torch.xlogy(targets, targets) - targets * logs).sum(-1)
 
 
-def _split(ids: Tensor, length: int, start_token: int | None) -> list[Tensor]:
-    """Return the pieces of a text, LongTensor [T], each of at most `length` tokens with the start token before it."""
-    if start_token is None:
-        return [piece for piece in ids.split(length) if len(piece) > 1]
-    text = ids[1:] if ids[0] == start_token else ids
-    return [torch.cat([ids.new_tensor([start_token]), piece]) for piece in text.split(max(length - 1, 1))]
+def _begin(ids: Tensor, start_token: int | None) -> Tensor:
+    """Return a text, LongTensor [T], with the start token before it where the tokenizer has one."""
+    if start_token is None or ids[0] == start_token:
+        return ids
+    return torch.cat([ids.new_tensor([start_token]), ids])
