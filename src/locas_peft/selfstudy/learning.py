@@ -93,10 +93,10 @@ class SelfStudy:
     passage, from the question alone (see `lessons`). The parameters that require gradients are changed in place; the
     base is not. `state_dict` and the adapter's weights are all that a continuation needs.
 
-    The forward pass of a lesson shows which tokens of its answer are known already. The next lesson on the same passage
-    leaves out the tokens after the last unknown one, but for every fifth time. A lesson that is wholly known skips the
-    next pass, and one more for each time that it was known before; known in each wording, in a row, it leaves. The
-    study ends when all lessons have left.
+    The forward pass of a lesson shows which tokens of its answer are known already. The next lesson on the same
+    passage leaves out the tokens after the last unknown one, except every fifth time. A lesson that is wholly known
+    skips the next pass, and one more for each time that it was known before; known in each wording, in a row, it
+    leaves. The study ends when all lessons have left.
 
     Args:
         model: a causal LM with a PEFT adapter in its layers.
@@ -134,7 +134,14 @@ class SelfStudy:
         self._text = _begin(input_ids[:window], find_start_token(tokenizer)).to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others: list[Lesson] = []  # written at the first pull
-        self._learner = Learner(lambda: trained_parameters(model), None, WARMUP_STEPS, make_optimizer=lambda p: torch.optim.AdamW(p, lr=learning_rate, weight_decay=0.0, betas=(0.9, BETA), fused=True))
+        self._learner = Learner(
+            lambda: trained_parameters(model),
+            None,
+            WARMUP_STEPS,
+            make_optimizer=lambda p: torch.optim.AdamW(
+                p, lr=learning_rate, weight_decay=0.0, betas=(0.9, BETA), fused=True
+            ),
+        )
         self.exchanges = list(given or ())
         self._lessons: list[Lesson] = []  # made of the exchanges when all are written
         self._progress: list[_Progress] = []
