@@ -10,7 +10,7 @@ of the readings of the method that only reads. At the end both are measured, for
 of the next page (wrong memory). The questions are asked in both ways, and the KL from the base is measured on the
 base's own answers to questions about other things. A page with results is not read again.
 
-    python benchmarks/selfstudy.py --seeds 0,1,2 --pages forge,garden,ferry,archive,school --out fresh.json
+    python benchmarks/selfstudy.py --seeds 0,1,2 --pages expedition,ferry,foundry,garden,theatre --out fresh.json
 
 With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
 asked. Beside it stand the page in context and BM25: its best sentence as the answer, and its best three in the base's

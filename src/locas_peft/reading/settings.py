@@ -37,7 +37,7 @@ class StudySettings:
         passes: how often each exchange is learned.
     """
 
-    exchanges: int = checked(_AT_LEAST_1, default=16)
+    exchanges: int = checked(_AT_LEAST_1, default=12)
     passes: int = checked(_AT_LEAST_1, default=4)
 
     def __post_init__(self) -> None:
