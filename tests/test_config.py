@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from peft import PeftConfig, PeftType
 
@@ -137,3 +139,10 @@ def test_strategies_are_those_of_the_table(monkeypatch):
 def test_unknown_fields_are_not_swallowed():
     with pytest.raises(TypeError):
         LocasConfig(rank=4)
+
+
+def test_the_fields_that_a_former_version_saved_are_left_out(tmp_path):
+    LocasConfig(r=3, target_modules=["mlp"]).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "gated_host_experiment": False, "variant": "auto"}))
+    assert LocasConfig.from_pretrained(tmp_path).r == 3

@@ -629,10 +629,8 @@ def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
     assert right[True] > right[False]
 
 
-@pytest.mark.parametrize("begins", [False, True])
-def test_each_piece_of_the_text_is_read_after_the_start_token(begins):
-    ids = torch.arange(10, 20)
-    text = torch.cat([torch.tensor([1]), ids]) if begins else ids
-    pieces = learning._split(text, 4, start_token=1)
-    assert [piece.tolist() for piece in pieces] == [[1, 10, 11, 12], [1, 13, 14, 15], [1, 16, 17, 18], [1, 19]]
-    assert [piece.tolist() for piece in learning._split(ids[:5], 4, None)] == [[10, 11, 12, 13]]
+def test_the_text_is_calibrated_after_the_start_token():
+    ids = torch.arange(10, 13)
+    assert learning._begin(ids, 1).tolist() == [1, 10, 11, 12]
+    assert learning._begin(torch.cat([torch.tensor([1]), ids]), 1).tolist() == [1, 10, 11, 12]
+    assert learning._begin(ids, None).tolist() == [10, 11, 12]

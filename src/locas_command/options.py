@@ -64,7 +64,7 @@ class ReadingOptions:
         decay_steps: the rate is divided by the root of 1 + steps / this; 0 for a constant rate.
         max_tokens: the first tokens of the text that are read; all where not given.
         study: after reading, the model asks itself about the text, and learns the answers without the text.
-        exchanges: questions wanted about each sentence; 16 where not given.
+        exchanges: questions wanted about each sentence; 12 where not given.
         passes: how often each exchange is learned; 4 where not given.
         seed: of torch, set before the adapter is made.
     """

@@ -37,6 +37,7 @@ PULL_EVERY = 4
 PULL_TOKENS = 16
 """The first tokens of other answers, which are kept."""
 BETA = 0.98
+"""Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall."""
 WHOLE_EVERY = 5
 """Every n-th time, a lesson's passage is learned to its end: else what is left out would be forgotten unseen."""
 MARGIN = 4
@@ -134,20 +135,11 @@ class SelfStudy:
         self._text = _begin(input_ids[:window], find_start_token(tokenizer)).to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others: list[Lesson] = []  # written at the first pull
-        self._learner = Learner(
-            lambda: trained_parameters(model),
-            None,
-            WARMUP_STEPS,
-            make_optimizer=lambda p: torch.optim.AdamW(
-                p, lr=learning_rate, weight_decay=0.0, betas=(0.9, BETA), fused=True
-            ),
-        )
+        self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA)
         self.exchanges = list(given or ())
         self._lessons: list[Lesson] = []  # made of the exchanges when all are written
         self._progress: list[_Progress] = []
-        self._reaches: dict[
-            tuple[int, str], int
-        ] = {}  # by pass and answer: the tokens of the passage that are learned
+        self._reaches: dict[str, int] = {}  # by answer: how many of its tokens are learned next
         self._given = None if given is None else digest_exchanges(self.exchanges)
         self._passages: list[Passage] = []
         self._check_lengths()

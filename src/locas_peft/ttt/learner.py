@@ -17,6 +17,7 @@ class Learner:
         list_parameters: returns what is trained; called at each chunk, so that a switch of adapters is noticed.
         learning_rate, warmup_steps, decay_steps: see `TrainingSettings`.
         make_optimizer: makes another optimizer, with its own rates; None for AdamW without weight decay.
+        beta: AdamW's decay of the squared gradients.
 
     Attributes:
         trains: whether there are steps: False where neither a rate nor an optimizer was given.
@@ -31,11 +32,12 @@ class Learner:
         warmup_steps: int,
         decay_steps: int = 0,
         make_optimizer: OptimizerFactory | None = None,
+        beta: float = 0.999,
     ):
         self.parameters = list_parameters
         self.trains = learning_rate is not None or make_optimizer is not None
         self._learning_rate, self._warmup_steps, self._decay_steps = learning_rate, warmup_steps, decay_steps
-        self._make_optimizer = make_optimizer or self._make_adamw
+        self._make_optimizer, self._beta = make_optimizer or self._make_adamw, beta
         self.optimizer: torch.optim.Optimizer | None = None
         self._rates: list[float] = []
         self._rate_factor = 1.0
@@ -46,7 +48,9 @@ class Learner:
     def _make_adamw(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         # One fused kernel: unfused, a step over many small matrices takes a tenth of a chunk's time on a CPU.
         fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-        return torch.optim.AdamW(parameters, lr=self._learning_rate, weight_decay=0.0, fused=fused)
+        return torch.optim.AdamW(
+            parameters, lr=self._learning_rate, betas=(0.9, self._beta), weight_decay=0.0, fused=fused
+        )
 
     def _start(self, parameters: list[nn.Parameter]) -> None:
         self.optimizer = self._make_optimizer(parameters)

@@ -117,6 +117,11 @@ class LocasConfig(PeftConfig):
         return None
 
     @classmethod
+    def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
+        """Leave out the fields that former versions saved: what a memory's structure is, its tensors tell."""
+        return {name: value for name, value in kwargs.items() if name not in ("gated_host_experiment", "variant")}
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
         """Load a memory's config from a folder or the hub, or raise a `ValueError` if it is damaged."""
         try:
