@@ -26,7 +26,6 @@ from locas_peft.selfstudy import (
     learning,
     lessons,
     load_exchanges,
-    replay,
     save_exchanges,
     split_passages,
     writing,
@@ -65,7 +64,7 @@ def keeps_all(monkeypatch):
 @pytest.fixture
 def few_topics(monkeypatch):
     """The base answers a fifth of the questions about other things."""
-    monkeypatch.setattr(replay, "TOPICS", replay.TOPICS[:4])
+    monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:4])
 
 
 def ask_without_filter(host, tokenizer, passages, per_passage, generator, written):
@@ -322,9 +321,9 @@ def test_a_subject_is_named_in_the_passages_own_words(reply, common):
 def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
     model, tokenizer = loaded
     prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone from the river was the", "It")]
-    together = replay._answer(CausalLM(model), tokenizer, prompts)
+    together = lessons._answer(CausalLM(model), tokenizer, prompts)
     for prompt, (ids, candidates, targets) in zip(prompts, together, strict=True):
-        ((alone, _, _),) = replay._answer(CausalLM(model), tokenizer, [prompt])
+        ((alone, _, _),) = lessons._answer(CausalLM(model), tokenizer, [prompt])
         assert torch.equal(alone, ids) and torch.equal(ids, candidates[:, 0])
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
@@ -561,7 +560,7 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
             )
             for _ in study.run():
                 pass
-            kept = replay.write_replay_lessons(model, tokenizer)
+            kept = lessons.write_replay_lessons(model, tokenizer)
             with torch.no_grad():
                 divergence[anchor] = torch.cat(study._distill(rows_of(kept, tokenizer))).mean().item()
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
@@ -573,7 +572,7 @@ def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids,
         study = learning.SelfStudy(
             model, tokenizer, input_ids, per_passage=2, passes=1, learning_rate=1e-3, given=GIVEN
         )
-        kept = replay.write_replay_lessons(model, tokenizer)
+        kept = lessons.write_replay_lessons(model, tokenizer)
         divergence = torch.cat(study._distill(rows_of(kept, tokenizer))).mean()
         divergence.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]

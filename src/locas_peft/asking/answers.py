@@ -78,7 +78,7 @@ def ask_by_reciting(
 
 
 def _answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
-    answers = {}
+    answers: dict[int, str] = {}
     for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):
         answers.update(zip(batch, texts, strict=True))
     return [answers[number] for number in range(len(prompts))]

@@ -48,7 +48,7 @@ def share_prefixes(prompts: Rows) -> list[tuple[int, range]]:
     groups: list[tuple[list[int], int, int]] = []
     for number, prompt in enumerate(prompts):
         own, first = list(prompt[:-1]), number
-        shared = commonprefix([groups[-1][0], own]) if groups else []
+        shared = list(commonprefix([groups[-1][0], own])) if groups else []
         if shared and 2 * len(shared) >= len(groups[-1][0]):
             own, first = shared, groups.pop()[1]
         groups.append((own, first, number + 1))
@@ -114,7 +114,7 @@ def continue_rows(
         adapters: one adapter's name for each row (see `CausalLM.logits`); such rows share nothing.
         on_token: is given the tokens so far of all rows, after each token.
     """
-    ends, new = set(stops), [[] for _ in rows]
+    ends, new = set(stops), [list[int]() for _ in rows]
     inputs = begin_rows(host, rows, groups, pad, new_tokens=max_new_tokens, caches=caches)
     for _ in range(max_new_tokens):
         outputs = host.outputs(count=1, adapters=adapters, use_cache=True, **inputs)
@@ -200,7 +200,7 @@ def answer(
     """
     batches = _make_batches(model, prompts, max_new_tokens, batch_size)
     shared = commonprefix([list(prompt[:-1]) for prompt in prompts])  # a prompt's last token must be fed
-    known, caches = set(known), {}
+    known, caches = set(known), dict[Any, Any]()
     for batch in batches:
         if not known.issuperset(batch):
             groups = [(len(shared), range(len(batch)))] if len(shared) >= _WORTH_KEEPING else []
@@ -220,9 +220,19 @@ def recite(model: nn.Module, tokenizer, prompts: Rows, count: int) -> list[list[
     for batch in _make_batches(model, prompts, _RECITED_TOKENS, batch_size=4):
         inputs = pad_left([prompts[number] for number in batch], pad, CausalLM(model).device)
         ids = inputs["ids"]
-        options = {"max_new_tokens": _RECITED_TOKENS, "num_beams": 2 * count, "num_return_sequences": count}
+        options: dict[str, Any] = {
+            "max_new_tokens": _RECITED_TOKENS,
+            "num_beams": 2 * count,
+            "num_return_sequences": count,
+        }
         # What the call leaves open, `generate` takes from the model's generation config.
-        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        options |= {
+            "max_new_tokens": _RECITED_TOKENS,
+            "do_sample": False,
+            "temperature": None,
+            "top_p": None,
+            "top_k": None,
+        }
         options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "pad_token_id": pad}
         output = model.generate(input_ids=ids, attention_mask=inputs["attention_mask"], **options)
         texts = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)

@@ -92,11 +92,7 @@ class Library:
         return self.folder / name
 
     def choose_folder(self, name: str) -> Path:
-        """Return the folder for a memory of a name, which may exist.
-
-        Raises:
-            ValueError: the name is not one, differs from another only by its case, or the library is full.
-        """
+        """Return the folder for a memory of a name, which may exist; a `ValueError` for a name that cannot be."""
         name, others = check_name(name), {entry.name for entry in os.scandir(self.folder)}
         alike = [other for other in others if other.casefold() == name.casefold() and other != name]
         if alike:
@@ -107,11 +103,7 @@ class Library:
 
     @contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Yield the folder for a new memory, which does not exist yet, under a name that is free: "name 2", say.
-
-        Raises:
-            ValueError: the name is not one, or the library is full.
-        """
+        """Yield the folder for a new memory, under a name that is free, "name 2", say; a `ValueError` where full."""
         name = check_name(name)
         with self._lock:
             taken = self._reserved | {entry.name.casefold() for entry in os.scandir(self.folder)}
@@ -139,12 +131,7 @@ class Library:
         return target.name
 
     def forget(self, name: str) -> None:
-        """Delete a memory, whole or not at all: nothing of the library knows it afterwards.
-
-        Raises:
-            ValueError: there is none of that name, its folder holds files that are not a memory's, or a reading is at
-                work in it.
-        """
+        """Delete a memory, whole or not at all; a `ValueError` where a reading is at work in it, or other files are."""
         folder = self.find(name)
         foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
@@ -157,15 +144,10 @@ class Library:
         shutil.rmtree(gone)
 
     def unpack(self, archive: Path, name: str, check: Callable[[Path], None]) -> str:
-        """Add a memory out of a zip archive and return its name.
+        """Add a memory out of a zip archive (see `memories.folder.unpack`) and return its name.
 
-        Args:
-            archive: see `memories.folder.unpack`.
-            name: the name that it gets if that is free.
-            check: called with the unpacked folder; raises where the memory is refused.
-
-        Raises:
-            ValueError: the archive is refused, or the memory. Nothing is left of it.
+        `check` is called with the unpacked folder, and raises a `ValueError` where the memory is refused. Nothing is
+        left of one that is refused.
         """
         with self.new(name) as folder:
             with staged(folder) as unpacked:
@@ -187,18 +169,7 @@ class Library:
         settings: ReadingSettings | CompleteSettings,
         **options: Any,
     ) -> Reading:
-        """Read a text into a new memory.
-
-        Args:
-            base: a causal LM without adapters; mutated while this runs and restored at the end.
-            tokenizer: of the base.
-            text: what is read.
-            name: of the memory.
-            settings, options: as for `memorize`.
-
-        Raises:
-            ValueError: as for `choose_folder`, `check_base` and `memorize`.
-        """
+        """Read a text into a memory of a name; settings, options and errors are those of `reading.memorize`."""
         folder = self.choose_folder(name)
         settings = settings.complete(base, tokenizer)
         self.check_base(settings.model)
@@ -207,11 +178,7 @@ class Library:
         return memorize(base, input_ids, settings, out=folder, checkpoint_dir=folder / CHECKPOINT_FOLDER, **options)
 
     def name_base(self) -> str | None:
-        """Return the name of the base that all memories were made for; None in an empty library.
-
-        Raises:
-            ValueError: they were made for more than one.
-        """
+        """Return the name of the base of all memories, None in an empty library; a `ValueError` for two bases."""
         found = {load_memory_config(self.folder / name).get("base_model_name_or_path"): name for name in self.list()}
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
@@ -234,11 +201,7 @@ class Library:
         return memory_attached(base, self.find(names[0])) if names else nullcontext(base)
 
     def route(self, questions: Sequence[str], router: str = "words") -> list[tuple[str, ...]]:
-        """Return for each question the name of the memory that it is about, in a tuple; an empty one for none.
-
-        Raises:
-            ValueError: there is no such router, or the package that it needs is missing.
-        """
+        """Return for each question the name of the memory that it is about, in a tuple; an empty one for none."""
         if router not in ROUTERS:
             raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {router!r}: choose one of them")
         names = sorted(self.list())
@@ -257,13 +220,8 @@ class Library:
     ) -> list[RoutedAnswer]:
         """Answer each question with the memory that it is about, and with the base alone where it is about none.
 
-        Args:
-            base: a causal LM without adapters; mutated while this runs and restored at the end.
-            recite: the memory recites, and the base answers from that (`asking.ask_by_reciting`).
-            options: as for `asking.ask`.
-
-        Raises:
-            ValueError: as for `route`, `asking.ask` and `load_memory`.
+        `base` is mutated while this runs and restored at the end. With `recite`, the memory recites, and the base
+        answers from that (`asking.ask_by_reciting`). Options and errors are those of `asking.ask`.
         """
         routed = self.route([each.question for each in questions], router)
         answers: dict[int, RoutedAnswer] = {}

@@ -23,8 +23,7 @@ from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..tuner import evaluating, trained_parameters
 from .exchanges import Exchange, Passage, digest_exchanges, split_passages
-from .lessons import FORMS, Lesson, make_lesson
-from .replay import write_replay_lessons
+from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
 from .writing import BLOCK, check_window, write_exchanges
 
 __all__ = ["SelfStudy", "StudyStep"]
