@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import locas_peft.library.library as module
 from locas_peft import backbone
 from locas_peft.asking import Question
-from locas_peft.library import ROUTERS, Library, make_sample, score_by_words
+from locas_peft.library import Library, make_sample, score_by_words
 from locas_peft.library.routing import list_passages
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
 from locas_peft.reading import ReadingSettings
@@ -129,11 +129,6 @@ def test_memories_of_two_bases_are_refused(library, base):
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "another"}))
     with pytest.raises(ValueError, match="a library must hold memories of one base, got "):
         library.name_base()
-
-
-def test_an_unknown_router_is_refused(library):
-    with pytest.raises(ValueError, match=f"router must be one of {', '.join(ROUTERS)}, got 'luck'"):
-        library.route(["Who?"], router="luck")
 
 
 def test_routing_reads_no_tensor(library):

@@ -1,9 +1,9 @@
-"""Commands on saved memories: merge, export, combine, resize, push, inspect."""
+"""Commands on saved memories: merge, export, combine, resize, push, inspect; and on a library of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from .console import open_consoles, printable, warnings_as_lines, write_result
 from .options import BASE_ON_CPU, AtLeastTwo, BaseOnCpu, Count, JsonFile, Memory, NamedPath, Overwrite, Text
@@ -168,6 +168,34 @@ def resize(
     stdout.print(f"The memory of {r} slots a layer, {max(widths)} before, is in {out}")
 
 
+def library(folder: Path, /, *, json_file: JsonFile = None) -> None:
+    """List the memories of a library, the latest first.
+
+    Args:
+        folder: the library.
+    """
+    stdout, _ = open_consoles(json_file)
+    held = _open_library(folder)
+    rows = [{"name": name, "bytes": held.bytes_of(name)} for name in held.list()]
+    for row in rows:
+        stdout.print(f"{row['name']}   {row['bytes'] / 1e6:.1f} MB", markup=False)
+    if not rows:
+        stdout.print(f"{folder} holds no memory", markup=False)
+    write_result(json_file, rows)
+
+
+def forget(folder: Path, name: str, /) -> None:
+    """Delete a memory of a library, whole or not at all. The memories that stay are not changed.
+
+    Args:
+        folder: the library.
+        name: of the memory.
+    """
+    stdout, _ = open_consoles()
+    _open_library(folder).forget(name)
+    stdout.print(f"{name} is forgotten: no file in {folder} holds what it learned", markup=False)
+
+
 def push(memory: Memory, /, *, repo: str, license: str | None = None, private: bool = False) -> None:
     """Upload a memory with its model card to the Hugging Face hub; log in there first, with `hf auth login`.
 
@@ -219,3 +247,13 @@ def _check_empty(out: Path, remedy: str = "choose another", overwrite: bool = Fa
     check_output_directory("--out", out)
     if not overwrite and out.is_dir() and any(out.iterdir()):
         raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: {remedy}")
+
+
+def _open_library(folder: Path) -> Any:
+    from locas_peft.library import Library
+
+    if not folder.is_dir():
+        raise ValueError(
+            f"a library must be a folder of memories, got {str(folder)!r}: make one with memorize --library"
+        )
+    return Library(folder)

@@ -22,8 +22,7 @@ from .console import find_process, printable
 from .demo import app as open_page
 from .demo import demo
 from .evaluate import forgetting, locomo, perplexity, report
-from .library import forget, library
-from .memories import combine, export, inspect, merge, push, resize
+from .memories import combine, export, forget, inspect, library, merge, push, resize
 from .options import ReadingOptions
 from .reading import compare, memorize
 

@@ -19,10 +19,6 @@ def unwrap(text: str) -> str:
 
     A paragraph ends at a line that holds nothing but whitespace. Line breaks inside it (Windows, old Mac or Unix),
     byte-order marks and runs of spaces become single spaces.
-
-    Example:
-        >>> unwrap("Call me\\nIshmael.\\n\\nSome years ago")
-        'Call me Ishmael.\\n\\nSome years ago'
     """
     text = text.replace("\ufeff", "").replace("\r\n", "\n").replace("\r", "\n")
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))

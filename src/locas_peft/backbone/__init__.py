@@ -33,12 +33,6 @@ def load(
     The model has a vocabulary of 4,096 tokens, hidden size 256, 6 layers, and at most 2,048 positions. Its texts must
     have one paragraph a line, as `locas_peft.text.unwrap` makes them: it has seen no others. The weights, which are
     stored in bfloat16, are float32 on the CPU if nothing else is given.
-
-    Example:
-        >>> from locas_peft import backbone
-        >>> model, tokenizer = backbone.load()
-        >>> model.config.hidden_size
-        256
     """
     folder = path(name)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, local_files_only=True)

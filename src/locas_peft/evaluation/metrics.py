@@ -44,13 +44,6 @@ class Perplexity(_Metric):
     """exp(sum of nll / number of scored tokens) over the records of chunks, accumulated in float64.
 
     Predictions are the chunks' `nll_nats`; references are their numbers of scored `tokens`.
-
-    Example:
-        >>> metric = Perplexity()
-        >>> for chunk in trainer.read(ids):
-        ...     metric.add(predictions=chunk.nll_nats, references=chunk.tokens)
-        >>> metric.compute()
-        {'perplexity': 46.2, 'scored_tokens': 29999}
     """
 
     key, columns = "perplexity", {"predictions": "float64", "references": "int64"}

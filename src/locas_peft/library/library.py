@@ -28,7 +28,7 @@ from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
 from ..text import tokenize
-from .routing import ROUTERS, list_passages, make_sample
+from .routing import list_passages, make_sample, score_by_words
 
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 
@@ -77,8 +77,6 @@ class Library:
             shutil.rmtree(left, ignore_errors=True)
         self._lock = threading.Lock()
         self._reserved: set[str] = set()  # of memories that are being made
-
-    # ------------------------------------------------------------------ names and folders
 
     def list(self) -> list[str]:
         """Return the memories' names, the latest first."""
@@ -131,7 +129,7 @@ class Library:
         return target.name
 
     def forget(self, name: str) -> None:
-        """Delete a memory, whole or not at all; a `ValueError` where a reading is at work in it, or other files are."""
+        """Delete a memory, whole or not at all; a `ValueError` where other files or a reading are in it."""
         folder = self.find(name)
         foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
@@ -157,8 +155,6 @@ class Library:
                 except ValueError as error:  # visitors need not know where the library is
                     raise ValueError(str(error).replace(str(unpacked), name)) from None
             return folder.name
-
-    # ------------------------------------------------------------------ reading and asking
 
     def add(
         self,
@@ -200,12 +196,10 @@ class Library:
         """Return a context of the base with a memory attached (see `memories.memory_attached`), or alone for none."""
         return memory_attached(base, self.find(names[0])) if names else nullcontext(base)
 
-    def route(self, questions: Sequence[str], router: str = "words") -> list[tuple[str, ...]]:
+    def route(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
         """Return for each question the name of the memory that it is about, in a tuple; an empty one for none."""
-        if router not in ROUTERS:
-            raise ValueError(f"router must be one of {', '.join(ROUTERS)}, got {router!r}: choose one of them")
         names = sorted(self.list())
-        scores = ROUTERS[router]([list_passages(self.folder / name) for name in names], questions)
+        scores = score_by_words([list_passages(self.folder / name) for name in names], questions)
         return [(names[row.argmax()],) if len(row) and row.max() >= 1 else () for row in scores]
 
     def ask(
@@ -215,7 +209,6 @@ class Library:
         questions: Sequence[Question],
         *,
         recite: bool = False,
-        router: str = "words",
         **options: Any,
     ) -> list[RoutedAnswer]:
         """Answer each question with the memory that it is about, and with the base alone where it is about none.
@@ -223,7 +216,7 @@ class Library:
         `base` is mutated while this runs and restored at the end. With `recite`, the memory recites, and the base
         answers from that (`asking.ask_by_reciting`). Options and errors are those of `asking.ask`.
         """
-        routed = self.route([each.question for each in questions], router)
+        routed = self.route([each.question for each in questions])
         answers: dict[int, RoutedAnswer] = {}
         for names in dict.fromkeys(routed):
             numbers = [number for number, each in enumerate(routed) if each == names]

@@ -1,11 +1,11 @@
-"""Which memories of a library a question is about. Axes: Q questions, M memories."""
+"""Which memory of a library a question is about."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,8 @@ import numpy as np
 from ..memories.folder import SAMPLE
 from ..selfstudy.exchanges import EXCHANGES, load_exchanges
 
-__all__ = ["ROUTERS", "Router", "list_passages", "make_sample", "score_by_words"]
+__all__ = ["list_passages", "make_sample", "score_by_words"]
 
-Router = Callable[[Sequence[Sequence[str]], Sequence[str]], np.ndarray]
-"""From the passages of each memory, and questions, to scores, float64 [Q, M]. Below 1 a memory is not asked."""
 LEAST_SCORE = 0.18
 """The BM25 score a unit of idf below which a question is about no memory (`benchmarks/library.py`)."""
 BACKGROUND = 300
@@ -44,11 +42,11 @@ def list_passages(memory: Path) -> list[str]:
 
 
 def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:
-    """Score each memory by BM25 (Robertson and Zaragoza, 2009) of its best passage, relative to `LEAST_SCORE`.
+    """Score M memories for Q questions by BM25 (Robertson and Zaragoza, 2009) of their best passages; float64 [Q, M].
 
-    A question's score is divided by the sum of the idf of its words, so that one threshold serves libraries of any
-    size. It is multiplied by the share of the question's names (capitalised words, but for the first) that the memory
-    has: people who share a first name are told apart, and a person of whom no memory knows gets none.
+    A memory answers where its score is at least 1. A score is divided by the sum of the idf of the question's words,
+    so that one threshold serves libraries of any size. It is multiplied by the share of the question's names
+    (capitalised words, but for the first) that the memory has: people who share a first name are told apart.
 
     Raises:
         ValueError: the package bm25s is missing.
@@ -76,7 +74,3 @@ def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) 
         if names := [word.lower() for word in _WORD.findall(question)[1:] if word[0].isupper()]:
             row *= [sum(name in each for name in names) / len(names) for each in own]
     return scores
-
-
-ROUTERS: dict[str, Router] = {"words": score_by_words}
-"""By name. Others were measured and are not better (benchmarks/LOG.md)."""

@@ -73,17 +73,11 @@ class StudyStep:
 
 @dataclass
 class _Progress:
-    """What is known of a lesson.
+    """What is known of a lesson."""
 
-    Attributes:
-        due: the pass in which it is learned next.
-        seen: how often it was learned.
-        known: how often it was known, each time in the next wording, since it was last found unknown.
-    """
-
-    due: int = 0
-    seen: int = 0
-    known: int = 0
+    due: int = 0  # the pass in which it is learned next
+    seen: int = 0  # how often it was learned
+    known: int = 0  # how often it was known, each time in the next wording, since it was last found unknown
 
 
 class SelfStudy:
@@ -99,8 +93,7 @@ class SelfStudy:
     leaves. The study ends when all lessons have left.
 
     Args:
-        model: a causal LM with a PEFT adapter in its layers.
-        tokenizer: its tokenizer.
+        model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
         input_ids: LongTensor [N], the text.
         per_passage: questions wanted about each passage.
         passes: the most times that each exchange is learned.

@@ -53,12 +53,6 @@ def nl_svd(
 
     Raises:
         TypeError, ValueError: arguments of another dtype or shape, or values that are zero or not finite.
-
-    Example:
-        >>> key, value = torch.randn(16, 8), torch.randn(8, 16)
-        >>> reduced = nl_svd(key, value, 4)
-        >>> reduced.key.shape, reduced.value.shape
-        (torch.Size([16, 4]), torch.Size([4, 16]))
     """
     _check(key, value, rank)
     unit = activation(key.new_tensor(float(probe_norm)))

@@ -35,9 +35,6 @@ def compress(model: nn.Module, rank: int, adapter_name: str | None = None, batch
 
     Raises:
         TypeError, ValueError: a rank out of range, or a memory that cannot be reduced; the memory is unchanged.
-
-    Example:
-        >>> compress(model, 32, batches=[tokenizer(text, return_tensors="pt").input_ids])
     """
     name, layers = find_memory(model, adapter_name, "compress")
     if batches is None and any(layer.ffn.gated for layer in layers):
@@ -73,9 +70,6 @@ def grow(model: nn.Module, rank: int, adapter_name: str | None = None, batches: 
 
     Raises:
         TypeError, ValueError: a rank out of range, or a memory that cannot grow; the memory is unchanged.
-
-    Example:
-        >>> grow(model, 128, batches=[tokenizer(text, return_tensors="pt").input_ids])
     """
     name, layers = find_memory(model, adapter_name, "grow")
     config = layers[0].locas_config[name]

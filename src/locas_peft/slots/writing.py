@@ -58,10 +58,6 @@ class SlotWriter:
         fold: how a full memory is reduced to half: "nlsvd", or "refit" on the current chunk (`resizing.py`), which
             suits a memory that is also trained.
         adapter_name: the memory; `None` for the active one. It has no gates and one width in all layers.
-
-    Example:
-        >>> model = get_peft_model(base, LocasConfig(r=64, init_strategy="write", scaling=64))
-        >>> trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=2e-3, writer=SlotWriter(model))
     """
 
     def __init__(

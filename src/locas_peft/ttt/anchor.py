@@ -34,10 +34,6 @@ class Anchor:
         weight: of KL(base || with the adapter), the mean over L - 1 tokens in nats, beside the chunk's loss.
         every: every n-th optimizer step pulls, with n times the weight. A pull takes two forward passes and one
             backward pass over L - 1 tokens.
-
-    Example:
-        >>> anchor = Anchor(OwnText(model), weight=0.3)
-        >>> trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=4e-3, anchor=anchor)
     """
 
     texts: Tensor | OwnText

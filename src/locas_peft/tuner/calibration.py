@@ -35,10 +35,6 @@ def calibrate(
     Raises:
         ValueError: there is no such memory, it has learned already, is merged or sharded, or the text has no tokens or
             gives values that are not finite; the memory is unchanged.
-
-    Example:
-        >>> model = get_peft_model(base, LocasConfig(r=64))
-        >>> calibrate(model, [tokenizer(text, return_tensors="pt").input_ids])
     """
     memories = {name: list_layers(model, name) for name in names_or_active(model, adapter_name)}
     if not any(memories.values()):
