@@ -5,7 +5,8 @@ and shares the documents among processes, and `evaluate` measures. The figures d
 processes.
 
 python examples/compare_baselines.py                                           # SmolLM2
-accelerate launch --num_processes 2 --mixed_precision bf16 examples/compare_baselines.py
+accelerate launch --num_processes 2 --mixed_precision bf16 examples/compare_baselines.py        # two GPUs
+ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/compare_baselines.py               # two processes on a CPU
 python examples/compare_baselines.py --data notes.jsonl --column text --plot baselines.png
 python examples/compare_baselines.py --data emozilla/pg19 --split test --documents 4 --tokens 50000
 """
@@ -73,6 +74,7 @@ def read(document: str, method: str) -> dict:
         "method": method,
         "nll_nats": [chunk.nll_nats for chunk in trainer.chunks],
         "tokens": [chunk.tokens for chunk in trainer.chunks],
+        "read": [chunk.stop for chunk in trainer.chunks],
         "seconds": trainer.seconds,
     }
 
@@ -98,13 +100,13 @@ if accelerator.is_main_process:
         total = measure(found)
         seconds = sum(row["seconds"] for row in found)
         print(f"{method:10}{total['perplexity']:12.2f}{total['scored_tokens']:10,}{seconds:10.1f}")
-        longest = max(len(row["tokens"]) for row in found)
-        curves[method] = [measure(found, count)["perplexity"] for count in range(1, longest + 1)]
+        longest = max((row["read"] for row in found), key=len)
+        curves[method] = longest, [measure(found, count)["perplexity"] for count in range(1, len(longest) + 1)]
     if arguments.plot:
         from matplotlib import pyplot
 
         for method, curve in curves.items():
-            pyplot.plot([256 * number for number in range(1, len(curve) + 1)], curve, label=method)
+            pyplot.plot(*curve, label=method)
         pyplot.xlabel("tokens of each document read")
         pyplot.ylabel("perplexity so far")
         pyplot.legend()
