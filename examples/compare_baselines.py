@@ -6,7 +6,7 @@ processes.
 
 python examples/compare_baselines.py                                           # SmolLM2
 accelerate launch --num_processes 2 --mixed_precision bf16 examples/compare_baselines.py        # two GPUs
-ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/compare_baselines.py               # two processes on a CPU
+ACCELERATE_USE_CPU=true torchrun --nproc_per_node 2 examples/compare_baselines.py          # two processes, CPU
 python examples/compare_baselines.py --data notes.jsonl --column text --plot baselines.png
 python examples/compare_baselines.py --data emozilla/pg19 --split test --documents 4 --tokens 50000
 """
