@@ -1133,7 +1133,7 @@ def test_a_diverged_memory_is_not_saved(run, tmp_path, arguments):
     assert not list(tmp_path.glob("memory/**/*.safetensors"))
 
 
-def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path):
+def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path, capsys):
     from peft import get_peft_model
 
     from locas_peft import LocasConfig
@@ -1141,6 +1141,7 @@ def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path):
     config = LocasConfig(r=4, modules_to_save=["model.norm"])
     with pytest.warns(UserWarning, match="is saved empty"):
         get_peft_model(backbone.load()[0], config).save_pretrained(tmp_path / "beside")
+    capsys.readouterr()  # the progress bar of loading
     code, stdout, stderr = run("inspect", "beside")
     assert (code, stderr) == (0, "")
     assert "learned    nothing yet\n" in stdout and "replaces   model.norm.weight of the base\n" in stdout
