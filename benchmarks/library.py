@@ -27,11 +27,11 @@ import torch
 from biographies import Person, make_people
 from measuring import describe_machine, make_table
 
-from locas_peft.asking import Question, ask, count_right
+from locas_peft.asking import Question, ask, count_right, load_questions
 from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
-from locas_peft.library.routing import list_passages
+from locas_peft.library.routing import join_exchanges, list_passages
 from locas_peft.memories import combine_memories, memory_attached
 from locas_peft.reading import ReadingSettings
 from locas_peft.selfstudy import Exchange
@@ -63,20 +63,15 @@ GENERAL = (
 )
 
 
-def list_of(person: Person) -> list[str]:
-    """Return what a person's memory is found by, as `routing.list_passages` does from its exchanges."""
-    found: dict[str, str] = {}
-    for each in person.exchanges:
-        found[each["answer"]] = f"{found.get(each['answer'], ' ' + each['answer'])} {each['question']}"
-    return list(found.values())
-
-
 def measure_routing(count: int, seed: int, pages: list[tuple[list[str], list[str]]]) -> dict[str, Any]:
     """Return how often the right memory is found, and none where there is none, with `count` people and some pages."""
-    people, known = make_people(count, seed), set()
-    known |= {person.name for person in people}
+    people = make_people(count, seed)
+    known = {person.name for person in people}
     strangers = [each for each in make_people(144, seed + 1000) if each.name not in known]
-    passages = [*map(list_of, people), *(held for held, _ in pages)]
+    passages = [
+        *(join_exchanges(Exchange(**row) for row in person.exchanges) for person in people),
+        *(held for held, _ in pages),
+    ]
     asked = [(number, row["question"]) for number, person in enumerate(people) for row in person.questions]
     asked += [(count + number, question) for number, (_, questions) in enumerate(pages) for question in questions]
     about_none = {
@@ -183,8 +178,6 @@ def main() -> None:
         results["answers"] = measure_answers(base, tokenizer, people, arguments.passes, arguments.seed)
         print(results["answers"])
     else:
-        from locas_peft.asking import load_questions
-
         pages = [
             (list_passages(memory), [each.question for each in load_questions(file)])
             for memory, file in zip(arguments.pages, arguments.questions, strict=True)

@@ -181,3 +181,13 @@ def test_a_sample_is_spread_over_the_text():
     sample = make_sample(words)
     assert len(sample) < 50_000 and "word1 " in sample and "word399" in sample
     assert make_sample("one two") == "one two\n"
+
+
+def test_a_memory_is_forgotten_where_a_killed_process_left_one_of_its_name(library):
+    left = library.folder / ".lamp.1.forgotten"
+    left.mkdir()
+    (left / "adapter_config.json").write_text("{}")
+    library.forget("lamp")
+    assert library.list() == ["bread"]
+    Library(library.folder)
+    assert os.listdir(library.folder) == ["bread"]

@@ -95,16 +95,16 @@ def ask(
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
     text = None if context is None else load_text(context)
-    options, recited, routed = {"max_new_tokens": max_new_tokens}, [[] for _ in asked], None
+    options = {"max_new_tokens": max_new_tokens} | ({} if recite else {"context": text})
+    recited, routed = [[] for _ in asked], None
     loaded, model, found = _load_to_ask(memory, library, without_memory, base)
     if found is not None:
-        options |= {} if recite else {"context": text}
         given = found.ask(loaded.model, loaded.tokenizer, asked, recite=recite, **options)
         answers, recited, routed = zip(*((each.answer, each.recited, each.memories) for each in given), strict=True)
     elif recite:
         answers, recited = ask_by_reciting(model, loaded.tokenizer, asked, **options)
     else:
-        answers = ask_questions(model, loaded.tokenizer, asked, context=text, **options)
+        answers = ask_questions(model, loaded.tokenizer, asked, **options)
     records = [
         {
             "question": item.question,

@@ -65,7 +65,7 @@ class ReadingOptions:
         max_tokens: the first tokens of the text that are read; all where not given.
         study: after reading, the model asks itself about the text, and learns the answers without the text.
         exchanges: questions wanted about each sentence; 12 where not given.
-        passes: how often each exchange is learned; 4 where not given.
+        passes: the most times that each exchange is learned; 4 where not given.
         seed: of torch, set before the adapter is made.
     """
 

@@ -110,9 +110,8 @@ def memorize(
     show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
-        then = "locas ask QUESTION" if can_chat(loaded.tokenizer) else "locas generate PROMPT"
-        if library is not None:
-            then = "locas ask QUESTION"
+        asks = library is not None or can_chat(loaded.tokenizer)
+        then = "locas ask QUESTION" if asks else "locas generate PROMPT"
         where = f"--memory {out}" if library is None else f"--library {library}"
         stdout.print(f"The memory is in {out}. Next: {then} {where}, or locas inspect {out}")
 

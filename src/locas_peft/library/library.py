@@ -1,8 +1,7 @@
 """A library: a folder whose subfolders are memories of one base, each under the name of its subfolder.
 
-The folder is the index: there is no other file that could disagree with it. Opening, listing and routing read no
-tensor. Names may come from strangers: no path is made of anything but a name that `check_name` accepts, and links are
-not followed.
+The folder is the index: no other file lists the memories. Opening, listing and routing read no tensor. Names may come
+from strangers: no path is made of anything but a name that `check_name` accepts, and links are not followed.
 """
 
 from __future__ import annotations
@@ -58,11 +57,9 @@ def check_name(name: str) -> str:
 
 
 class Library:
-    """The memories in a folder, which is made where it does not exist. Threads and processes may share it.
+    """The memories in a folder, which is made where it does not exist; at most `most`, where that is given.
 
-    Args:
-        folder: holds the memories' folders.
-        most: the most memories that it may hold; None for any number.
+    Threads and processes may share it.
 
     Example:
         >>> library = Library("notes")
@@ -136,7 +133,7 @@ class Library:
             raise ValueError(
                 f"memory {name!r} must hold its own files alone, got {foreign[0]!r} too: move it away first"
             )
-        gone = self.folder / f".{name}{_FORGOTTEN}"
+        gone = self.folder / f".{name}.{os.getpid()}{_FORGOTTEN}"
         with locked(folder / CHECKPOINT_FOLDER):
             os.rename(folder, gone)
         shutil.rmtree(gone)

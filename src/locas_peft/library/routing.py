@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from ..memories.folder import SAMPLE
-from ..selfstudy.exchanges import EXCHANGES, load_exchanges
+from ..selfstudy.exchanges import EXCHANGES, Exchange, load_exchanges
 
-__all__ = ["list_passages", "make_sample", "score_by_words"]
+__all__ = ["join_exchanges", "list_passages", "make_sample", "score_by_words"]
 
 LEAST_SCORE = 0.18
 """The BM25 score a unit of idf below which a question is about no memory (`benchmarks/library.py`)."""
@@ -32,13 +32,18 @@ def make_sample(text: str) -> str:
 
 
 def list_passages(memory: Path) -> list[str]:
-    """Return what a memory is found by: each passage that it studied with its questions, else its sample's lines."""
+    """Return what a memory is found by: what it has studied, else the lines of its sample."""
     if (memory / EXCHANGES).is_file():
-        found: dict[str, str] = {}
-        for each in load_exchanges(memory / EXCHANGES):
-            found[each.answer] = f"{found.get(each.answer, f'{each.subject} {each.answer}')} {each.question}"
-        return list(found.values())
+        return join_exchanges(load_exchanges(memory / EXCHANGES))
     return (memory / SAMPLE).read_text(encoding="utf-8").splitlines() if (memory / SAMPLE).is_file() else []
+
+
+def join_exchanges(exchanges: Iterable[Exchange]) -> list[str]:
+    """Return each answer of some exchanges with its subject and its questions."""
+    found: dict[str, str] = {}
+    for each in exchanges:
+        found[each.answer] = f"{found.get(each.answer, f'{each.subject} {each.answer}')} {each.question}"
+    return list(found.values())
 
 
 def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:
@@ -46,7 +51,7 @@ def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) 
 
     A memory answers where its score is at least 1. A score is divided by the sum of the idf of the question's words,
     so that one threshold serves libraries of any size. It is multiplied by the share of the question's names
-    (capitalised words, but for the first) that the memory has: people who share a first name are told apart.
+    (the capitalised words after the first) that the memory has: people who share a first name are told apart.
 
     Raises:
         ValueError: the package bm25s is missing.

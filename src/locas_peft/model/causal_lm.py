@@ -34,8 +34,8 @@ class CausalLM:
     """A causal language model, plain or with adapters, and its `base`, whose class is `kind`, with its `positions`.
 
     With `cpu_attention`, attention in bfloat16 on a CPU is computed by `CpuAttention`, which is faster for learning.
-    torch's own kernel rounds differently: answers are then those of transformers' `generate`. What is no transformers
-    language model is a `TypeError`, an adapter without weights in the layers (prompt methods) a `ValueError`.
+    torch's own kernel rounds differently: answers are then those of transformers' `generate`. A model that is no
+    transformers language model is a `TypeError`, and an adapter without weights in the layers a `ValueError`.
     """
 
     def __init__(self, model: nn.Module, cpu_attention: bool = True):

@@ -34,7 +34,7 @@ class StudySettings:
 
     Args:
         exchanges: questions wanted about each sentence.
-        passes: how often each exchange is learned.
+        passes: the most times that each exchange is learned.
     """
 
     exchanges: int = checked(_AT_LEAST_1, default=12)

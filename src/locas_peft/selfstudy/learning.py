@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from os.path import commonprefix
 from typing import Any
@@ -158,8 +158,7 @@ class SelfStudy:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """JSON values: what was asked, kept and learned; the KL of the first steps and of the last, as many as a pass
-        has; seconds."""
+        """JSON values: what was asked, kept and learned; the KL of a pass at the start and at the end; seconds."""
         batches = max(1, math.ceil(len(self._lessons) / BATCH))
         means = [sum(part) / len(part) for part in (self._losses[:batches], self._losses[-batches:]) if part]
         return {
@@ -215,13 +214,12 @@ class SelfStudy:
     def _learn(self, done: float) -> float:
         """Take the next step; return its KL, in nats a token of the lessons.
 
-        Args:
-            done: the share of the study that is done. The weight of the pull grows with it: first the memory learns
-                its own answers, then their effect on others is undone.
+        The weight of the pull grows with the share of the study that is done: first the memory learns its own answers,
+        then their effect on others is undone.
         """
         number = min(each.due for each in self._progress)
         chosen = self._choose(number)
-        rows = [self._encode(each) for each in chosen]
+        rows = list(chosen.values())
         weight = done * self._anchor * PULL_EVERY if self._step % PULL_EVERY == 0 else 0.0
         self._learner.begin()
         losses = self._distill(rows + (self._encode_others() if weight else []))
@@ -234,13 +232,15 @@ class SelfStudy:
         self._note(chosen, number, [each.detach() for each in own])
         return loss.item()
 
-    def _choose(self, number: int) -> list[int]:
-        """Return the numbers of the next lessons of a pass: of about one length, so that few rows are padded."""
+    def _choose(self, number: int) -> dict[int, Row]:
+        """Return the next lessons of a pass by their numbers: of about one length, so that few rows are padded."""
         order = list(range(len(self._lessons)))
         random.Random(f"{self._seed} {number}").shuffle(order)
         due = [each for each in order if self._progress[each].due == number]
-        lengths = {each: sum(map(len, self._encode(each)[::2])) for each in due[:SORTED]}
-        return sorted(lengths, key=lambda each: abs(lengths[each] - lengths[due[0]]))[:BATCH]
+        rows = {each: self._encode(each) for each in due[:SORTED]}
+        lengths = {each: len(prompt) + len(answer) for each, (prompt, _, answer) in rows.items()}
+        nearest = sorted(rows, key=lambda each: abs(lengths[each] - lengths[due[0]]))
+        return {each: rows[each] for each in nearest[:BATCH]}
 
     def _encode(self, each: int) -> Row:
         """Return a lesson in its next wording."""
@@ -267,7 +267,7 @@ class SelfStudy:
         logits = self._host.logits(count=max(len(answer) for _, _, answer in rows), **inputs)
         return [_divergences(each[-len(row[2]) :], row[1]) for each, row in zip(logits, rows, strict=True)]
 
-    def _note(self, chosen: Sequence[int], number: int, losses: Sequence[Tensor]) -> None:
+    def _note(self, chosen: Iterable[int], number: int, losses: Sequence[Tensor]) -> None:
         """Note what the losses of some lessons' tokens show of them: when they are due, and how far their passages."""
         unknown: dict[str, int] = {}  # by answer: the tokens up to the last that is not known
         for each, row in zip(chosen, losses, strict=True):

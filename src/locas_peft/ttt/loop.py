@@ -203,7 +203,7 @@ class Loop:
         the adapter's first, in nats a token.
         """
         began, scored = time.perf_counter(), [chunk for chunk in row.chunks if chunk.tokens]
-        # There is no good state where the adapter was enabled after the last chunk.
+        # An adapter that was enabled after the last chunk has no good state.
         trained = row.learner.parameters() and row.learner.good is not None
         if not self.settings.brake or row.final is not None or not trained or not scored:
             return
