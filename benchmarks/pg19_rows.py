@@ -83,7 +83,6 @@ class Row:
         """Return the settings that the first block's sweep varies."""
         rate = self.given.get("learning_rate")
         parts = [] if rate is None else [f"lr {rate:g}"]
-        parts += [self.given["gradient"]] if "gradient" in self.given else []
         parts += [f"{name} {value}" for name, value in (self.writer or {}).items() if name != "fold"]
         return ", ".join(parts) or "-"
 
@@ -131,7 +130,7 @@ def lora(r: int, rate: float | None = None, **given: Any) -> Row:
 
 
 _NAMES = {
-    **{"context": "{}", "gradient": "{}", "layers_to_transform": "{} layers", "init": "{}"},
+    **{"context": "{}", "layers_to_transform": "{} layers", "init": "{}"},
     **{"scaling": "scaling {:g}", "row_norm": "row norm {:g}, no clip"},
     **{"anchor": "anchor {:g}", "anchor_every": "every {}", "decay_steps": "decay {}"},
 }
@@ -152,7 +151,6 @@ TEMPLORA = lora(64, **PUBLISHED)
 UPPER = {"layers_to_transform": "upper"}
 ANCHOR = {"anchor": 1.0}
 SHARP = {"row_norm": 4.0, "max_slot_norm": 0.0}
-TOKENWISE = {"gradient": "tokenwise"}
 FALLING = {"decay_steps": 100}
 ANCHORED = locas(64, 4e-3, anchor=0.3)
 
@@ -169,8 +167,7 @@ def _sweep(make: Callable[..., Row], r: int, *rates: float, **given: Any) -> Ite
 # The most important rows first, for a run that is cut short; LoRA with two epochs costs as much as all the rest.
 _HEADLINE_ROWS = (
     *(NONE_RECOMPUTE, NONE, lora(64), locas(64), ANCHORED, lora(16), locas(16), locas(32), locas(64, **UPPER)),
-    *(locas(64, **TOKENWISE), locas(64, **TOKENWISE, **UPPER), paper(64), LONG, locas(64, context="recompute")),
-    *(locas(64, **TOKENWISE, context="recompute"), TEMPLORA, lora(16, **PUBLISHED)),
+    *(paper(64), LONG, locas(64, context="recompute"), TEMPLORA, lora(16, **PUBLISHED)),
 )
 _SWEEP_ROWS = (
     NONE,
@@ -193,9 +190,6 @@ _CURVES_ROWS = (
     *_sweep(lora, 64, 5e-4, 1e-3, **ANCHOR),
     *(locas(64, 2e-3, scaling=256.0, **ANCHOR), locas(64, 4e-3, **ANCHOR, anchor_every=8), ANCHORED),
     *(lora(8, 1e-3), lora(16, 1e-3), paper(64, 8e-3)),
-    *_sweep(locas, 64, 2e-3, 4e-3, 8e-3, **TOKENWISE),
-    *_sweep(locas, 64, 4e-3, 8e-3, **TOKENWISE, anchor=0.3),
-    lora(64, 1e-3, **TOKENWISE),
 )
 _WIDTH_ROWS = (NONE, *(make(r) for make in (locas, lora) for r in (4, 16, 64, 256)))
 
@@ -211,7 +205,7 @@ def measured(r: int = 64, rate: float = 4e-3, **given: Any) -> Row:
 _PRETRAINED_ROWS = (
     *(NONE_RECOMPUTE, NONE, dataclasses.replace(lora(64, 1e-3), seeds=3), dataclasses.replace(measured(), seeds=3)),
     *(lora(11, 2e-3), measured(anchor=0.3)),
-    *(measured(16), measured(**TOKENWISE), measured(256), measured(**UPPER), paper(64)),
+    *(measured(16), measured(256), measured(**UPPER), paper(64)),
     *(measured(init=name) for name in ("gaussian", "random", "bottomk")),
     lora(64, 5e-4, **PUBLISHED),
     *(measured(**FALLING), measured(**FALLING, anchor=0.3), lora(11, 2e-3, **FALLING), lora(64, 1e-3, **FALLING)),
@@ -289,7 +283,6 @@ _BLOCK_SWEEP = (
     *(*_vary(_BP_CHUNKWISE, 5e-4, epsilon=0.01), _BP_CHUNKWISE, *_vary(_BP_CHUNKWISE, 1e-3, epsilon=0.01)),
     *(row for epsilon in (0.0003, 0.001, 0.003) for row in _vary(_NLSVD, epsilon=epsilon)),
     *(row for epsilon in (0.003, 0.01, 0.03) for row in _vary(_REFIT, epsilon=epsilon)),
-    *(dataclasses.replace(row, given={**row.given, **TOKENWISE}) for row in (_TOPK, _BP, _BP_CHUNKWISE, _REFIT)),
 )
 BLOCKS = {
     "first-block": Block(_BLOCK_ROWS, "3649", 50_000),

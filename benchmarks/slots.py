@@ -6,8 +6,8 @@
 
 `compression` reads a text into a memory, reduces it to half and to a quarter, and measures the perplexity of the part
 read last and of the part that follows, with the memory frozen. `gradients` compares the G_t of a chunk's summed
-log-likelihood, in full and tokenwise, with those of each token's own. `nlsvd` folds 28 layers of 512 slots, D = 1024,
-to 256. The last line is JSON.
+log-likelihood with those of each token's own. `nlsvd` folds 28 layers of 512 slots, D = 1024, to 256. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from locas_peft.bases import load_base
 from locas_peft.reading import ReadingSettings, score
 from locas_peft.slots import nl_svd
 from locas_peft.text import load_text, tokenize, unwrap
-from locas_peft.ttt.attention_bypass import bypassing, list_attention
 from locas_peft.tuner import list_layers
 
 Load = Callable[[str, int], torch.Tensor]
@@ -78,25 +77,15 @@ def gradients(load: Load, tokens: int = 128) -> list[dict[str, Any]]:
     for layer in layers:
         layer.recorder = lambda ffn_input, output: outputs.append(output)
 
-    def forward() -> torch.Tensor:
-        outputs.clear()
-        logits = model(input_ids=text[None, :-1]).logits[0]
-        return logits.log_softmax(dim=-1).gather(1, text[1:, None])[:, 0]  # [N]
-
     def differentiate(likelihood: torch.Tensor) -> torch.Tensor:
         return torch.stack(torch.autograd.grad(likelihood, outputs, retain_graph=True))[:, 0]  # [L, N, D]
 
-    with bypassing(list_attention(model)):
-        tokenwise = differentiate(forward().sum())
-    likelihoods = forward()
-    full = differentiate(likelihoods.sum())
+    logits = model(input_ids=text[None, :-1]).logits[0]
+    likelihoods = logits.log_softmax(dim=-1).gather(1, text[1:, None])[:, 0]  # [N]
+    shared = differentiate(likelihoods.sum())
     alone = torch.stack([differentiate(likelihoods[t])[:, t] for t in range(tokens)], dim=1)
     parts = {**{number: slice(number, number + 1) for number in range(len(layers))}, "all": slice(None)}
-    return [
-        {"gradient": name, "layer": layer, **compare_gradients(shared[part], alone[part])}
-        for name, shared in (("full", full), ("tokenwise", tokenwise))
-        for layer, part in parts.items()
-    ]
+    return [{"layer": layer, **compare_gradients(shared[part], alone[part])} for layer, part in parts.items()]
 
 
 def compare_gradients(together: torch.Tensor, alone: torch.Tensor) -> dict[str, float]:

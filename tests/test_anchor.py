@@ -98,11 +98,10 @@ def test_texts_are_written_when_they_are_needed_and_then_kept(caplog):
         OwnText(model, batch_size=0)
 
 
-@pytest.mark.parametrize("gradient", ["full", "tokenwise"])
-def test_a_short_reading_writes_no_text_and_a_longer_one_the_same_as_in_advance(gradient):
-    trainer = make_trainer(gradient=gradient)
+def test_a_short_reading_writes_no_text_and_a_longer_one_the_same_as_in_advance():
+    trainer = make_trainer()
     options = {"texts": 3, "tokens": 12, "batch_size": 3}
-    lazy = make_trainer(gradient=gradient, anchor=Anchor(OwnText(trainer.model, **options), every=3))
+    lazy = make_trainer(anchor=Anchor(OwnText(trainer.model, **options), every=3))
     lazy.anchor.texts._model = lazy.model
     ids = make_ids(64)
     chunks = lazy.read(ids)
@@ -110,7 +109,7 @@ def test_a_short_reading_writes_no_text_and_a_longer_one_the_same_as_in_advance(
         next(chunks)
     assert not len(lazy.anchor.known_texts)
     list(chunks)
-    ready = make_trainer(gradient=gradient, anchor=Anchor(write_own_text(trainer.model, 3, 12), every=3))
+    ready = make_trainer(anchor=Anchor(write_own_text(trainer.model, 3, 12), every=3))
     assert read(ready, ids) == [chunk.nll_nats for chunk in lazy.chunks]
     assert_same(weights_of(ready.model), weights_of(lazy.model))
 

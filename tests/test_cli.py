@@ -35,7 +35,7 @@ from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading.methods import UPDATES
 from locas_peft.ttt import TrainingSettings
-from locas_peft.ttt.settings import CONTEXTS, GRADIENTS
+from locas_peft.ttt.settings import CONTEXTS
 from locas_peft.tuner import STRATEGIES, list_layers
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
@@ -97,7 +97,7 @@ def test_each_setting_is_an_option_with_help(run):
     options = (
         "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling --row-norm "
         "--max-slot-norm "
-        "--update --epsilon --slots-per-chunk --gradient --anchor --anchor-every --window --stride --context --epochs "
+        "--update --epsilon --slots-per-chunk --anchor --anchor-every --window --stride --context --epochs "
         "--seed --readings --warmup-steps --decay-steps --model "
         "--dtype --device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
     )
@@ -113,7 +113,6 @@ def test_the_options_of_a_reading_are_its_settings_and_list_their_choices():
     lines = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", ReadingOptions.__doc__, flags=re.MULTILINE)
     assert [name for name, _ in lines if name not in given] == [] and len(lines) == len(given)
     tables = {"method": METHODS, "preset": PRESETS, "init": STRATEGIES, "update": UPDATES, "context": CONTEXTS}
-    tables |= {"gradient": GRADIENTS}
     for name, choices in tables.items():
         assert set(choices) <= set(re.findall(r"[\w-]+", dict(lines)[name])), name
     assert all(
@@ -307,7 +306,6 @@ def test_each_shared_option_arrives_in_the_settings(run):
         "--init": ("init", "random"),
         "--lr": ("learning_rate", 0.01),
         "--scaling": ("scaling", 3.0),
-        "--gradient": ("gradient", "tokenwise"),
         "--anchor": ("anchor", 0.5),
         "--anchor-every": ("anchor_every", 2),
         "--window": ("window", 64),

@@ -94,8 +94,6 @@ def test_positions_stay_within_the_model_for_rows_of_different_lengths(family):
     "settings",
     [
         {"warmup_steps": 0},
-        {"gradient": "tokenwise"},
-        {"gradient": "tokenwise", "context": "cache"},
         {"epochs": 2, "context": "cache"},
         {"readings": 2, "context": "cache"},
         {"anchor": make_anchor(every=2)},

@@ -53,7 +53,6 @@ def test_the_fingerprint_is_that_of_the_base():
         ({"window": 24}, "window must be 16 as in the checkpoint in '{}', got 24: give the former value, or choose"),
         ({"stride": 4}, "stride must be 8 as in the checkpoint in '{}', got 4: give the former value, or choose"),
         ({"context": "cache"}, "context must be 'recompute' as in the checkpoint in '{}', got 'cache': give the"),
-        ({"gradient": "tokenwise"}, "gradient must be 'full' as in the checkpoint in '{}', got 'tokenwise': give"),
         ({"readings": 2}, "readings must be 1 as in the checkpoint in '{}', got 2: give the former value, or"),
         (
             {"optimizer": sgd(0.1)},

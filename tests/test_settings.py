@@ -38,7 +38,6 @@ RANGES = pytest.mark.parametrize(
             "stride must be at most window, got stride 17 with window 16: lower stride or raise window",
         ),
         ({"context": "whole"}, ValueError, "context must be one of recompute, cache, got 'whole': choose one of them"),
-        ({"gradient": "some"}, ValueError, "gradient must be one of full, tokenwise, got 'some': choose one of them"),
         *(
             ({"learning_rate": rate}, ValueError, f"learning_rate must be a number above 0, got {rate}: {RATE}")
             for rate in (0.0, math.nan, math.inf)
@@ -104,7 +103,6 @@ def test_a_readings_values_out_of_range_are_named(given, message):
         ("lora", "tuned", {"row_norm": 2.0}, "row_norm has no meaning for the method 'lora', got 2.0"),
         ("none", "tuned", {"r": 8}, "r has no meaning for the method 'none', got 8"),
         ("none", "tuned", {"anchor": 1.0}, "anchor has no meaning for the method 'none', got 1.0"),
-        ("none", "tuned", {"gradient": "full"}, "gradient has no meaning for the method 'none', got full"),
         (
             "none",
             "tuned",
@@ -152,16 +150,9 @@ def test_presets_fill_in_what_is_not_given():
 def test_the_record_has_every_setting_and_null_where_one_has_no_meaning():
     lora, none, study = complete("lora").to_json(), complete("none").to_json(), complete("lora", study=True).to_json()
     assert tuple(lora) == tuple(none) == FIELDS
-    assert (lora["method"], lora["r"], lora["init"], lora["scaling"], lora["gradient"]) == (
-        "lora",
-        64,
-        None,
-        None,
-        "full",
-    )
-    assert {none[name] for name in ("r", "learning_rate", "decay_steps", "init", "scaling", "gradient", "brake")} == {
-        None
-    }
+    assert (lora["method"], lora["r"], lora["init"], lora["scaling"]) == ("lora", 64, None, None)
+    without_meaning = ("r", "learning_rate", "decay_steps", "init", "scaling", "brake")
+    assert {none[name] for name in without_meaning} == {None}
     assert (lora["study"], lora["exchanges"], study["study"], study["exchanges"], study["passes"]) == (
         False,
         None,

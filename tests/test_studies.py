@@ -211,7 +211,7 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["locomo", "talks.json", "--method", "lora@0"], "error: method must be NAME, NAME@WIDTH, NAME:RATE or both"),
         (["locomo", "talks.json", "--method", "none@4"], "error: r has no meaning for the method 'none', got 4"),
         (["locomo", "talks.json", "--method", "lora,lora"], "error: --method must name each once, got 'lora,lora'"),
-        (["locomo", "talks.json", "--gradient", "some"], "error: gradient must be one of full, tokenwise, got 'some'"),
+        (["locomo", "talks.json", "--context", "some"], "error: context must be one of recompute, cache, got 'some'"),
         (
             ["forgetting", "book.txt"],
             "error: something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks",
@@ -420,14 +420,14 @@ def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
 def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, tmp_path):
     folder, _ = locomo_run
     run("forgetting", "book.txt", "--unread", "other.txt", "--blimp", "blimp", "--out", "o", *FAST)
-    run("perplexity", "book.txt", "--out", "o", *FAST, "--gradient", "tokenwise", "--anchor", 0.5, "--scaling", 3)
+    run("perplexity", "book.txt", "--out", "o", *FAST, "--anchor", 0.5, "--scaling", 3)
     code, out, _ = run("report", folder / "out", "o", "--out", "report.md")
     assert code == 0 and out.startswith("Written: report.md, ")
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     for title in ("## LoCoMo", "## Forgetting", "## Perplexity", "| locas-glu |", "right - wrong", "BLiMP"):
         assert title in text
-    line = next(line for line in text.splitlines() if "gradient tokenwise" in line)
-    own = ("learning rate 0.004", "scaling 3.0", "gradient tokenwise", "anchor 0.5", "anchor every 4")
+    line = next(line for line in text.splitlines() if "scaling 3.0" in line)
+    own = ("learning rate 0.004", "scaling 3.0", "anchor 0.5", "anchor every 4")
     assert all(part in line for part in own), "a method's settings, given or from the preset"
     assert "none: " not in text, "it has no settings"
     plots = sorted(path.name for path in tmp_path.glob("*.png"))

@@ -498,7 +498,6 @@ def test_the_way_back_for_several_epochs_is_not_counted(monkeypatch):
         ("locas", {"context": "cache"}, (0, 1, 9)),
         ("locas", {"context": "recompute"}, (2,)),
         ("locas", {"context": "cache", "readings": 3}, (15, 20, 45)),  # 15 chunks a reading
-        ("locas", {"gradient": "tokenwise"}, (4,)),
         ("lora", {"context": "cache", "epochs": 2}, (0, 1, 9)),
         ("lora", {"learning_rate": None, "optimizer": torch.optim.Adagrad}, (0, 9)),
         ("plain", {"context": "cache"}, (1, 9)),

@@ -47,7 +47,6 @@ class ReadingOptions:
         epsilon: length of a written value.
         slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
         layers_to_transform: the layers that get an adapter: upper, or indices such as 3,4,5; all where not given.
-        gradient: full, or tokenwise: not through attention, in three quarters of the time.
         anchor: weight of the KL to the base on text, and in a study on answers, that the base wrote; 0 for none.
         anchor_every: every n-th optimizer step pulls to the base.
         brake: compare with the base now and then, and go back where the text became worse.
@@ -77,7 +76,6 @@ class ReadingOptions:
     context: str | None = None
     sinks: int = 4
     start_token: int | None = None
-    gradient: str | None = None
     warmup_steps: int = 2
     decay_steps: int | None = None
     brake: Annotated[bool | None, Parameter(negative="--no-brake")] = None

@@ -24,7 +24,7 @@ __all__ = ["METHODS", "METHOD_FIELDS", "PRESETS", "UPDATES", "Adapter", "Memory"
 
 PRESETS = ("paper", "tuned")
 UPDATES = ("bp", "nlsvd")
-_LEARNING = {"layers_to_transform": None, "anchor": None, "anchor_every": 4, "gradient": "full"}
+_LEARNING = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
 # The values of all methods that learn. As in the paper: a constant rate.
 PAPER: dict[str, Any] = {**_LEARNING, "decay_steps": 0, "brake": False}
 # A falling rate, so that one rate serves texts of all lengths, and the brake.

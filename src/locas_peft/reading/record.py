@@ -26,6 +26,7 @@ from .settings import FIELDS, CompleteSettings, ReadingSettings
 __all__ = ["Reading", "find_finished", "save_reading"]
 
 _FORMER = (("objective", "nll"), ("teacher_window", None), ("token_weighting", "uniform"))
+_FORMER += (("gradient", "full"), ("gradient", None))
 """Settings that former versions had, with the values that are now the only ones."""
 _CARD_SETTINGS = ("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings")
 _CARD_SETTINGS += ("anchor", "passes", "seed", "dtype")

@@ -20,7 +20,6 @@ from ..model.causal_lm import CausalLM, check_window
 from ..slots import SlotWriter
 from ..tuner import adapters_disabled, calibrate, empty_memories, evaluating
 from .anchor import Anchor
-from .attention_bypass import bypassing, is_tokenwise, list_attention
 from .brake import RATE_FACTOR, is_due, is_worse
 from .cache import SlidingCache
 from .chunks import Chunk, ChunkBounds, cut, perplexity_of
@@ -104,7 +103,6 @@ class Loop:
         writer: SlotWriter | None = None,
         anchor: Anchor | None = None,
     ):
-        self._bypassed = list_attention(host.model) if settings.gradient == "tokenwise" else []
         self.host, self.settings, self.writer, self.anchor = host, settings, writer, anchor
         self.start_token = settings.start_token
         self._check_settings()
@@ -124,11 +122,6 @@ class Loop:
                     f"context must be 'recompute' with a window above {host.rope_positions}, where {host.kind} "
                     f"changes its positions' frequencies, got 'cache' with {settings.window}: give it, or lower window"
                 )
-        if settings.gradient == "tokenwise" and not is_tokenwise(host, self._bypassed):
-            raise ValueError(
-                f"gradient must be 'full' for {host.kind}, got 'tokenwise': its tokens interact outside the attention "
-                "that would be left out"
-            )
 
     def find_start_token(self, documents: Iterable[Tensor]) -> None:
         """Take the start token from documents, LongTensor [T] each, unless the settings give it.
@@ -164,7 +157,7 @@ class Loop:
         """
         began = time.perf_counter()
         learning = bool(batch.rows[0].learner.parameters())
-        with evaluating(self.host.model), bypassing(self._bypassed):
+        with evaluating(self.host.model):
             if learning and batch.adapters is None:
                 # Not at the first chunk alone: the adapter may have been enabled after it.
                 calibrate_empty(self.host.model, self._window(batch, bounds.start, bounds.stop))

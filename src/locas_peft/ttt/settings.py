@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from ..checks import check_choice, check_whole
 
 CONTEXTS = ("recompute", "cache")
-GRADIENTS = ("full", "tokenwise")
 _LEAST = {"window": 1, "stride": 1, "epochs": 1, "readings": 1, "warmup_steps": 0, "decay_steps": 0, "sinks": 0}
 
 
@@ -27,8 +26,6 @@ class TrainingSettings:
         sinks: how many of its first tokens the cache keeps beside the last ones; trained attention needs them.
         start_token: the token that each window and the cache begin with (`text.find_start_token`). None: the
             document's first token, where it is the model's `bos_token_id`; else none.
-        gradient: "full" backpropagates through the whole model, as in the paper. "tokenwise" leaves out the paths
-            through attention: about three quarters of the time, slightly less is learned (`attention_bypass`).
         warmup_steps: the first n steps use 1/(n+1), 2/(n+1), ..., n/(n+1) of the rate.
         decay_steps: step t, counted from 0, uses 1 / sqrt(1 + t / decay_steps) of the rate. 0 for a constant rate.
         brake: whether the adapter is compared with the base now and then, and taken back where it makes the text
@@ -45,7 +42,6 @@ class TrainingSettings:
     context: str = "recompute"
     sinks: int = 4
     start_token: int | None = None
-    gradient: str = "full"
     warmup_steps: int = 2
     decay_steps: int = 0
     brake: bool = True
@@ -66,4 +62,3 @@ class TrainingSettings:
                 "without learning, give the model without its adapter"
             )
         check_choice("context", self.context, CONTEXTS)
-        check_choice("gradient", self.gradient, GRADIENTS)
