@@ -73,6 +73,16 @@ def test_an_empty_library_answers_with_the_base(base, tmp_path):
     assert library.ask(*base, [Question("Who?")], max_new_tokens=2)[0].memories == ()
 
 
+def test_a_memory_goes_on_under_its_name_and_is_found_by_both_texts(library, base):
+    before = load_file(library.folder / "lamp" / "adapter_model.safetensors")
+    library.add(*base, TEXTS["bread"], "lamp", SETTINGS, start=library.find("lamp"))
+    after = load_file(library.folder / "lamp" / "adapter_model.safetensors")
+    assert before.keys() == after.keys() and any(not np.array_equal(before[name], after[name]) for name in before)
+    library.forget("bread")
+    asked = ["Who lit the lamp at Skarn?", "Where is the bakery?"]
+    assert library.list() == ["lamp"] and library.route(asked) == [("lamp",), ("lamp",)]
+
+
 def test_what_is_left_after_forgetting_is_a_library_that_never_held_the_memory(library, made, base, tmp_path):
     shutil.copytree(made / "bread", tmp_path / "other" / "bread")
     library.forget("lamp")

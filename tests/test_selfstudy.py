@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ from locas_peft.selfstudy import (
     split_passages,
     writing,
 )
-from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.selfstudy.exchanges import EXCHANGES, correct
 
 PAGE = " ".join(
     f"The house number {number} on the hill was built by the old man with a stone from the river."
@@ -633,3 +634,71 @@ def test_the_text_is_calibrated_after_the_start_token():
     assert learning._begin(ids, 1).tolist() == [1, 10, 11, 12]
     assert learning._begin(torch.cat([torch.tensor([1]), ids]), 1).tolist() == [1, 10, 11, 12]
     assert learning._begin(ids, None).tolist() == [10, 11, 12]
+
+
+# Going on with a memory
+
+
+OTHER = [Exchange("Who?", "Ida Berg"), Exchange("When?", "in 1911")]
+
+
+@pytest.fixture(scope="module")
+def former(loaded, input_ids, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("former") / "memory"
+    given = [Exchange("Who?", "Elias Thorne"), Exchange("Where?", "on the rock")]
+    memorize(loaded[0], input_ids, settings_of(), out=folder, tokenizer=loaded[1], exchanges=given)
+    return folder
+
+
+def go_on(loaded, input_ids, start, out, **options):
+    options = {"tokenizer": loaded[1], "exchanges": OTHER, "start": start, **options}
+    return memorize(loaded[0], input_ids, settings_of(), out=out, **options)
+
+
+def test_a_question_in_the_same_words_corrects_the_earlier_answer():
+    earlier = [Exchange("Who is it?", "Ann"), Exchange("Where is it?", "Oslo")]
+    new = [Exchange("who IS it", "Ida"), Exchange("When?", "1911")]
+    assert correct(earlier, new) == [*new, earlier[1]]
+    assert correct(earlier, correct(earlier, new)) == [*new, earlier[1]]  # of a resumed study
+
+
+def test_a_memory_goes_on_with_its_slots_and_its_exchanges(loaded, input_ids, former, tmp_path):
+    names = [name for name, _ in loaded[0].named_modules()]
+    reading = go_on(loaded, input_ids, former, tmp_path / "memory")
+    assert names == [name for name, _ in loaded[0].named_modules()]
+    kept = load_exchanges(tmp_path / "memory" / EXCHANGES)
+    assert [each.answer for each in kept] == ["Ida Berg", "in 1911", "on the rock"]
+    assert reading.studied["given"] and reading.studied["asked"] == 2 and reading.studied["kept"] == 3
+    before, after, afresh = weights(former), weights(tmp_path / "memory"), tmp_path / "afresh"
+    memorize(loaded[0], input_ids, settings_of(), out=afresh, tokenizer=loaded[1], exchanges=OTHER)
+    moved = {name: (after[name] - before[name]).norm() for name in after if name.endswith("locas_up.weight")}
+    assert moved and all(0 < each < before[name].norm() for name, each in moved.items())
+    assert not same(tmp_path / "memory", afresh)
+
+
+def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(loaded, input_ids, former, tmp_path):
+    go_on(loaded, input_ids, former, tmp_path / "whole")
+    shutil.copytree(former, tmp_path / "memory")
+
+    def stop(step):
+        if step.phase == "learn":
+            raise KeyboardInterrupt
+
+    options = {"checkpoint_dir": tmp_path / "memory" / "checkpoint", "checkpoint_seconds": 0}
+    with pytest.raises(KeyboardInterrupt):
+        go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", on_study=stop, **options)
+    assert same(tmp_path / "memory", former)
+    go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", resume=True, **options)
+    assert same(tmp_path / "memory", tmp_path / "whole")
+    assert find_finished(tmp_path / "memory", settings_of(), input_ids, OTHER) is not None
+
+
+def test_a_memory_of_another_width_or_without_a_record_cannot_go_on(loaded, input_ids, former, tmp_path):
+    options = {"start": former, "tokenizer": loaded[1], "out": tmp_path / "new"}
+    with pytest.raises(ValueError, match="^method must be locas-glu@4, that of the memory to go on with, got lora@2"):
+        memorize(loaded[0], input_ids, settings_of("lora", r=2), **options)
+    shutil.copytree(former, tmp_path / "bare")
+    (tmp_path / "bare" / "reading.json").unlink()
+    with pytest.raises(ValueError, match="must have a reading.json, got none: choose one that a reading made$"):
+        memorize(loaded[0], input_ids, settings_of(), **options | {"start": tmp_path / "bare"})
+    assert not (tmp_path / "new").exists()

@@ -64,7 +64,7 @@ class ReadingOptions:
         max_tokens: the first tokens of the text that are read; all where not given.
         study: after reading, the model asks itself about the text, and learns the answers without the text.
         exchanges: questions wanted about each sentence; 12 where not given.
-        passes: the most times that each exchange is learned; 4 where not given.
+        passes: the most times that each exchange is learned; 4, or more for few exchanges, where not given.
         seed: of torch, set before the adapter is made.
     """
 
@@ -143,6 +143,7 @@ Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
 Memory = Annotated[Path, Parameter(help="a memory's folder.")]
 LibraryFolder = Annotated[Path, Parameter(converter=_parse_path)]
 NamedPath = Annotated[Path, Parameter(converter=_parse_path)]
+Start = Annotated[Path, Parameter(name="--from", converter=_parse_path)]
 _JSON = {"name": "--json", "converter": _parse_path, "allow_leading_hyphen": True}
 JsonFile = Annotated[Path | None, Parameter(help="write JSON; - for stdout.", **_JSON)]
 Overwrite = Annotated[bool, Parameter(help="replace the results of an earlier run in --out.")]

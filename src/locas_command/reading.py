@@ -23,6 +23,7 @@ def memorize(
     out: options.NamedPath | None = None,
     library: options.LibraryFolder | None = None,
     name: str | None = None,
+    start: options.Start | None = None,
     resume: bool = False,
     overwrite: options.Overwrite = False,
     checkpoint_seconds: options.AtLeastZero = 30.0,
@@ -39,6 +40,8 @@ def memorize(
         out: the memory's folder; this or --library is needed unless the method is none.
         library: a folder of memories that gets one more; its base is the model where none is given.
         name: of the memory in the library; the text's file name where not given.
+        start: a memory that goes on with this text, by its folder, or its name in the library. It is replaced where
+            neither --out nor --name is given.
         resume: continue from the checkpoint in --out, if there is one.
         checkpoint_seconds: time between two checkpoints.
         exchanges_file: JSON Lines with question and answer, studied in place of exchanges that the model writes; for
@@ -49,7 +52,7 @@ def memorize(
     from locas_peft.library import Library, make_sample
     from locas_peft.memories import check_vacant
     from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, has_checkpoint
-    from locas_peft.reading.record import find_finished
+    from locas_peft.reading.record import find_finished, load_reading
     from locas_peft.selfstudy import load_exchanges
     from locas_peft.text import load_text
 
@@ -70,15 +73,22 @@ def memorize(
             raise ValueError(f"--library saves the memory itself, got {other} too: leave one of them out")
         check_output_directory("--library", library)
         shelf = Library(library)
+        if start is not None and not start.is_dir():
+            start, name = shelf.find(str(start)), name or str(start)
         out = shelf.choose_folder(name or Path(text).stem)
         base = replace(base, model=base.model or shelf.name_base())
+    if start is not None:
+        out, former = out or start, load_reading(start).settings
+        method = former.method.name if settings.method == options.READING.method else settings.method
+        settings = replace(settings, method=method, r=settings.r or former.method.r)
+        base = replace(base, model=base.model or former.model)
     folder = out and out / CHECKPOINT_FOLDER
     if saves:
         if out is None:
             raise ValueError(f"--out must name a folder for what {settings.method} learns, got none: add --out DIR")
         check_output_directory("--out", out)
         if not resume:
-            check_vacant(out, overwrite=overwrite)
+            check_vacant(out, overwrite=overwrite or out == start)
     content = load_text(text)
     title, shown = _name(text)
     loaded = load(base)
@@ -94,7 +104,8 @@ def memorize(
             (result,) = read_each(
                 loaded, input_ids, {"": complete}, stderr, out,
                 checkpoint_dir=folder, checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
-                exchanges=exchanges, title=title, sample=None if library is None else make_sample(content),
+                exchanges=exchanges, title=title, sample=None if library is None else make_sample(content, start),
+                start=start,
             )  # fmt: skip
         except KeyboardInterrupt:
             if saves and has_checkpoint(folder):

@@ -162,12 +162,16 @@ class Library:
         settings: ReadingSettings | CompleteSettings,
         **options: Any,
     ) -> Reading:
-        """Read a text into a memory of a name; settings, options and errors are those of `reading.memorize`."""
+        """Read a text into a memory of a name; settings, options and errors are those of `reading.memorize`.
+
+        `start` may be the folder of a memory here, whose name may stay the same.
+        """
         folder = self.choose_folder(name)
         settings = settings.complete(base, tokenizer)
         self.check_base(settings.model)
         input_ids = tokenize(tokenizer, text, settings.max_tokens)
-        options = {"title": name, "tokenizer": tokenizer, "sample": make_sample(text), **options}
+        sample = make_sample(text, options.get("start"))
+        options = {"title": name, "tokenizer": tokenizer, "sample": sample, **options}
         return memorize(base, input_ids, settings, out=folder, checkpoint_dir=folder / CHECKPOINT_FOLDER, **options)
 
     def name_base(self) -> str | None:

@@ -24,11 +24,16 @@ SAMPLE_LINES, SAMPLE_CHARACTERS = 200, 200
 _WORD = re.compile(r"\b\w\w+\b")
 
 
-def make_sample(text: str) -> str:
-    """Return pieces of a text, spread evenly, a line each: a memory without exchanges is found by them."""
+def make_sample(text: str, earlier: str | Path | None = None) -> str:
+    """Return pieces of a text, spread evenly, a line each: a memory without exchanges is found by them.
+
+    `earlier` is the folder of a memory that goes on with the text; the pieces of what it has read come first.
+    """
     pieces = [text[first : first + SAMPLE_CHARACTERS] for first in range(0, len(text), SAMPLE_CHARACTERS)]
     step = math.ceil(len(pieces) / SAMPLE_LINES)
-    return "".join(" ".join(piece.split()) + "\n" for piece in pieces[:: max(step, 1)])
+    sample = "".join(" ".join(piece.split()) + "\n" for piece in pieces[:: max(step, 1)])
+    former = None if earlier is None else Path(earlier) / SAMPLE
+    return former.read_text(encoding="utf-8") + sample if former is not None and former.is_file() else sample
 
 
 def list_passages(memory: Path) -> list[str]:

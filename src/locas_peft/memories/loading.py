@@ -57,8 +57,8 @@ def open_memory(
     return model, tokenizer, _attach(model, config, path, fields).eval()
 
 
-def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> PeftModel:
-    """Load a memory, LOCAS or another PEFT adapter, onto its base, frozen.
+def load_memory(base: PreTrainedModel, directory: str | Path, *, trainable: bool = False, **fields: Any) -> PeftModel:
+    """Load a memory, LOCAS or another PEFT adapter, onto its base, frozen unless it is to be trained.
 
     Args:
         base: the model that it was made for; mutated (`PeftModel.unload` takes the memory out again).
@@ -68,7 +68,7 @@ def load_memory(base: PreTrainedModel, directory: str | Path, **fields: Any) -> 
         ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
             was before. A base of the same shapes with other weights gives a warning.
     """
-    return _attach(base, *_find_memory(directory), fields)
+    return _attach(base, *_find_memory(directory), fields, trainable)
 
 
 @contextmanager
@@ -224,7 +224,9 @@ def _find_memory(directory: str | Path) -> tuple[PeftConfig, Path]:
     return config, Path(path)
 
 
-def _attach(base: PreTrainedModel, config: PeftConfig, path: Path, fields: dict[str, Any]) -> PeftModel:
+def _attach(
+    base: PreTrainedModel, config: PeftConfig, path: Path, fields: dict[str, Any], trainable: bool = False
+) -> PeftModel:
     """Put a memory onto its base, with fields of its config in place of the saved ones."""
     directory = str(path.parent)
     if config.peft_type != "LOCAS":
@@ -239,7 +241,7 @@ def _attach(base: PreTrainedModel, config: PeftConfig, path: Path, fields: dict[
     try:
         with warnings.catch_warnings(), _without_device_map(base):
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            return PeftModel.from_pretrained(base, directory, config=config)
+            return PeftModel.from_pretrained(base, directory, config=config, is_trainable=trainable)
     except Exception as error:
         restore()
         names_modules = isinstance(error, ValueError) and str(error).startswith("Target module")

@@ -23,7 +23,7 @@ from ..text import digest_ids
 from ..ttt import perplexity
 from .settings import FIELDS, CompleteSettings, ReadingSettings
 
-__all__ = ["Reading", "find_finished", "save_reading"]
+__all__ = ["Reading", "find_finished", "load_reading", "save_reading"]
 
 _FORMER = (("objective", "nll"), ("teacher_window", None), ("token_weighting", "uniform"))
 _FORMER += (("gradient", "full"), ("gradient", None))
@@ -113,6 +113,14 @@ def _null_to_nan(value: Any) -> Any:
     return float("nan") if value is None else value
 
 
+def load_reading(directory: str | Path) -> Reading:
+    """Load the record in a memory's folder; a `ValueError` where there is none, or a damaged one."""
+    path = Path(directory) / READING
+    if not path.is_file():
+        raise ValueError(f"memory {str(directory)!r} must have a {READING}, got none: choose one that a reading made")
+    return Reading.from_json(load_json(path))
+
+
 def find_finished(
     directory: str | Path, settings: CompleteSettings, input_ids: Tensor, exchanges: Sequence[Exchange] | None = None
 ) -> Reading | None:
@@ -135,7 +143,7 @@ def find_finished(
 
     if not (folder / READING).exists():
         raise refuse("a memory that no reading here made")
-    reading = Reading.from_json(load_json(folder / READING))
+    reading = load_reading(folder)
     here, there = settings.to_json(), reading.settings.to_json()
     if difference := describe_difference(here, there, f"the memory in {str(folder)!r}", remedy):
         raise ValueError(difference)

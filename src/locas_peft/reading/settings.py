@@ -34,11 +34,11 @@ class StudySettings:
 
     Args:
         exchanges: questions wanted about each sentence.
-        passes: the most times that each exchange is learned.
+        passes: the most times that each exchange is learned; None for 4, or more for few exchanges (see `SelfStudy`).
     """
 
     exchanges: int = checked(_AT_LEAST_1, default=12)
-    passes: int = checked(_AT_LEAST_1, default=4)
+    passes: int | None = checked(_AT_LEAST_1, default=None)
 
     def __post_init__(self) -> None:
         check_fields(StudySettings, vars(self))

@@ -16,11 +16,13 @@ from transformers import PreTrainedModel
 
 from ..memories import checkpoint
 from ..memories.folder import check_vacant
-from ..selfstudy import Exchange, SelfStudy, StudyStep
+from ..memories.loading import load_memory
+from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
+from ..selfstudy.exchanges import EXCHANGES
 from ..text import digest_ids
 from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
 from ..tuner.modules import remember_modules
-from .record import Reading, save_reading
+from .record import Reading, load_reading, save_reading
 from .resuming import Checkpoints, restore
 from .settings import CompleteSettings, ReadingSettings
 
@@ -54,6 +56,7 @@ def memorize(
     exchanges: Sequence[Exchange] | None = None,
     on_study: Callable[[StudyStep], None] | None = None,
     sample: str | None = None,
+    start: str | Path | None = None,
 ) -> Reading:
     """Read a text with one method, from a fresh adapter or a checkpoint to the figures and the saved memory.
 
@@ -76,10 +79,12 @@ def memorize(
         exchanges: studied in place of those that the model would write (see `SelfStudy`).
         on_study: called after each step of a self-study.
         sample: of the text, saved beside the memory: a `Library` finds it by this.
+        start: a saved memory to go on with, in place of a fresh adapter: its slots, a fresh optimizer, and its own
+            exchanges, of which a study learns again what is lost. `out` may be its folder.
 
     Raises:
-        ValueError: the text is too short, the method does not fit the base, `out` is not vacant, or the checkpoint is
-            of another reading or in use.
+        ValueError: the text is too short, the method does not fit the base or `start`, `out` is not vacant, or the
+            checkpoint is of another reading or in use.
         OSError: a folder cannot be written.
     """
     if input_ids.dim() != 1 or input_ids.numel() < 2:
@@ -91,14 +96,15 @@ def memorize(
     with ExitStack() as stack:
         folder = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
         if out is not None:
-            check_vacant(out, resume=resume, overwrite=overwrite)
-        model = stack.enter_context(attached(base, settings))
+            check_vacant(out, resume=resume, overwrite=overwrite or _is_same(out, start))
+        earlier = [] if start is None else _load_earlier(start, settings)
+        model = stack.enter_context(attached(base, settings, start))
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
         state = checkpoint.load(folder) if resume and folder is not None else None
         if state is not None:
             restore(folder, state, trainer, digest_ids(input_ids), settings)
-        study = _make_study(model, tokenizer, input_ids, settings, exchanges)
+        study = _make_study(model, tokenizer, input_ids, settings, exchanges, earlier)
         if state is not None and study is not None and "study" in state:
             try:
                 study.load_state_dict(state["study"])
@@ -121,15 +127,17 @@ def memorize(
         figures |= {"memory_dir": None if out is None else str(out), "peak_bytes": peak.read()}
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
-            save_reading(model, out, reading, study and study.exchanges, sample)
+            save_reading(model, out, reading, study.exchanges if study else earlier or None, sample)
             if folder is not None:
                 checkpoint.remove(folder)
     return reading
 
 
 @contextmanager
-def attached(base: PreTrainedModel, settings: CompleteSettings) -> Iterator[nn.Module]:
-    """Attach a method's fresh adapter to a base within the context, after setting torch's seed.
+def attached(
+    base: PreTrainedModel, settings: CompleteSettings, start: str | Path | None = None
+) -> Iterator[nn.Module]:
+    """Attach a method's fresh adapter, or a saved memory, to a base within the context, after setting torch's seed.
 
     `base`, a causal LM without adapters, is mutated. Afterwards its modules, weights, `requires_grad` flags and mode
     are as before. A method that does not fit the base is a `ValueError`.
@@ -137,8 +145,11 @@ def attached(base: PreTrainedModel, settings: CompleteSettings) -> Iterator[nn.M
     restore_modules = remember_modules(base)
     torch.manual_seed(settings.seed)
     try:
-        config = settings.method.make_config(base, settings.seed)
-        yield base.requires_grad_(False) if config is None else get_peft_model(base, config)
+        if start is not None:
+            yield load_memory(base, start, trainable=True)
+        else:
+            config = settings.method.make_config(base, settings.seed)
+            yield base.requires_grad_(False) if config is None else get_peft_model(base, config)
     finally:
         restore_modules()
         base.zero_grad(set_to_none=True)
@@ -174,8 +185,22 @@ class PeakMemory:
         return None
 
 
+def _is_same(out: str | Path, start: str | Path | None) -> bool:
+    return start is not None and Path(out).resolve() == Path(start).resolve()
+
+
+def _load_earlier(start: str | Path, settings: CompleteSettings) -> list[Exchange]:
+    """Return the exchanges of a memory to go on with; a `ValueError` where it is of another method or width."""
+    former, path = load_reading(start).settings.method, Path(start) / EXCHANGES
+    had, wanted = ((each.name, vars(each).get("r")) for each in (former, settings.method))
+    if had != wanted:
+        rule = f"method must be {had[0]}@{had[1]}, that of the memory to go on with"
+        raise ValueError(f"{rule}, got {wanted[0]}@{wanted[1]}: leave the method and its width out")
+    return load_exchanges(path) if path.is_file() else []
+
+
 def _make_study(
-    model: nn.Module, tokenizer: Any, input_ids: torch.LongTensor, settings: CompleteSettings, given: Any
+    model: nn.Module, tokenizer: Any, input_ids: torch.LongTensor, settings: CompleteSettings, given: Any, earlier: Any
 ) -> SelfStudy | None:
     if settings.study is None:
         if given is not None:
@@ -194,6 +219,7 @@ def _make_study(
         seed=settings.seed,
         anchor=STUDY_ANCHOR * (settings.method.anchor or 0.0),
         given=given,
+        earlier=earlier,
     )
 
 

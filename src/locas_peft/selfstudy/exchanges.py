@@ -13,8 +13,8 @@ from typing import Any
 
 from ..files import load_json_lines, staged_file
 
-__all__ = ["EXCHANGES", "LONGEST_PASSAGE", "REPORTED", "Exchange", "Passage", "digest_exchanges", "load_exchanges"]
-__all__ += ["save_exchanges", "split_passages"]
+__all__ = ["EXCHANGES", "LONGEST_PASSAGE", "REPORTED", "Exchange", "Passage", "correct", "digest_exchanges"]
+__all__ += ["load_exchanges", "save_exchanges", "split_passages"]
 
 EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder that holds the exchanges that were learned."""
@@ -131,6 +131,16 @@ def _cut(tokenizer, sentence: str, most_tokens: int) -> list[str]:
     middle = space if space > 0 else middle
     parts = (sentence[:middle].strip(), sentence[middle:].strip())
     return [piece for part in parts if part for piece in _cut(tokenizer, part, most_tokens)]
+
+
+def correct(earlier: Sequence[Exchange], exchanges: Sequence[Exchange]) -> list[Exchange]:
+    """Return exchanges, and after them those of the earlier ones that ask something else, in other words."""
+    asked = {_list_words(each) for each in exchanges}
+    return [*exchanges, *(each for each in earlier if _list_words(each) not in asked)]
+
+
+def _list_words(exchange: Exchange) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", exchange.question.casefold()))
 
 
 def load_exchanges(path: str | Path) -> list[Exchange]:

@@ -22,19 +22,19 @@ from ..text import find_start_token
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..tuner import evaluating, trained_parameters
-from .exchanges import Exchange, Passage, digest_exchanges, split_passages
+from .exchanges import Exchange, Passage, correct, digest_exchanges, split_passages
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
 from .writing import BLOCK, check_window, write_exchanges
 
 __all__ = ["SelfStudy", "StudyStep"]
 
 BATCH = 8
+PASSES, LEAST_STEPS = 4, 100
+"""How often a lesson is learned at most, where no number is given; few lessons are learned for so many steps."""
 SORTED = 32
 """A batch takes lessons of about one length from so many."""
 PULL_EVERY = 4
 """Every n-th step also limits the change of other answers, with n times the weight."""
-PULL_TOKENS = 16
-"""The first tokens of other answers, which are kept."""
 BETA = 0.98
 """Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall."""
 WHOLE_EVERY = 5
@@ -96,13 +96,16 @@ class SelfStudy:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
         input_ids: LongTensor [N], the text.
         per_passage: questions wanted about each passage.
-        passes: the most times that each exchange is learned.
+        passes: the most times that each exchange is learned; None for `PASSES`, or `LEAST_STEPS` steps if these are
+            more.
         learning_rate: of AdamW; it falls linearly to 0 with the share of the lessons of all passes that are left.
         window: of the reading, in tokens.
         seed: of the questions and of the order of learning.
         anchor: weight of the KL from the base on its answers to other questions at the end; it grows from 0 as the
             rate falls. 0 for none.
         given: the exchanges that are learned, in place of written ones.
+        earlier: those that the memory has learned before; they are learned again as far as they are lost. One whose
+            question a new exchange asks in the same words leaves: the new answer corrects it.
 
     Raises:
         ValueError: the text is shorter than a passage, the window leaves no room for one, or a given exchange is
@@ -116,19 +119,20 @@ class SelfStudy:
         input_ids: Tensor,
         *,
         per_passage: int,
-        passes: int,
+        passes: int | None,
         learning_rate: float,
         window: int = 512,
         seed: int = 0,
         anchor: float = 0.0,
         given: Sequence[Exchange] | None = None,
+        earlier: Sequence[Exchange] = (),
     ):
         self._model, self._tokenizer, self._host = model, tokenizer, CausalLM(model)
         self._text = _begin(input_ids[:window], find_start_token(tokenizer)).to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others: list[Lesson] = []  # written at the first pull
         self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA)
-        self.exchanges = list(given or ())
+        self.exchanges, self._earlier = list(given or ()), list(earlier)
         self._lessons: list[Lesson] = []  # made of the exchanges when all are written
         self._progress: list[_Progress] = []
         self._reaches: dict[str, int] = {}  # by answer: how many of its tokens are learned next
@@ -172,7 +176,7 @@ class SelfStudy:
             "samples": self.samples,
             "writing_seconds": self._seconds["write"],
             "learning_seconds": self._seconds["learn"],
-            "exchanges_sha256": digest_exchanges(self.exchanges),
+            "exchanges_sha256": self._given or digest_exchanges(self.exchanges),
         }
 
     def run(self) -> Iterator[StudyStep]:
@@ -183,9 +187,12 @@ class SelfStudy:
         """
         calibrate_empty(self._model, self._text[None])
         yield from self._write()
+        self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         self._progress = self._progress or [_Progress() for _ in self._lessons]
-        whole = len(self._lessons) * self._passes
+        if self._passes is None and self._lessons:
+            self._passes = max(PASSES, math.ceil(LEAST_STEPS * BATCH / len(self._lessons)))
+        whole = len(self._lessons) * (self._passes or 0)
         while (left := whole - sum(each.due for each in self._progress)) > 0:
             began = time.perf_counter()
             with evaluating(self._model):
@@ -256,7 +263,7 @@ class SelfStudy:
         self._others = self._others or write_replay_lessons(self._model, self._tokenizer, self._seed)
         first = self._step // PULL_EVERY * BATCH
         chosen = (self._others[(first + row) % len(self._others)] for row in range(BATCH))
-        return [(encode_question(self._tokenizer, *each.word(0)), each, each.answer[:PULL_TOKENS]) for each in chosen]
+        return [(encode_question(self._tokenizer, *each.word(0)), each, each.answer) for each in chosen]
 
     def _distill(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return KL(teacher || student) at each token of some answers after their prompts, [T] of each row."""

@@ -1,0 +1,156 @@
+"""How many facts a memory holds: fictional biographies, studied by given questions and asked in other words.
+
+    python benchmarks/capacity.py --facts 12,50,200 --methods locas-glu@4,locas-glu@16,locas-glu@64,lora@3,lora@11
+
+A memory is taught the facts of some people (`biographies.py`), each fact by three questions. It is asked for each fact
+in a wording that was not studied. "Right" is an answer with the fact's value in it. "Recited" is an answer that is the
+fact's sentence word for word. An answer that is a sentence about the same person, or the same fact of another person,
+shows a wrong choice among passages. "Short" answers have a few words: exact match and F1. Harm is the KL from the base
+on its answers to questions about other things. A row with a result is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from biographies import Person, make_people
+from measuring import describe_machine, make_table
+
+from locas_peft.asking import SHORT_PROMPT, Question, answer, ask, encode_question, is_exact, is_right
+from locas_peft.bases import load_base
+from locas_peft.evaluation.drift import measure_drift, write_own_answers
+from locas_peft.evaluation.f1 import token_f1
+from locas_peft.files import load_json, write_json
+from locas_peft.memories import memory_attached
+from locas_peft.reading import ReadingSettings, memorize, parse_method
+from locas_peft.selfstudy import Exchange
+from locas_peft.text import tokenize
+
+METHODS = "locas-glu@4,locas-glu@16,locas-glu@64,lora@3,lora@11"
+FACTS_EACH = 6
+
+
+def measure(base, tokenizer, own_answers: list, people: list[Person], facts: int, method: str) -> dict[str, Any]:
+    """Teach the first facts of some people with one method, ask for each, and return the figures."""
+    exchanges = [Exchange(**row) for person in people for row in person.exchanges][: 3 * facts]
+    questions = [Question(**row) for person in people for row in person.questions][:facts]
+    sentences = [each.answer for each in exchanges[::3]]
+    owners = [number // FACTS_EACH for number in range(facts)]
+    name, own = parse_method(method)
+    settings = ReadingSettings(method=name, study=True, **own)
+    input_ids = tokenize(tokenizer, " ".join(sentences))
+    began = time.process_time()
+    with TemporaryDirectory() as folder:
+        reading = memorize(
+            base, input_ids, settings, out=Path(folder) / "memory", tokenizer=tokenizer, exchanges=exchanges
+        )
+        seconds = time.process_time() - began
+        with memory_attached(base, Path(folder) / "memory") as model:
+            drift = measure_drift(model, own_answers)["kl_per_token"]
+            answers = ask(model, tokenizer, questions)
+            short = answer_briefly(model, tokenizer, questions)
+    numbers = {sentence: number for number, sentence in enumerate(sentences)}
+    said = [numbers.get(each.strip()) for each in answers]
+    both = list(enumerate(said))
+    golds = [each.answer for each in questions]
+    return {
+        "parameters": reading.extra_parameters,
+        "steps": reading.studied["steps"],
+        "right": sum(map(is_right, answers, golds)),
+        "recited": sum(number == other for number, other in both),
+        "same_person": sum(o is not None and o != n and owners[o] == owners[n] for n, o in both),
+        "same_fact": sum(o is not None and owners[o] != owners[n] and (o - n) % FACTS_EACH == 0 for n, o in both),
+        "short_exact": sum(map(is_exact, short, golds)),
+        "short_f1": 100 * sum(map(token_f1, short, golds)) / facts,
+        "kl_nats": drift,
+        "cpu_seconds": seconds,
+    }
+
+
+def answer_briefly(model, tokenizer, questions: list[Question]) -> list[str]:
+    """Return a model's answers in a few words."""
+    prompts = [encode_question(tokenizer, each.question, SHORT_PROMPT) for each in questions]
+    answers = {}
+    for batch, texts in answer(model, tokenizer, prompts):
+        answers.update(zip(batch, texts, strict=True))
+    return [answers[number] for number in range(len(questions))]
+
+
+def tabulate(rows: dict[str, dict[str, Any]]) -> str:
+    """Return a row a number of facts and method."""
+    head = [
+        "facts",
+        "method",
+        "parameters",
+        "right, %",
+        "recited, %",
+        "of the same person, %",
+        "same fact of another, %",
+    ]
+    head += ["same fact of another, %", "short, exact, %", "short, F1", "KL, nats", "processor s a fact"]
+    lines = []
+    for label, row in rows.items():
+        facts, method = label.split(" ")
+        kinds = ("right", "recited", "same_person", "same_fact", "short_exact")
+        shares = [f"{100 * row[kind] / int(facts):.0f}" for kind in kinds]
+        figures = [
+            *shares,
+            f"{row['short_f1']:.1f}",
+            f"{row['kl_nats']:.3f}",
+            f"{row['cpu_seconds'] / int(facts):.1f}",
+        ]
+        lines.append([facts, method, f"{row['parameters']:,}", *figures])
+    return make_table(head, lines)
+
+
+def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
+    """Plot right answers against facts, a line a method."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    points: dict[str, list[tuple[int, int]]] = {}
+    for label, row in rows.items():
+        facts, method = label.split(" ")
+        points.setdefault(method, []).append((int(facts), row["right"]))
+    for method, each in points.items():
+        axes.plot(*zip(*sorted(each), strict=True), marker="o", label=method)
+    most = max(facts for each in points.values() for facts, _ in each)
+    axes.plot([0, most], [0, most], color="grey", linewidth=0.8, label="all")
+    axes.set(xlabel="facts taught", ylabel="right answers")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--facts", default="12,50,200")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--out", type=Path, default=Path("capacity.json"))
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    base, tokenizer = load_base(arguments.model)
+    base.eval()
+    results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
+    rows = results.setdefault("rows", {})
+    own_answers = write_own_answers(base, tokenizer)
+    for facts in map(int, arguments.facts.split(",")):
+        people = make_people(-(-facts // FACTS_EACH))
+        for method in arguments.methods.split(","):
+            label = f"{facts} {method}"
+            if label not in rows:
+                rows[label] = measure(base, tokenizer, own_answers, people, facts, method)
+                print(label, rows[label], flush=True)
+                write_json(arguments.out, results)
+    print(tabulate(rows))
+    if arguments.plot is not None:
+        plot(rows, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
