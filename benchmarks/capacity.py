@@ -1,12 +1,13 @@
 """How many facts a memory holds: fictional biographies, studied by given questions and asked in other words.
 
-    python benchmarks/capacity.py --facts 12,50,200 --methods locas-glu@4,locas-glu@16,locas-glu@64,lora@3,lora@11
+    python benchmarks/capacity.py --facts 12,50,200 --plot capacity.png
 
 A memory is taught the facts of some people (`biographies.py`), each fact by three questions. It is asked for each fact
 in a wording that was not studied. "Right" is an answer with the fact's value in it. "Recited" is an answer that is the
 fact's sentence word for word. An answer that is a sentence about the same person, or the same fact of another person,
 shows a wrong choice among passages. "Short" answers have a few words: exact match and F1. Harm is the KL from the base
-on its answers to questions about other things. A row with a result is not measured again.
+on its answers to questions about other things; `lora@11+0.3` gives LoRA the anchor that Locas has by default. A row
+with a result is not measured again.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from locas_peft.reading import ReadingSettings, memorize, parse_method
 from locas_peft.selfstudy import Exchange
 from locas_peft.text import tokenize
 
-METHODS = "locas-glu@4,locas-glu@16,locas-glu@64,lora@3,lora@11"
+METHODS = "locas-glu@4,locas-glu@16,locas-glu@64,lora@3+0.3,lora@11,lora@11+0.3"
 FACTS_EACH = 6
 
 
@@ -40,8 +41,9 @@ def measure(base, tokenizer, own_answers: list, people: list[Person], facts: int
     questions = [Question(**row) for person in people for row in person.questions][:facts]
     sentences = [each.answer for each in exchanges[::3]]
     owners = [number // FACTS_EACH for number in range(facts)]
-    name, own = parse_method(method)
-    settings = ReadingSettings(method=name, study=True, **own)
+    label, _, anchor = method.partition("+")
+    name, own = parse_method(label)
+    settings = ReadingSettings(method=name, study=True, anchor=float(anchor) if anchor else None, **own)
     input_ids = tokenize(tokenizer, " ".join(sentences))
     began = time.process_time()
     with TemporaryDirectory() as folder:
