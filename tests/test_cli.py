@@ -1034,6 +1034,9 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
     code, stdout, _ = run(*asked, "--recite")
     assert code == 0 and "[lamp]" in stdout and "[no memory]" in stdout
     assert {row["name"] for row in json.loads(run("library", "notes", "--json", "-")[1])} == {"lamp", "bread"}
+    assert run("memorize", "lamp.txt", "--library", "notes", "--from", "bread", *FAST, *NO_ANCHOR)[0] == 0
+    sample = (tmp_path / "notes/bread/sample.txt").read_text()
+    assert "Hilda" in sample and "Peder" in sample
     assert run("forget", "notes", "lamp")[0] == 0
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["bread"]
     refusals = [
@@ -1044,6 +1047,9 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
         (("memorize", "lamp.txt", "--library", "notes", "--out", "o"), "--library saves the memory itself, got --out"),
         (("memorize", "lamp.txt", "--out", "o", "--name", "n"), "--name names a memory of a library, got 'n' without"),
         (("memorize", "lamp.txt", "--library", "notes", "--name", "../x"), "name must be at most 60 letters, digits"),
+        (("memorize", "lamp.txt", "--from", "notes/bread", "--r", 2), "method must be locas-glu@64, that of"),
+        (("memorize", "lamp.txt", "--library", "notes", "--from", "jam"), "there is no memory 'jam' in this library"),
+        (("memorize", "lamp.txt", "--from", "jam"), "memory 'jam' must have a reading.json, got none"),
     ]
     for arguments, message in refusals:
         code, stdout, stderr = run(*arguments)
