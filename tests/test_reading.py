@@ -255,6 +255,7 @@ def test_figures_that_overflowed_survive_json(base, input_ids):
 def test_a_record_of_another_version_is_named(base, input_ids):
     value = memorize(base, input_ids[:130], small("none")).to_json()
     older = {name: item for name, item in value.items() if name not in ("layers_to_transform", "perplexities")}
+    # What former versions could choose, with what is now the only value.
     older |= {"objective": "nll", "teacher_window": None, "token_weighting": "uniform", "gradient": "full"}
     assert Reading.from_json(older).perplexities == []
     for wrong in (

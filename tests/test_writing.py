@@ -303,10 +303,10 @@ def test_a_gated_host_is_refused():
     "kwargs, message",
     [
         ({"epsilon": 0}, "epsilon must be a finite number above 0, got 0"),
-        ({"tokens": "some"}, "tokens must be one of 'highest-loss', 'all', got 'some'"),
-        ({"normalization": "layer"}, "normalization must be one of 'token', 'chunk', got 'layer'"),
-        ({"fold": "half"}, "fold must be one of 'nlsvd', 'refit', got 'half'"),
-        ({"slots_per_chunk": 0}, "slots_per_chunk must be a whole number of at least 1, got 0"),
+        ({"tokens": "some"}, "tokens must be one of highest-loss, all, got 'some'"),
+        ({"normalization": "layer"}, "normalization must be one of token, chunk, got 'layer'"),
+        ({"fold": "half"}, "fold must be one of nlsvd, refit, got 'half'"),
+        ({"slots_per_chunk": 0}, "slots_per_chunk must be at least 1, got 0: raise it"),
         ({"adapter_name": "other"}, "the model has no single LOCAS memory 'other' to write into"),
     ],
 )

@@ -220,21 +220,11 @@ def recite(model: nn.Module, tokenizer, prompts: Rows, count: int) -> list[list[
     for batch in _make_batches(model, prompts, _RECITED_TOKENS, batch_size=4):
         inputs = pad_left([prompts[number] for number in batch], pad, CausalLM(model).device)
         ids = inputs["ids"]
-        options: dict[str, Any] = {
-            "max_new_tokens": _RECITED_TOKENS,
-            "num_beams": 2 * count,
-            "num_return_sequences": count,
-        }
+        options = {"max_new_tokens": _RECITED_TOKENS, "num_beams": 2 * count, "num_return_sequences": count}
         # What the call leaves open, `generate` takes from the model's generation config.
-        options |= {
-            "max_new_tokens": _RECITED_TOKENS,
-            "do_sample": False,
-            "temperature": None,
-            "top_p": None,
-            "top_k": None,
-        }
-        options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "pad_token_id": pad}
-        output = model.generate(input_ids=ids, attention_mask=inputs["attention_mask"], **options)
+        options |= {"do_sample": False, **dict.fromkeys(("temperature", "top_p", "top_k")), "pad_token_id": pad}
+        options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "attention_mask": inputs["attention_mask"]}
+        output = model.generate(input_ids=ids, **options)
         texts = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
         for row, number in enumerate(batch):
             found = map(first_line, texts[row * count : (row + 1) * count])

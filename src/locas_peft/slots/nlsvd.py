@@ -28,6 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..checks import check_whole
+
 Activation = Callable[[Tensor], Tensor]
 
 
@@ -120,10 +122,9 @@ def _pad(tensor: Tensor, length: int, dim: int) -> Tensor:
 
 def check_rank(rank: int, width: int) -> None:
     """Raise a `TypeError` or `ValueError` unless a memory of `width` slots can be reduced to `rank`."""
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"rank must be an int, got {rank!r}: give a whole number of slots.")
-    if not 1 <= rank <= width:
-        raise ValueError(f"rank must be from 1 to the memory's width {width}, got {rank}: lower it.")
+    check_whole("rank", rank, 1)
+    if rank > width:
+        raise ValueError(f"rank must be at most the memory's width {width}, got {rank}: lower it.")
 
 
 def _check(key: Tensor, value: Tensor, rank: int) -> None:

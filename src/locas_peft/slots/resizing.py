@@ -12,6 +12,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_whole
 from ..tuner import evaluating
 from ..tuner.attached import find_memory
 from ..tuner.calibration import Batches, observe_host, to_inputs
@@ -75,8 +76,7 @@ def grow(model: nn.Module, rank: int, adapter_name: str | None = None, batches: 
     config = layers[0].locas_config[name]
     strategy = STRATEGIES[config.init_strategy]
     widest = max(layer.locas_up[name].out_features for layer in layers)
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"rank must be an int, got {rank!r}: give a whole number of slots.")
+    check_whole("rank", rank, 1)
     if rank <= widest:
         raise ValueError(f"rank must be above the memory's width {widest}, got {rank}: raise it, or use compress().")
     narrowest = min(layer.base_width for layer in layers)

@@ -28,6 +28,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from ..checks import check_choice, check_whole
 from ..tuner import evaluating
 from ..tuner.attached import find_memory
 from ..tuner.layer import LocasLayer
@@ -73,12 +74,10 @@ class SlotWriter:
     ) -> None:
         if not 0 < epsilon < math.inf:
             raise ValueError(f"epsilon must be a finite number above 0, got {epsilon}: give 0.01, say.")
-        if isinstance(slots_per_chunk, bool) or not isinstance(slots_per_chunk, int) or slots_per_chunk < 1:
-            raise ValueError(f"slots_per_chunk must be a whole number of at least 1, got {slots_per_chunk!r}.")
-        choices = (("tokens", tokens, Tokens), ("normalization", normalization, Normalization), ("fold", fold, Fold))
-        for name, value, kind in choices:
-            if value not in get_args(kind):
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, got {value!r}.")
+        check_whole("slots_per_chunk", slots_per_chunk, 1)
+        check_choice("tokens", tokens, get_args(Tokens))
+        check_choice("normalization", normalization, get_args(Normalization))
+        check_choice("fold", fold, get_args(Fold))
         self.epsilon, self.tokens, self.slots_per_chunk = epsilon, tokens, slots_per_chunk
         self.normalization, self.fold = normalization, fold
         self.adapter_name, self._layers = _find_two_layer_memory(model, adapter_name)
