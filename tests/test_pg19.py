@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 
 from locas_peft import backbone, text
 from locas_peft.reading.settings import ReadingSettings
@@ -91,73 +90,6 @@ def test_readings_are_kept_and_the_table_is_made_from_the_folder(call, pg19, tmp
     assert again["tables"] == summary["tables"] and progress == ""
     collected, _, _ = call("--table", "headline", "--tokens", "80", "--collect")
     assert collected["tables"] == summary["tables"]
-
-
-def test_a_stopped_run_continues(call, fail, pg19, tmp_path, monkeypatch):
-    read, done = pg19.read, []
-
-    def stop_at_the_second(*args):
-        if len(done) == 1:
-            raise KeyboardInterrupt
-        done.append(args)
-        return read(*args)
-
-    width = ["--table", "width", "--rows", "none,locas-glu@4", "--tokens", "80"]
-    with monkeypatch.context() as patch:
-        patch.setattr(pg19, "read", stop_at_the_second)
-        assert fail(*width) == "pg19: stopped; all results are kept, and the same command continues"
-    files = list((tmp_path / "out" / "readings" / "3649").iterdir())
-    assert [path.name for path in files] == ["none_cache-seed0-80.json"]
-    summary, _, progress = call(*width)
-    first, last = progress.splitlines()
-    assert first.startswith("3649: locas-glu@4, seed 0: ") and last == "0 left"
-    assert len(summary["tables"]["width"]["readings"]) == 2
-
-
-def test_a_stopped_reading_continues_inside_its_book(call, fail, pg19, tmp_path, monkeypatch):
-    memorize = pg19.memorize
-
-    def stop_at_the_third(*args, on_chunk, **options):
-        def note(chunk):
-            on_chunk(chunk)
-            if chunk.index == 2:
-                raise KeyboardInterrupt
-
-        return memorize(*args, on_chunk=note, checkpoint_seconds=0.0, **options)
-
-    width = ["--table", "width", "--rows", "locas-glu@4", "--tokens", "80"]
-    with monkeypatch.context() as patch:
-        patch.setattr(pg19, "memorize", stop_at_the_third)
-        fail(*width)
-    folder, name = tmp_path / "out" / "readings" / "3649", "locas-glu@4-seed0-80"
-    assert [path.name for path in folder.iterdir()] == [name]
-    call(*width)
-    assert [path.name for path in folder.iterdir()] == [f"{name}.json"]
-    parts = json.loads((folder / f"{name}.json").read_text())
-    (folder / f"{name}.json").unlink()
-    call(*width)
-    whole = json.loads((folder / f"{name}.json").read_text())
-    assert parts["chunks"] == whole["chunks"] and parts["nll_nats"] == whole["nll_nats"]
-    assert parts["total_seconds"] is None and whole["total_seconds"] > 0
-
-
-def test_a_reading_of_another_process_is_left_to_it(call, pg19, tmp_path, monkeypatch):
-    folder = tmp_path / "out" / "readings" / "3649"
-    folder.mkdir(parents=True)
-    lock = FileLock(folder / "locas-glu@4-seed0-80.json.lock")
-    lock.acquire()
-    read, widths = pg19.read, []
-
-    def release_after_the_first(base, ids, settings, *rest):
-        widths.append(settings.method.r)
-        value = read(base, ids, settings, *rest)
-        if len(widths) == 1:
-            lock.release()
-        return value
-
-    monkeypatch.setattr(pg19, "read", release_after_the_first)
-    call("--table", "width", "--rows", "locas-glu@4,locas-glu@16", "--tokens", "80")
-    assert widths == [16, 4]
 
 
 def test_results_of_an_older_version_are_used(call, tmp_path):

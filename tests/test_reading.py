@@ -631,6 +631,10 @@ def test_resume_starts_afresh_without_a_checkpoint(base, input_ids, tmp_path):
         ({"r": 8}, "r must be 64 as in the checkpoint in '{}', got 8: give the former value, or"),
         ({"method": "lora"}, "method must be 'locas-glu' as in the checkpoint in '{}', got 'lora': give"),
         ({"layers_to_transform": "upper"}, "layers_to_transform must be None as in the checkpoint in '{}', got 'upp"),
+        (
+            {"dtype": "bfloat16"},
+            "dtype must be 'float32' as in the checkpoint in '{}', got 'bfloat16': give the former",
+        ),
         ({"seed": 1}, "seed must be 0 as in the checkpoint in '{}', got 1: give the former value, or choose"),
         ({}, "input_ids must be the document begun in '{}' (sha256 "),
     ],

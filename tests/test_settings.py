@@ -13,6 +13,7 @@ from locas_peft.reading.settings import FIELDS
 from locas_peft.ttt import TrainingSettings
 from locas_peft.tuner import STRATEGIES
 
+LAYERS = "be 'upper' or a list of different layer indices from 0 on, got {got}: leave it out for all layers"
 RATE = "give one, 1e-3 say; to read without learning, give the model without its adapter"
 
 
@@ -20,112 +21,82 @@ def complete(method: str, preset: str = "tuned", **given) -> CompleteSettings:
     return ReadingSettings(method=method, preset=preset, **given).complete()
 
 
-RANGES = pytest.mark.parametrize(
-    ("given", "error", "message"),
-    [
-        ({"stride": 0}, ValueError, "stride must be at least 1, got 0: raise it"),
-        ({"stride": 8.0}, TypeError, "stride must be an int, got float: give a whole number"),
-        ({"window": True}, TypeError, "window must be an int, got bool: give a whole number"),
-        ({"epochs": 0}, ValueError, "epochs must be at least 1, got 0: raise it"),
-        ({"epochs": None}, TypeError, "epochs must be an int, got NoneType: give a whole number"),
-        ({"readings": 0}, ValueError, "readings must be at least 1, got 0: raise it"),
-        ({"warmup_steps": -1}, ValueError, "warmup_steps must be at least 0, got -1: raise it"),
-        ({"decay_steps": -1}, ValueError, "decay_steps must be at least 0, got -1: raise it"),
-        ({"decay_steps": 0.5}, TypeError, "decay_steps must be an int, got float: give a whole number"),
-        (
-            {"stride": 17},
-            ValueError,
-            "stride must be at most window, got stride 17 with window 16: lower stride or raise window",
-        ),
-        ({"context": "whole"}, ValueError, "context must be one of recompute, cache, got 'whole': choose one of them"),
-        *(
-            ({"learning_rate": rate}, ValueError, f"learning_rate must be a number above 0, got {rate}: {RATE}")
-            for rate in (0.0, math.nan, math.inf)
-        ),
-    ],
-    ids=str,
-)
+def expand(table):
+    """A case for each value of a row: the field, the value, the error and its message."""
+    rows = ((field, error, rule, value) for field, error, rule, *values in table for value in values)
+    return [
+        (field, value, error, f"{field} must {rule.format(got=repr(value))}") for field, error, rule, value in rows
+    ]
 
 
-@RANGES
-def test_values_out_of_range_are_named(given, error, message):
-    with pytest.raises(error) as caught:
-        TrainingSettings(**{"window": 16, "stride": 8, "learning_rate": 0.02} | given)
-    assert str(caught.value) == message
+WHOLE = "be an int, got {}: give a whole number"
+# A field of the training, the error, the rule and the remedy, and values that break it.
+TRAINING = [
+    *((name, ValueError, "be at least 1, got {got}: raise it", 0) for name in ("stride", "epochs", "readings")),
+    *((name, ValueError, "be at least 0, got {got}: raise it", -1) for name in ("warmup_steps", "decay_steps")),
+    ("stride", TypeError, WHOLE.format("float"), 8.0),
+    ("window", TypeError, WHOLE.format("bool"), True),
+    ("epochs", TypeError, WHOLE.format("NoneType"), None),
+    ("decay_steps", TypeError, WHOLE.format("float"), 0.5),
+    ("stride", ValueError, "be at most window, got stride {got} with window 16: lower stride or raise window", 17),
+    ("context", ValueError, "be one of recompute, cache, got {got}: choose one of them", "whole"),
+    ("learning_rate", ValueError, f"be a number above 0, got {{got}}: {RATE}", 0.0, math.nan, math.inf),
+]
+READING = [
+    ("method", ValueError, f"be one of {', '.join(METHODS)}, got {{got}}: choose one of them", "memo"),
+    ("preset", ValueError, "be one of paper, tuned, got {got}: choose one of them", "best"),
+    ("init", ValueError, f"be one of {', '.join(STRATEGIES)}, got {{got}}: choose one of them", "zero"),
+    ("update", ValueError, "be one of bp, nlsvd, got {got}: choose one of them", "sgd"),
+    ("r", ValueError, "be at least 1, got {got}: raise it", 0),
+    ("max_tokens", ValueError, "be at least 2, got {got}: raise it", 1),
+    ("row_norm", ValueError, "be a finite number above 0, got {got}: leave it out for the preset's", -1.0),
+    ("anchor", ValueError, "be 0 or a finite number above, got {got}: leave it out for the preset's", -1.0),
+    ("layers_to_transform", ValueError, LAYERS, "lower", [], [-1], [1, 1], [True], 3),
+]
 
 
-@RANGES
-def test_they_are_refused_where_they_are_given(given, error, message):
-    given = {"window": 16, "stride": 8, "learning_rate": 0.02} | given
-    if None in given.values():  # not given
+@pytest.mark.parametrize(("field", "value", "error", "message"), expand(TRAINING), ids=str)
+def test_values_out_of_range_are_named_also_where_they_are_given(field, value, error, message):
+    given = {"window": 16, "stride": 8, "learning_rate": 0.02}
+    for cls in (TrainingSettings, ReadingSettings) if value is not None else (TrainingSettings,):
+        with pytest.raises(error) as caught:
+            cls(**given | {field: value})
+        assert str(caught.value) == message
+    if value is None:  # not given
         assert (
-            ReadingSettings(**given).complete().training
-            == ReadingSettings(window=16, stride=8, learning_rate=0.02).complete().training
+            ReadingSettings(**given, epochs=None).complete().training == ReadingSettings(**given).complete().training
         )
-        return
+
+
+@pytest.mark.parametrize(("field", "value", "error", "message"), expand(READING), ids=str)
+def test_a_readings_values_out_of_range_are_named(field, value, error, message):
     with pytest.raises(error) as caught:
-        ReadingSettings(**given)
+        ReadingSettings(**{field: value})
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("method", "preset", "given", "reason"),
     [
-        ({"method": "memo"}, "method must be one of none, lora, locas-glu, locas-mlp, got 'memo': choose one of them"),
-        ({"preset": "best"}, "preset must be one of paper, tuned, got 'best': choose one of them"),
-        ({"init": "zero"}, f"init must be one of {', '.join(STRATEGIES)}, got 'zero': choose one of them"),
-        ({"update": "sgd"}, "update must be one of bp, nlsvd, got 'sgd': choose one of them"),
-        ({"r": 0}, "r must be at least 1, got 0: raise it"),
-        ({"max_tokens": 1}, "max_tokens must be at least 2, got 1: raise it"),
-        ({"row_norm": -1.0}, "row_norm must be a finite number above 0, got -1.0: leave it out for the preset's"),
-        ({"anchor": -1.0}, "anchor must be 0 or a finite number above, got -1.0: leave it out for the preset's"),
-        *(
-            (
-                {"layers_to_transform": layers},
-                "layers_to_transform must be 'upper' or a list of different layer indices from 0 on, got "
-                f"{layers!r}: leave it out for all layers",
-            )
-            for layers in ("lower", [], [-1], [1, 1], [True], 3)
-        ),
+        ("lora", "tuned", {"init": "topk"}, "for the method 'lora'"),
+        ("lora", "tuned", {"row_norm": 2.0}, "for the method 'lora'"),
+        ("none", "tuned", {"r": 8}, "for the method 'none'"),
+        ("none", "tuned", {"anchor": 1.0}, "for the method 'none'"),
+        ("none", "tuned", {"layers_to_transform": "upper"}, "for the method 'none'"),
+        ("locas-glu", "tuned", {"update": "bp"}, "for the method 'locas-glu'"),
+        ("locas-mlp", "paper", {"update": "nlsvd", "learning_rate": 0.1}, "with update='nlsvd'"),
+        ("locas-mlp", "paper", {"update": "nlsvd", "anchor": 1}, "with update='nlsvd'"),
+        ("locas-mlp", "tuned", {"init": "topk", "epsilon": 0.1}, "with init='topk'"),
+        ("lora", "tuned", {"anchor_every": 2}, "with anchor=None"),
+        ("lora", "tuned", {"anchor": 0.0, "anchor_every": 2}, "with anchor=0.0"),
     ],
     ids=str,
 )
-def test_a_readings_values_out_of_range_are_named(given, message):
-    with pytest.raises(ValueError) as caught:
-        ReadingSettings(**given)
-    assert str(caught.value) == message
-
-
-@pytest.mark.parametrize(
-    ("method", "preset", "given", "message"),
-    [
-        ("lora", "tuned", {"init": "topk"}, "init has no meaning for the method 'lora', got topk"),
-        ("lora", "tuned", {"row_norm": 2.0}, "row_norm has no meaning for the method 'lora', got 2.0"),
-        ("none", "tuned", {"r": 8}, "r has no meaning for the method 'none', got 8"),
-        ("none", "tuned", {"anchor": 1.0}, "anchor has no meaning for the method 'none', got 1.0"),
-        (
-            "none",
-            "tuned",
-            {"layers_to_transform": "upper"},
-            "layers_to_transform has no meaning for the method 'none', got upper",
-        ),
-        ("locas-glu", "tuned", {"update": "bp"}, "update has no meaning for the method 'locas-glu', got bp"),
-        (
-            "locas-mlp",
-            "paper",
-            {"update": "nlsvd", "learning_rate": 0.1},
-            "learning_rate has no meaning with update='nlsvd', got 0.1",
-        ),
-        ("locas-mlp", "paper", {"update": "nlsvd", "anchor": 1}, "anchor has no meaning with update='nlsvd', got 1"),
-        ("locas-mlp", "tuned", {"init": "topk", "epsilon": 0.1}, "epsilon has no meaning with init='topk', got 0.1"),
-        ("lora", "tuned", {"anchor_every": 2}, "anchor_every has no meaning with anchor=None, got 2"),
-        ("lora", "tuned", {"anchor": 0.0, "anchor_every": 2}, "anchor_every has no meaning with anchor=0.0, got 2"),
-    ],
-)  # fmt: skip
-def test_values_that_a_method_does_not_have_are_refused(method, preset, given, message):
+def test_values_that_a_method_does_not_have_are_refused(method, preset, given, reason):
     with pytest.raises(ValueError) as caught:
         complete(method, preset, **given)
-    assert str(caught.value) == f"{message}: leave it out"
+    field, value = list(given.items())[-1]
+    assert str(caught.value) == f"{field} has no meaning {reason}, got {value}: leave it out"
 
 
 def test_presets_fill_in_what_is_not_given():

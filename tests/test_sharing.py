@@ -226,18 +226,6 @@ def test_overwrite_joins_a_run_that_is_at_work(tmp_path):
 # ---------------------------------------------------------------------- commands
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_commands_that_cannot_share_refuse_in_one_line(index, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", str(index))
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["memorize", "text.txt", "--out", "memory"])
-    assert ended.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == "" and (err.startswith("error: this command must run in one process, got 2: ") or index)
-    assert err.count("\n") == (0 if index else 1)
-
-
 def rank(number: int) -> dict[str, str]:
     """The environment that `torchrun` makes for one of two processes."""
     return {"WORLD_SIZE": "2", "RANK": str(number), "LOCAL_RANK": str(number)}

@@ -523,9 +523,3 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
         ValueError, match=r"^dataset .* cannot be read \(column must be one of text, got 'words'\): check"
     ):
         load_column(str(rows), "test", "words")
-
-
-@pytest.mark.parametrize("command", ["perplexity", "locomo", "forgetting", "report"])
-def test_every_command_has_help(run, command):
-    code, out, _ = run(command, "--help")
-    assert code == 0 and "--out" in out
