@@ -36,7 +36,7 @@ def test_the_memory_table_has_a_row_for_each_ffn():
 
 @pytest.mark.parametrize(
     ("names", "first"),
-    [(["a.b"], "a.b"), (["a", "a.b"], "a"), (["a.0.x", "b.0.y"], "a.0.x"), (["x.1.a", "x.1.b"], "a")],
+    [(["a.b"], "a.b"), (["a", "a.b"], "a"), (["a.0.x", "b.0.y"], "a.0.x"), (["x.1.a.0", "x.2.a.3"], "1.0")],
 )
 def test_names_of_ffns_keep_what_they_do_not_share(names, first):
     layer = dict.fromkeys(("tau", "gate", "up", "down", "slots"))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from .console import open_consoles, write_result
-from .options import BASE, AtLeastZero, BaseGroup, BaseOptions, Count, JsonFile, LibraryFolder, Memory, Seed, Text
+from .options import BASE, AtLeastZero, BaseOptions, Count, JsonFile, Memory, MemoryBase, NamedPath, Seed, Text
 
 if TYPE_CHECKING:
     from .running import Base
@@ -26,7 +26,7 @@ def generate(
     raw: bool = False,
     seed: Seed = 0,
     json_file: JsonFile = None,
-    base: BaseGroup = BASE,
+    base: MemoryBase = BASE,
 ) -> None:
     """Continue a prompt without and with a memory.
 
@@ -63,14 +63,14 @@ def generate(
 def ask(
     *question: Annotated[str, Parameter(allow_leading_hyphen=False)],
     memory: Memory | None = None,
-    library: LibraryFolder | None = None,
+    library: NamedPath | None = None,
     questions: Path | None = None,
     context: Path | None = None,
     without_memory: bool = False,
     recite: bool = False,
     max_new_tokens: Count = 64,
     json_file: JsonFile = None,
-    base: BaseGroup = BASE,
+    base: MemoryBase = BASE,
 ) -> None:
     """Ask a model questions about what it has read; it answers each in one sentence.
 
@@ -132,13 +132,13 @@ def ask(
 def chat(
     *,
     memory: Memory | None = None,
-    library: LibraryFolder | None = None,
+    library: NamedPath | None = None,
     without_memory: bool = False,
     recite: bool = False,
     max_new_tokens: Count = 128,
     temperature: AtLeastZero = 0.0,
     seed: Seed = 0,
-    base: BaseGroup = BASE,
+    base: MemoryBase = BASE,
 ) -> None:
     """Talk with a model about what it has read: one message a line; /exit or the end of the input ends it.
 
@@ -206,9 +206,8 @@ def _load_to_ask(
         found, loaded = open_library(library, base)
         return loaded, loaded.model, found
     if memory is None and not (without_memory and base.model):
-        raise ValueError(
-            "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with --model"
-        )
+        remedy = "give it, or --library, or --without-memory with --model"
+        raise ValueError(f"--memory must name a memory's folder, got none: {remedy}")
     if not without_memory:
         return *open_with_base(memory, base), None
     loaded = load(base) if memory is None else load_base_of(memory, base)

@@ -48,17 +48,17 @@ def demo(
     from locas_peft.files import check_output_directory, write_json
     from locas_peft.memories import load_memory
     from locas_peft.model import count_positions
-    from locas_peft.reading.settings import complete_all
+    from locas_peft.reading.settings import ReadingSettings, complete_all
     from locas_peft.reading.teaching import score
     from locas_peft.text import python_reference
 
-    from .running import check_all_vacant, check_settings, load, make_settings, read_each, show_readings
+    from .running import check_all_vacant, load, make_settings, read_each, show_readings
 
     stdout, stderr = open_consoles(json_file)
     name = model or page.choose_model()
     default_tokens, again = page.choose_tokens(name)
     options = ReadingOptions(preset=preset, r=r, seed=seed, max_tokens=max_tokens or default_tokens)
-    check_settings(options)
+    ReadingSettings(**vars(options))  # for its checks
     check_output_directory("--out", out)
     own = (out / DEMO_JSON).exists()  # an earlier demo's folder
     folders = [f"{prefix}{method}" for prefix in ("", f"{page.RECALL}/") for method in METHODS if method != "none"]
@@ -159,11 +159,5 @@ def app(
     stderr.print(f"loading {name}")
     base = load(BaseOptions(model=name, device=device))
     shared = SharedModel(base.name, base.model, base.tokenizer)
-    serve(
-        shared,
-        Visitors(shelf),
-        host,
-        port,
-        not no_browser,
-        lambda at: stdout.print(f"The page is at {at} (Ctrl-C ends it)"),
-    )
+    line = "The page is at {} (Ctrl-C ends it)"
+    serve(shared, Visitors(shelf), host, port, not no_browser, lambda at: stdout.print(line.format(at)))

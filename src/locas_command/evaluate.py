@@ -58,11 +58,8 @@ def perplexity(
     consoles = _open(out, base)
     if bool(texts) == (dataset is not None):
         raise ValueError("give either TEXT files or --dataset NAME, one of the two")
-    documents = (
-        load_documents(texts, limit_documents)
-        if dataset is None
-        else load_column(dataset, split, column, limit_documents)
-    )
+    source = dataset, split, column, limit_documents
+    documents = load_documents(texts, limit_documents) if dataset is None else load_column(*source)
     loaded = load(base)
     methods = _complete(settings, method, loaded)
     if long_window is not None:

@@ -1,4 +1,4 @@
-"""Commands on saved memories: merge, export, combine, resize, push, inspect; and on a library of them."""
+"""Commands on saved memories: merge, export, combine, resize, sign, push, inspect; and on a library of them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def combine(*memory: Path, out: NamedPath, weights: str | None = None, base: Bas
         out: a new or empty folder.
         weights: a number for each memory, separated by commas; 1 each by default.
     """
-    from locas_peft.memories.conversion import combine_memories
+    from locas_peft.memories import combine_memories, load_memory_config
 
     from .running import load_base_of
 
@@ -116,6 +116,8 @@ def combine(*memory: Path, out: NamedPath, weights: str | None = None, base: Bas
     except ValueError:
         raise ValueError(f"--weights must be numbers separated by commas, got {weights!r}: write 1,0.5, say") from None
     _check_empty(out)
+    for each in memory:
+        load_memory_config(each, base.require_signature)
     loaded = load_base_of(memory[0], base)
     with warnings_as_lines():
         slots = combine_memories(loaded.model, loaded.name, memory, numbers, out)
@@ -196,6 +198,33 @@ def forget(folder: Path, name: str, /) -> None:
     stdout.print(f"{name} is forgotten: no file in {folder} holds what it learned", markup=False)
 
 
+def sign(memory: Memory, /, *, key: NamedPath, certificate: NamedPath | None = None) -> None:
+    """Sign the files of a memory (OpenSSF model signing): others can tell that they are from you and unchanged.
+
+    Args:
+        key: PEM file with a private key on P-256, P-384 or P-521, without a password.
+        certificate: PEM file with the key's certificate, then those of its issuers.
+    """
+    from locas_peft.memories.loading import describe_memory
+    from locas_peft.memories.signing import sign_memory
+
+    stdout, _ = open_consoles()
+    describe_memory(memory)  # it refuses a damaged file in one line
+    stdout.print(f"{memory} is signed: {', '.join(sign_memory(memory, key, certificate))}")
+
+
+def verify(memory: Memory, /, *, key: NamedPath) -> None:
+    """Check that a memory is signed by the owner of a key, and that no covered file was changed, added or removed.
+
+    Args:
+        key: PEM file with the public key, or with the certificates of the authorities that you trust.
+    """
+    from locas_peft.memories.signing import check_signature
+
+    stdout, _ = open_consoles()
+    stdout.print(f"{memory} is as signed: {', '.join(map(printable, check_signature(memory, key)))}")
+
+
 def push(memory: Memory, /, *, repo: str, license: str | None = None, private: bool = False) -> None:
     """Upload a memory with its model card to the Hugging Face hub; log in there first, with `hf auth login`.
 
@@ -253,7 +282,6 @@ def _open_library(folder: Path) -> Any:
     from locas_peft.library import Library
 
     if not folder.is_dir():
-        raise ValueError(
-            f"a library must be a folder of memories, got {str(folder)!r}: make one with memorize --library"
-        )
+        rule = f"a library must be a folder of memories, got {str(folder)!r}"
+        raise ValueError(f"{rule}: make one with memorize --library")
     return Library(folder)

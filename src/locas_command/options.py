@@ -31,7 +31,7 @@ def _parse_path(type_: Any, tokens: Sequence) -> Path:
 class ReadingOptions:
     """The fields of `ReadingSettings` but those of the base, with their names and forms on the command line.
 
-    None stands for a value that is not given. `running.check_settings` checks the values, when a command runs.
+    None stands for a value that is not given. `ReadingSettings` checks the values, when a command runs.
 
     Args:
         method: none, lora, locas-glu (gated FFNs) or locas-mlp (two-layer FFNs).
@@ -116,12 +116,14 @@ class BaseOptions:
         device: cpu, cuda, cuda:1, ... or auto, which is Accelerate's: a base that does not fit there is split over all
             devices, the CPU's memory and the disk.
         quantize: nf4 or int8, with bitsandbytes, or int8 with torchao; for folders and hub names.
+        require_signature: PEM file with a public key or certificates: refuse a memory that its owner has not signed.
     """
 
     model: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     quantize: str | None = None
+    require_signature: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +139,11 @@ ManyMethods = Annotated[ReadingOptions, Parameter(name="*", group="Reading", par
 _SCORED = "^(?!method$|study$|exchanges$|passes$)"
 ManyScored = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse=_SCORED)]
 """Without the options of a self-study, which comes after a text is scored."""
-BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
+BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model", parse="^(?!require_signature$)")]
+MemoryBase = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
 BaseOnCpu = Annotated[BaseOnCpuOptions, Parameter(name="*", group="Base model")]
 Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
 Memory = Annotated[Path, Parameter(help="a memory's folder.")]
-LibraryFolder = Annotated[Path, Parameter(converter=_parse_path)]
 NamedPath = Annotated[Path, Parameter(converter=_parse_path)]
 Start = Annotated[Path, Parameter(name="--from", converter=_parse_path)]
 _JSON = {"name": "--json", "converter": _parse_path, "allow_leading_hyphen": True}

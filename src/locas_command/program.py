@@ -22,7 +22,7 @@ from .console import find_process, printable
 from .demo import app as open_page
 from .demo import demo
 from .evaluate import forgetting, locomo, perplexity, report
-from .memories import combine, export, forget, inspect, library, merge, push, resize
+from .memories import combine, export, forget, inspect, library, merge, push, resize, sign, verify
 from .options import ReadingOptions
 from .reading import compare, memorize
 
@@ -38,12 +38,11 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-eval_app = App(
-    name="eval", help="Measure memories: the protocols, resumable, shared by any number of processes.", sort_key=10
-)
+_ABOUT_EVAL = "Measure memories: the protocols, resumable, shared by any number of processes."
+eval_app = App(name="eval", help=_ABOUT_EVAL, sort_key=10)
 _COMMANDS = (
     *(demo, open_page, memorize, compare, ask, chat, generate, library, forget),
-    *(merge, export, combine, resize, push, inspect),
+    *(merge, export, combine, resize, sign, verify, push, inspect),
 )
 _PROTOCOLS = (perplexity, locomo, forgetting, report)
 for _parent, _functions in ((app, _COMMANDS), (eval_app, _PROTOCOLS)):
@@ -80,9 +79,9 @@ def _run(args: list[str]) -> int:
                 import locas_peft  # noqa: F401
             for options in arguments.kwargs.values():
                 if isinstance(options, ReadingOptions):
-                    from .running import check_settings
+                    from locas_peft.reading import ReadingSettings
 
-                    check_settings(options)
+                    ReadingSettings(**vars(options))  # for its checks, before a base is loaded
         command(*arguments.args, **arguments.kwargs)
         sys.stdout.flush()
         return 0

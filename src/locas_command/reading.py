@@ -21,7 +21,7 @@ def memorize(
     /,
     *,
     out: options.NamedPath | None = None,
-    library: options.LibraryFolder | None = None,
+    library: options.NamedPath | None = None,
     name: str | None = None,
     start: options.Start | None = None,
     resume: bool = False,

@@ -66,36 +66,29 @@ def load(options: BaseOptions) -> Base:
 
 def load_base_of(memory: Path, options: BaseOptions) -> Base:
     """Load the base model that the options name, or else the memory."""
-    name = options.model or memories.load_memory_config(memory).get("base_model_name_or_path")
+    config = memories.load_memory_config(memory, options.require_signature)
+    name = options.model or config.get("base_model_name_or_path")
     if not name:
         raise ValueError(f"memory {str(memory)!r} does not name its base: give it with --model")
     return load(replace(options, model=name))
 
 
 def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]:
-    """Load a memory on the base model that the options name, or else the memory (see `memories.open_memory`)."""
-    _prepare()
-    placing = {"dtype": options.dtype, "device": options.device, "quantize": options.quantize}
+    """Load a memory on the base model that the options name, or else the memory."""
+    base = load_base_of(memory, options)
     with warnings_as_lines():
-        base, tokenizer, model = memories.open_memory(memory, options.model, **placing)
-    name = options.model or model.peft_config["default"].base_model_name_or_path
-    return Base(backbone.name_of(name), base, tokenizer), model
+        return base, memories.load_memory(base.model, memory, require_signature=options.require_signature).eval()
 
 
 def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:
     """Open a library that exists, and load the base model that the options name, or else its memories."""
     if not folder.is_dir():
         raise ValueError(f"--library must name a folder, got {str(folder)!r}: make one with memorize --library")
-    library = Library(folder)
+    library = Library(folder, require_signature=options.require_signature)
     name = options.model or library.name_base()
     if not name:
         raise ValueError(f"library {str(folder)!r} holds no memory that names its base: add one, or give --model")
     return library, load(replace(options, model=name))
-
-
-def check_settings(options: ReadingOptions) -> None:
-    """Check the values of a reading's options as `ReadingSettings` does, before a text is read or a base loaded."""
-    ReadingSettings(**vars(options))
 
 
 def make_settings(options: ReadingOptions, base: Base) -> ReadingSettings:

@@ -56,18 +56,10 @@ def first_line(error: BaseException) -> str:
     return one_line(lines[0].rstrip(":.")) if lines else type(error).__name__
 
 
-def import_extra(name: str) -> ModuleType:
-    """Import a module of the extra 'eval' by its full name, such as "nltk.stem.porter".
-
-    Raises:
-        ValueError: its package is not installed.
-    """
+def import_extra(name: str, extra: str = "eval", what: str = "this measure") -> ModuleType:
+    """Import a module of an extra by its full name, such as "nltk.stem.porter"; a `ValueError` without its package."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        package = name.partition(".")[0]
-        if (error.name or "").partition(".")[0] != package:
-            raise
-        raise ValueError(
-            f"this measure needs {package}: install the extra with pip install 'locas_peft[eval]'"
-        ) from None
+        package = (error.name or name).partition(".")[0]
+        raise ValueError(f"{what} needs {package}: install the extra with pip install 'locas_peft[{extra}]'") from None

@@ -175,8 +175,7 @@ def check_output_file(option: str, path: str | Path) -> None:
         raise ValueError(f"{option} must be a file, got the folder {str(path)!r}: name a file inside it")
     if not path.parent.is_dir():
         raise ValueError(f"{option} must lie in an existing folder, got {str(path)!r}: make its folder first")
-    if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{option} must be writable, got {str(path)!r}: choose a folder that you may write to")
+    check_output_directory(option, path.parent)
 
 
 def check_output_directory(option: str, path: str | Path) -> None:

@@ -37,7 +37,8 @@ PHASES = {
     "write": ("Asking itself", "passages"),
     "learn": ("Learning the answers", "steps"),
 }
-CSS = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
+_FOLDER = Path(__file__).parent
+CSS, INTRODUCTION = ((_FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "introduction.html"))
 FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 MONO = ["ui-monospace", "Consolas", "monospace"]
 THEME = gr.themes.Base(primary_hue="sky", neutral_hue="slate", radius_size="md", font=FONTS, font_mono=MONO).set(
@@ -97,7 +98,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                         read = gr.Button("Read", variant="primary", scale=2, min_width=120)
                         stop = gr.Button("Stop", variant="stop", interactive=False, min_width=90)
                 with gr.Column(scale=7, min_width=320):
-                    progress = gr.HTML(_INTRODUCTION)
+                    progress = gr.HTML(INTRODUCTION)
                     plot = gr.LinePlot(
                         x="tokens read", y="perplexity so far", color="line", color_map=LINES, color_title=" ",
                         height=260, show_label=False, buttons=[], visible=False,
@@ -168,7 +169,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             running = job is not None and not job.ended
             now = None if job is None else (id(job), *map(len, job.chunks.values()), len(job.exchanges))
             begin, stop = gr.Button(interactive=not running), gr.Button(interactive=running and not job.stop.is_set())
-            shown = _INTRODUCTION if job is None else _show_job(job, model.jobs_before(job))
+            shown = INTRODUCTION if job is None else _show_job(job, model.jobs_before(job))
             details = [gr.skip()] * 2 if now in (None, before) else [_plot(job), _show_exchanges(job)]
             ask = gr.Button(visible=job is not None and job.memory is not None)
             return [now, gr.Timer(active=running), begin, stop, shown, *details, ask]
@@ -311,13 +312,6 @@ def _propose_name(path: str) -> str:
 
 _HEADER = """<h1>Locas</h1><p>A language model reads a text once and keeps it, in a memory made of weights. The model
 here is <b>{}</b>.</p>"""
-_INTRODUCTION = """<ol class="introduction">
-<li><b>Paste a text</b>, or take one of those below, and press <b>Read</b>.</li>
-<li>The model predicts each token of it before it learns it: <b>the lower the perplexity, the better</b>. A grey line
-shows the model without a memory, a blue one the model whose memory grows.</li>
-<li>Then it asks itself questions about the text and learns the answers. The model's own weights do not change.</li>
-<li><b>Ask</b> both, side by side. What was learned is a small file on your <b>shelf</b>.</li>
-</ol>"""
 
 
 def _show_job(job: Job, before: int) -> str:

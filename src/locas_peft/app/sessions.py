@@ -259,28 +259,18 @@ class SharedModel:
         on_chunk = follow("score")
         for chunk in TestTimeTrainer(base, settings.for_base().training).read(ids):
             on_chunk(chunk)
-        options = {
-            "on_chunk": follow("read"),
-            "on_study": on_study,
-            "tokenizer": self._tokenizer,
-            "sample": make_sample(text),
-        }
+        options = {"on_chunk": follow("read"), "on_study": on_study, "sample": make_sample(text)}
         with shelf.new(job.name) as folder:
-            reading = memorize(base, ids, settings, out=folder, **options)
+            reading = memorize(base, ids, settings, out=folder, tokenizer=self._tokenizer, **options)
             job.memory = folder.name
         return reading.stopped
 
     def _choose_settings(self, base: PreTrainedModel, tokens: int, questions: int) -> CompleteSettings:
-        gated = all(ffn.gated for ffn in find_ffns(base).values())
+        method = "locas-glu" if all(ffn.gated for ffn in find_ffns(base).values()) else "locas-mlp"
         window = min(WINDOW, count_positions(base) or WINDOW)
-        return ReadingSettings(
-            method="locas-glu" if gated else "locas-mlp",
-            window=window,
-            stride=max(min(tokens // LEAST_CHUNKS, window // 2), window // 16),
-            model=self.name,
-            study=questions > 0,
-            exchanges=questions or None,
-        ).complete(base, self._tokenizer)
+        seen = {"window": window, "stride": max(min(tokens // LEAST_CHUNKS, window // 2), window // 16)}
+        study = {"study": questions > 0, "exchanges": questions or None}
+        return ReadingSettings(method=method, model=self.name, **seen, **study).complete(base, self._tokenizer)
 
 
 @dataclass
@@ -322,6 +312,5 @@ class Visitors:
             shutil.rmtree(self._visitors.pop(idle[0].key).downloads.parent, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         (folder / "downloads").mkdir()
-        return Visitor(
-            secrets.token_urlsafe(), self._shared or Library(folder / "shelf", MOST_MEMORIES), folder / "downloads"
-        )
+        shelf = self._shared or Library(folder / "shelf", MOST_MEMORIES)
+        return Visitor(secrets.token_urlsafe(), shelf, folder / "downloads")

@@ -148,9 +148,8 @@ def _load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
     if not folder.is_dir():
         return None
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        options = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
+        model, found = AutoModelForCausalLM.from_pretrained(folder, **options)
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception:  # each kind of damage raises an error of another type
         return None

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,24 +27,7 @@ __all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "write_own_answe
 
 OWN_ANSWERS = "own answers"
 """In the figures of the forgetting protocol, beside the names of the unread texts."""
-QUESTIONS = (
-    "What is the capital of France?",
-    "How do I boil an egg?",
-    "Write a short poem about the sea.",
-    "What is photosynthesis?",
-    "Give me three tips for learning a language.",
-    "Who wrote Romeo and Juliet?",
-    "Explain what a computer program is.",
-    "What should I pack for a week in the mountains?",
-    "How does a bicycle stay upright?",
-    "Translate 'good morning' into Spanish.",
-    "What is 12 times 8?",
-    "Why is the sky blue?",
-    "Suggest a name for a cat.",
-    "What is the difference between a lake and a river?",
-    "How can I sleep better?",
-    "Tell me a fact about elephants.",
-)
+QUESTIONS = (Path(__file__).parent / "everyday.txt").read_text(encoding="utf-8").splitlines()
 
 Piece = tuple[Tensor, int]
 """Token ids, LongTensor [T], and how many of the last ones are scored."""
@@ -99,17 +83,14 @@ def measure_drift(
         if on_chunk is not None:
             on_chunk(scored)
     tokens = sum(counts)
-    nll_nats, reference_nll_nats, kl_nats = (math.fsum(column) for column in zip(*sums, strict=True))
+    nll, reference_nll, kl = (math.fsum(column) for column in zip(*sums, strict=True))
     return {
-        "tokens": tokens,
-        "nll_nats": nll_nats,
-        "reference_nll_nats": reference_nll_nats,
-        "kl_nats": kl_nats,
+        **{"tokens": tokens, "nll_nats": nll, "reference_nll_nats": reference_nll, "kl_nats": kl},
         "reference_sha256": hashed.hexdigest(),
-        "chunk_kl_nats": [kl / count for (_, _, kl), count in zip(sums, counts, strict=True)],
-        "chunk_nll_nats": [nll for nll, _, _ in sums],
+        "chunk_kl_nats": [summed / count for (_, _, summed), count in zip(sums, counts, strict=True)],
+        "chunk_nll_nats": [summed for summed, _, _ in sums],
         "chunk_tokens": counts,
-        "perplexity": perplexity(nll_nats, tokens),
-        "reference_perplexity": perplexity(reference_nll_nats, tokens),
-        "kl_per_token": kl_nats / tokens,
+        "perplexity": perplexity(nll, tokens),
+        "reference_perplexity": perplexity(reference_nll, tokens),
+        "kl_per_token": kl / tokens,
     }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from ..asking import encode_prompt
 from ..checks import check_choice
+from ..files import load_json
 from ..model.causal_lm import count_positions
 from .conversations import Conversation, LocomoQuestion, dialogue_lines, keep_evidence
 
@@ -17,18 +19,7 @@ __all__ = ["ANSWERED", "PROMPTS", "FROM_RECITED", "make_prompt", "make_prompts"]
 
 FROM_RECITED = "recited"
 ANSWERED = ("no-context", FROM_RECITED, "evidence", "full-context")
-PROMPTS: dict[str, str] = {
-    "no-context": (
-        "{speaker_a} and {speaker_b} have been writing to each other.{hint} Answer the question with a short "
-        "phrase.\n\nQuestion: {question}\nAnswer:"
-    ),
-    "full-context": (
-        "Here are the messages between {speaker_a} and {speaker_b}. A line with a date opens each session.\n\n"
-        "{dialogue}\n\nAnswer the question with a short phrase, in the words of the messages where they have them; "
-        'where the messages do not say, answer "Not mentioned".{hint}\n\nQuestion: {question}\nAnswer:'
-    ),
-    "hint-2": " Work out dates from the dates of the sessions.",
-}
+PROMPTS: dict[str, str] = load_json(Path(__file__).with_suffix(".json"))
 """The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`.
 
 The settings "evidence" and "recited" have the prompt of "full-context". Its dialogue is then the turns that the

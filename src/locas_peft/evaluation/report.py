@@ -57,12 +57,9 @@ def write_report(folders: Sequence[Path], path: Path, remark: Callable[[str], No
 
 def _describe(figures: dict[str, Any]) -> str:
     """Return a paragraph with the model and the settings of a run."""
-    form = "window {window}, stride {stride}, {context}, epochs {epochs}"
+    form = "window {window}, stride {stride}, {context}, epochs {epochs}, readings {readings}"
     windows = sorted({form.format_map(settings) for settings in figures["methods"].values()})
     parts = [f"Model {figures.get('model', 'unknown')}, {'; '.join(windows)}."]
-    if "recipe" in figures:
-        readings = figures["recipe"]["readings"]
-        parts.append(f"Trained in {readings} reading{'s' if readings > 1 else ''}.")
     for method, settings in figures["methods"].items():
         if settings["method"] != "none":
             own = {name: value for name, value in settings.items() if name in METHOD_FIELDS and value is not None}

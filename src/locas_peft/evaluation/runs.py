@@ -57,8 +57,8 @@ class Run:
         `out / name`. Results of a different run are a `ValueError`.
 
         Returns:
-            The fields that the protocol's figures begin with: its name as `study`, those in `common` and `shared`, the
-            settings of each of the `methods`, and, if they agree in it, the `recipe` by which they teach a text.
+            The fields that the protocol's figures begin with: its name as `study`, those in `common` and `shared`, and
+            the settings of each of the `methods`.
         """
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,9 +69,7 @@ class Run:
         with locked(path):
             before = load_json(path) if path.exists() else {}
             write_json(path, _join(folder, before, json.loads(json.dumps(record)), self.overwrite))
-        readings = {values["readings"] for values in settings.values()}
-        recipe = {"recipe": {"readings": readings.pop()}} if len(readings) == 1 else {}
-        return {"study": name, **common, **recipe, "methods": settings}
+        return {"study": name, **common, "methods": settings}
 
     def reading(
         self, input_ids: Tensor, settings: CompleteSettings, path: Path, label: str = "", *, keep_memory: bool = True

@@ -59,7 +59,8 @@ def check_name(name: str) -> str:
 class Library:
     """The memories in a folder, which is made where it does not exist; at most `most`, where that is given.
 
-    Threads and processes may share it.
+    With `require_signature`, the file of a key, memories that its owner has not signed are refused (see
+    `memories.load_memory`). Threads and processes may share the folder.
 
     Example:
         >>> library = Library("notes")
@@ -67,8 +68,8 @@ class Library:
         >>> library.ask(base, tokenizer, [Question("Who lit the lamp?")])
     """
 
-    def __init__(self, folder: str | Path, most: int | None = None):
-        self.folder, self._most = Path(folder), most
+    def __init__(self, folder: str | Path, most: int | None = None, require_signature: str | Path | None = None):
+        self.folder, self._most, self._key = Path(folder), most, require_signature
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(f".*{_FORGOTTEN}"):  # by a process that was killed while it forgot a memory
             shutil.rmtree(left, ignore_errors=True)
@@ -176,7 +177,8 @@ class Library:
 
     def name_base(self) -> str | None:
         """Return the name of the base of all memories, None in an empty library; a `ValueError` for two bases."""
-        found = {load_memory_config(self.folder / name).get("base_model_name_or_path"): name for name in self.list()}
+        configs = {name: load_memory_config(self.folder / name, self._key) for name in self.list()}
+        found = {config.get("base_model_name_or_path"): name for name, config in configs.items()}
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
             raise ValueError(
@@ -195,7 +197,7 @@ class Library:
 
     def attach(self, base: PreTrainedModel, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """Return a context of the base with a memory attached (see `memories.memory_attached`), or alone for none."""
-        return memory_attached(base, self.find(names[0])) if names else nullcontext(base)
+        return memory_attached(base, self.find(names[0]), self._key) if names else nullcontext(base)
 
     def route(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
         """Return for each question the name of the memory that it is about, in a tuple; an empty one for none."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..checks import import_extra
 from ..memories.folder import SAMPLE
 from ..selfstudy.exchanges import EXCHANGES, Exchange, load_exchanges
 
@@ -61,10 +62,7 @@ def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) 
     Raises:
         ValueError: the package bm25s is missing.
     """
-    try:
-        import bm25s
-    except ImportError:
-        raise ValueError("a library needs the package bm25s: install locas_peft[library]") from None
+    bm25s = import_extra("bm25s", "library", "a library")
     options = {"stopwords": "en_plus", "return_ids": False, "show_progress": False}
     scores = np.zeros((len(questions), len(passages)))
     owners = np.repeat(np.arange(len(passages)), [len(each) for each in passages])

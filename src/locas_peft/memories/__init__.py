@@ -2,8 +2,8 @@
 
 from .checkpoint import CHECKPOINT_FOLDER
 from .conversion import combine_memories, export_memory, merge_memory, save_adapter, share_weights
-from .folder import FILES, READING, check_vacant, save_memory, upload_memory
-from .loading import MEMORY_CONFIG, describe_memory, load_memory, load_memory_config, memory_attached, open_memory
+from .folder import FILES, MEMORY_CONFIG, READING, check_vacant, save_memory, upload_memory
+from .loading import describe_memory, load_memory, load_memory_config, memory_attached, open_memory
 
 __all__ = ["CHECKPOINT_FOLDER", "FILES", "MEMORY_CONFIG", "READING", "check_vacant", "combine_memories"]
 __all__ += ["describe_memory", "export_memory", "load_memory", "load_memory_config", "memory_attached", "merge_memory"]

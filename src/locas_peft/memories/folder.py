@@ -22,18 +22,20 @@ from ..checks import one_line
 from ..files import finish_replacement, staged, staged_file
 from ..selfstudy.exchanges import EXCHANGES
 from .checkpoint import CHECKPOINT_FOLDER, has_checkpoint
-from .loading import MEMORY_CONFIG
 
-__all__ = ["FILES", "MOST_BYTES", "READING", "SAMPLE", "check_vacant", "escape", "make_card", "pack", "save_memory"]
-__all__ += ["set_license", "unpack", "upload_memory"]
+__all__ = ["FILES", "MEMORY_CONFIG", "MOST_BYTES", "READING", "SAMPLE", "SIGNATURE", "TEXT_SIGNATURE", "check_vacant"]
+__all__ += ["escape", "make_card", "pack", "save_memory", "set_license", "unpack", "upload_memory"]
 
+MEMORY_CONFIG = "adapter_config.json"
 CARD = "README.md"
 """The file in a memory's folder that holds its model card, which the Hugging Face hub renders."""
 READING = "reading.json"
 """The file in a memory's folder that holds the reading that made it."""
 SAMPLE = "sample.txt"
 """The file in a memory's folder that holds pieces of its text, by which a library finds it."""
-FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES, SAMPLE)
+SIGNATURE, TEXT_SIGNATURE = "model.sig", "model-and-text.sig"
+"""The files in a memory's folder that hold its signatures (see `signing`)."""
+FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES, SAMPLE, SIGNATURE, TEXT_SIGNATURE)
 """The files of a memory; no other is packed, unpacked or deleted."""
 MOST_BYTES = 2**30
 """The most bytes that an archive unpacks to."""
@@ -102,7 +104,7 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
     """
     try:
         url = HfApi().create_repo(repo, private=private, exist_ok=True)
-        files = [CARD, MEMORY_CONFIG, "adapter_model.*", READING]
+        files = [CARD, MEMORY_CONFIG, "adapter_model.*", READING, SIGNATURE]
         HfApi().upload_folder(repo_id=url.repo_id, folder_path=directory, allow_patterns=files)
     except Exception as error:  # whatever the network and its libraries raise
         what = f"memory cannot be pushed to {repo!r} ({one_line(' '.join(str(error).split()))})"
@@ -121,30 +123,9 @@ def make_card(base: str, peft_type: str, title: str, made: str, rows: Mapping[st
     about = {"library_name": "peft", "pipeline_tag": "text-generation", "tags": tags}
     data = ModelCardData(base_model=None if is_local else base, **about)
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    return f"""---
-{data.to_yaml()}
----
-
-# A memory of {title}
-
-A PEFT adapter for {escape(base)} that was {made}, with locas_peft {__version__}.
-
-| | |
-|---|---|
-{table}
-
-{note}
-
-```python
-from peft import PeftModel
-{_describe_loading(base)}
-model = PeftModel.from_pretrained(base, "this folder")
-```
-
-```bash
-locas ask "What is the text about?" --memory "this folder"
-```
-"""
+    fields = {"data": data.to_yaml(), "title": title, "made": made, "table": table, "note": note}
+    template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+    return template.format(base=escape(base), version=__version__, loading=_describe_loading(base), **fields)
 
 
 def set_license(directory: str | Path, license: str) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,14 @@ from ..checks import first_line, one_line
 from ..files import finish_replacement, is_out_of_memory, load_json
 from ..tables import Sheet, format_figure
 from ..tuner.load_checks import load_memory_file
-from ..tuner.memory_file import PREFIX, find_memory_file, load_tensors, split_tensors
+from ..tuner.memory_file import PREFIX, WEIGHTS, find_memory_file, load_tensors, split_tensors
 from ..tuner.modules import remember_modules
+from .folder import MEMORY_CONFIG
+from .signing import check_signature
 
-__all__ = ["MEMORY_CONFIG", "describe_memory", "load_memory", "load_memory_config", "memory_attached", "open_memory"]
-__all__ += ["tabulate_memory"]
+__all__ = ["describe_memory", "load_memory", "load_memory_config", "memory_attached", "open_memory", "tabulate_memory"]
 
 _NORMS = (("gate", "mean"), ("up", "mean"), ("down", "mean"), ("down", "max"))
-MEMORY_CONFIG = "adapter_config.json"
 
 
 def open_memory(
@@ -38,6 +38,7 @@ def open_memory(
     dtype: str = "auto",
     device: str = "auto",
     quantize: str | None = None,
+    require_signature: str | Path | None = None,
     **fields: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PeftModel]:
     """Load a memory together with its base: the base, its tokenizer, and the base with the memory, all frozen.
@@ -47,9 +48,9 @@ def open_memory(
     Args:
         base: name of the base; None for the one that the memory names.
         dtype, device, quantize: as for `load_base`.
-        fields: as for `load_memory`.
+        require_signature, fields: as for `load_memory`.
     """
-    config, path = _find_memory(directory)
+    config, path = _find_memory(directory, require_signature)
     name = base or config.base_model_name_or_path
     if not name:
         raise ValueError(f"memory {str(directory)!r} does not name its base: give it with --model")
@@ -57,18 +58,26 @@ def open_memory(
     return model, tokenizer, _attach(model, config, path, fields).eval()
 
 
-def load_memory(base: PreTrainedModel, directory: str | Path, *, trainable: bool = False, **fields: Any) -> PeftModel:
+def load_memory(
+    base: PreTrainedModel,
+    directory: str | Path,
+    *,
+    trainable: bool = False,
+    require_signature: str | Path | None = None,
+    **fields: Any,
+) -> PeftModel:
     """Load a memory, LOCAS or another PEFT adapter, onto its base, frozen unless it is to be trained.
 
     Args:
         base: the model that it was made for; mutated (`PeftModel.unload` takes the memory out again).
+        require_signature: file of a key: a memory that its owner has not signed is refused (see `check_signature`).
         fields: values for fields of its config, such as `pad_to_multiple_of`, in place of the saved ones.
 
     Raises:
         ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
             was before. A base of the same shapes with other weights gives a warning.
     """
-    return _attach(base, *_find_memory(directory), fields, trainable)
+    return _attach(base, *_find_memory(directory, require_signature), fields, trainable)
 
 
 @contextmanager
@@ -83,23 +92,26 @@ def _without_device_map(base: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def memory_attached(base: PreTrainedModel, directory: str | Path) -> Iterator[PeftModel]:
+def memory_attached(
+    base: PreTrainedModel, directory: str | Path, require_signature: str | Path | None = None
+) -> Iterator[PeftModel]:
     """Attach a saved memory to its base, a causal LM without adapters, within the context, frozen and for evaluation.
 
     The base is mutated, and restored at the end.
     """
     restore = remember_modules(base)
-    model = load_memory(base, directory).requires_grad_(False).eval()
+    model = load_memory(base, directory, require_signature=require_signature).requires_grad_(False).eval()
     try:
         yield model
     finally:
         restore()
 
 
-def load_memory_config(directory: str | Path) -> dict[str, Any]:
+def load_memory_config(directory: str | Path, require_signature: str | Path | None = None) -> dict[str, Any]:
     """Load the JSON config of a memory's folder; finish a replacement that was stopped midway first (`files.staged`).
 
-    A folder without a memory and a damaged config are a `ValueError`.
+    A folder without a memory, a damaged config, and files that the owner of a required key has not signed are a
+    `ValueError`. Each way to open a memory begins here.
     """
     finish_replacement(directory)
     path = Path(directory) / MEMORY_CONFIG
@@ -107,6 +119,8 @@ def load_memory_config(directory: str | Path) -> dict[str, Any]:
         found = "a folder without " + MEMORY_CONFIG if Path(directory).is_dir() else "no folder"
         rule, remedy = "memory must be a folder that holds a memory", "make one with `locas memorize TEXT --out DIR`"
         raise ValueError(f"{rule}, got {str(directory)!r}, {found}: {remedy}")
+    if require_signature is not None:
+        check_signature(directory, require_signature)
     config = load_json(path)
     if not isinstance(config, dict) or "peft_type" not in config:
         raise ValueError(f"{path} must name its peft_type, got none: copy or save the memory again")
@@ -134,21 +148,18 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     config, path = _find_memory(directory)
     is_memory = config.peft_type == "LOCAS"
     tensors = load_memory_file(str(path), config)[0] if is_memory else _load_other_tensors(path)
-    slots = getattr(config, "slots", None) or {}
-    layers: dict[str, dict[str, Any]] = {}
-    for key, tensor in tensors.items():
-        owner, _, part = key.removesuffix(".weight").rpartition(".locas_")
-        if not owner:
-            continue
-        name = owner.removeprefix(PREFIX)
-        unknown = dict.fromkeys(("r", "tau", "gate", "up", "down"))
-        layer = layers.setdefault(name, {"name": name, **unknown, "slots": slots.get(name)})
-        if part == "tau":
-            layer["tau"] = tensor.item()
-        elif part in ("gate", "up", "down"):
-            norms = tensor.float().norm(dim=0 if part == "down" else 1)  # gate, up [R, D]; down [D, R]
-            layer[part] = {"mean": norms.mean().item(), "max": norms.max().item()}
-            layer["r"] = len(norms)
+    parts, others = split_tensors(tensors) if is_memory else ({}, [])
+    slots, layers = getattr(config, "slots", None) or {}, []
+    for name in sorted(parts, key=lambda name: [int(number) for number in re.findall(r"\d+", name)]):
+        layer = {"name": name, **dict.fromkeys(("r", "tau", "gate", "up", "down")), "slots": slots.get(name)}
+        for part, tensor in parts[name].items():
+            if part == "locas_tau":
+                layer["tau"] = tensor.item()
+            elif part in WEIGHTS:
+                norms = tensor.float().norm(dim=0 if part == "locas_down" else 1)  # gate, up [R, D]; down [D, R]
+                found = {"mean": norms.mean().item(), "max": norms.max().item()}
+                layer |= {part.removeprefix("locas_"): found, "r": len(norms)}
+        layers.append(layer)
     return {
         "memory_dir": str(directory),
         "base": config.base_model_name_or_path,
@@ -160,9 +171,9 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": path.stat().st_size,
         "host": getattr(config, "host", None),
-        "replaces": [key.removeprefix(PREFIX) for key in split_tensors(tensors)[1]] if is_memory else [],
-        "learned": any(layer["down"]["max"] > 0 for layer in layers.values()) if is_memory else None,
-        "layers": sorted(layers.values(), key=lambda layer: _natural(layer["name"])),
+        "replaces": [key.removeprefix(PREFIX) for key in others],
+        "learned": any(layer["down"]["max"] > 0 for layer in layers) if is_memory else None,
+        "layers": layers,
     }
 
 
@@ -199,15 +210,13 @@ def _check_other_adapter(base: PreTrainedModel, config: PeftConfig, path: Path) 
         name = key.removeprefix("base_model.model.")
         plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         if plain in own and not (plain == name and any(mark in f".{name}" for mark in named)):
-            raise ValueError(
-                f"{path}: {one_line(key)} is a weight of the base and no part of the adapter; save it with "
-                "save_embedding_layers=False, or get the file from a trusted source."
-            )
+            remedy = "save it with save_embedding_layers=False, or get the file from a trusted source."
+            raise ValueError(f"{path}: {one_line(key)} is a weight of the base and no part of the adapter; {remedy}")
 
 
-def _find_memory(directory: str | Path) -> tuple[PeftConfig, Path]:
+def _find_memory(directory: str | Path, key: str | Path | None = None) -> tuple[PeftConfig, Path]:
     """Parse the config of a memory's folder, and find its tensors' file: safetensors, or a pickle of tensors alone."""
-    peft_type = load_memory_config(directory)["peft_type"]
+    peft_type = load_memory_config(directory, key)["peft_type"]
     path = find_memory_file(str(directory))
     if path is None:
         raise ValueError(f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again")
@@ -254,18 +263,9 @@ def _attach(
         raise ValueError(f"{what}: load the base that it was made for") from error
 
 
-def _natural(name: str) -> list:
-    """Return a sort key that puts layer 10 after layer 9."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
-
-
 def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the parts that several dotted names share at their ends, with * for the rest, and the rest of each."""
-    parts = [name.split(".") for name in names]
-    most = min(map(len, parts)) - 1  # something is left of each name
-    head = len(commonprefix(parts)[:most])
-    tail = len(commonprefix([each[::-1] for each in parts])[: most - head])
-    if len(parts) < 2 or not head + tail:
+    """Return what several names share, with * for their numbers, and the numbers of each; else "" and the names."""
+    patterns = {re.sub(r"\d+", "*", name) for name in names}
+    if len(names) < 2 or len(patterns) > 1:
         return "", list(names)
-    pattern = [*parts[0][:head], "*", *parts[0][len(parts[0]) - tail :]]
-    return ".".join(pattern), [".".join(each[head : len(each) - tail]) for each in parts]
+    return patterns.pop(), [".".join(re.findall(r"\d+", name)) for name in names]

@@ -25,9 +25,8 @@ def count_positions(model: nn.Module) -> int | None:
 def check_window(window: int, positions: int | None) -> None:
     """Raise a `ValueError` where a window is longer than a model's positions."""
     if positions is not None and window > positions:
-        raise ValueError(
-            f"window must be within the model's {positions} positions, got {window}: lower window, and stride with it"
-        )
+        rule = f"window must be within the model's {positions} positions, got {window}"
+        raise ValueError(f"{rule}: lower window, and stride with it")
 
 
 class CausalLM:
@@ -40,16 +39,12 @@ class CausalLM:
 
     def __init__(self, model: nn.Module, cpu_attention: bool = True):
         if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
-            raise TypeError(
-                f"model must be a transformers causal language model, got {type(model).__name__}: "
-                "load one with AutoModelForCausalLM"
-            )
+            rule = f"model must be a transformers causal language model, got {type(model).__name__}"
+            raise TypeError(f"{rule}: load one with AutoModelForCausalLM")
         if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
             method = model.active_peft_config.peft_type.value
-            raise ValueError(
-                f"model's adapter must lie in its layers, got the prompt method {method}: "
-                "use LOCAS, LoRA or another adapter made of weights"
-            )
+            rule = f"model's adapter must lie in its layers, got the prompt method {method}"
+            raise ValueError(f"{rule}: use LOCAS, LoRA or another adapter made of weights")
         self.model, self._cpu_attention = model, cpu_attention
         self.base = base = model.get_base_model() if isinstance(model, PeftModel) else model
         self.kind = type(base).__name__
@@ -102,16 +97,13 @@ class CausalLM:
     def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:
         """Return a document, integers [T] or [1, T] with T >= 2 in the vocabulary, as LongTensor [T], or raise."""
         if not isinstance(input_ids, Tensor):
-            raise TypeError(
-                f"{name} must be a LongTensor of shape [T] or [1, T], got {type(input_ids).__name__}: "
-                "make one with torch.tensor"
-            )
+            rule = f"{name} must be a LongTensor of shape [T] or [1, T]"
+            raise TypeError(f"{rule}, got {type(input_ids).__name__}: make one with torch.tensor")
         if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise TypeError(f"{name} must be integers, got {input_ids.dtype}: give token ids as a LongTensor")
         if not (input_ids.ndim == 1 or (input_ids.ndim == 2 and input_ids.shape[0] == 1)):
-            raise ValueError(
-                f"{name} must have the shape [T] or [1, T], got {list(input_ids.shape)}: give one document at a time"
-            )
+            rule = f"{name} must have the shape [T] or [1, T], got {list(input_ids.shape)}"
+            raise ValueError(f"{rule}: give one document at a time")
         ids = input_ids.detach().reshape(-1).long()
         if len(ids) < 2:
             raise ValueError(f"{name} must hold at least 2 tokens, got {len(ids)}: give a longer text")
@@ -122,10 +114,8 @@ class CausalLM:
         """Raise a `ValueError` for tokens outside the vocabulary."""
         low, high = ids.min().item(), ids.max().item()
         if low < 0 or high >= self.vocabulary:
-            raise ValueError(
-                f"{name} must lie in [0, {self.vocabulary}), the model's vocabulary, got {low if low < 0 else high}: "
-                f"{remedy}"
-            )
+            rule = f"{name} must lie in [0, {self.vocabulary}), the model's vocabulary"
+            raise ValueError(f"{rule}, got {low if low < 0 else high}: {remedy}")
 
     def can_cache(self) -> bool:
         """Return whether the model's context is nothing but keys and values, which can slide with a text."""
@@ -143,10 +133,8 @@ class CausalLM:
     def check_cache(self) -> None:
         """Raise a `ValueError` where `can_cache` is False."""
         if not self.can_cache():
-            raise ValueError(
-                f"context must be 'recompute' for {self._config.model_type}, got 'cache': "
-                "its layers keep more than keys and values that could slide with the text"
-            )
+            remedy = "its layers keep more than keys and values that could slide with the text"
+            raise ValueError(f"context must be 'recompute' for {self._config.model_type}, got 'cache': {remedy}")
 
     def has_adapter(self) -> bool:
         modules = self.model.modules()

@@ -110,13 +110,7 @@ class NoAdapter(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter(Method):
-    """A method that trains an adapter.
-
-    Args:
-        layers_to_transform: the layers that get an adapter: "upper", or their indices; None for all.
-        anchor: weight of the KL to the base on text that the base wrote; 0 or None for none.
-        anchor_every: every n-th optimizer step pulls to the base; None without an anchor.
-    """
+    """A method that trains an adapter. Its fields are options of `locas memorize`; None for one without meaning."""
 
     r: int = checked(partial(check_whole, least=1))
     layers_to_transform: list[int] | str | None = checked(_check_layers)
@@ -168,12 +162,7 @@ class Lora(Adapter):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Adapter):
-    """A LOCAS memory; its other fields are those of `LocasConfig`.
-
-    Args:
-        init: the strategy that makes the memory's rows.
-        max_slot_norm: radius of the norm clip; 0 for no clip, None for the default of `LocasConfig`.
-    """
+    """A LOCAS memory; its fields are those of `LocasConfig`, but for a `max_slot_norm` of 0, which is no clip."""
 
     gated: ClassVar[bool]
     other: ClassVar[str]
@@ -188,19 +177,10 @@ class Memory(Adapter):
             needed, found = ("gated", "two-layer") if self.gated else ("two-layer", "gated")
             rule = f"method {self.name!r} needs {needed} FFNs, got {type(base).__name__} with {found} ones"
             raise ValueError(f"{rule}: use {self.other!r}")
-        norms = {} if self.row_norm is None else {"row_norm": self.row_norm}
-        if self.max_slot_norm is not None:
-            norms["max_slot_norm"] = self.max_slot_norm or None
-        return LocasConfig(
-            r=self.r,
-            init_strategy=self.init,
-            output_scale=self.output_scale,
-            scaling=self.scaling,
-            layers_to_transform=self.find_layers(base),
-            **norms,
-            seed=seed,
-            task_type="CAUSAL_LM",
-        )
+        fields = {"r": self.r, "init_strategy": self.init, "output_scale": self.output_scale, "scaling": self.scaling}
+        fields |= {} if self.row_norm is None else {"row_norm": self.row_norm}
+        fields |= {} if self.max_slot_norm is None else {"max_slot_norm": self.max_slot_norm or None}
+        return LocasConfig(**fields, layers_to_transform=self.find_layers(base), seed=seed, task_type="CAUSAL_LM")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,14 +199,7 @@ class LocasGlu(Memory):
 
 @dataclass(frozen=True, kw_only=True)
 class LocasMlp(Memory):
-    """A memory beside two-layer FFNs, of cloned rows or written slot by slot.
-
-    Args:
-        update: of a memory with init "write": "bp" also trains its slots, "nlsvd" only writes and folds them. None
-            for another init, as the next two.
-        epsilon: length of a written value.
-        slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
-    """
+    """A memory beside two-layer FFNs, of cloned rows or written slot by slot."""
 
     name, gated, other = "locas-mlp", False, "locas-glu"
     _PAPER = {"r": 64, "init": "write", "output_scale": "paper", "scaling": None, "learning_rate": 5e-4}

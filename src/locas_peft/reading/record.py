@@ -15,8 +15,7 @@ from torch import Tensor
 from ..checks import describe_difference
 from ..files import finish_replacement, load_json, write_json
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
-from ..memories.folder import READING, SAMPLE, escape, make_card, save_memory
-from ..memories.loading import MEMORY_CONFIG
+from ..memories.folder import MEMORY_CONFIG, READING, SAMPLE, SIGNATURE, TEXT_SIGNATURE, escape, make_card, save_memory
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
 from ..text import digest_ids
@@ -177,7 +176,7 @@ def save_reading(
 
     card = _make_card(model.peft_config[model.active_adapter], reading)
     save_memory(model, directory, reading.settings.model, card, add_files=add_files)
-    for name, value in ((EXCHANGES, exchanges), (SAMPLE, sample)):
+    for name, value in ((EXCHANGES, exchanges), (SAMPLE, sample), (SIGNATURE, None), (TEXT_SIGNATURE, None)):
         if value is None:
             (Path(directory) / name).unlink(missing_ok=True)  # of the memory that this one replaces
 

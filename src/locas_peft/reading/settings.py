@@ -109,9 +109,8 @@ FIELDS = (
 )  # fmt: skip
 """The settings of a reading, in the order in which its record has them."""
 _DEFAULTS = {"method": "locas-glu", "preset": "tuned", "study": False, "seed": 0}
-_Given = dataclasses.make_dataclass(
-    "_Given", [(name, Any, _DEFAULTS.get(name)) for name in FIELDS], frozen=True, kw_only=True
-)
+_FIELDS = [(name, Any, _DEFAULTS.get(name)) for name in FIELDS]
+_Given = dataclasses.make_dataclass("_Given", _FIELDS, frozen=True, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
