@@ -1,22 +1,29 @@
 """Routing in a library: which memory a question finds, and what that costs in right answers.
 
     python benchmarks/library.py --out benchmarks/results/library.json
+
+Nothing is trained: a memory is found by its exchanges, which are made here of people (`biographies.py`), 6, 20 and 50
+of them, beside the exchanges in `--pages`, folders of studied memories with a file of questions each. The questions
+about people have wordings that no exchange has. Questions about none are those on people who are not in the library,
+those of pages that are not, and general ones. The router's threshold was chosen on people of the seeds 100 to 102 and
+on the pages lighthouse, composer, bee, orchard and tram; the seeds here are others.
+
+    python benchmarks/library.py --pages MEMORY... --questions FILE... --ask --out benchmarks/results/library.json
+
+A library of the pages' memories is asked the pages' own questions, and general ones. The least confidence was chosen
+on lighthouse and composer with other general questions.
+
     python benchmarks/library.py --model smollm2 --study 6 --out benchmarks/results/library.json
 
-The first command trains nothing: a memory is found by its exchanges, which are made here of people (`biographies.py`),
-6, 20 and 50 of them, beside the exchanges in `--pages`, folders of studied memories with a file of questions each. The
-questions about people have wordings that no exchange has. Questions about none are those on people who are not in the
-library, those of pages that are not, and general ones. The router's threshold was chosen on people of the seeds
-100 to 102 and on the pages lighthouse, composer, bee, orchard and tram; the seeds here are others.
-
-The second one studies so many people, a memory each, and one memory of all their texts, and asks all questions: with
-the memory that the router finds, with the right one, with the sum of all, with the one of all texts, and, without a
-memory, with the three passages in the context that BM25 finds among all.
+So many people are studied, a memory each, and one memory of all their texts. All questions are asked with the memory
+that the router finds, with the right one, with the sum of all, with the one of all texts, and, without a memory, with
+the three passages in the context that BM25 finds among all.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -138,6 +145,31 @@ def measure_answers(base, tokenizer, people: list[Person], passes: int, seed: in
     return results
 
 
+def measure_pages(base, tokenizer, memories: list[Path], files: list[Path]) -> dict[str, Any]:
+    """Ask studied pages' questions and general ones of a library of the pages; return how many memories answered."""
+    results: dict[str, Any] = {"asked": 0, "routed_by_words": 0, "answered_by_the_right": 0}
+    results |= {"right": 0, "right_given": 0}
+    with TemporaryDirectory() as folder:
+        for number, memory in enumerate(memories):
+            shutil.copytree(memory, Path(folder) / f"page {number}")
+        library = Library(folder)
+        for number, file in enumerate(files):
+            questions, names = load_questions(file), (f"page {number}",)
+            answers = library.ask(base, tokenizer, questions)
+            with library.attach(base, names) as model:
+                given = ask(model, tokenizer, questions)
+            results["asked"] += len(questions)
+            results["routed_by_words"] += library.route([each.question for each in questions]).count(names)
+            results["answered_by_the_right"] += sum(each.memories == names for each in answers)
+            results["right"] += count_right([each.answer for each in answers], questions)
+            results["right_given"] += count_right(given, questions)
+        general = library.ask(base, tokenizer, [Question(each) for each in GENERAL])
+        results["general"] = len(GENERAL)
+        results["general_by_words"] = sum(map(bool, library.route(GENERAL)))
+        results["general_by_a_memory"] = sum(bool(each.memories) for each in general)
+    return results
+
+
 def tabulate(rows: list[dict[str, Any]]) -> str:
     """Return a row a size, the mean over the seeds."""
     head = [
@@ -164,6 +196,7 @@ def main() -> None:
     parser.add_argument("--pages", type=Path, nargs="*", default=[], help="studied memories")
     parser.add_argument("--questions", type=Path, nargs="*", default=[], help="JSON Lines, a file for each of --pages")
     parser.add_argument("--study", type=int, default=0, help="study so many people, and ask")
+    parser.add_argument("--ask", action="store_true", help="ask the pages' questions and general ones")
     parser.add_argument("--passes", type=int, default=12)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=0)
@@ -177,6 +210,9 @@ def main() -> None:
         people = make_people(arguments.study, arguments.seed)
         results["answers"] = measure_answers(base, tokenizer, people, arguments.passes, arguments.seed)
         print(results["answers"])
+    elif arguments.ask:
+        results["pages"] = measure_pages(*load_base(arguments.model), arguments.pages, arguments.questions)
+        print(results["pages"])
     else:
         pages = [
             (list_passages(memory), [each.question for each in load_questions(file)])

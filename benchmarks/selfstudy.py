@@ -43,9 +43,9 @@ from locas_peft.asking import (
     load_questions,
     recite_for,
 )
+from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
-from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, StudySettings, memorize, parse_method

@@ -14,12 +14,12 @@ from peft import LoraConfig, get_peft_model
 from locas_command import program as cli
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.asking.prompts import encode_prompt
+from locas_peft.asking.scoring import encode_pair, score_targets
 from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
 from locas_peft.evaluation.drift import QUESTIONS, cut_text, measure_drift, write_own_answers
 from locas_peft.evaluation.forgetting import ForgettingPlan
 from locas_peft.evaluation.harness import evaluate_tasks
 from locas_peft.evaluation.intervals import rise_interval
-from locas_peft.evaluation.scoring import encode_pair, score_targets
 
 PAIRS = {
     "agreement": [("The dogs bark.", "The dogs barks."), ("She sings.", "She sing."), ("We go.", "We goes.")],

@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import locas_peft.library.library as module
 from locas_peft import backbone
-from locas_peft.asking import Question
+from locas_peft.asking import Question, encode_answer, encode_question, measure_confidence
 from locas_peft.library import Library, make_sample, score_by_words
 from locas_peft.library.routing import list_passages
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
@@ -65,6 +66,38 @@ def test_a_question_is_answered_with_the_memory_that_it_is_about(library, base):
     assert (answers[0].answer, answers[1].answer) == (with_lamp, alone)
     (recited,) = library.ask(*base, asked[:1], recite=True, max_new_tokens=8)
     assert recited.recited and recited.memories == ("lamp",)
+
+
+def test_a_studied_memory_that_is_not_sure_leaves_the_question_to_the_base(library, base, monkeypatch):
+    asked = [Question("Who lit the lamp at Skarn?"), Question("Where is the bakery?")]
+    confidences = []
+
+    def measure(*args):
+        confidences.extend(measure_confidence(*args))
+        return [0.5 for _ in args[-1]]
+
+    monkeypatch.setattr(module, "measure_confidence", measure)
+    answers = library.ask(*base, asked, max_new_tokens=8)
+    assert [each.memories for each in answers] == [("lamp",), ("bread",)]  # not studied: they have no exchanges
+    save_exchanges(library.folder / "lamp" / "exchanges.jsonl", [Exchange(asked[0].question, "Old Peder")])
+    answers = library.ask(*base, asked, max_new_tokens=8)
+    assert [each.memories for each in answers] == [(), ("bread",)] and len(confidences) == 1
+    assert answers[0].answer == module.ask(*base, asked[:1], max_new_tokens=8)[0]
+    (recited,) = library.ask(*base, asked[:1], recite=True, max_new_tokens=8)
+    assert (recited.memories, recited.recited, recited.answer) == ((), (), answers[0].answer)
+    monkeypatch.setattr(module, "LEAST_CONFIDENCE", 0.4)
+    assert library.ask(*base, asked[:1], max_new_tokens=8)[0].memories == ("lamp",)
+
+
+def test_confidence_is_the_probability_of_the_tokens_of_an_answer(base):
+    question, model = "Who lit the lamp?", base[0]
+    (given,) = module.ask(*base, [Question(question)], max_new_tokens=8)
+    ids = torch.tensor([*encode_question(base[1], question), *encode_answer(base[1], given)])
+    with torch.no_grad():
+        logs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    own = logs.gather(1, ids[1:, None])[-len(encode_answer(base[1], given)) :]
+    (measured, empty) = measure_confidence(*base, [question] * 2, [given, ""])
+    assert 0 < measured < 1 and measured == pytest.approx(own.mean().exp().item(), rel=1e-4) and empty == 0
 
 
 def test_an_empty_library_answers_with_the_base(base, tmp_path):

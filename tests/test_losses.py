@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from locas_peft.ttt import divergences, losses, token_losses
+from locas_peft.model import divergences, losses, token_losses
 
 
 def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from families import make_host, make_tokens
 
 from locas_peft import TestTimeTrainer, backbone
+from locas_peft.asking.scoring import encode_pair, score_targets
 from locas_peft.evaluation.cloze import find_spans, score_spans
 from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, Turn
 from locas_peft.evaluation.drift import cut_text, measure_drift
-from locas_peft.evaluation.scoring import encode_pair, score_targets
 
 
 @pytest.fixture(scope="module")

@@ -15,12 +15,12 @@ from locas_command import program as cli
 from locas_peft import backbone, units
 from locas_peft.asking.answers import recite_for
 from locas_peft.asking.prompts import encode_answer
+from locas_peft.asking.scoring import score_targets
 from locas_peft.evaluation import load_column, load_documents, load_locomo, locomo, runs
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
 from locas_peft.evaluation.runs import Run, summarize_reading
-from locas_peft.evaluation.scoring import score_targets
 from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
 from locas_peft.progress import follow

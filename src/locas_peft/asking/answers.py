@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from torch import nn
 from ..files import load_json_lines
 from ..tuner import adapters_disabled
 from .continuation import answer, recite
-from .prompts import SHORT_PROMPT, encode_question
+from .prompts import SHORT_PROMPT, encode_answer, encode_question
+from .scoring import score_targets
 
 __all__ = ["MOST_RECITED", "Question", "ask", "ask_by_reciting", "count_right", "is_exact", "is_right"]
-__all__ += ["load_questions", "recite_for"]
+__all__ += ["load_questions", "measure_confidence", "recite_for"]
 
 MOST_RECITED = 10
 """The most passages that a memory recites for a question."""
@@ -75,6 +77,19 @@ def ask_by_reciting(
     prompts = [encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both]
     with adapters_disabled(model):
         return _answer_all(model, tokenizer, prompts, max_new_tokens), recited
+
+
+def measure_confidence(model: nn.Module, tokenizer, questions: Sequence[str], answers: Sequence[str]) -> list[float]:
+    """Return the probability a token, as a geometric mean, that a model gives to its own answers in one sentence.
+
+    A studied memory recites what it has learned with a probability near 1 (see `library`). An empty answer has 0.
+    """
+    pairs = [
+        (encode_question(tokenizer, question), encode_answer(tokenizer, given))
+        for question, given in zip(questions, answers, strict=True)
+    ]
+    scores = score_targets(model, pairs)
+    return [math.exp(-score.per_token) if given else 0.0 for score, given in zip(scores, answers, strict=True)]
 
 
 def _answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:

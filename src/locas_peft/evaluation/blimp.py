@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..asking.scoring import OnBatch, encode_pair, score_targets
 from ..files import parse_json_lines
 from .intervals import mean_interval
-from .scoring import OnBatch, encode_pair, score_targets
 
 __all__ = ["MinimalPair", "PairScore", "load_blimp", "score_pairs", "summarize_pairs"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
+from ..asking.scoring import OnBatch, encode_pair, score_targets
 from .conversations import Conversation
 from .f1 import ADVERSARIAL
-from .scoring import OnBatch, encode_pair, score_targets
 
 __all__ = ["OTHERS", "AnswerSpan", "find_spans", "firsts", "gains", "score_spans"]
 

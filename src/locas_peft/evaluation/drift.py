@@ -19,9 +19,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from ..asking import answer, encode_prompt
-from ..model.causal_lm import CausalLM
+from ..model import CausalLM, divergences, token_losses
 from ..ttt.chunks import cut, perplexity
-from ..ttt.losses import divergences, token_losses
 
 __all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "write_own_answers"]
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..asking import answer, encode_answer, recite_for
+from ..asking.scoring import score_targets
 from ..checks import check_choice
 from ..files import load_json, write_json
 from ..memories.loading import memory_attached
@@ -30,7 +31,6 @@ from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, FROM_RECITED, PROMPTS, make_prompts
 from .runs import Run, digest, summarize_reading
-from .scoring import score_targets
 
 __all__ = ["NAME", "SETTINGS", "TITLE", "LocomoPlan", "draw", "f1_by_category", "run_locomo", "tabulate"]
 

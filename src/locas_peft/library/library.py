@@ -20,14 +20,15 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..asking import Question, ask, ask_by_reciting
+from ..asking import Question, ask, ask_by_reciting, measure_confidence
 from ..files import staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
+from ..selfstudy.exchanges import EXCHANGES
 from ..text import tokenize
-from .routing import list_passages, make_sample, score_by_words
+from .routing import LEAST_CONFIDENCE, list_passages, make_sample, score_by_words
 
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 
@@ -216,21 +217,30 @@ class Library:
     ) -> list[RoutedAnswer]:
         """Answer each question with the memory that it is about, and with the base alone where it is about none.
 
-        `base` is mutated while this runs and restored at the end. With `recite`, the memory recites, and the base
-        answers from that (`asking.ask_by_reciting`). Options and errors are those of `asking.ask`.
+        Where a studied memory is not sure of its own answer (`routing.LEAST_CONFIDENCE`), the base answers too. With
+        `recite`, the memory recites, and the base answers from that (`asking.ask_by_reciting`). `base` is mutated
+        meanwhile. Options and errors are those of `asking.ask`.
         """
         routed = self.route([each.question for each in questions])
         answers: dict[int, RoutedAnswer] = {}
-        for names in dict.fromkeys(routed):
+        for names in [*dict.fromkeys(filter(None, routed)), ()]:
             numbers = [number for number, each in enumerate(routed) if each == names]
             group, recited = [questions[number] for number in numbers], [[] for _ in numbers]
+            if not group:
+                continue
             with self.attach(base, names) as model:
                 if names and recite:
                     given, recited = ask_by_reciting(model, tokenizer, group, **options)
                 else:
                     given = ask(model, tokenizer, group, **options)
-            for number, answer, passages in zip(numbers, given, recited, strict=True):
+                said = [passages[0] if passages else answer for answer, passages in zip(given, recited, strict=True)]
+                studied = names and (self.find(names[0]) / EXCHANGES).is_file()
+                asked = [each.question for each in group]
+                shares = measure_confidence(model, tokenizer, asked, said) if studied else [1.0] * len(group)
+            for number, answer, passages, share in zip(numbers, given, recited, shares, strict=True):
                 answers[number] = RoutedAnswer(questions[number], answer, names, tuple(passages))
+                if share < LEAST_CONFIDENCE:
+                    routed[number] = ()  # the last group
         return [answers[number] for number in range(len(questions))]
 
     def _check_room(self, taken: set[str]) -> None:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from ..asking import continue_rows, draw
 from ..checks import check_whole
-from ..model.causal_lm import CausalLM
+from ..model import CausalLM, divergences
 from ..tuner import adapters_disabled, evaluating
-from .losses import divergences
 
 _logger = logging.getLogger(__name__)
 

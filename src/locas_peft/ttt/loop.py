@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..model.causal_lm import CausalLM, check_window
+from ..model import CausalLM, check_window, token_losses
 from ..slots import SlotWriter
 from ..tuner import adapters_disabled, calibrate, empty_memories, evaluating
 from .anchor import Anchor
@@ -24,7 +24,6 @@ from .brake import RATE_FACTOR, is_due, is_worse
 from .cache import SlidingCache
 from .chunks import Chunk, ChunkBounds, cut, perplexity_of
 from .learner import Learner
-from .losses import token_losses
 from .settings import TrainingSettings
 
 

@@ -1,6 +1,6 @@
-"""The losses of a chunk's tokens, computed in pieces: a large vocabulary needs no float32 copy of all the logits.
+"""The losses of tokens, computed in pieces: a large vocabulary needs no float32 copy of all the logits.
 
-Axes: N tokens of a chunk, V vocabulary.
+Axes: N tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..model.causal_lm import CausalLM
-from ..ttt.losses import token_losses
+from ..model import CausalLM, token_losses
 
 __all__ = ["OnBatch", "Score", "encode_pair", "score_targets"]
 
