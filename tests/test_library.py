@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 
 import locas_peft.library.library as module
 from locas_peft import backbone
-from locas_peft.asking import Question, encode_answer, encode_question, measure_confidence
+from locas_peft.asking import Question, encode_answer, encode_question
+from locas_peft.asking.answers import measure_confidence
 from locas_peft.library import Library, make_sample, score_by_words
 from locas_peft.library.routing import list_passages
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked

@@ -629,13 +629,6 @@ def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
     assert right[True] > right[False]
 
 
-def test_the_text_is_calibrated_after_the_start_token():
-    ids = torch.arange(10, 13)
-    assert learning._begin(ids, 1).tolist() == [1, 10, 11, 12]
-    assert learning._begin(torch.cat([torch.tensor([1]), ids]), 1).tolist() == [1, 10, 11, 12]
-    assert learning._begin(ids, None).tolist() == [10, 11, 12]
-
-
 # Going on with a memory
 
 

@@ -84,11 +84,9 @@ def measure_confidence(model: nn.Module, tokenizer, questions: Sequence[str], an
 
     A studied memory recites what it has learned with a probability near 1 (see `library`). An empty answer has 0.
     """
-    pairs = [
-        (encode_question(tokenizer, question), encode_answer(tokenizer, given))
-        for question, given in zip(questions, answers, strict=True)
-    ]
-    scores = score_targets(model, pairs)
+    prompts = [encode_question(tokenizer, question) for question in questions]
+    ids = [encode_answer(tokenizer, given) for given in answers]
+    scores = score_targets(model, list(zip(prompts, ids, strict=True)))
     return [math.exp(-score.per_token) if given else 0.0 for score, given in zip(scores, answers, strict=True)]
 
 

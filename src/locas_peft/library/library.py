@@ -20,7 +20,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..asking import Question, ask, ask_by_reciting, measure_confidence
+from ..asking import Question, ask, ask_by_reciting
+from ..asking.answers import measure_confidence
 from ..files import staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
@@ -234,7 +235,7 @@ class Library:
                 else:
                     given = ask(model, tokenizer, group, **options)
                 said = [passages[0] if passages else answer for answer, passages in zip(given, recited, strict=True)]
-                studied = names and (self.find(names[0]) / EXCHANGES).is_file()
+                studied = names and (self.find(names[0]) / EXCHANGES).is_file() and not options.get("context")
                 asked = [each.question for each in group]
                 shares = measure_confidence(model, tokenizer, asked, said) if studied else [1.0] * len(group)
             for number, answer, passages, share in zip(numbers, given, recited, shares, strict=True):

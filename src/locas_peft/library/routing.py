@@ -28,10 +28,7 @@ _WORD = re.compile(r"\b\w\w+\b")
 
 
 def make_sample(text: str, earlier: str | Path | None = None) -> str:
-    """Return pieces of a text, spread evenly, a line each: a memory without exchanges is found by them.
-
-    `earlier` is the folder of a memory that goes on with the text; the pieces of what it has read come first.
-    """
+    """Return evenly spread pieces of a text, a line each, after those in the folder of an `earlier` memory, if any."""
     pieces = [text[first : first + SAMPLE_CHARACTERS] for first in range(0, len(text), SAMPLE_CHARACTERS)]
     step = math.ceil(len(pieces) / SAMPLE_LINES)
     sample = "".join(" ".join(piece.split()) + "\n" for piece in pieces[:: max(step, 1)])

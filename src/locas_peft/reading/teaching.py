@@ -96,7 +96,7 @@ def memorize(
     with ExitStack() as stack:
         folder = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
         if out is not None:
-            check_vacant(out, resume=resume, overwrite=overwrite or _is_same(out, start))
+            check_vacant(out, resume=resume, overwrite=overwrite or (start is not None and Path(out) == Path(start)))
         earlier = [] if start is None else _load_earlier(start, settings)
         model = stack.enter_context(attached(base, settings, start))
         peak = PeakMemory(base.device)
@@ -183,10 +183,6 @@ class PeakMemory:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             return peak if sys.platform == "darwin" else peak * 1024
         return None
-
-
-def _is_same(out: str | Path, start: str | Path | None) -> bool:
-    return start is not None and Path(out).resolve() == Path(start).resolve()
 
 
 def _load_earlier(start: str | Path, settings: CompleteSettings) -> list[Exchange]:

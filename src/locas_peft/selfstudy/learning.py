@@ -5,6 +5,7 @@ Axes: B lessons of a batch, T tokens of an answer, K candidates for a token, V v
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import time
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 from ..asking import begin_rows, encode_question
 from ..model.causal_lm import CausalLM
-from ..text import find_start_token
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..tuner import evaluating, trained_parameters
@@ -45,6 +45,8 @@ KNOWN_NATS = math.log(2)
 """Greedy decoding recites a token of a smaller loss: its probability is above one half (arXiv:2605.30260)."""
 WARMUP_STEPS = 5
 SAMPLES = 3
+_PLAIN = ("asked", "samples", "skipped_steps", "_blocks", "_step", "_losses", "_seconds", "_reaches")
+"""Attributes of a study that are part of its state as they are."""
 
 Row = tuple[list[int], Lesson, Tensor]
 """A prompt's token ids, a lesson, and the first tokens of its answer, LongTensor [T]."""
@@ -96,8 +98,7 @@ class SelfStudy:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
         input_ids: LongTensor [N], the text.
         per_passage: questions wanted about each passage.
-        passes: the most times that each exchange is learned; None for `PASSES`, or `LEAST_STEPS` steps if these are
-            more.
+        passes: the most times that each exchange is learned; None: `PASSES`, of few exchanges for `LEAST_STEPS` steps.
         learning_rate: of AdamW; it falls linearly to 0 with the share of the lessons of all passes that are left.
         window: of the reading, in tokens.
         seed: of the questions and of the order of learning.
@@ -128,7 +129,7 @@ class SelfStudy:
         earlier: Sequence[Exchange] = (),
     ):
         self._model, self._tokenizer, self._host = model, tokenizer, CausalLM(model)
-        self._text = _begin(input_ids[:window], find_start_token(tokenizer)).to(self._host.device)
+        self._text = input_ids[:window].to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others: list[Lesson] = []  # written at the first pull
         self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA)
@@ -293,17 +294,10 @@ class SelfStudy:
     def state_dict(self) -> dict[str, Any]:
         """Return the study's state, tensors and plain values; the adapter's weights are not part of it."""
         return {
+            **{name: copy.copy(getattr(self, name)) for name in _PLAIN},
             "given": self._given,
-            "blocks": self._blocks,
-            "asked": self.asked,
-            "samples": list(self.samples),
-            "skipped_steps": self.skipped_steps,
-            "step": self._step,
-            "losses": list(self._losses),
-            "seconds": dict(self._seconds),
             "learner": self._learner.state_dict(),
             "progress": [list(vars(each).values()) for each in self._progress],
-            "reaches": dict(self._reaches),
             "others": [vars(lesson) for lesson in self._others],
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
@@ -323,10 +317,8 @@ class SelfStudy:
         self.exchanges = [Exchange(**each) for each in state["exchanges"]]
         self._others = [Lesson(**{**each, "forms": tuple(each["forms"])}) for each in state["others"]]
         self._progress = [_Progress(*each) for each in state["progress"]]
-        self._reaches = dict(state["reaches"])
-        self._blocks, self._step, self.asked = state["blocks"], state["step"], state["asked"]
-        self.samples, self._losses = list(state["samples"]), list(state["losses"])
-        self.skipped_steps, self._seconds = state["skipped_steps"], dict(state["seconds"])
+        for name in _PLAIN:
+            setattr(self, name, copy.copy(state[name]))
         self._learner.load_state_dict(state["learner"])
 
 
@@ -342,10 +334,3 @@ def _divergences(logits: Tensor, lesson: Lesson) -> Tensor:
     logs = torch.cat([logs, others], -1)
     targets = torch.cat([targets, (1 - targets.sum(-1, keepdim=True)).clamp(min=0)], -1)
     return (torch.xlogy(targets, targets) - targets * logs).sum(-1)
-
-
-def _begin(ids: Tensor, start_token: int | None) -> Tensor:
-    """Return a text, LongTensor [T], with the start token before it where the tokenizer has one."""
-    if start_token is None or ids[0] == start_token:
-        return ids
-    return torch.cat([ids.new_tensor([start_token]), ids])
