@@ -22,10 +22,11 @@ from training import (
 
 from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, backbone
 from locas_peft.memories import checkpoint
+from locas_peft.model import divergences
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import score
 from locas_peft.text import python_reference, tokenize, unwrap
-from locas_peft.ttt import Anchor, OwnText, divergences, write_own_text
+from locas_peft.ttt import Anchor, OwnText, write_own_text
 
 
 def make_anchor(seeds: tuple[int, ...] = (5, 6, 7), **options) -> Anchor:
