@@ -294,18 +294,18 @@ def test_a_pretrained_model_answers(smollm2):
     with torch.no_grad():
         assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
     (question,) = demo.load_page_questions()[1:2]
-    assert "1868" in ask(model, tokenizer, [question], context=demo.load_page())[0]
+    assert "1868" in ask(model, tokenizer, [question], context=demo.load_page(), max_new_tokens=24)[0]
 
 
 @needs_smollm2
 @pytest.mark.filterwarnings("ignore")
 def test_a_pretrained_model_learns_saves_loads_and_merges(smollm2, tmp_path):
     model, tokenizer = smollm2
-    ids = tokenize(tokenizer, demo.load_page(), 192)
+    ids = tokenize(tokenizer, demo.load_page(), 128)
     with torch.no_grad():
         before = model(ids.unsqueeze(0)).logits
     adapted = get_peft_model(model, LocasConfig(r=16))
-    trainer = TestTimeTrainer(adapted, window=128, stride=96, learning_rate=4e-3, context="cache")
+    trainer = TestTimeTrainer(adapted, window=96, stride=64, learning_rate=4e-3, context="cache")
     chunks = list(trainer.read(ids))
     assert len(chunks) == 2 and all(chunk.nll_nats > 0 for chunk in chunks)
     adapted.eval().save_pretrained(tmp_path / "memory", save_embedding_layers=False)
