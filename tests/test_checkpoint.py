@@ -115,44 +115,30 @@ class Malicious:
         return print, ("this code ran",)
 
 
-def damage(path) -> None:
-    path.write_bytes(path.read_bytes()[:-10])
+def write(*entries):
+    """A change that writes another file of torch's, with a kind and a version, or with other entries."""
+    kind = dict(zip(("kind", "version", "state"), ("locas-checkpoint", *entries), strict=False))
+    return lambda path: torch.save(kind if entries else {"c": torch.zeros(1)}, path)
 
 
-@pytest.mark.parametrize(
-    ("tamper", "message"),
-    [
-        (damage, "checkpoint must be whole, got the damaged file '{}' (*): delete it to start afresh"),
-        (
-            lambda path: path.write_bytes(b""),
-            "checkpoint must be whole, got the damaged file '{}' (*): delete it to start afresh",
-        ),
-        (
-            lambda path: torch.save({"kind": "locas-checkpoint", "version": 5, "state": Malicious()}, path),
-            "checkpoint must be whole, got the damaged file '{}' (*): delete it to start afresh",
-        ),
-        (
-            lambda path: torch.save({"c": torch.zeros(1)}, path),
-            "checkpoint must be written by locas_peft, got '{}': choose another folder",
-        ),
-        (
-            lambda path: torch.save({"kind": "locas-checkpoint", "version": 2, "state": {}}, path),
-            "checkpoint must be of version 7, got 2 in '{}': load it with the locas_peft that wrote it, or delete it "
-            "to start afresh",
-        ),
-        (
-            lambda path: (path.unlink(), path.mkdir()),
-            "checkpoint must be a file, got '{}': remove it, or choose another folder",
-        ),
-    ],
-    ids=["cut", "empty", "code", "foreign", "version", "folder"],
-)
+DAMAGED = "be whole, got the damaged file '{}' (*): delete it to start afresh"
+TAMPERED = {
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-10]), DAMAGED),
+    "empty": (lambda path: path.write_bytes(b""), DAMAGED),
+    "code": (write(5, Malicious()), DAMAGED),
+    "foreign": (write(), "be written by locas_peft, got '{}': choose another folder"),
+    "version": (write(2, {}), "be of version 7, got 2 in '{}': load it with the locas_peft that wrote it, *afresh"),
+    "folder": (lambda path: (path.unlink(), path.mkdir()), "be a file, got '{}': remove it, or choose another folder"),
+}
+
+
+@pytest.mark.parametrize(("tamper", "message"), TAMPERED.values(), ids=TAMPERED)
 def test_damaged_and_foreign_files_are_named_and_run_no_code(tmp_path, capsys, tamper, message):
     path = checkpoint.save(tmp_path, STATE)
     tamper(path)
     with pytest.raises(ValueError) as caught:
         checkpoint.load(tmp_path)
-    begin, _, end = message.format(path).partition("*")
+    begin, _, end = f"checkpoint must {message}".format(path).partition("*")
     assert str(caught.value).startswith(begin) and str(caught.value).endswith(end)
     assert "\n" not in str(caught.value) and capsys.readouterr().out == ""
 

@@ -222,25 +222,13 @@ def test_outputs_are_checked_before_the_work(tmp_path):
     check_output_file("--json", tmp_path / "new.json")
     check_output_directory("--out", tmp_path / "new" / "deep")
     cases = [
-        (check_output_file, tmp_path, "--x must be a file, got the folder {}: name a file inside it"),
-        (
-            check_output_file,
-            tmp_path / "no" / "f",
-            "--x must lie in an existing folder, got {}: make its folder first",
-        ),
-        (check_output_directory, tmp_path / "file", "--x must be a folder, got {} (file is a file): choose another"),
-        (
-            check_output_directory,
-            tmp_path / "file" / "a",
-            "--x must be a folder, got {} (file is a file): choose another",
-        ),
-        (
-            check_output_directory,
-            tmp_path / "link",
-            "--x must be a folder, got {} (link is a broken link): choose another",
-        ),
+        (check_output_file, "", "be a file, got the folder {}: name a file inside it"),
+        (check_output_file, "no/f", "lie in an existing folder, got {}: make its folder first"),
+        (check_output_directory, "file", "be a folder, got {} (file is a file): choose another"),
+        (check_output_directory, "file/a", "be a folder, got {} (file is a file): choose another"),
+        (check_output_directory, "link", "be a folder, got {} (link is a broken link): choose another"),
     ]
     for check, path, message in cases:
         with pytest.raises(ValueError) as raised:
-            check("--x", path)
-        assert str(raised.value) == message.format(repr(str(path)))
+            check("--x", tmp_path / path)
+        assert str(raised.value) == f"--x must {message}".format(repr(str(tmp_path / path)))

@@ -54,15 +54,9 @@ def test_the_fingerprint_is_that_of_the_base():
         ({"stride": 4}, "stride must be 8 as in the checkpoint in '{}', got 4: give the former value, or choose"),
         ({"context": "cache"}, "context must be 'recompute' as in the checkpoint in '{}', got 'cache': give the"),
         ({"readings": 2}, "readings must be 1 as in the checkpoint in '{}', got 2: give the former value, or"),
-        (
-            {"optimizer": sgd(0.1)},
-            "optimizer must be None as in the checkpoint in '{}', got 'training.sgd.<locals>.<lambda>': give the",
-        ),
+        ({"optimizer": sgd(0.1)}, "optimizer must be None as in the checkpoint in '{}', got 'training.sgd.<locals>.<"),
         ({"r": 8}, "adapter 'default': r must be 4 as in the checkpoint in '{}', got 8: give the former value, or"),
-        (
-            {"layers_to_transform": [1]},
-            "adapter 'default': layers_to_transform must be None as in the checkpoint in '{}', got [1]: give the",
-        ),
+        ({"layers_to_transform": [1]}, "adapter 'default': layers_to_transform must be None as in the checkpoint in "),
         ({"kind": "plain"}, "active adapters must be ['default'] as in the checkpoint in '{}', got []: activate"),
         ({"kind": "lora"}, "adapter 'default': peft_type must be 'LOCAS' as in the checkpoint in '{}', got 'LORA'"),
         ({"family": "qwen2"}, "model must be the one of the checkpoint in '{}', got other base weights: load that"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -295,26 +294,6 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
     assert without_times(one) == without_times(two)
     assert one["readings"]["locas-glu"]["long"]["nll_nats"] > 0
     assert not list((tmp_path / "two").rglob("*.lock")) and not list((tmp_path / "two").rglob("checkpoint"))
-
-
-def test_a_run_survives_the_kill_of_one_of_its_processes(tmp_path, monkeypatch, capsys):
-    (tmp_path / "long.txt").write_text(TEXTS["long"] * 4, encoding="utf-8")
-    arguments = ["perplexity", "long.txt", "--out", "o", "--method", "lora", *FAST]
-    monkeypatch.chdir(tmp_path)
-    first = launch(*arguments, folder=tmp_path)
-    try:
-        while not list((tmp_path / "o").rglob("long.json.lock")):
-            assert first.poll() is None
-            time.sleep(0.05)
-        first.send_signal(signal.SIGSTOP)  # it holds the unit until it is killed, after this process's first look
-        monkeypatch.setattr(sharing.time, "sleep", lambda seconds: first.kill())
-        assert run_here(*arguments) == 0
-    finally:
-        first.kill()
-        first.communicate()
-    assert first.returncode == -signal.SIGKILL
-    assert capsys.readouterr().out.count("all tokens") == 1
-    assert (tmp_path / "o" / "perplexity.json").exists()
 
 
 @pytest.mark.slow

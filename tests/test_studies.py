@@ -199,27 +199,15 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
     [
         (["locomo", "book.txt"], "error: 'book.txt' must be JSON (Expecting value"),
         (["locomo", "none.json"], "error: 'none.json' must be an existing JSON file, got none: check the path"),
-        (
-            ["locomo", "talks.json", "--setting", "half"],
-            "error: setting must be one of no-context, recited, evidence, full-context, cloze",
-        ),
+        (["locomo", "talks.json", "--setting", "half"], "error: setting must be one of no-context, recited, "),
         (["locomo", "talks.json", "--conversations", "talk-9"], "error: conversation must be one of talk-1, talk-2"),
-        (
-            ["locomo", "talks.json", "--method", "lorax"],
-            "error: method must be one of none, lora, locas-glu, locas-mlp",
-        ),
+        (["locomo", "talks.json", "--method", "lorax"], "error: method must be one of none, lora, locas-glu, "),
         (["locomo", "talks.json", "--method", "lora@0"], "error: method must be NAME, NAME@WIDTH, NAME:RATE or both"),
         (["locomo", "talks.json", "--method", "none@4"], "error: r has no meaning for the method 'none', got 4"),
         (["locomo", "talks.json", "--method", "lora,lora"], "error: --method must name each once, got 'lora,lora'"),
         (["locomo", "talks.json", "--context", "some"], "error: context must be one of recompute, cache, got 'some'"),
-        (
-            ["forgetting", "book.txt"],
-            "error: something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks",
-        ),
-        (
-            ["forgetting", "book.txt", "--blimp", "none.zip"],
-            "error: BLiMP must be a zip file or a folder, got 'none.zip'",
-        ),
+        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT, --own-answers, --blimp "),
+        (["forgetting", "book.txt", "--blimp", "none.zip"], "error: BLiMP must be a zip file or a folder, got "),
         (["forgetting", "none.txt", "--blimp", "blimp"], "error: text must be an existing file, got 'none.txt'"),
         (["perplexity"], "error: give either TEXT files or --dataset NAME, one of the two"),
         (["perplexity", "empty"], "error: folder must hold .txt files, got none in 'empty': name another, or a file"),
@@ -281,18 +269,7 @@ def test_memories_that_were_studied_are_asked(run, tmp_path):
 
 
 def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
-    args = [
-        "forgetting",
-        "book.txt",
-        "--unread",
-        "other.txt",
-        "--own-answers",
-        "--blimp",
-        "blimp",
-        "--out",
-        "o",
-        *FAST,
-    ]
+    args = [*"forgetting book.txt --unread other.txt --own-answers --blimp blimp --out o".split(), *FAST]
     code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")
     assert code == 0 and "equal to before, to the last bit" in out
     figures = read(tmp_path / "o/forgetting.json")
