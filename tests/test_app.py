@@ -437,7 +437,7 @@ def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["app", "--no-browser"])
-    line = 'error: the page needs gradio: install it with pip install "locas_peft[app]"\n'
+    line = "error: the page needs gradio: install the extra with pip install 'locas_peft[app]'\n"
     assert capsys.readouterr().err == line
 
 

@@ -260,7 +260,7 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
 # One refusal of each check that a command makes itself, and one of each that it leaves to a room.
 REFUSALS = [
     ("memorise text.txt", 'Unknown command "memorise". Did you mean "memorize"?'),
-    ("memorize", 'Command "memorize" parameter TEXT requires an argument: see locas memorize --help'),
+    ("memorize", "give either a TEXT or --manifest, one of the two: see locas memorize --help"),
     ("memorize text.txt --win 3", "Unknown option: --win. Did you mean --window?: see locas memorize --help"),
     ("memorize text.txt", "--out must name a folder for what locas-glu learns, got none: add --out DIR"),
     ("memorize text.txt --out text.txt", "--out must be a folder, got "),
@@ -994,7 +994,7 @@ def test_commands_that_cannot_share_refuse_in_one_line(run, index, monkeypatch):
     monkeypatch.setenv("RANK", str(index))
     line = (
         "error: this command must run in one process, got 2: start it without a launcher; several processes can share "
-        "locas eval\n"
+        "locas eval and memorize --manifest\n"
     )
     assert run("memorize", "text.txt", "--out", "memory") == (2, "", "" if index else line)
     assert run("memorise")[0] == 2

@@ -10,13 +10,16 @@ from locomo_data import make_sample, make_samples, write_samples
 from locas_peft.evaluation.cloze import OTHERS, find_spans
 from locas_peft.evaluation.conversations import (
     choose_conversations,
-    dialogue,
     dialogue_lines,
     keep_evidence,
     keep_sessions,
     load_locomo,
 )
 from locas_peft.evaluation.prompts import PROMPTS, make_prompt
+
+
+def dialogue(conversation) -> str:
+    return "\n".join(dialogue_lines(conversation))
 
 
 @pytest.fixture

@@ -455,8 +455,8 @@ def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     memorize(base, input_ids[:130], small(r=4), out=tmp_path)
     before = (tmp_path / WEIGHTS).read_bytes()
-    for resume in (False, True):
-        with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder, or give --overwrite$"):
+    for resume, held in ((False, "^--out .* holds a memory"), (True, "^r must be 4 as in the memory in '.*', got 8")):
+        with pytest.raises(ValueError, match=f"{held}: choose another folder, or give --overwrite$"):
             memorize(base, input_ids[:130], small(r=8), out=tmp_path, resume=resume)
     assert (tmp_path / WEIGHTS).read_bytes() == before
     record = memorize(base, input_ids[:130], small(r=8), out=tmp_path, overwrite=True)

@@ -18,6 +18,7 @@ from filelock import FileLock
 from locas_command import program as cli
 from locas_peft import units as sharing
 from locas_peft.evaluation import Run
+from locas_peft.memories.checkpoint import InUse
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.units import Unit, run_units
 
@@ -95,7 +96,7 @@ def test_a_unit_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
         return lambda steps, note="": shown.append((steps, note))
 
     run_units(units, progress)
-    assert made == [1] and shown == [(1, "1 left"), (1, "0 left, in other processes")]
+    assert made == [1] and shown == [(1, "1 left"), (0, "1 left, in other processes"), (1, "0 left")]
 
 
 def test_a_killed_process_does_not_block_the_others(tmp_path):
@@ -110,7 +111,8 @@ def test_a_killed_process_does_not_block_the_others(tmp_path):
             time.sleep(0.05)
         made = []
         units = make_units(tmp_path, 1, made)
-        assert not sharing._make(units[0]), "it is held"
+        with pytest.raises(InUse, match="must have one holder"):
+            sharing._make(units[0])
     finally:
         process.kill()
         process.wait()

@@ -3,8 +3,6 @@
 At their top, the modules of this package import neither torch nor `locas_peft`, but for `running`.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,19 +1,14 @@
 """Ask a model with a memory: ask, chat, generate."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from .console import open_consoles, write_result
 from .options import BASE, AtLeastZero, BaseOptions, Count, JsonFile, Memory, MemoryBase, NamedPath, Seed, Text
-
-if TYPE_CHECKING:
-    from .running import Base
 
 
 def generate(
@@ -195,7 +190,7 @@ def _check_recite(recite: bool, without_memory: bool, context: Path | None = Non
 
 def _load_to_ask(
     memory: Path | None, library: Path | None, without_memory: bool, base: BaseOptions
-) -> tuple[Base, Any, Any]:
+) -> tuple[Any, Any, Any]:
     """Load a base and, unless it is asked alone, the memory; return the base, the model that is asked, the library."""
     from .running import load, load_base_of, open_library, open_with_base
 

@@ -1,7 +1,5 @@
 """The terminal of a command: results and remarks, progress, JSON, and the processes that share it."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -20,6 +18,7 @@ from . import handled
 
 PLAIN_SECONDS = 30.0
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+_LAUNCHERS = (("LOCAS_WORKER", "LOCAS_WORKERS"), *_LAUNCHERS)
 
 
 def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
@@ -36,15 +35,9 @@ def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
 
 
 def _make_console(stream: Any) -> Console:
-    return Console(
-        file=stream,
-        width=None if stream.isatty() else 120,  # 80, the default for a pipe or a file, would cut tables
-        highlight=False,
-        markup=False,
-        emoji=False,
-        soft_wrap=True,
-        quiet=find_process()[0] > 0,
-    )
+    width = None if stream.isatty() else 120  # 80, the default for a pipe or a file, would cut tables
+    plain = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
+    return Console(file=stream, width=width, quiet=find_process()[0] > 0, **plain)
 
 
 class ProgressLines:
@@ -125,7 +118,7 @@ def write_result(json_file: Path | None, value: Any) -> None:
 
 
 def find_process() -> tuple[int, int]:
-    """Return this process's index and the number of processes that `torchrun`, Accelerate or MPI started."""
+    """Return this process's index and the number of processes that --workers, `torchrun` or MPI started."""
     for index, count in _LAUNCHERS:
         if count in os.environ:
             return int(os.environ.get(index, 0)), int(os.environ[count])

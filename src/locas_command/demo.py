@@ -1,10 +1,7 @@
 """`locas demo` and `locas app`, which need nothing to be brought: a small model learns before your eyes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +53,7 @@ def demo(
 
     stdout, stderr = open_consoles(json_file)
     name = model or page.choose_model()
-    default_tokens, again = page.choose_tokens(name)
+    default_tokens, again = (100_000, 20_000) if backbone.is_embedded(name) else (6_000, 2_000)  # some minutes
     options = ReadingOptions(preset=preset, r=r, seed=seed, max_tokens=max_tokens or default_tokens)
     ReadingSettings(**vars(options))  # for its checks
     check_output_directory("--out", out)
@@ -143,6 +140,7 @@ def app(
         device: cpu, cuda, cuda:1, ... or auto.
     """
     from locas_peft import demo
+    from locas_peft.checks import import_extra
     from locas_peft.files import check_output_directory
 
     from .running import load
@@ -150,8 +148,7 @@ def app(
     if shelf is not None:
         check_output_directory("--shelf", shelf)
     stdout, stderr = open_consoles()
-    if find_spec("gradio") is None:
-        raise ValueError('the page needs gradio: install it with pip install "locas_peft[app]"')
+    import_extra("gradio", "app", "the page")
     from locas_peft.app.page import serve
     from locas_peft.app.sessions import SharedModel, Visitors
 

@@ -1,24 +1,16 @@
 """`locas eval`: the protocols, which any number of processes share. The same command continues an interrupted run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
 
 from . import options
 from .console import find_process, open_consoles, show_progress
 from .options import BaseOptions, ReadingOptions, split_names
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from locas_peft.reading.settings import CompleteSettings
-
-    from .running import Base
 
 Out = Annotated[options.NamedPath, Parameter(help="folder for figures, single results and memories.")]
 METHODS = "separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both."
@@ -53,15 +45,12 @@ def perplexity(
     from locas_peft.evaluation import load_column, load_documents, run_perplexity
     from locas_peft.model import count_positions
 
-    from .running import load
-
     consoles = _open(out, base)
     if bool(texts) == (dataset is not None):
         raise ValueError("give either TEXT files or --dataset NAME, one of the two")
     source = dataset, split, column, limit_documents
     documents = load_documents(texts, limit_documents) if dataset is None else load_column(*source)
-    loaded = load(base)
-    methods = _complete(settings, method, loaded)
+    loaded, methods = _load(base, settings, method)
     if long_window is not None:
         most = count_positions(loaded.model)
         if most is not None and long_window > most:
@@ -109,8 +98,6 @@ def locomo(
     from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
     from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
 
-    from .running import load
-
     consoles = _open(out, base)
     names = split_names(setting, "--setting")
     sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "batch_tokens": batch_tokens}
@@ -125,8 +112,7 @@ def locomo(
     chosen = [replace(one, questions=one.questions[:limit_questions]) for one in chosen]
     if wrong_memory and len(chosen) < 2:
         consoles[1].print("no wrong-memory control: it needs a second conversation, whose memory is asked")
-    loaded = load(base)
-    methods = _complete(settings, method, loaded)
+    loaded, methods = _load(base, settings, method)
     common = {"data": data.name, "limit_questions": limit_questions, "left_out": problems}
     _run(run_locomo, (chosen, plan), loaded, methods, out, overwrite, consoles, **common)
 
@@ -173,8 +159,6 @@ def forgetting(
     from locas_peft.evaluation.harness import find_tasks
     from locas_peft.text import load_text
 
-    from .running import load
-
     consoles = _open(out, base)
     if not (unread or own_answers or blimp or tasks):
         raise ValueError("something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks LIST")
@@ -185,12 +169,11 @@ def forgetting(
     for problem in problems:
         consoles[1].print(problem)
     content, others = load_text(book), load_documents(unread or ())
-    loaded = load(base)
+    loaded, methods = _load(base, settings, method)
     texts = {name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()}
     asked = {"tasks": names, "include_path": include_path, "limit": limit, "batch_size": batch_size}
     plan = ForgettingPlan(pairs, texts, own_answers, **asked, batch_tokens=batch_tokens, seed=settings.seed)
     ids = loaded.encode(content, settings.max_tokens, unwrap)
-    methods = _complete(settings, method, loaded)
     _run(run_forgetting, (ids, plan), loaded, methods, out, overwrite, consoles)
 
 
@@ -222,19 +205,21 @@ def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
     return open_consoles()
 
 
-def _complete(settings: ReadingOptions, method: str, base: Base) -> dict[str, CompleteSettings]:
+def _load(base: BaseOptions, settings: ReadingOptions, method: str) -> tuple[Any, dict[str, Any]]:
+    """Load the base; return it and the settings of each method, by its name."""
     from locas_peft.reading.settings import complete_all
 
-    from .running import make_settings
+    from .running import load, make_settings
 
-    return complete_all(make_settings(settings, base), split_names(method, "--method"), base.model, base.tokenizer)
+    loaded, names = load(base), split_names(method, "--method")
+    return loaded, complete_all(make_settings(settings, loaded), names, loaded.model, loaded.tokenizer)
 
 
 def _run(
     protocol: Callable[..., dict[str, Any]],
     arguments: tuple,
-    base: Base,
-    methods: dict[str, CompleteSettings],
+    base: Any,
+    methods: dict[str, Any],
     out: Path,
     overwrite: bool,
     consoles: tuple[Console, Console],
@@ -245,7 +230,7 @@ def _run(
     from locas_peft.evaluation.runs import Run
 
     stdout, stderr = consoles
-    common = {"model": base.name, "dtype": base.dtype, **common}
+    common = {"model": base.name, "dtype": str(base.model.dtype).removeprefix("torch."), **common}
     with show_progress(stderr) as progress:
         figures = protocol(Run(base.model, base.tokenizer, methods, out, common, overwrite, progress), *arguments)
     for sheet in tabulate_figures(figures):

@@ -1,7 +1,5 @@
 """Commands on saved memories: merge, export, combine, resize, sign, push, inspect; and on a library of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Options that several commands share. This module imports neither torch nor `locas_peft`, so that help is quick."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,10 +1,8 @@
 """The `locas` command: memorize a text, compare methods, generate, merge, inspect, evaluate.
 
 Results go to stdout, progress and remarks to stderr. Exit codes: 0; 2 for bad input, with one line on stderr; 130 for
-an interruption, 143 for a termination; 1 for any other error, with its traceback.
+an interruption, 143 for a termination; 3 where documents of a table failed; 1 for other errors, with the traceback.
 """
-
-from __future__ import annotations
 
 import os
 import signal
@@ -70,8 +68,9 @@ def _run(args: list[str]) -> int:
     """Run one command and return the exit code."""
     index, count = find_process()
     try:
-        if count > 1 and args[0] != "eval" and not args[0].startswith("-"):
-            remedy = "start it without a launcher; several processes can share locas eval"
+        shares = args[0] == "eval" or any(arg.partition("=")[0] == "--manifest" for arg in args)
+        if count > 1 and not shares and not args[0].startswith("-"):
+            remedy = "start it without a launcher; several processes can share locas eval and memorize --manifest"
             raise ValueError(f"this command must run in one process, got {count}: {remedy}")
         command, arguments, _ = app.parse_args(args, exit_on_error=False, print_error=False)
         if command in (*_COMMANDS, *_PROTOCOLS):  # and not what prints help or the version
@@ -82,9 +81,9 @@ def _run(args: list[str]) -> int:
                     from locas_peft.reading import ReadingSettings
 
                     ReadingSettings(**vars(options))  # for its checks, before a base is loaded
-        command(*arguments.args, **arguments.kwargs)
+        code = command(*arguments.args, **arguments.kwargs)
         sys.stdout.flush()
-        return 0
+        return code or 0
     except KeyboardInterrupt as error:
         terminated = isinstance(error, _Terminated)
         _print_error("terminated" if terminated else "interrupted", index)
@@ -128,15 +127,10 @@ def _explain(error: Exception) -> str | None:
         if where:
             return f"{where} cannot be read or written ({error.strerror}): check the path and its permissions"
         return printable(error.strerror or str(error))
-    if isinstance(error, ValueError) or (isinstance(error, TypeError) and _is_ours(error)):
-        return printable(str(error)) or type(error).__name__
-    return None
-
-
-def _is_ours(error: Exception) -> bool:
-    """Return whether these packages raised an error: a TypeError from elsewhere is a defect, not an input."""
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("locas_command", "locas_peft")
+    *_, (frame, _) = walk_tb(error.__traceback__)  # a TypeError from elsewhere is a defect, not an input
+    ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("locas_command", "locas_peft")
+    known = isinstance(error, ValueError) or (isinstance(error, TypeError) and ours)
+    return printable(str(error)) or type(error).__name__ if known else None
 
 
 def _give_up_stdout() -> None:

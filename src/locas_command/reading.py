@@ -1,7 +1,5 @@
 """`locas memorize` and `compare`: read a text with one method or several."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,11 @@ FEW_CHUNKS = 4
 
 
 def memorize(
-    text: options.Text,
+    text: options.Text | None = None,
     /,
     *,
+    manifest: str | None = None,
+    workers: options.Count = 1,
     out: options.NamedPath | None = None,
     library: options.NamedPath | None = None,
     name: str | None = None,
@@ -32,11 +32,14 @@ def memorize(
     json_file: options.JsonFile = None,
     settings: options.OneMethod = options.READING,
     base: options.BaseGroup = options.BASE,
-) -> None:
-    """Read a text and save what was learned as a memory.
+) -> int | None:
+    """Read a text and save what was learned as a memory; or a table of texts, a memory for each.
 
     Args:
         text: a UTF-8 text file, or - for stdin.
+        manifest: a table in place of the text, for --library: JSON Lines with name, text or path, and settings of the
+            line's own; or a .csv or .parquet file, or a dataset's name. The same command goes on with what is left.
+        workers: processes that share the table and this machine's cores or GPUs.
         out: the memory's folder; this or --library is needed unless the method is none.
         library: a folder of memories that gets one more; its base is the model where none is given.
         name: of the memory in the library; the text's file name where not given.
@@ -58,6 +61,16 @@ def memorize(
 
     from .running import load, make_settings, read_each, show_readings, show_study
 
+    if (text is None) == (manifest is None):
+        raise ValueError("give either a TEXT or --manifest, one of the two: see locas memorize --help")
+    if manifest is not None:
+        if library is None or out or name or start or exchanges_file or settings.method == "none":
+            rule = "--manifest needs --library and a method that learns"
+            raise ValueError(f"{rule}, and no --out, --name, --from or --exchanges-file: leave these out")
+        from .table import teach_manifest
+
+        given = {"overwrite": overwrite, "checkpoint_seconds": checkpoint_seconds}
+        return teach_manifest(manifest, library, workers, unwrap, json_file, settings, base, **given)
     stdout, stderr = open_consoles(json_file)
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue, or start afresh")

@@ -3,8 +3,6 @@
 Importing this module imports torch and PEFT: a command does it when it runs.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -38,10 +36,6 @@ class Base:
     name: str
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def dtype(self) -> str:
-        return str(self.model.dtype).removeprefix("torch.")
 
     def encode(self, content: str, max_tokens: int | None, unwrap: bool | None) -> torch.LongTensor:
         """Return a text's token ids, LongTensor [T] on the CPU; unwrap None: unwrapped for an embedded backbone."""
@@ -92,8 +86,8 @@ def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:
 
 
 def make_settings(options: ReadingOptions, base: Base) -> ReadingSettings:
-    """Return the settings of a reading, with the base's name and dtype for its record."""
-    return ReadingSettings(**vars(options), model=base.name, dtype=base.dtype)
+    """Return the settings of a reading, with the base's name for its record."""
+    return ReadingSettings(**vars(options), model=base.name)
 
 
 def check_all_vacant(out: Path, folders: Iterable[str], files: Sequence[str], overwrite: bool) -> None:

@@ -1,7 +1,5 @@
 """Checks of a user's values. Each error is one line with the field, its rule, its value and the remedy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from importlib import import_module

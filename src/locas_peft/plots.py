@@ -1,24 +1,18 @@
 """Plots of results as PNG files; matplotlib comes with the extra `plot`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from .files import staged_file
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["GREY", "label_axes", "make_figure", "pick_colours", "save_figure", "settled_points"]
 
 GREY = "#777777"
 
 
-def make_figure() -> tuple[Figure, Axes]:
+def make_figure() -> tuple[Any, Any]:
     """Return an empty figure of one plot, without a window system and without global state."""
     try:
         from matplotlib.figure import Figure
@@ -29,13 +23,13 @@ def make_figure() -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def save_figure(figure: Figure, path: str | Path) -> None:
+def save_figure(figure: Any, path: str | Path) -> None:
     """Write a figure as PNG, replacing the file in one step; an `OSError` leaves the one that was there."""
     with staged_file(path) as temporary:
         figure.savefig(temporary, format="png", metadata={"Software": None})
 
 
-def label_axes(axes: Axes, x: str, y: str, title: str = "") -> None:
+def label_axes(axes: Any, x: str, y: str, title: str = "") -> None:
     """Label a plot's axes and draw its grid."""
     axes.set(xlabel=x, ylabel=y, title=title)
     axes.grid(which="both", alpha=0.25)

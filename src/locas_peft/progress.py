@@ -1,7 +1,5 @@
 """Progress of a long command: lines that are advanced, whoever shows them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from .selfstudy import StudyStep

@@ -4,8 +4,6 @@ PEFT lists its methods in a closed `str` enum, whose members status reports, hot
 plain string does not do.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 
 from peft import PeftType

@@ -1,7 +1,5 @@
 """Tables of results, for the terminal and for a Markdown file, and the texts of their cells."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Text in, token ids out: the first steps of text -> tokens -> chunks -> memory."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys
@@ -64,11 +62,8 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
 
     It begins with the start token where the tokenizer puts one there, and a trainer then begins each window with it.
     There are no other special tokens. With `max_tokens` only the first tokens are kept, and no more of the text is
-    tokenized than they need, and a margin: the cut can change the tokens just before it.
-
-    Raises:
-        ValueError: `max_tokens` is below 2, or the text makes fewer than two tokens without the start token: the first
-            token is not scored.
+    tokenized than they need, and a margin: the cut can change the tokens just before it. Fewer than two tokens
+    without the start token are a `ValueError`: the first token is not scored.
     """
     if max_tokens is not None and max_tokens < 2:
         raise ValueError(f"max_tokens must be at least 2, got {max_tokens}: raise it, or leave it out")

@@ -1,24 +1,23 @@
-"""Units of work whose results are JSON files: made once, by any number of processes, of which any may be killed.
+"""Work that any number of processes share, of which any may be killed: each piece is made once.
 
-A unit whose result exists is skipped. A unit that another process has locked is left to that process.
+A unit is a piece of work whose result is a JSON file. A unit whose result exists is skipped.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .files import load_json, write_json
 from .memories import checkpoint
 from .progress import Progress, silent
 
-__all__ = ["Unit", "add_needed", "is_locked", "locked", "remove_unit", "run_units"]
+__all__ = ["Unit", "add_needed", "is_locked", "lock_path", "remove_unit", "run_units", "share"]
 
 POLL_SECONDS = 1.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Unit:
 
     path: Path
     make: Callable[[], dict | list]
-    needs: Unit | None = None
+    needs: "Unit | None" = None
 
     @property
     def memory(self) -> Path:
@@ -44,35 +43,41 @@ class Unit:
         """The file for other unfinished work; removed when the result exists."""
         return self.path.with_suffix(".unfinished")
 
-    def has_begun(self) -> bool:
-        """Return whether there is a result, or a reading that can continue."""
-        return self.path.exists() or checkpoint.has_checkpoint(self.checkpoint)
-
     def load(self) -> Any:
         """Load the result."""
         return load_json(self.path)
 
 
-def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
-    """Make the results that do not exist; return when all of them do.
+def share(pieces: Sequence[T], make: Callable[[T], Any], progress: Progress = silent, title: str = "results") -> None:
+    """Make each piece, here or in another process; return when all are made.
 
-    A process that ends, in whatever way, frees its locks, and another process makes its unit. The progress line counts
-    the results of all processes, whose `units` must be the same.
+    `make` raises `InUse` for a piece that another process holds, and is called again for it after the others. When a
+    process ends, its locks are free. The progress line shows what `make` returns, or how many pieces are left.
     """
-    units = add_needed(units)
-    missing = [unit for unit in units if not unit.path.exists()]
-    advance = progress(f"{len(missing)} results", len(missing)) if missing else None
-    while missing:
-        ready = (unit for unit in missing if unit.needs is None or unit.needs.path.exists())
-        made = any(map(_make, ready))  # one unit; then the table is read again
-        if not made:
+    advance, left = progress(f"{len(pieces)} {title}", len(pieces)), list(pieces)
+    while left:
+        held = []
+        for number, piece in enumerate(left, 1):
+            try:
+                note = make(piece)
+            except checkpoint.InUse:
+                held.append(piece)
+            else:
+                advance(1, note or f"{len(left) - number + len(held)} left")
+        if len(held) == len(left):
+            advance(0, f"{len(held)} left, in other processes")
             time.sleep(POLL_SECONDS)
-        left = [unit for unit in units if not unit.path.exists()]
-        advance(len(missing) - len(left), f"{len(left)} left" + ("" if made else ", in other processes"))
-        missing = left
+        left = held
+
+
+def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
+    """Make the results that do not exist; return when all of them do. Processes with the same `units` share them."""
+    units = add_needed(units)
+    share([unit for unit in units if not unit.path.exists()], _make, progress)
     for unit in units:
-        if _lock_path(unit.path).exists():  # a process was killed between a result and its clean-up
-            _make(unit)
+        if lock_path(unit.path).exists():  # a process was killed between a result and its clean-up
+            with suppress(checkpoint.InUse):
+                _make(unit)
 
 
 def add_needed(units: Sequence[Unit]) -> list[Unit]:
@@ -82,7 +87,7 @@ def add_needed(units: Sequence[Unit]) -> list[Unit]:
 
 def remove_unit(unit: Unit, folder: Path, names: Sequence[str]) -> None:
     """Remove a unit's files below a folder, its memory's by their names, and the folders that are empty then."""
-    for file in (unit.path, _lock_path(unit.path), *(unit.memory / name for name in names)):
+    for file in (unit.path, lock_path(unit.path), *(unit.memory / name for name in names)):
         file.unlink(missing_ok=True)
     _remove_unfinished(unit)
     for directory in (unit.memory, *unit.path.parents):
@@ -94,35 +99,26 @@ def remove_unit(unit: Unit, folder: Path, names: Sequence[str]) -> None:
 
 def is_locked(unit: Unit) -> bool:
     """Return whether a process is at work on a unit."""
-    if not _lock_path(unit.path).exists():
-        return False
     try:
-        with locked(unit.path, wait=False):
+        with checkpoint.held(lock_path(unit.path)) if lock_path(unit.path).exists() else nullcontext():
             return False
     except checkpoint.InUse:
         return True
 
 
-def locked(path: Path, wait: bool = True) -> AbstractContextManager[None]:
-    """Hold a result's lock within the context (see `checkpoint.held`)."""
-    return checkpoint.held(_lock_path(path), wait)
-
-
-def _make(unit: Unit) -> bool:
-    """Make a unit's result, unless another process holds the unit; return whether the result exists."""
+def _make(unit: Unit) -> None:
+    """Make a unit's result; `InUse` where another process holds the unit, or has not made what it needs."""
+    if unit.needs is not None and not unit.needs.path.exists():
+        raise checkpoint.InUse(f"{str(unit.needs.path)!r} must be made first: wait for it")
     unit.path.parent.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(unit.path, wait=False))
-        except checkpoint.InUse:
-            return False
+    with checkpoint.held(lock_path(unit.path)):
         if not unit.path.exists():
             write_json(unit.path, unit.make())
         _remove_unfinished(unit)  # not earlier: until the result exists, the work can continue from there
-    return True
 
 
-def _lock_path(path: Path) -> Path:
+def lock_path(path: Path) -> Path:
+    """Return the lock file of a result."""
     return Path(f"{path}.lock")
 
 

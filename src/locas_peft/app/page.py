@@ -1,7 +1,5 @@
 """The layout of the page, in gradio. It shows what `sessions.py` does; all work is done there."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -4,8 +4,6 @@ Whoever holds the lock may use the model; a reading leaves it after each step to
 work has its own modules around the same weights, so that no question meets an adapter that is being trained.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """Ask a model questions about a text, and count how many of its answers are right."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

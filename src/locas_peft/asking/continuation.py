@@ -3,8 +3,6 @@
 Axes: B rows of a batch, L their length, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os.path import commonprefix
@@ -198,10 +196,9 @@ def answer(
     that all prompts share, such as a dialogue before its questions, are computed once. `known` has the indices of
     prompts whose answers are not needed; a batch of only such prompts is left out. For errors see `check_room`.
     """
-    batches = _make_batches(model, prompts, max_new_tokens, batch_size)
     shared = commonprefix([list(prompt[:-1]) for prompt in prompts])  # a prompt's last token must be fed
     known, caches = set(known), dict[Any, Any]()
-    for batch in batches:
+    for batch in _make_batches(model, prompts, max_new_tokens, batch_size):
         if not known.issuperset(batch):
             groups = [(len(shared), range(len(batch)))] if len(shared) >= _WORTH_KEEPING else []
             rows = [prompts[number] for number in batch]

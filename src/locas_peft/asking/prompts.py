@@ -1,7 +1,5 @@
 """Prompts: a question, a conversation or the beginning of a text as token ids, by the tokenizer's chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 __all__ = ["SENTENCE_PROMPT", "SHORT_PROMPT", "can_chat", "decode_after", "encode_answer", "encode_prompt"]

@@ -1,7 +1,5 @@
 """Negative log-likelihood of targets after prompts, in batches; the model may have a memory and is not changed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ tinybook-glu (Qwen3 architecture, gated FFNs) is the default everywhere; tinyboo
 FFNs) is the host for Locas-MLP. They share a tokenizer.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

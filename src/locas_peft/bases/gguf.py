@@ -1,7 +1,5 @@
 """Models out of GGUF files, by a file's path or the name of an installed package that contains one; and into them."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import logging
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Collection
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -61,11 +58,9 @@ def load_gguf(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal LM and its tokenizer from a GGUF file; the weights are dequantised.
 
-    The checkpoint of a file of at most `CONVERTED_BYTES` is kept in the assets folder of the Hugging Face cache, if
-    that can be written, and later calls load it from there: transformers takes half a minute to parse the metadata of
-    a file whose checkpoint loads in two seconds.
-
-    The weights get bfloat16 where no dtype is given and the device is fast at it, else float32.
+    They get bfloat16 where no dtype is given and the device is fast at it, else float32. The checkpoint of a file of
+    at most `CONVERTED_BYTES` is kept in the assets folder of the Hugging Face cache, if that can be written:
+    transformers takes half a minute to parse a file whose checkpoint loads in two seconds.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"model {str(path)!r} needs the package gguf: pip install gguf")
@@ -81,10 +76,9 @@ def find_converter() -> str:
     for name in CONVERTERS:
         if found := shutil.which(name):
             return found
-    raise ValueError(
-        f"writing GGUF needs llama.cpp's converter, got no {' or '.join(CONVERTERS)} on the PATH: put it there (pip "
-        f"install {CONVERTERS[1]}, in an environment of its own), or export --to plain and convert that"
-    )
+    rule = f"writing GGUF needs llama.cpp's converter, got no {' or '.join(CONVERTERS)} on the PATH"
+    there = f"put it there (pip install {CONVERTERS[1]}, in an environment of its own)"
+    raise ValueError(f"{rule}: {there}, or export --to plain and convert that")
 
 
 def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, converter: str) -> None:
@@ -119,28 +113,22 @@ def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> tuple[PreTrainedMo
     """Load the kept checkpoint of a file; make it first where there is none, or a damaged one."""
     if loaded := _load_checkpoint(kept, dtype):
         return loaded
-    with ExitStack() as stack:
-        try:  # processes that start together convert the file once
-            stack.enter_context(FileLock(kept.with_suffix(".lock")))
-        except (OSError, NotImplementedError) as error:
-            _logger.info("the checkpoint of %s is not kept: %s", path.name, error)
-            return _convert(path, dtype)
-        if loaded := _load_checkpoint(kept, dtype):
-            return loaded
-        _logger.info("converting %s once (half a minute); kept in %s", path.name, kept)
-        try:
-            model, tokenizer = _convert(path, dtype)
-        except ValueError:
-            shutil.rmtree(kept.parent, ignore_errors=True)  # no empty folder for each file that cannot be loaded
-            raise
-        shutil.rmtree(kept, ignore_errors=True)
-        try:
+    try:
+        with FileLock(kept.with_suffix(".lock")):  # processes that start together convert the file once
+            if loaded := _load_checkpoint(kept, dtype):
+                return loaded
+            _logger.info("converting %s once (half a minute); kept in %s", path.name, kept)
+            loaded = _convert(path, dtype)
+            shutil.rmtree(kept, ignore_errors=True)
             with staged(kept) as folder:
-                model.save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-        except OSError as error:
-            _logger.info("the checkpoint of %s is not kept: %s", path.name, error)
-        return model, tokenizer
+                for each in loaded:
+                    each.save_pretrained(folder)
+    except ValueError:
+        shutil.rmtree(kept.parent, ignore_errors=True)  # no empty folder for each file that cannot be loaded
+        raise
+    except (OSError, NotImplementedError) as error:
+        _logger.info("the checkpoint of %s is not kept: %s", path.name, error)
+    return loaded or _convert(path, dtype)
 
 
 def _load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:

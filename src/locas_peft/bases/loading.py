@@ -1,7 +1,5 @@
 """Base models by name: an embedded backbone, a GGUF file, a folder or a name on the hub; where their weights go."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import tempfile
@@ -47,8 +45,7 @@ def load_base(
             there is split by Accelerate over all devices, the CPU's memory and the disk.
         quantize: "nf4" or "int8", for a folder or a name on the hub; None for the weights as they are.
 
-    Raises:
-        ValueError: there is no such model, dtype or device, it cannot be loaded, or a package is missing.
+    What does not exist or cannot be loaded, and a missing package, is a `ValueError`.
     """
     torch_dtype, torch_device = choose_dtype(dtype), choose_device(device)
     quantization, embedded = choose_quantization(quantize), backbone.is_embedded(name)

@@ -3,8 +3,6 @@
 The page, `lighthouse.txt`, is fiction. `lighthouse.jsonl` has 20 questions, which share few words with the page.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +22,7 @@ from ..reading.teaching import memorize
 from ..selfstudy import Exchange, split_passages, write_exchanges
 from ..text import load_text, tokenize
 
-__all__ = ["CHAT_MODEL", "INSTALL", "IN_CONTEXT", "RECALL", "SHOWN", "Recall", "choose_model", "choose_tokens"]
+__all__ = ["CHAT_MODEL", "INSTALL", "IN_CONTEXT", "RECALL", "SHOWN", "Recall", "choose_model"]
 __all__ += ["describe", "describe_recall", "load_page", "load_page_questions", "recall", "teach_page"]
 __all__ += ["write_page_exchanges"]
 
@@ -51,11 +49,6 @@ class Recall:
 def choose_model() -> str:
     """Return the demo's default model: `CHAT_MODEL` where it is installed, else the embedded one."""
     return CHAT_MODEL if is_installed(CHAT_MODEL) else backbone.NAME
-
-
-def choose_tokens(name: str) -> tuple[int, int]:
-    """Return how many tokens a model reads in act 2, in about three minutes, and how many are scored once more."""
-    return (100_000, 20_000) if backbone.is_embedded(name) else (6_000, 2_000)
 
 
 def load_page() -> str:

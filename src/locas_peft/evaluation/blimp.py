@@ -1,7 +1,5 @@
 """BLiMP: pairs of sentences of which one is ungrammatical, and how often a model gives the other one the lower nll."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext

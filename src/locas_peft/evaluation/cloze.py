@@ -4,8 +4,6 @@ Two measures, also for models too small to answer questions: the nats a token th
 the share of spans with a lower nll a token than three other spans of the same conversation.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

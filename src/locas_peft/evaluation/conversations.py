@@ -1,7 +1,5 @@
 """LoCoMo conversations and their questions, from the release's JSON, and as text."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +11,7 @@ from ..checks import check_choice
 from ..files import load_json
 from .f1 import ADVERSARIAL, CATEGORIES
 
-__all__ = ["Conversation", "LocomoQuestion", "Session", "Turn", "choose_conversations", "dialogue", "dialogue_lines"]
+__all__ = ["Conversation", "LocomoQuestion", "Session", "Turn", "choose_conversations", "dialogue_lines"]
 __all__ += ["keep_evidence", "keep_sessions", "load_locomo"]
 
 
@@ -60,11 +58,6 @@ class Conversation:
     def turns(self) -> dict[str, Turn]:
         """All turns by their ids, in order."""
         return {turn.dia_id: turn for session in self.sessions for turn in session.turns}
-
-
-def dialogue(conversation: Conversation) -> str:
-    """Return a whole conversation as text: what a memory reads, and what a prompt has in context."""
-    return "\n".join(dialogue_lines(conversation))
 
 
 def dialogue_lines(conversation: Conversation) -> list[str]:

@@ -1,12 +1,10 @@
 """Documents by name: from text files, folders of them, or a column of a dataset."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checks import first_line, import_extra
+from ..library.table import load_rows
 from ..text import load_text
 
 __all__ = ["load_column", "load_documents"]
@@ -32,25 +30,18 @@ def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str
 
 
 def load_column(dataset: str, split: str, column: str, limit: int | None = None) -> dict[str, str]:
-    """Load the first `limit` documents of a dataset's column, named "test-0", "test-1", ... for the split "test".
+    """Load the first `limit` documents of a dataset's column (see `load_rows`), named "test-0", "test-1", ...
 
-    `dataset` is a name on the hub, or a folder that `datasets` can load. What is beyond the limit is not downloaded.
-
-    Raises:
-        ValueError: the dataset, split or column does not exist, has no text, or `datasets` is not installed.
+    The names begin with the split. A column without texts is a `ValueError`.
     """
-    datasets, texts = import_extra("datasets"), {}
-    try:
-        for number, row in enumerate(datasets.load_dataset(dataset, split=split, streaming=True)):
-            if limit is not None and len(texts) >= limit:
-                break
-            if column not in row:
-                raise ValueError(f"column must be one of {', '.join(row)}, got {column!r}")
-            if isinstance(row[column], str) and row[column].strip():
-                texts[f"{_as_name(split)}-{number}"] = row[column]
-    except (OSError, ValueError, KeyError) as error:
-        reason = first_line(error)
-        raise ValueError(f"dataset {dataset!r} cannot be read ({reason}): check name, split and column") from error
+    texts: dict[str, str] = {}
+    for number, row in enumerate(load_rows(dataset, split)):
+        if limit is not None and len(texts) >= limit:
+            break
+        if column not in row:
+            raise ValueError(f"column must be one of {', '.join(row)}, got {column!r}: choose one of them")
+        if isinstance(row[column], str) and row[column].strip():
+            texts[f"{_as_name(split)}-{number}"] = row[column]
     if not texts:
         raise ValueError(f"dataset must hold texts, got none in {column!r} of {dataset!r}: choose another column")
     return texts

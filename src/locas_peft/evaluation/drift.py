@@ -5,8 +5,6 @@ The base's own answers to everyday questions are a text on which a memory of som
 Axes: N tokens scored, V vocabulary.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable, Iterable

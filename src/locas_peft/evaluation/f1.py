@@ -1,7 +1,5 @@
 """Token F1 of answers by LoCoMo's rules for each category."""
 
-from __future__ import annotations
-
 import string
 from collections import Counter
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The paper's section on general capabilities. Each measure is taken before, after
 must equal before to the last bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -58,10 +58,7 @@ def evaluate_tasks(
     """Run tasks of lm-evaluation-harness (see `find_tasks`) on a model in evaluation mode, with or without a memory.
 
     `limit` is the number of documents of each task, from the first; `seed` is that of the choice of examples. A task
-    that cannot be loaded is a `ValueError`.
-
-    Returns:
-        Each task's measures by the harness's names, such as {"mmlu": {"acc": 0.6, "acc_stderr": 0.004}}.
+    that cannot be loaded is a `ValueError`. Return each task's measures by the harness's names.
     """
     index = find_tasks(tasks, include_path)
     options = {"backend": "causal", "batch_size": batch_size, "max_length": count_positions(model)}
@@ -73,9 +70,8 @@ def evaluate_tasks(
     except (OSError, KeyError) as error:
         reason, remedy = f"{type(error).__name__}: {first_line(error)[:200]}", "check the network or the task's files"
         raise ValueError(f"task {', '.join(tasks)} cannot be loaded ({reason}): {remedy}") from error
-    return {task: _keep_numbers(measures) for task, measures in found["results"].items()}
-
-
-def _keep_numbers(measures: dict[str, Any]) -> dict[str, Any]:
-    numbers = {name: value for name, value in measures.items() if isinstance(value, (int, float))}
-    return {name.removesuffix(",none").replace(",", " "): value for name, value in numbers.items()}
+    figures: dict[str, dict[str, Any]] = {}
+    for task, measures in found["results"].items():
+        numbers = {name: value for name, value in measures.items() if isinstance(value, (int, float))}
+        figures[task] = {name.removesuffix(",none").replace(",", " "): value for name, value in numbers.items()}
+    return figures

@@ -1,7 +1,5 @@
 """Means and perplexity rises with 95% percentile bootstrap intervals (nan for fewer than two values), as JSON."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

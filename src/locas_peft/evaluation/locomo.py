@@ -4,8 +4,6 @@ The paper's section on long-context dialogue, with the wrong-memory control that
 with the memory of conversation i - 1. A memory that helps no more than that has learned style, not facts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -26,7 +24,7 @@ from ..text import tokenize
 from ..tuner import adapters_disabled
 from ..units import Unit, run_units
 from .cloze import find_spans, firsts, gains, score_spans
-from .conversations import Conversation, dialogue
+from .conversations import Conversation, dialogue_lines
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, FROM_RECITED, PROMPTS, make_prompts
@@ -72,7 +70,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     """
     if set(plan.settings) - {CLOZE}:
         load_stemmer()  # a missing package is reported before the work begins
-    texts = {one.sample_id: tokenize(run.tokenizer, dialogue(one)) for one in conversations}
+    texts = {one.sample_id: tokenize(run.tokenizer, "\n".join(dialogue_lines(one))) for one in conversations}
     readings: dict[str, dict[str, Unit]] = {}
     for method, settings in run.methods.items():
         if settings.method.name != "none":

@@ -3,8 +3,6 @@
 `evaluate.combine([Recall(), ExactMatch()])` computes several at once. The extra `eval` has `evaluate` and `datasets`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from statistics import fmean

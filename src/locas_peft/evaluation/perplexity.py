@@ -3,8 +3,6 @@
 The paper's PG-19 protocol. Over documents the mean is weighted by tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,11 +25,7 @@ def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
     """Read each document, LongTensor [T], with each method.
 
     The run's folder gets `perplexity/METHOD/DOCUMENT.json`, one a reading, and the figures, which are returned, in
-    `perplexity.json`.
-
-    Raises:
-        ValueError: the folder holds another run, or a method does not fit the base.
-        OSError: the disk is full, or the folder cannot be written.
+    `perplexity.json`. A folder with another run, or a method that does not fit the base, is a `ValueError`.
     """
     units: dict[str, dict[str, Unit]] = {method: {} for method in run.methods}
     for method, settings in run.methods.items():

@@ -1,7 +1,5 @@
 """The prompts of the LoCoMo protocol: a question alone, or after evidence, recited passages, or the whole dialogue."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from pathlib import Path
@@ -70,10 +68,7 @@ def make_prompt(
 ) -> str:
     """Make a question's prompt in a setting of `ANSWERED`; `text` is the dialogue in context."""
     check_choice("setting", setting, ANSWERED)
-    return prompts["full-context" if setting in ("evidence", FROM_RECITED) else setting].format(
-        speaker_a=conversation.speakers[0],
-        speaker_b=conversation.speakers[1],
-        question=question.question,
-        hint=prompts.get(f"hint-{question.category}", ""),
-        dialogue=text,
-    )
+    form = prompts["full-context" if setting in ("evidence", FROM_RECITED) else setting]
+    names = dict(zip(("speaker_a", "speaker_b"), conversation.speakers, strict=True))
+    hint = prompts.get(f"hint-{question.category}", "")
+    return form.format(question=question.question, hint=hint, dialogue=text, **names)

@@ -4,8 +4,6 @@ Each protocol's module has its `NAME` and `TITLE`, `tabulate(figures)`, which re
 `draw(figures, axes)`, with axes of matplotlib, which returns whether there was something to draw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs of the protocols: where a run's results are, which run they are of, and the unit of a reading."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence
@@ -14,13 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..checks import describe_difference
 from ..files import load_json, write_json
+from ..memories.checkpoint import has_checkpoint, held
 from ..memories.folder import FILES
 from ..progress import Progress, follow, follow_study, silent
-from ..reading.record import Reading, find_finished
+from ..reading.record import Reading
 from ..reading.settings import CompleteSettings, ReadingSettings
 from ..reading.teaching import memorize
 from ..text import digest_ids
-from ..units import Unit, add_needed, is_locked, locked, remove_unit
+from ..units import Unit, add_needed, is_locked, lock_path, remove_unit
 
 __all__ = ["Run", "describe_text", "digest", "summarize_reading"]
 
@@ -50,15 +49,11 @@ class Run:
         self.methods = {name: settings.complete(self.base, self.tokenizer) for name, settings in self.methods.items()}
 
     def open(self, name: str, units: Sequence[Unit], **shared: Any) -> dict[str, Any]:
-        """Record in `out/NAME/run.json` which run its results are of, or refuse to mix two runs.
+        """Record in `out/NAME/run.json` which run its results are of; return the fields that its figures begin with.
 
-        Later runs may add methods; the fields in `common` and `shared`, JSON values, must stay the same. A record
-        without results, of a run that failed at once, is replaced. `units` is the protocol's table, with paths in
-        `out / name`. Results of a different run are a `ValueError`.
-
-        Returns:
-            The fields that the protocol's figures begin with: its name as `study`, those in `common` and `shared`, and
-            the settings of each of the `methods`.
+        Results of a different run are a `ValueError`: later runs may add methods, and the fields in `common` and
+        `shared`, JSON values, must stay the same. A record without results, of a run that failed at once, is replaced.
+        `units` is the protocol's table, with paths in `out / name`.
         """
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +61,7 @@ class Run:
         settings = {method: values.to_json() for method, values in self.methods.items()}
         files = [unit.path.relative_to(folder).as_posix() for unit in add_needed(units)]
         record = {"study": name, "common": common, "methods": settings, "files": files}
-        with locked(path):
+        with held(lock_path(path), wait=True):
             before = load_json(path) if path.exists() else {}
             write_json(path, _join(folder, before, json.loads(json.dumps(record)), self.overwrite))
         return {"study": name, **common, "methods": settings}
@@ -80,14 +75,10 @@ class Run:
         """
 
         def make() -> dict[str, Any]:
-            memory = unit.memory if keep_memory else None
-            reading = find_finished(memory, settings, input_ids) if memory else None
-            if reading is None:
-                options = {"out": memory, "checkpoint_dir": unit.checkpoint, "resume": True}
-                options["on_chunk"] = follow(self.progress(label, len(input_ids) * settings.training.readings))
-                options |= {"tokenizer": self.tokenizer, "on_study": follow_study(self.progress)}
-                reading = memorize(self.base, input_ids, settings, **options)
-            return reading.to_json()
+            options = {"out": unit.memory if keep_memory else None, "checkpoint_dir": unit.checkpoint, "resume": True}
+            options["on_chunk"] = follow(self.progress(label, len(input_ids) * settings.training.readings))
+            options |= {"tokenizer": self.tokenizer, "on_study": follow_study(self.progress)}
+            return memorize(self.base, input_ids, settings, **options).to_json()
 
         unit = Unit(path, make)
         return unit
@@ -101,7 +92,7 @@ def _join(folder: Path, before: dict[str, Any], record: dict[str, Any], overwrit
     if overwrite and not any(map(is_locked, units)):
         for unit in units:
             remove_unit(unit, folder, FILES)
-    elif any(unit.has_begun() for unit in units):
+    elif any(unit.path.exists() or has_checkpoint(unit.checkpoint) for unit in units):
         ours, theirs = record["methods"], before.get("methods", {})
         pairs = [(record["common"], before.get("common", {}), "")]
         pairs += [(ours[name], theirs[name], f"{name}: ") for name in ours if name in theirs]

@@ -51,10 +51,8 @@ def check_name(name: str) -> str:
     """Return a memory's name, without the space around it; a `ValueError` where it cannot name a folder everywhere."""
     name = name.strip()
     if not _NAME.fullmatch(name):
-        raise ValueError(
-            "name must be at most 60 letters, digits, spaces or any of . ( ) _ - and begin with a letter or digit, "
-            f"got {name[:60]!r}: choose another"
-        )
+        rule = "be at most 60 letters, digits, spaces or any of . ( ) _ - and begin with a letter or digit"
+        raise ValueError(f"name must {rule}, got {name[:60]!r}: choose another")
     return name
 
 
@@ -133,9 +131,8 @@ class Library:
         folder = self.find(name)
         foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
-            raise ValueError(
-                f"memory {name!r} must hold its own files alone, got {foreign[0]!r} too: move it away first"
-            )
+            rule = f"memory {name!r} must hold its own files alone"
+            raise ValueError(f"{rule}, got {foreign[0]!r} too: move it away first")
         gone = self.folder / f".{name}.{os.getpid()}{_FORGOTTEN}"
         with locked(folder / CHECKPOINT_FOLDER):
             os.rename(folder, gone)
@@ -183,19 +180,17 @@ class Library:
         found = {config.get("base_model_name_or_path"): name for name, config in configs.items()}
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
-            raise ValueError(
-                f"a library must hold memories of one base, got {first!r} of {one!r} and {second!r} of {other!r}: "
-                "keep them in two libraries"
-            )
+            found = f"{first!r} of {one!r} and {second!r} of {other!r}"
+            raise ValueError(f"a library must hold memories of one base, got {found}: keep them in two libraries")
         return next(iter(found), None)
 
     def check_base(self, name: str) -> None:
-        """Raise a `ValueError` where a base is not the one of the memories here."""
-        held = self.name_base()
+        """Raise a `ValueError` where a base is not that of a memory here."""
+        some = next(filter(self._holds, os.listdir(self.folder)), None)
+        held = None if some is None else load_memory_config(self.folder / some).get("base_model_name_or_path")
         if held is not None and held != name:
-            raise ValueError(
-                f"a library must hold memories of one base, got {name!r} beside {held!r}: use another one"
-            )
+            rule = "a library must hold memories of one base"
+            raise ValueError(f"{rule}, got {name!r} beside {held!r}: use another one")
 
     def attach(self, base: PreTrainedModel, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """Return a context of the base with a memory attached (see `memories.memory_attached`), or alone for none."""

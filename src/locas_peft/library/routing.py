@@ -1,7 +1,5 @@
 """Which memory of a library a question is about."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -56,10 +54,8 @@ def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) 
 
     A memory answers where its score is at least 1. A score is divided by the sum of the idf of the question's words,
     so that one threshold serves libraries of any size. It is multiplied by the share of the question's names
-    (the capitalised words after the first) that the memory has: people who share a first name are told apart.
-
-    Raises:
-        ValueError: the package bm25s is missing.
+    (the capitalised words after the first) that the memory has: people who share a first name are told apart. A
+    missing package bm25s is a `ValueError`.
     """
     bm25s = import_extra("bm25s", "library", "a library")
     options = {"stopwords": "en_plus", "return_ids": False, "show_progress": False}

@@ -4,8 +4,6 @@ A checkpoint is written to a temporary file, flushed and renamed, so that a kill
 that can be loaded. It is loaded with `weights_only`: it holds tensors and plain values, and runs no code.
 """
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Iterator

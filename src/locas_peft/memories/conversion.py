@@ -3,8 +3,6 @@
 Each function mutates the base that it is given: load it anew, or give one that shares its weights (`share_weights`).
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from pathlib import Path

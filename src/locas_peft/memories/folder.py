@@ -1,7 +1,5 @@
 """The folder of a memory: its files, model card, saving and uploading; zip archives of it, which may be hostile."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

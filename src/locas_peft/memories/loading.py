@@ -1,7 +1,5 @@
 """Load saved memories onto their base, or describe them from their files alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import warnings

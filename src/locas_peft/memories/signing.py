@@ -4,8 +4,6 @@ Two files hold them: `SIGNATURE` is of what `upload_memory` uploads, `TEXT_SIGNA
 the text, and counts where there are any. The card, checkpoints and caches are not signed.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """Readings of one text side by side: a table, and a plot."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A new method is a class here and a row of `METHODS`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -131,8 +129,7 @@ class Adapter(Method):
             return None
         if layers == "upper":
             return list(range(depth // 2, depth))
-        beyond = next((index for index in layers if index >= depth), None)
-        if beyond is not None:
+        if (beyond := max(layers)) >= depth:
             rule = f"layers_to_transform must lie below {depth}, the layers of {type(base).__name__}"
             raise ValueError(f"{rule}, got {beyond}: lower it")
         return sorted(layers)

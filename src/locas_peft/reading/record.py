@@ -1,7 +1,5 @@
 """The record of a reading: its settings and figures, as JSON, in a memory's folder and on its model card."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from contextlib import suppress
@@ -47,11 +45,9 @@ class Reading:
         peak_bytes: see `PeakMemory`; the base is included.
         skipped_chunks: chunks that were not learned because a loss or a gradient was not finite.
         taken_back: the numbers of tokens read at which the brake took the adapter back to an earlier state.
-        final_nats: the loss of the adapter in the brake's last comparison, at the end, in nats a token; None without.
-        final_base_nats: the loss of the base there.
+        final_nats, final_base_nats: the losses of adapter and base in the brake's last comparison, in nats a token.
         studied: of a self-study (see `SelfStudy.figures`), or None.
         stopped: whether a callback ended the reading before its end.
-        title: of the text, or its file's name.
     """
 
     settings: CompleteSettings
@@ -90,7 +86,7 @@ class Reading:
         return {**figures.pop("settings").to_json(), **figures, "tokens_per_second": self.tokens_per_second}
 
     @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Reading:
+    def from_json(cls, value: dict[str, Any]) -> "Reading":
         """Undo `to_json`; a missing or unknown key is a `ValueError`. A figure that JSON cannot hold (null) is NaN."""
         value = {name: item for name, item in value.items() if (name, item) not in _FORMER}
         value.pop("tokens_per_second", None)

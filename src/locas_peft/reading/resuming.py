@@ -1,7 +1,5 @@
 """The checkpoints of a reading: when its state is saved, and whether a saved state is of the same run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

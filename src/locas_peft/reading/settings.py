@@ -1,7 +1,5 @@
 """The settings of a reading: given flat, and completed once, into those of the training, the method and the study."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re
@@ -51,16 +49,9 @@ _STUDY = tuple(field.name for field in dataclasses.fields(StudySettings))
 class CompleteSettings:
     """How a text is read, with nothing left open. `ReadingSettings.complete` makes it.
 
-    Args:
-        method: an object of a class in `METHODS`.
-        study: of the self-study after reading; None for none.
-        preset: where values that were not given came from.
-        max_tokens: the first tokens of the text that are read; None for all.
-        seed: of torch, set before the adapter is made.
-        model, dtype: the base's name, and its weights' dtype, for the record.
-
-    Raises:
-        ValueError: a study without an adapter that is trained.
+    `study` is None for none, `max_tokens` None for the whole text. Torch gets the `seed` before the adapter is made.
+    `preset`, where values that were not given came from, and `model` and `dtype`, the base's, are for the record. A
+    study without an adapter that is trained is a `ValueError`.
     """
 
     method: Method
@@ -78,11 +69,11 @@ class CompleteSettings:
             got = f"method {self.method.name!r}" + ("" if update is None else f" with update {update!r}")
             raise ValueError(f"study needs an adapter that is trained, got {got}: use locas-glu or lora, say")
 
-    def complete(self, base: PreTrainedModel | None = None, tokenizer: Any = None) -> CompleteSettings:
+    def complete(self, base: PreTrainedModel | None = None, tokenizer: Any = None) -> "CompleteSettings":
         """Return these settings: they are complete."""
         return self
 
-    def for_base(self, **training: Any) -> CompleteSettings:
+    def for_base(self, **training: Any) -> "CompleteSettings":
         """Return the settings of a reading without an adapter that sees the same tokens in the same windows.
 
         `training` has fields of `TrainingSettings` with other values.
@@ -118,15 +109,14 @@ class ReadingSettings(_Given):
     """How a text is read, as far as it is given. `complete` takes the rest from the preset and the base.
 
     Args:
-        method: none, lora, locas-glu (gated FFNs) or locas-mlp (two-layer FFNs).
+        method: one of `METHODS`.
         preset: where the values that are not given come from: tuned or paper.
-        study: after reading, the model asks itself about the text, and learns the answers without the text.
+        study: whether a self-study follows (see `StudySettings`).
         max_tokens, seed, model, dtype: as in `CompleteSettings`.
         fields: those of `TrainingSettings`, of the method (`r`, `anchor`, ...; see `locas memorize --help`), and of
             `StudySettings`. None, or a field that is left out, stands for a value that is not given.
 
-    Raises:
-        TypeError, ValueError: a value out of range; one line with the field, its rule, its value and the remedy.
+    A value out of range is a `TypeError` or `ValueError`.
 
     Example:
         >>> ReadingSettings(method="lora", r=16, window=512, study=True)
@@ -135,6 +125,8 @@ class ReadingSettings(_Given):
     def __post_init__(self) -> None:
         check_choice("preset", self.preset, PRESETS)
         check_choice("method", self.method, METHODS)
+        if not isinstance(self.study, bool):
+            raise TypeError(f"study must be true or false, got {self.study!r}: give one of the two")
         given = self._list_given()
         # Checked with what is completed later, and here, before a command loads its model.
         training = {name: given[name] for name in _TRAINING if name in given}
@@ -150,10 +142,6 @@ class ReadingSettings(_Given):
         Args:
             base: the model that reads; None where window, stride and context are given, or 512, 256 and "cache" fit.
             tokenizer: of the base, for the start token; None where it is given, or there is none.
-
-        Example:
-            >>> ReadingSettings(method="locas-glu", r=16).complete().training.learning_rate
-            0.004
         """
         given, cls = self._list_given(), METHODS[self.method]
         values = cls.choose(self.preset, {name: given.pop(name) for name in METHOD_FIELDS if name in given})

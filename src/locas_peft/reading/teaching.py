@@ -1,7 +1,5 @@
 """One reading of a text, in the same loop for all methods: settings -> adapter -> trainer -> memory folder."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +20,7 @@ from ..selfstudy.exchanges import EXCHANGES
 from ..text import digest_ids
 from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
 from ..tuner.modules import remember_modules
-from .record import Reading, load_reading, save_reading
+from .record import Reading, find_finished, load_reading, save_reading
 from .resuming import Checkpoints, restore
 from .settings import CompleteSettings, ReadingSettings
 
@@ -70,8 +68,9 @@ def memorize(
         checkpoint_dir: a folder for the unfinished state, saved every `checkpoint_seconds`, and where a callback
             raises, and removed after the memory was saved; without `out` the caller removes it. It is locked for the
             whole call. Where it cannot be written, a warning is logged and the reading goes on.
-        resume: go on from the checkpoint in `checkpoint_dir`; from the start where there is none.
-        overwrite: replace the memory in `out`, and a checkpoint that is not resumed.
+        resume: return the finished reading of `out`, if it is this one; else go on from the checkpoint in
+            `checkpoint_dir`; from the start where there is none.
+        overwrite: replace the memory in `out`, and a checkpoint; with `resume`, only those of other readings.
         title: of the text, for the record and the model card.
         on_chunk: called after each chunk; on resuming, for the chunks of the checkpoint first. It may raise
             `StopReading`, and so may `on_study`: the memory is then saved as it is.
@@ -82,10 +81,8 @@ def memorize(
         start: a saved memory to go on with, in place of a fresh adapter: its slots, a fresh optimizer, and its own
             exchanges, of which a study learns again what is lost. `out` may be its folder.
 
-    Raises:
-        ValueError: the text is too short, the method does not fit the base or `start`, `out` is not vacant, or the
-            checkpoint is of another reading or in use.
-        OSError: a folder cannot be written.
+    A text that is too short, a method that does not fit the base or `start`, an `out` that is not vacant, and a
+    checkpoint of another reading or in use (`InUse`) are `ValueError`s; a folder that cannot be written an `OSError`.
     """
     if input_ids.dim() != 1 or input_ids.numel() < 2:
         raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
@@ -93,17 +90,27 @@ def memorize(
     input_ids = input_ids[: settings.max_tokens]
     if settings.method.name == "none":
         out = checkpoint_dir = None
+
     with ExitStack() as stack:
         folder = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
         if out is not None:
-            check_vacant(out, resume=resume, overwrite=overwrite or (start is not None and Path(out) == Path(start)))
+            replaces = overwrite or (start is not None and Path(out) == Path(start))
+            with suppress(*[ValueError] * replaces):
+                if resume and (finished := find_finished(out, settings, input_ids, exchanges)) is not None:
+                    return finished
+            check_vacant(out, resume=resume, overwrite=replaces)
         earlier = [] if start is None else _load_earlier(start, settings)
         model = stack.enter_context(attached(base, settings, start))
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
         state = checkpoint.load(folder) if resume and folder is not None else None
         if state is not None:
-            restore(folder, state, trainer, digest_ids(input_ids), settings)
+            try:
+                restore(folder, state, trainer, digest_ids(input_ids), settings)
+            except ValueError:
+                if not overwrite:
+                    raise
+                state = None
         study = _make_study(model, tokenizer, input_ids, settings, exchanges, earlier)
         if state is not None and study is not None and "study" in state:
             try:
@@ -204,19 +211,10 @@ def _make_study(
         return None
     if tokenizer is None:
         raise ValueError("tokenizer must be given for a self-study, got None: give the base's tokenizer")
-    return SelfStudy(
-        model,
-        tokenizer,
-        input_ids,
-        per_passage=settings.study.exchanges,
-        passes=settings.study.passes,
-        learning_rate=STUDY_RATE * settings.training.learning_rate,
-        window=settings.training.window,
-        seed=settings.seed,
-        anchor=STUDY_ANCHOR * (settings.method.anchor or 0.0),
-        given=given,
-        earlier=earlier,
-    )
+    options = {"per_passage": settings.study.exchanges, "passes": settings.study.passes, "seed": settings.seed}
+    options |= {"learning_rate": STUDY_RATE * settings.training.learning_rate, "window": settings.training.window}
+    options["anchor"] = STUDY_ANCHOR * (settings.method.anchor or 0.0)
+    return SelfStudy(model, tokenizer, input_ids, given=given, earlier=earlier, **options)
 
 
 def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTrainer:
@@ -258,10 +256,9 @@ def _make_reading(
 
 
 def score(model: nn.Module, input_ids: torch.LongTensor, settings: CompleteSettings) -> float:
-    """Return the perplexity of a text, LongTensor [T], T >= 2, under a frozen model, with or without an adapter.
+    """Return the perplexity of a text, LongTensor [T], T >= 2, under a frozen model, in the windows of the settings.
 
-    The windows of the settings are used. The model is not changed; a parameter that requires gradients is a
-    `ValueError`.
+    A parameter that requires gradients is a `ValueError`.
     """
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if learning:

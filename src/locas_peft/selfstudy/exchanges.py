@@ -1,7 +1,5 @@
 """Exchanges: a question about a passage with its answer; their file; and the passages of a text."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -3,8 +3,6 @@
 Axes: B lessons of a batch, T tokens of an answer, K candidates for a token, V vocabulary.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -156,10 +154,8 @@ class SelfStudy:
             prompts = (encode_question(self._tokenizer, question, form) for form in FORMS)
             length = max(map(len, prompts)) + len(make_lesson(exchange, self._tokenizer).answer)
             if length > (self._host.positions or length):
-                raise ValueError(
-                    f"exchange {number} must fit the model's {self._host.positions} positions, got {length} tokens: "
-                    "shorten its question or answer"
-                )
+                rule = f"exchange {number} must fit the model's {self._host.positions} positions"
+                raise ValueError(f"{rule}, got {length} tokens: shorten its question or answer")
 
     @property
     def figures(self) -> dict[str, Any]:
@@ -305,15 +301,12 @@ class SelfStudy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, after the adapter's weights were restored.
 
-        Raises:
-            ValueError: the study was begun with other given exchanges, or the state does not fit.
-            KeyError, TypeError, AttributeError: the state does not fit.
+        A study that was begun with other given exchanges is a `ValueError`. A state that does not fit is that, or a
+        `KeyError`, `TypeError` or `AttributeError`.
         """
         if state["given"] != self._given:
-            raise ValueError(
-                "exchanges must be those that the checkpoint was begun with, got others: give the former file, or "
-                "start afresh with --overwrite"
-            )
+            rule = "exchanges must be those that the checkpoint was begun with, got others"
+            raise ValueError(f"{rule}: give the former file, or start afresh with --overwrite")
         self.exchanges = [Exchange(**each) for each in state["exchanges"]]
         self._others = [Lesson(**{**each, "forms": tuple(each["forms"])}) for each in state["others"]]
         self._progress = [_Progress(*each) for each in state["progress"]]

@@ -3,8 +3,6 @@
 Axes: T tokens of an answer, K candidates for a token.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

