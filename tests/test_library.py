@@ -101,6 +101,17 @@ def test_confidence_is_the_probability_of_the_tokens_of_an_answer(base):
     assert 0 < measured < 1 and measured == pytest.approx(own.mean().exp().item(), rel=1e-4) and empty == 0
 
 
+def test_of_two_memories_that_fit_as_well_the_later_one_is_asked(tmp_path):
+    for name, year in (("one", 1901), ("other", 1902)):
+        write(
+            tmp_path / name, Exchange("When was the mill at Dravik built?", f"The mill at Dravik was built in {year}.")
+        )
+    for latest in ("one", "other"):
+        os.utime(tmp_path / latest, (2e9, 2e9))
+        assert Library(tmp_path).route(["When was the mill at Dravik built?"]) == [(latest,)]
+        os.utime(tmp_path / latest, (1e9, 1e9))
+
+
 def test_an_empty_library_answers_with_the_base(base, tmp_path):
     library = Library(tmp_path / "new")
     assert (library.list(), library.name_base(), library.route(["Who?"])) == ([], None, [()])

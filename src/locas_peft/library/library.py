@@ -197,8 +197,11 @@ class Library:
         return memory_attached(base, self.find(names[0]), self._key) if names else nullcontext(base)
 
     def route(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
-        """Return for each question the name of the memory that it is about, in a tuple; an empty one for none."""
-        names = sorted(self.list())
+        """Return for each question the name of the memory that it is about, in a tuple; an empty one for none.
+
+        Of two memories that fit as well, the later one is named.
+        """
+        names = self.list()
         scores = score_by_words([list_passages(self.folder / name) for name in names], questions)
         return [(names[row.argmax()],) if len(row) and row.max() >= 1 else () for row in scores]
 

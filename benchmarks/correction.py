@@ -1,0 +1,150 @@
+"""Correct a memory: some of its facts change, and it is asked for the new ones, the old ones and the rest.
+
+    python benchmarks/correction.py --people 2 --out benchmarks/results/correction.json
+
+A memory is taught people (`biographies.py`) by given exchanges. Then the town and the pet of each become others.
+There are three ways to correct. The memory goes on with the exchanges that changed. A fresh memory studies all
+exchanges, the changed ones in their new form. A second memory has the changed ones alone, and a library routes each
+question.
+
+Questions are in wordings that were not studied. "Nats" are those of the old values, a token, as answers in a few
+words: a corrected memory should find them as unlikely as the base does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from biographies import PETS, TOWNS, Person, make_people
+from measuring import describe_machine, make_table
+
+from locas_peft.asking import SHORT_PROMPT, Question, ask, encode_answer, encode_question, is_right
+from locas_peft.asking.scoring import score_targets
+from locas_peft.bases import load_base
+from locas_peft.files import load_json, write_json
+from locas_peft.library import Library
+from locas_peft.reading import ReadingSettings
+from locas_peft.selfstudy import Exchange
+
+CHANGED = {0: TOWNS, 3: PETS}
+"""By a fact's number in a biography: where its new value is drawn from."""
+FACTS_EACH, WORDINGS = 6, 3
+
+
+def change(people: list[Person], seed: int) -> tuple[list[Exchange], list[Exchange], list[Question], list[Question]]:
+    """Return the exchanges as they were, those that changed, and the questions with old and with new values."""
+    rng, exchanges, changed, old, new = random.Random(seed), [], [], [], []
+    for person in people:
+        rows = [Exchange(**row) for row in person.exchanges]
+        exchanges += rows
+        for number, row in enumerate(person.questions):
+            question = Question(**row)
+            old.append(question)
+            if number not in CHANGED:
+                new.append(question)
+                continue
+            value = rng.choice([each for each in CHANGED[number] if each != question.answer])
+            new.append(Question(question.question, value))
+            for each in rows[WORDINGS * number : WORDINGS * (number + 1)]:
+                changed.append(Exchange(each.question, each.answer.replace(question.answer, value)))
+    return exchanges, changed, old, new
+
+
+class Figures:
+    """Grades answers, and measures how likely the old values are."""
+
+    def __init__(self, tokenizer, old: list[Question], new: list[Question]):
+        self._tokenizer, self._old, self._new = tokenizer, old, new
+        self._changed = [number for number in range(len(old)) if old[number] != new[number]]
+
+    def measure(self, model, answers: list[str] | None = None) -> dict[str, Any]:
+        """Return the figures of a model, with its own answers where none are given."""
+        answers = ask(model, self._tokenizer, self._new) if answers is None else answers
+        right = [is_right(given, each.answer) for given, each in zip(answers, self._new, strict=True)]
+        stale = [is_right(answers[number], self._old[number].answer) for number in self._changed]
+        return {
+            "corrected": sum(right[number] for number in self._changed),
+            "old": sum(stale),
+            "changed": len(self._changed),
+            "others_right": sum(right) - sum(right[number] for number in self._changed),
+            "others": len(right) - len(self._changed),
+            "old_nats": self.old_nats(model),
+        }
+
+    def old_nats(self, model) -> float:
+        asked = [self._old[number] for number in self._changed]
+        pairs = [
+            (
+                encode_question(self._tokenizer, each.question, SHORT_PROMPT),
+                encode_answer(self._tokenizer, each.answer),
+            )
+            for each in asked
+        ]
+        return sum(score.per_token for score in score_targets(model, pairs)) / len(pairs)
+
+
+def measure(base, tokenizer, people: list[Person], seed: int) -> dict[str, dict[str, Any]]:
+    """Teach, correct in each way, and return the figures of each."""
+    exchanges, changed, old, new = change(people, seed)
+    figures, settings = Figures(tokenizer, old, new), ReadingSettings(study=True, seed=seed)
+    text, news = ("\n".join(dict.fromkeys(each.answer for each in rows)) for rows in (exchanges, changed))
+    corrected = {each.question: each for each in changed}
+    whole = [corrected.get(each.question, each) for each in exchanges]
+    rows = {"the base": figures.measure(base)}
+    with TemporaryDirectory() as folder:
+        library = Library(folder)
+
+        def teach(name: str, text: str, exchanges: list[Exchange], **options: Any) -> float:
+            began = time.process_time()
+            library.add(base, tokenizer, text, name, settings, exchanges=exchanges, **options)
+            return time.process_time() - began
+
+        def note(label: str, name: str, seconds: float) -> None:
+            with library.attach(base, [name]) as model:
+                rows[label] = {**figures.measure(model), "cpu_seconds": seconds}
+            print(label, rows[label], flush=True)
+
+        note("before", "people", teach("people", text, exchanges))
+        note("goes on", "on", teach("on", news, changed, start=library.find("people")))
+        library.forget("on")
+        note("taught afresh", "afresh", teach("afresh", "\n".join(dict.fromkeys(e.answer for e in whole)), whole))
+        library.forget("afresh")
+        seconds = teach("news", news, changed)
+        answers = [each.answer for each in library.ask(base, tokenizer, new)]
+        with library.attach(base, ["news"]) as model:
+            rows["a second memory, routed"] = {**figures.measure(model, answers), "cpu_seconds": seconds}
+    return rows
+
+
+def tabulate(rows: dict[str, dict[str, Any]]) -> str:
+    """Return a row a way to correct."""
+    table = []
+    for label, row in rows.items():
+        shares = [f"{row['corrected']} of {row['changed']}", f"{row['old']} of {row['changed']}"]
+        shares += [f"{row['others_right']} of {row['others']}", f"{row['old_nats']:.2f}"]
+        table.append([label, *shares, f"{row.get('cpu_seconds', 0):.0f}"])
+    return make_table(["memory", "new fact", "old fact", "other facts", "nats of the old", "processor s"], table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--people", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("correction.json"))
+    arguments = parser.parse_args()
+    base, tokenizer = load_base(arguments.model)
+    base.eval()
+    results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
+    results["rows"] = measure(base, tokenizer, make_people(arguments.people, arguments.seed), arguments.seed)
+    write_json(arguments.out, results)
+    print(tabulate(results["rows"]))
+
+
+if __name__ == "__main__":
+    main()
