@@ -685,6 +685,9 @@ def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_p
     for option, kept in (("--no-base", ["adapter"]), ("--base-only", ["base"])):
         assert run("export", memory, "--out", option[2:], option)[0] == 0
         assert names(tmp_path / option[2:]) == kept
+    assert run("export", memory, "--out", "named", "--no-base", "--base-name", "/srv/base")[0] == 0
+    config = json.loads((tmp_path / "named/adapter/adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "/srv/base"
     refusals = {
         ("--out", "served"): "--out must be a new or empty folder, got 'served' with files in it: choose another",
         ("--out", "x", "--no-base", "--base-only"): "--no-base and --base-only exclude each other: ",

@@ -48,6 +48,7 @@ def export(
     to: Literal["lora", "plain", "gguf"] = "lora",
     no_base: bool = False,
     base_only: bool = False,
+    base_name: str | None = None,
     neurons: Count | None = None,
     pad_to_multiple_of: Count | None = None,
     base: BaseOnCpu = BASE_ON_CPU,
@@ -61,6 +62,7 @@ def export(
             by llama.cpp's converter, which must be on the PATH.
         no_base: export the adapter alone, for a base that was exported before with the same --neurons.
         base_only: export the base alone.
+        base_name: what the adapter's config calls the exported base, such as the server's --model: engines compare it.
         neurons: how many neurons the base gets: the r of the widest memory that it shall serve; this one's by default.
         pad_to_multiple_of: with plain and gguf, pad the merged FFNs' width with zeros to a multiple of this.
     """
@@ -71,7 +73,7 @@ def export(
 
     if to == "lora" and pad_to_multiple_of is not None:
         raise ValueError("--pad-to-multiple-of goes with --to plain or gguf, got --to lora: choose --neurons")
-    if to != "lora" and (no_base or base_only or neurons is not None):
+    if to != "lora" and (no_base or base_only or base_name or neurons is not None):
         raise ValueError(f"--no-base, --base-only and --neurons go with --to lora, got --to {to}: leave them out")
     if no_base and base_only:
         raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
@@ -86,7 +88,8 @@ def export(
         if to == "gguf":
             merge_memory(*made, pad_to_multiple_of, converter)
             return stdout.print(f"The merged model is in {out / 'model.gguf'}: llama.cpp loads it")
-        neurons, rank = export_memory(*made, neurons=neurons, with_base=not no_base, with_adapter=not base_only)
+        parts = {"with_base": not no_base, "with_adapter": not base_only}
+        neurons, rank = export_memory(*made, neurons=neurons, base_path=base_name, **parts)
     if not no_base:
         stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
     if not base_only:
@@ -262,9 +265,8 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
 
 def _name_vllm_option(rank: int) -> str:
     """Return the option that vLLM needs to serve a LoRA of this rank, as a line."""
-    for allowed in VLLM_RANKS:
-        if allowed >= rank:
-            return f"vLLM needs --max-lora-rank {allowed}"
+    if rank <= VLLM_RANKS[-1]:
+        return f"vLLM needs --max-lora-rank {next(allowed for allowed in VLLM_RANKS if allowed >= rank)}"
     return f"vLLM serves ranks up to {VLLM_RANKS[-1]}: make the memory narrower with locas resize"
 
 

@@ -187,9 +187,8 @@ class SelfStudy:
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         self._progress = self._progress or [_Progress() for _ in self._lessons]
-        if self._passes is None and self._lessons:
-            self._passes = max(PASSES, math.ceil(LEAST_STEPS * BATCH / len(self._lessons)))
-        whole = len(self._lessons) * (self._passes or 0)
+        self._passes = self._passes or max(PASSES, math.ceil(LEAST_STEPS * BATCH / max(len(self._lessons), 1)))
+        whole = len(self._lessons) * self._passes
         while (left := whole - sum(each.due for each in self._progress)) > 0:
             began = time.perf_counter()
             with evaluating(self._model):
