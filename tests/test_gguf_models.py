@@ -94,14 +94,6 @@ def test_names_of_other_models_are_not_gguf_files():
     assert find_gguf("some/folder") is None
 
 
-def test_what_is_missing_is_named(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"^model must be an existing file, got '.*none.gguf': check the path$"):
-        find_gguf(str(tmp_path / "none.gguf"))
-    monkeypatch.setitem(gguf_models.PACKAGES, "absent", ("no_such_module", "x.gguf", "pip install absent"))
-    with pytest.raises(ValueError, match="^model 'absent' is in a package that is not installed: pip install absent$"):
-        find_gguf("absent")
-
-
 def test_a_missing_gguf_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="needs the package gguf: pip install gguf$"):
@@ -238,40 +230,19 @@ def test_the_card_of_a_memory_says_how_its_base_is_loaded(tmp_path, assets):
 
 @needs_gguf
 @pytest.mark.filterwarnings("ignore")
-def test_a_damaged_file_is_refused_in_one_line(tmp_path, assets):
-    path = tmp_path / "damaged.gguf"
-    for content in (b"", b"GGUF", b"GGUF" + bytes(range(200)), b"PK" * 100):
+def test_a_damaged_or_unknown_file_is_refused_in_one_line(tmp_path, assets):
+    path = write_gguf(tmp_path / "x.gguf", "no-such-model")
+    unknown, whole = path.read_bytes(), write_gguf(path).read_bytes()
+    truncated = (whole[:size] for size in (100, len(whole) // 2, len(whole) - 64))
+    for content in (b"", b"GGUF", b"GGUF" + bytes(range(200)), b"PK" * 100, *truncated, unknown):
         path.write_bytes(content)
-        check_refusal(path)
-    assert not list(assets.glob("locas_peft/gguf/*"))
-
-
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
-def test_a_truncated_file_is_refused_in_one_line(tmp_path, assets):
-    content = write_gguf(tmp_path / "whole.gguf").read_bytes()
-    path = tmp_path / "truncated.gguf"
-    for size in (100, len(content) // 2, len(content) - 64):
-        path.write_bytes(content[:size])
-        check_refusal(path)
-    assert not list(assets.glob("locas_peft/gguf/*"))
-
-
-@needs_gguf
-@pytest.mark.filterwarnings("ignore")
-def test_an_unknown_architecture_is_refused_in_one_line(tmp_path, assets):
-    message = check_refusal(write_gguf(tmp_path / "other.gguf", "no-such-model"))
+        with pytest.raises(ValueError, match="^model '.*x.gguf' cannot be loaded") as caught:
+            load_base(str(path))
+        message = str(caught.value)
+        assert "\n" not in message
+        assert message.endswith("give a whole GGUF file of an architecture that transformers reads")
     assert "no-such-model" in message
     assert not list(assets.glob("locas_peft/gguf/*"))
-
-
-def check_refusal(path) -> str:
-    with pytest.raises(ValueError, match=f"^model '.*{path.name}' cannot be loaded") as caught:
-        load_base(str(path))
-    message = str(caught.value)
-    assert "\n" not in message
-    assert message.endswith("give a whole GGUF file of an architecture that transformers reads")
-    return message
 
 
 # ---------------------------------------------------------------------- a pretrained model

@@ -119,14 +119,6 @@ def test_a_file_that_is_no_locomo_is_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_missing_or_no_json_is_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"none\.json' must be an existing JSON file, got none: check the path$"):
-        load_locomo(tmp_path / "none.json")
-    (tmp_path / "none.json").write_text("not json", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"none\.json' must be JSON \(Expecting value.*: write it again$"):
-        load_locomo(tmp_path / "none.json")
-
-
 def test_conversations_are_chosen_by_name(conversations):
     assert [c.sample_id for c in choose_conversations(conversations, ["talk-2"])] == ["talk-2"]
     assert choose_conversations(conversations, None) == conversations

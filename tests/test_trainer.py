@@ -650,12 +650,6 @@ def test_a_merged_memory_cannot_learn(kind):
     assert list(trainer.read(make_ids(24)))
 
 
-def test_a_memory_without_slots_needs_a_writer():
-    model = make_model(family="gpt2", r=16, init_strategy="write")
-    with pytest.raises(ValueError, match="^writer must be given for the memory 'default', which has no slots to be"):
-        TestTimeTrainer(model, **SETTINGS).read(make_ids(24))
-
-
 def test_switching_adapters_halfway_is_named():
     trainer = make_trainer("lora")
     reading = trainer.read(make_ids(24))
