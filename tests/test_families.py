@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from families import FAMILIES, GATED, HIDDEN, MIXTURES, VOCABULARY, make_host, make_tokens, weights_in
+from families import FAMILIES, GATED, HIDDEN, MIXTURES, VOCABULARY, logits, make_host, make_tokens, weights_in
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -34,11 +34,6 @@ def learn(model: PeftModel, steps: int = 4) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(input_ids=make_tokens()).logits
 
 
 DENSE = [family for family in FAMILIES if family not in MIXTURES]

@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from locas_peft import LocasConfig, LocasLayer, calibrate, empty_memories
+from locas_peft import LocasConfig, calibrate, empty_memories
+from locas_peft.tuner import list_layers
 
 STEPS, RATE = 3, 50.0  # at this rate each step leaves the unit ball
 
@@ -25,10 +26,6 @@ def make_model(calibrated: bool = True) -> PeftModel:
     if calibrated:
         calibrate(model, [make_tokens()])
     return model
-
-
-def layers_of(model) -> list[LocasLayer]:
-    return [module for module in model.modules() if isinstance(module, LocasLayer)]
 
 
 def make_optimizer(model) -> torch.optim.Optimizer:
@@ -54,7 +51,7 @@ def train_sharded(rank: int, folder: str) -> None:
     model = make_model()
     shard(model)
     train(model, make_optimizer(model), make_tokens()[2 * rank : 2 * rank + 2])
-    assert all(isinstance(weight, DTensor) for layer in layers_of(model) for weight in weights_in(layer))
+    assert all(isinstance(weight, DTensor) for layer in list_layers(model) for weight in weights_in(layer))
     with pytest.raises(ValueError, match="is sharded across processes: save_pretrained.folder, state_dict=state"):
         model.save_pretrained(f"{folder}/sharded-{rank}")
     with pytest.raises(ValueError, match="is sharded across processes: gather the base first"):
@@ -96,7 +93,7 @@ def test_training_equals_one_process_and_is_clipped(tmp_path):
     train(expected, make_optimizer(expected), make_tokens()[:2], make_tokens()[2:])
     assert empty_memories(found) == []
     norms = []
-    for one, other in zip(layers_of(expected), layers_of(found), strict=True):
+    for one, other in zip(list_layers(expected), list_layers(found), strict=True):
         for weight, reference in zip(weights_in(other), weights_in(one), strict=True):
             torch.testing.assert_close(weight, reference.detach(), rtol=1e-3, atol=1e-4)
         *rows, down = weights_in(other)

@@ -9,7 +9,8 @@ import torch
 from families import make_host, make_tokens, weights_in
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 
-from locas_peft import LocasConfig, LocasLayer, calibrate, empty_memories
+from locas_peft import LocasConfig, calibrate, empty_memories
+from locas_peft.tuner import list_layers
 from locas_peft.tuner.initialization import STRATEGIES, Calibration, Strategy, clone_slots
 
 CALIBRATED = [name for name, strategy in STRATEGIES.items() if strategy.needs_calibration and not strategy.written]
@@ -20,17 +21,13 @@ def make_model(family="llama", **kwargs):
     return get_peft_model(make_host(family), LocasConfig(**{"r": 4, **kwargs}))
 
 
-def layers_of(model):
-    return [module for module in model.modules() if isinstance(module, LocasLayer)]
-
-
 def weights_of(model):
-    return torch.cat([w.detach().flatten() for layer in layers_of(model) for w in weights_in(layer)])
+    return torch.cat([w.detach().flatten() for layer in list_layers(model) for w in weights_in(layer)])
 
 
 def scales_of(model):
     return torch.stack(
-        [e["default"] for layer in layers_of(model) for e in (layer.locas_input_scale, layer.locas_tau)]
+        [e["default"] for layer in list_layers(model) for e in (layer.locas_input_scale, layer.locas_tau)]
     )
 
 
@@ -52,7 +49,7 @@ def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family, output
     if waits:
         calibrate(model, [make_tokens()])
     assert empty_memories(model) == []
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         *rows, down = weights_in(layer)
         for weight in rows:
             torch.testing.assert_close(weight.norm(dim=1), torch.ones(4))
@@ -89,13 +86,13 @@ def test_random_clones_different_slots_in_each_layer_and_the_same_again():
 def test_activation_rows_are_normalised_ffn_inputs_of_the_same_tokens():
     model = make_model(init_strategy="activation")
     seen = {}
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         layer.base_layer.register_forward_pre_hook(
             lambda module, args, name=layer.name: seen.__setitem__(name, args[0].flatten(0, -2))
         )
     calibrate(model, [make_tokens()])
     chosen = []
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         gate, up, _ = weights_in(layer)
         assert torch.equal(gate, up)
         matches = up @ torch.nn.functional.normalize(seen[layer.name], dim=-1).T
@@ -140,7 +137,7 @@ def test_first_training_forward_calibrates_as_calibrate_does(family):
     assert torch.equal(weights_of(explicit), weights_of(implicit))
     torch.testing.assert_close(scales_of(explicit), scales_of(implicit), rtol=1e-5, atol=0)
     loss.backward()  # the very pass that calibrated can be learned from
-    assert all(layer.locas_down["default"].weight.grad.any() for layer in layers_of(implicit))
+    assert all(layer.locas_down["default"].weight.grad.any() for layer in list_layers(implicit))
 
 
 def test_gradient_checkpointing_calibrates_once():
@@ -152,7 +149,7 @@ def test_gradient_checkpointing_calibrates_once():
         checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for m in (model, checkpointed):
         m(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
-    for a, b in zip(layers_of(model), layers_of(checkpointed), strict=True):
+    for a, b in zip(list_layers(model), list_layers(checkpointed), strict=True):
         torch.testing.assert_close(a.locas_down["default"].weight.grad, b.locas_down["default"].weight.grad)
 
 
@@ -213,7 +210,7 @@ def test_empty_calibration_is_refused(batches):
 @pytest.mark.parametrize("how", ["explicit", "implicit"])
 def test_nan_activations_are_refused_and_change_nothing(how):
     model = make_model()
-    layers_of(model)[1].base_layer.up_proj.weight.data[0, 0] = torch.nan
+    list_layers(model)[1].base_layer.up_proj.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="activations are not finite on the calibration text"):
         if how == "explicit":
             calibrate(model, [make_tokens()])
@@ -227,7 +224,7 @@ def test_nan_activations_are_refused_and_change_nothing(how):
 def test_a_memory_that_has_learned_is_not_calibrated_away():
     model = make_model()
     calibrate(model, [make_tokens()])
-    layers_of(model)[0].locas_down["default"].weight.data.fill_(0.1)
+    list_layers(model)[0].locas_down["default"].weight.data.fill_(0.1)
     before = weights_of(model)
     with pytest.raises(ValueError, match="the memory 'default' has learned already: calibrating would lose it"):
         calibrate(model, [make_tokens()])
@@ -289,7 +286,7 @@ def test_a_strategy_from_outside_is_one_function_and_one_row(monkeypatch, tmp_pa
     model = make_model(init_strategy="first", output_scale="paper")
     assert set(map(tuple, model.peft_config["default"].slots.values())) == {(0, 1, 2, 3)}
     assert empty_memories(model) == []
-    gate, up, down = weights_in(layers_of(model)[0])
+    gate, up, down = weights_in(list_layers(model)[0])
     assert gate.any() and up.any() and not down.any()
     model.save_pretrained(tmp_path)
     assert torch.equal(weights_of(PeftModel.from_pretrained(make_host("llama"), tmp_path)), weights_of(model))

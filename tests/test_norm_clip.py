@@ -13,7 +13,8 @@ from datasets import Dataset
 from families import make_host, make_tokens, weights_in
 from peft import get_peft_model
 
-from locas_peft import LocasConfig, LocasLayer, compress
+from locas_peft import LocasConfig, compress
+from locas_peft.tuner import list_layers
 from locas_peft.tuner.norm_clip import clip_norms_
 
 
@@ -21,14 +22,10 @@ def make_model(family="llama", **kwargs):
     return get_peft_model(make_host(family), LocasConfig(**{"r": 4, "scaling": 400.0, **kwargs})).train()
 
 
-def layers_of(model):
-    return [module for module in model.modules() if isinstance(module, LocasLayer)]
-
-
 def slot_norms(model, adapter_name="default"):
     """All norms of gate rows, up rows and down columns."""
     norms = []
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         *rows, down = weights_in(layer, adapter_name)
         norms += [weight.detach().float().norm(dim=1) for weight in rows] + [down.detach().float().norm(dim=0)]
     return torch.cat(norms)
@@ -126,7 +123,7 @@ def test_layers_that_are_gone_are_forgotten():
     model = make_model()
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     train(model, optimizer, steps=1)
-    layers = [weakref.ref(layer) for layer in layers_of(model)]
+    layers = [weakref.ref(layer) for layer in list_layers(model)]
     model.unload()
     del model
     gc.collect()

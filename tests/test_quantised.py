@@ -17,7 +17,8 @@ from peft.utils.integrations import dequantize_module_weight
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from locas_peft import LocasConfig, LocasLayer, calibrate, to_lora, widen_base
+from locas_peft import LocasConfig, calibrate, to_lora, widen_base
+from locas_peft.tuner import list_layers
 
 R = 4
 
@@ -70,10 +71,6 @@ def load(folder: str, quantiser: str | None = None, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")
 
 
-def layers_of(model) -> list[LocasLayer]:
-    return [module for module in model.modules() if isinstance(module, LocasLayer)]
-
-
 @torch.no_grad()
 def logits(model) -> torch.Tensor:
     return model.eval()(input_ids=make_tokens()).logits
@@ -108,10 +105,10 @@ def test_calibration_and_gradients_are_those_of_the_dequantised_weights(folder, 
     for model in models:
         logits(model)  # with the weights as a forward leaves them
         calibrate(model, [make_tokens()])
-        for layer in layers_of(model):
+        for layer in list_layers(model):
             weights_in(layer)[2].data.fill_(0.1)
         model.train()(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
-    for expected, found in zip(*map(layers_of, models), strict=True):
+    for expected, found in zip(*map(list_layers, models), strict=True):
         assert found.locas_config["default"].slots == expected.locas_config["default"].slots
         for scale in ("locas_tau", "locas_input_scale"):
             close(getattr(found, scale)["default"], getattr(expected, scale)["default"])

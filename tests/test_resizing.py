@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from families import make_host, make_tokens, weights_in
+from families import logits, make_host, make_tokens, weights_in
 from peft import PeftModel, get_peft_model
 
-from locas_peft import LocasConfig, LocasLayer, TestTimeTrainer, calibrate, compress, grow
+from locas_peft import LocasConfig, TestTimeTrainer, calibrate, compress, grow
 from locas_peft.slots.nlsvd import nl_svd
 from locas_peft.slots.resizing import refit_slots
+from locas_peft.tuner import list_layers
 from locas_peft.tuner.scale import KAPPA
 
 
@@ -16,39 +17,30 @@ def make_memory(family, r=8, seed=0, **kwargs):
     calibrate(model, [make_tokens()])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for layer in layers_of(model):
+        for layer in list_layers(model):
             down = layer.locas_down["default"].weight
             down.copy_(0.3 * torch.randn(down.shape, generator=generator))
     return model.eval()
 
 
-def layers_of(model):
-    return [module for module in model.modules() if isinstance(module, LocasLayer)]
-
-
-@torch.no_grad()
-def logits_of(model, ids):
-    return model(input_ids=ids).logits
-
-
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "opt", "gpt2"])
 def test_refitting_at_full_width_changes_nothing(family):
     model, ids = make_memory(family, r=4), make_tokens(4, 32)
-    expected = logits_of(model, ids)
+    expected = logits(model, ids)
     compress(model, 4, batches=[ids])
-    torch.testing.assert_close(logits_of(model, ids), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits(model, ids), expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_slots_that_say_the_same_are_folded_without_loss(family):
     model, ids = make_memory(family), make_tokens(4, 32)
     with torch.no_grad():
-        for layer in layers_of(model):
+        for layer in list_layers(model):
             for module in layer.projections("default")[:-1]:
                 module.weight[4:] = module.weight[:4]
-    expected = logits_of(model, ids)
+    expected = logits(model, ids)
     compress(model, 4, batches=[ids])
-    torch.testing.assert_close(logits_of(model, ids), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits(model, ids), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_the_refit_is_the_least_squares_solution():
@@ -81,9 +73,9 @@ def test_more_slots_say_more():
     errors = []
     for rank in (2, 4, 6):
         model = make_memory("llama")
-        expected = logits_of(model, ids)
+        expected = logits(model, ids)
         compress(model, rank, batches=[ids])
-        errors.append((logits_of(model, ids) - expected).norm().item())
+        errors.append((logits(model, ids) - expected).norm().item())
     assert errors[0] > errors[1] > errors[2]
 
 
@@ -94,7 +86,7 @@ def test_padding_does_not_count():
     padded, plain = make_memory("llama"), make_memory("llama")
     compress(padded, 4, batches=[{"input_ids": ids, "attention_mask": mask}])
     compress(plain, 4, batches=[ids[:1], ids[1:, :6]])
-    for one, other in zip(layers_of(padded), layers_of(plain), strict=True):
+    for one, other in zip(list_layers(padded), list_layers(plain), strict=True):
         for a, b in zip(one.projections("default"), other.projections("default"), strict=True):
             torch.testing.assert_close(a.weight, b.weight, rtol=1e-2, atol=1e-3)
 
@@ -102,7 +94,7 @@ def test_padding_does_not_count():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_two_layer_memories_are_folded_by_nl_svd(dtype):
     model = make_memory("gpt_neox").to(dtype)
-    layer = layers_of(model)[0]
+    layer = list_layers(model)[0]
     up, down = (module.weight.detach().clone() for module in layer.projections("default"))
     tau = layer.locas_tau["default"].clone()
     compress(model, 3)
@@ -118,13 +110,13 @@ def test_a_compressed_memory_is_saved_loaded_merged_and_trained(family, text, tm
     compress(model, 4, batches=[ids] if text else None)
     config = model.peft_config["default"]
     assert config.r == 4 and config.rank_pattern == {}
-    expected = logits_of(model, ids)
+    expected = logits(model, ids)
     model.save_pretrained(tmp_path / "memory")
     loaded = PeftModel.from_pretrained(make_host(family), tmp_path / "memory").eval()
-    assert torch.equal(logits_of(loaded, ids), expected)
+    assert torch.equal(logits(loaded, ids), expected)
     list(TestTimeTrainer(model, window=8, stride=4, learning_rate=1e-3).read(ids[0]))
     merged = loaded.merge_and_unload()
-    torch.testing.assert_close(logits_of(merged, ids), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits(merged, ids), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_bad_input_leaves_the_memory_as_it_was():
@@ -151,7 +143,7 @@ def test_memories_that_cannot_be_compressed_are_refused():
         compress(get_peft_model(make_host("gpt2"), LocasConfig(r=4, init_strategy="gaussian")), 2)
     broken = make_memory("gpt2")
     with torch.no_grad():
-        layers_of(broken)[1].locas_down["default"].weight[0, 0] = float("nan")
+        list_layers(broken)[1].locas_down["default"].weight[0, 0] = float("nan")
     with pytest.raises(ValueError, match="the memory 'default' holds values that are not finite"):
         compress(broken, 2)
     merged = make_memory("gpt2")
@@ -172,10 +164,10 @@ def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp
     ids = make_tokens()
     calibrate(model, [ids])
     teach(model, ids)
-    expected, former = logits_of(model, ids), [weights_in(layer) for layer in layers_of(model)]
+    expected, former = logits(model, ids), [weights_in(layer) for layer in list_layers(model)]
     grow(model, 7, batches=[make_tokens(seed=5)])
-    torch.testing.assert_close(logits_of(model, ids), expected)
-    for layer, weights in zip(layers_of(model), former, strict=True):
+    torch.testing.assert_close(logits(model, ids), expected)
+    for layer, weights in zip(list_layers(model), former, strict=True):
         *rows, down = weights_in(layer)
         assert all(torch.equal(new[:4], old) for new, old in zip(rows, weights, strict=False))
         assert torch.equal(down[:, :4], weights[-1]) and not down[:, 4:].any()
@@ -183,10 +175,10 @@ def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp
             torch.testing.assert_close(new[4:].norm(dim=1), torch.full((3,), 0.5))
             assert (torch.cdist(new[4:], new[:4]) > 1e-3).all() and (torch.cdist(new[4:], new[4:]) > 1e-3).sum() == 6
     teach(model, ids)
-    assert all(weights_in(layer)[-1][:, 4:].any() for layer in layers_of(model))
+    assert all(weights_in(layer)[-1][:, 4:].any() for layer in list_layers(model))
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(make_host(family), tmp_path).eval()
-    torch.testing.assert_close(logits_of(loaded, ids), logits_of(model, ids))
+    torch.testing.assert_close(logits(loaded, ids), logits(model, ids))
     assert loaded.peft_config["default"].r == 7
     if strategy in ("topk", "bottomk", "random"):
         assert all(len(set(slots)) == 7 for slots in loaded.peft_config["default"].slots.values())
@@ -196,7 +188,7 @@ def test_every_new_row_of_a_wide_memory_is_another_token():
     model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="activation"))
     calibrate(model, [make_tokens(8, 40)])
     grow(model, 300, batches=[make_tokens(8, 40, seed=5)])
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         rows = weights_in(layer)[0]
         assert (torch.cdist(rows, rows) + torch.eye(300) > 1e-3).all()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -9,8 +9,9 @@ from peft import PeftModel, get_peft_model
 from torch.nn.functional import cosine_similarity, normalize
 from training import resume, save
 
-from locas_peft import LocasConfig, LocasLayer, SlotWriter, TestTimeTrainer, calibrate, empty_memories, write_tokens
+from locas_peft import LocasConfig, SlotWriter, TestTimeTrainer, calibrate, empty_memories, write_tokens
 from locas_peft.slots.writing import make_slots
+from locas_peft.tuner import list_layers
 
 TWO_LAYER = [family for family in FAMILIES if family not in GATED]
 
@@ -20,16 +21,12 @@ def make_model(family="gpt_neox", r=16, **kwargs):
     return get_peft_model(host, LocasConfig(r=r, init_strategy="write", scaling=float(r), **kwargs))
 
 
-def layers_of(model):
-    return [module for module in model.modules() if isinstance(module, LocasLayer)]
-
-
 def ups(model):
-    return torch.stack([layer.locas_up["default"].weight.detach() for layer in layers_of(model)])
+    return torch.stack([layer.locas_up["default"].weight.detach() for layer in list_layers(model)])
 
 
 def downs(model):
-    return torch.stack([layer.locas_down["default"].weight.detach() for layer in layers_of(model)])
+    return torch.stack([layer.locas_down["default"].weight.detach() for layer in list_layers(model)])
 
 
 @torch.no_grad()
@@ -41,14 +38,14 @@ def log_likelihoods(model, ids):
 def inputs_and_gradients(model, ids, place):
     """A and G `[L, D]` of one token's log-likelihood, by hand: one backward pass for that token alone."""
     inputs, gradients = [], []
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         layer.recorder = lambda a, out: (
             inputs.append(a.detach().flatten(0, -2)[place]),
             out.register_hook(lambda g: gradients.insert(0, g.detach().flatten(0, -2)[place])),
         )
     logits = model(input_ids=ids[None, : place + 1]).logits[0]
     logits.log_softmax(-1)[place, ids[place + 1]].backward()
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         layer.recorder = None
     model.zero_grad()
     return torch.stack(inputs), torch.stack(gradients)
@@ -78,13 +75,13 @@ def test_the_change_of_every_layer_is_along_its_gradient():
     inputs, gradients = inputs_and_gradients(model, ids, place)
     keys, values = make_slots(inputs[:, None], gradients[:, None], 0.01)
     changes = []
-    for layer, a, key, value in zip(layers_of(model), inputs, keys[:, 0], values[:, 0], strict=True):
+    for layer, a, key, value in zip(list_layers(model), inputs, keys[:, 0], values[:, 0], strict=True):
         with torch.no_grad():
             layer.locas_up["default"].weight[0] = key
             layer.locas_down["default"].weight[:, 0] = value / layer.scale("default")
             changes.append(layer.recall(["default"], a[None])[0])
     for change, value, a, gradient, layer in zip(
-        changes, values[:, 0], inputs, gradients, layers_of(model), strict=True
+        changes, values[:, 0], inputs, gradients, list_layers(model), strict=True
     ):
         torch.testing.assert_close(cosine_similarity(change, gradient, dim=0), torch.tensor(1.0))
         length = layer.locas_input_scale["default"] * a.norm()
@@ -113,7 +110,7 @@ def test_a_written_slot_holds_what_token_by_token_gives_for_the_last_token():
     single_inputs, single_gradients = inputs_and_gradients(model, ids, 8)
     write_tokens(model, ids, epsilon=0.01)
     keys, values = make_slots(single_inputs[:, None], single_gradients[:, None], 0.01)
-    scales = torch.stack([layer.scale("default") for layer in layers_of(model)])[:, None]
+    scales = torch.stack([layer.scale("default") for layer in list_layers(model)])[:, None]
     torch.testing.assert_close(ups(model)[:, 8], keys[:, 0], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(downs(model)[:, :, 8] * scales, values[:, 0], rtol=1e-3, atol=1e-5)
 
@@ -154,7 +151,7 @@ def test_which_tokens_are_written():
 @pytest.mark.parametrize("fold", ["nlsvd", "refit"])
 def test_the_cycle_stays_within_its_capacity(fold):
     model = make_model(r=8)
-    tensors = [module.weight for layer in layers_of(model) for module in layer.projections("default")]
+    tensors = [module.weight for layer in list_layers(model) for module in layer.projections("default")]
     places = [tensor.data_ptr() for tensor in tensors]
     writer = SlotWriter(model, slots_per_chunk=2, fold=fold)
     rate = None if fold == "nlsvd" else 1e-3
@@ -172,7 +169,7 @@ def test_the_cycle_stays_within_its_capacity(fold):
 def test_a_refit_fold_answers_as_before_on_what_it_saw():
     model = make_model(r=8)
     calibrate(model, [make_tokens()])
-    layers = layers_of(model)
+    layers = list_layers(model)
     with torch.no_grad():  # eight slots, four of them copies: four say the same
         for layer in layers:
             rows = normalize(torch.randn(4, 16, generator=torch.Generator().manual_seed(1)), dim=1)
@@ -201,7 +198,7 @@ def test_the_optimizers_state_follows_the_slots():
     reading = trainer.read(ids)
     next(reading), next(reading), next(reading)
     assert writer.folds == 1
-    for layer in layers_of(model):
+    for layer in list_layers(model):
         up, down = layer.locas_up["default"].weight, layer.locas_down["default"].weight
         for weight, dim in ((up, 0), (down, 1)):
             entry = trainer._learner.optimizer.state[weight]["exp_avg"]
@@ -219,7 +216,7 @@ def test_a_chunk_whose_gradients_overflow_is_read_and_not_written():
             output.register_hook(lambda gradient: gradient * float("inf"))
 
     # Free slots have gradients of zero whatever arrives, so that the optimizer's own check sees nothing.
-    handle = layers_of(model)[1].register_forward_hook(overflow)
+    handle = list_layers(model)[1].register_forward_hook(overflow)
     reading = trainer.read(make_tokens(1, 16)[0])
     next(reading)
     assert writer.taken == 0
