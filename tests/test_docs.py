@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cyclopts.exceptions import MissingArgumentError
@@ -34,7 +35,7 @@ def load_script(path: Path):
     return module
 
 
-notebook = load_script(DOCS / "notebook.py")
+notebook, llms = load_script(DOCS / "notebook.py"), load_script(DOCS / "llms.py")
 
 
 def name_of(path: Path) -> str:
@@ -79,6 +80,17 @@ def test_a_notebook_has_a_cell_for_each_block_that_runs():
         ("code", "%%bash\nls"),
         ("markdown", '```bash title="not run"\nserve\n```'),
     ]
+
+
+def test_the_site_has_an_index_and_its_pages_as_markdown(tmp_path):
+    nav = [{"Home": "index.md"}, {"How to": [{"Sign": "howto/signing.md"}]}]
+    config = SimpleNamespace(site_dir=tmp_path, site_name="name", site_description="About.", nav=nav)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="howto/signing.md"), markdown="# Sign")
+    assert llms.on_page_content("<h1>", page, config, None) == "<h1>"
+    llms.on_post_build(config)
+    assert (tmp_path / "howto" / "signing.md").read_text() == "# Sign"
+    index = "# name\n\n> About.\n\n## Pages\n\n- [Home](index.md)\n\n## How to\n\n- [Sign](howto/signing.md)\n"
+    assert (tmp_path / "llms.txt").read_text() == index
 
 
 @pytest.mark.slow
