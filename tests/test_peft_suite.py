@@ -91,6 +91,9 @@ def import_peft_tests(folder: Path, *names: str) -> list[types.ModuleType]:
         if name in absent:
             setattr(absent[name], attribute, type(attribute, (), {}))
     sys.modules.update(absent)
+    vars(pytest.mark)["skipf"] = (
+        pytest.mark.skipif
+    )  # so spelled in `test_low_level_api.py`; refused by --strict-markers
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -104,7 +107,7 @@ try:
     peft_tests = find_peft_tests()
 except RuntimeError as error:
     pytest.skip(f"needs PEFT's own tests: {error}. Set PEFT_TESTS to their folder.", allow_module_level=True)
-common, utils, decoder, custom, config_tests, seq_classifier, features, token_qa = import_peft_tests(
+common, utils, decoder, custom, config_tests, seq_classifier, features, token_qa, *further = import_peft_tests(
     peft_tests,
     "testing_common",
     "testing_utils",
@@ -114,6 +117,10 @@ common, utils, decoder, custom, config_tests, seq_classifier, features, token_qa
     "test_seq_classifier",
     "test_feature_extraction_models",
     "test_token_classification_qa",
+    "test_hub_features",
+    "test_low_level_api",
+    "test_other",
+    "test_trainable_tokens",
 )
 
 
@@ -168,6 +175,8 @@ def offline(request, monkeypatch, lora_folder):
     monkeypatch.setattr(config_tests, "PEFT_MODELS_TO_TEST", [(lora_folder, "main")])
     callspec = getattr(request.node, "callspec", None)
     model_id = callspec.params.get("model_id") if callspec else None
+    if callspec and "model_cls_and_id" in callspec.params:
+        model_id = callspec.params["model_cls_and_id"][1]
     if model_id is not None:
         monkeypatch.setitem(utils._HUB_MODEL_ACCESSES, model_id, 0)  # "already fetched": patched to stay offline
         if model_id.startswith(_folder.name):
@@ -294,6 +303,7 @@ _PROMPTS = "only for methods that learn a prompt; a memory is weights"
 _BIAS = "LocasConfig has no `bias`: a memory never trains the biases of its host"
 _COMBINE = "add_weighted_adapter adds low-rank updates of a matrix; memories add by being active or merged together"
 _STRUCTURE = "about tables of module names for model types; a memory finds the FFNs by their structure"
+_TYING = "about embeddings that are tied to others, on which no method has an influence"
 NOT_APPLICABLE = {
     "TestDecoderModels": {
         "test_prompt_tuning_text_prepare_for_training": _PROMPTS,
@@ -304,6 +314,7 @@ NOT_APPLICABLE = {
         "test_adding_multiple_adapters_with_bias_raises": _BIAS,
         "test_weighted_combination_of_adapters": _COMBINE,
         "test_lora_conversion": "neurons with an activation equal no low-rank update of a matrix",
+        "test_save_pretrained_targeting_lora_to_embedding_layer": "LoRA on an embedding",
     },
     "TestSequenceClassificationModels": {
         "test_prompt_tuning_text_prepare_for_training": _PROMPTS,
@@ -319,6 +330,8 @@ NOT_APPLICABLE = {
         "test_adding_multiple_adapters_with_bias_raises": _BIAS,
         "test_disable_adapter_with_bias_warns": _BIAS,
         "test_add_weighted_adapter_cat_with_rank_pattern": _COMBINE,
+        "test_save_pretrained_targeting_lora_to_embedding_layer": "LoRA on an embedding",
+        "test_save_pretrained_targeting_lora_to_embedding_layer_non_transformers": "LoRA on an embedding",
     },
     "TestPeftFsdpStateDict": {"test_save_load_roundtrip_fsdp_wrapped_learnable_bias": _BIAS},
     "TestMixedAdapterBatches": {
@@ -328,6 +341,16 @@ NOT_APPLICABLE = {
         "test_mixed_adapter_batches_lora_conv2d": "LoRA on a convolution",
         "test_mixed_adapter_batches_mha_raises": "LoRA on an attention layer",
         "test_mixed_adapter_batches_lora_opt_timing": "times OPT-125m, from the hub, on an accelerator",
+    },
+    "TestLowLevelFunctional": {
+        "test_inject_adapter_in_model_rejects_shared_state_tuners": "memories of different FFNs share no weights",
+    },
+    "TestPeftStateDict": {
+        "test_base_model_module_named_like_peft_prefix": "has a table of the prefixes of two methods"
+    },
+    "TestTrainableTokens": {
+        "test_weight_tying_applied_when_model_is_tied": _TYING,
+        "test_weight_tying_applied_when_model_is_tied_encoder_decoder": _TYING,
     },
     "TestDefaultTargetModules": {
         "test_default_target_modules_not_set_raises": _STRUCTURE,
@@ -406,6 +429,33 @@ _BY_TOY = ("test_name", "model_id", "config_cls", "config_kwargs")
 _BY_CLASS = {("config_cls",): [ReadyConfig]}
 _ACTIVE = ("test_name", "tuner_method", "config_cls", "config_kwargs_1", "config_kwargs_2")
 _CONFIG = {("config_class", "mandatory_kwargs"): [(LocasConfig, {}), (LocasConfig, READY)]}
+CARD_CASES = [
+    pytest.param(
+        model_folder(family, "lm"), LocasConfig(**READY, task_type=task_type), ["transformers"], ["lora"], pipeline,
+        id=f"{family}-{task_type}",
+    )
+    for family in ("qwen3", "gpt2")
+    for task_type, pipeline in ((None, None), ("CAUSAL_LM", "text-generation"))
+]  # fmt: skip
+INJECT_CASES = [
+    pytest.param((transformers_class, model_folder(family, head)), LocasConfig(**READY), id=f"{family}-{head}")
+    for family, head, transformers_class in (
+        *((family, "lm", transformers.AutoModelForCausalLM) for family in FIVE),
+        ("qwen3", "cls", transformers.AutoModelForSequenceClassification),
+        ("gpt2", "base", transformers.AutoModel),
+    )
+]
+
+
+def _with_tokens(indices, **fields) -> LocasConfig:
+    return LocasConfig(**READY, trainable_token_indices={"embed_tokens": indices}, **fields)
+
+
+def load_model(self) -> transformers.PreTrainedModel:
+    make_model(model_folder("llama", "lm"))
+    return transformers.AutoModelForCausalLM.from_pretrained(model_folder("llama", "lm"))
+
+
 MATRIX = {
     "TestDecoderModels": {_BY_FAMILY: family_cases("lm", "CAUSAL_LM", topk=["qwen3", "gpt2"], slow=OTHERS)},
     "TestSequenceClassificationModels": {
@@ -440,7 +490,31 @@ MATRIX = {
         "test_from_peft_type": None,  # has no parameters, but goes through all methods
     },
     "TestDefaultTargetModules": {},
+    "TestModelCard": {("model_id", "peft_config", "tags", "excluded_tags", "pipeline_tag"): CARD_CASES},
+    "TestLowLevelFunctional": {},
+    "TestInjectAdapterFromStateDict": {("model_cls_and_id", "config"): INJECT_CASES},
+    "TestPeftStateDict": {},
+    "TestAdapterTargeting": {
+        ("config_cls", "config_kwargs"): [
+            (LocasConfig, {**READY, "target_modules": each}) for each in ("lin0", "(lin0|ffn1)")
+        ]
+    },
+    "TestTrainableTokens": {
+        ("peft_config",): [_with_tokens([0, 1, 3])],
+        ("peft_config_factory",): [_with_tokens],
+        "test_modules_to_save_excludes_trainable_tokens": [_with_tokens([0, 1, 3], modules_to_save=["embed_tokens"])],
+        "test_multiple_adapters_mixed_forward": [lambda targets, tokens: _with_tokens(tokens)],
+        "test_combined_with_peft_raises_target_layer_not_found": [
+            (LocasConfig(**READY, trainable_token_indices={"does-not-exist": [0, 1, 2]}), "does-not-exist")
+        ],
+        "test_save_pretrained_auto": [LocasConfig(**READY, trainable_token_indices=[1, 2, 3])],
+    },
 }
+FIXTURES = {
+    "TestAdapterTargeting": {"base_model_cls": pytest.fixture(lambda self: Toy)},
+    "TestTrainableTokens": {"model": pytest.fixture(load_model), "tokenizer": pytest.fixture(lambda self: None)},
+}
+"""In place of the fixtures of PEFT's classes that read from the hub, or that have no FFN."""
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -490,9 +564,10 @@ def failing(message: str):
 
 
 # A test whose parameters name one of these is one of the matrix; the names below are what the matrix fills in.
-_CONFIGS = {"config_cls", "config_class", "config0", "config"}
+_CONFIGS = {"config_cls", "config_class", "config0", "config", "peft_config", "peft_config_factory"}
 _FILLED = _CONFIGS | {"config1", "config_kwargs", "config_kwargs_1", "config_kwargs_2", "mandatory_kwargs"}
-_FILLED |= {"model_id", "test_name", "tuner_method"}
+_FILLED |= {"model_id", "test_name", "tuner_method", "model_cls_and_id", "target_layer_name"}
+_FILLED |= {"tags", "excluded_tags", "pipeline_tag"}
 
 
 def names_of(mark) -> set[str]:
@@ -534,10 +609,10 @@ def with_our_matrix(theirs: type) -> type | None:
         return None
     if getattr(theirs, "transformers_class", None) is custom.MockTransformerWrapper:
         ours["transformers_class"] = ToyLoader
-    return type(theirs.__name__, (theirs,), {**ours, "__module__": __name__})
+    return type(theirs.__name__, (theirs,), {**ours, **FIXTURES.get(theirs.__name__, {}), "__module__": __name__})
 
 
-for _module in (decoder, custom, config_tests, seq_classifier, features, token_qa):
+for _module in (decoder, custom, config_tests, seq_classifier, features, token_qa, *further):
     for _theirs in list(vars(_module).values()):
         if inspect.isclass(_theirs) and _theirs.__module__ == _module.__name__ and _theirs.__name__.startswith("Test"):
             _ours = with_our_matrix(_theirs)

@@ -1,0 +1,123 @@
+"""torch.compile: no graph break in a memory's forward and the same outputs; a new memory in place of the old one."""
+
+import pytest
+import torch
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.utils import load_peft_weights
+from torch import _dynamo as dynamo
+
+from locas_peft import LocasConfig, backbone, calibrate
+from locas_peft.tuner import list_layers
+
+IDS = torch.arange(24)[None] * 7 % 4096
+# torch's own, while it traces.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    dynamo.reset()
+    yield
+    dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def memories(tmp_path_factory):
+    """Two memories of one width that change the output."""
+    folders = []
+    for seed in (0, 1):
+        model = get_peft_model(backbone.load()[0], LocasConfig(r=8, init_strategy="random", seed=seed))
+        calibrate(model, [IDS + seed])
+        generator = torch.Generator().manual_seed(seed)
+        for layer in list_layers(model):
+            layer.locas_down["default"].weight.data.normal_(std=0.3, generator=generator)
+        folders.append(tmp_path_factory.mktemp("memory"))
+        model.save_pretrained(folders[-1])
+    return folders
+
+
+def load(folder, **options) -> PeftModel:
+    return PeftModel.from_pretrained(backbone.load()[0], folder, **options)
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS, use_cache=False).logits
+
+
+def count_breaks(model, *arguments, **options) -> tuple[int, list[str]]:
+    found = dynamo.explain(model)(*arguments, **options)
+    return found.graph_break_count, [str(each.reason) for each in found.break_reasons]
+
+
+def test_the_forward_of_a_layer_has_no_graph_break(memories):
+    (layer, *_), hidden = list_layers(load(memories[0], is_trainable=True)), torch.randn(1, 8, 256)
+    layer.train()(hidden)
+    assert count_breaks(layer, hidden) == (0, [])
+    dynamo.reset()
+    assert count_breaks(layer.eval(), hidden) == (0, [])
+
+
+@pytest.mark.slow
+def test_reading_has_no_graph_break(memories):
+    """The first forward in training mode asks the weights whether the memory is calibrated; later ones do not."""
+    model = load(memories[0], is_trainable=True).train()
+    model(IDS, use_cache=False)
+    assert count_breaks(model, IDS, use_cache=False) == (0, [])
+    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(IDS, labels=IDS, use_cache=False).loss
+    loss.backward()
+    compiled = [layer.locas_down["default"].weight.grad.clone() for layer in list_layers(model)]
+    model.zero_grad()
+    model(IDS, labels=IDS, use_cache=False).loss.backward()
+    for layer, gradient in zip(list_layers(model), compiled, strict=True):
+        torch.testing.assert_close(gradient, layer.locas_down["default"].weight.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_answering_has_no_graph_break(memories):
+    model = load(memories[0]).eval()
+
+    def read() -> dict:
+        return {"past_key_values": model(IDS[:, :-1], use_cache=True).past_key_values, "use_cache": True}
+
+    with torch.no_grad():
+        assert count_breaks(model, IDS[:, -1:], **read()) == (0, [])
+        step = torch.compile(model, backend="aot_eager", fullgraph=True)(IDS[:, -1:], **read()).logits[:, -1]
+    torch.testing.assert_close(step, logits(model)[:, -1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_disabled_or_merged_memory_has_no_graph_break(memories, merged):
+    model = load(memories[0]).eval()
+    model.merge_adapter() if merged else model.base_model.disable_adapter_layers()
+    with torch.no_grad():
+        assert count_breaks(model, IDS, use_cache=False) == (0, [])
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_memory_of_the_same_width_takes_the_place_of_another(memories, compiles):
+    """PEFT has `hotswap_adapter` for LoRA alone; its general functions swap a memory."""
+    expected = [logits(load(folder).eval()) for folder in memories]
+    model = load(memories[0]).eval()
+    modules, graphs = list(model.modules()), []
+    compiled = torch.compile(model, backend="eager")
+    for number in (0, 1, 0):
+        set_peft_model_state_dict(model, load_peft_weights(memories[number], device="cpu"))
+        torch.testing.assert_close(logits(model), expected[number], rtol=0, atol=0)
+        if compiles:
+            torch.testing.assert_close(logits(compiled), expected[number], rtol=1e-4, atol=1e-4)
+        graphs.append(dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(set(graphs)) == 1, "compiled again"
+    assert list(model.modules()) == modules
+
+
+def test_a_memory_of_another_width_does_not_take_its_place(memories, tmp_path):
+    model = get_peft_model(backbone.load()[0], LocasConfig(r=4, init_strategy="random"))
+    model.save_pretrained(tmp_path)
+    other = load(memories[0]).eval()
+    before = logits(other)
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        set_peft_model_state_dict(other, load_peft_weights(tmp_path, device="cpu"))
+    assert "size mismatch" in str(raised.value) or "shape" in str(raised.value)
+    torch.testing.assert_close(logits(other), before, rtol=0, atol=0)
