@@ -9,6 +9,7 @@ python examples/cluster/ray_table.py notes.jsonl /shared/users --address auto --
 
 import argparse
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -61,9 +62,12 @@ def main() -> int:
     settings = ReadingSettings(study=arguments.study, r=arguments.r, model=backbone.name_of(arguments.model))
     try:
         documents = load_table(arguments.table, settings)
+        host, _, port = (arguments.address or "").removeprefix("ray://").rpartition(":")
+        if host:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=10).close()
         local = {"num_cpus": arguments.actors * arguments.cpus, "object_store_memory": 80 * 2**20}
         ray.init(address=arguments.address, log_to_driver=False, **({} if arguments.address else local))
-    except (ValueError, ConnectionError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     folder = str(Path(arguments.library).resolve())
