@@ -84,18 +84,10 @@ def answer_briefly(model, tokenizer, questions: list[Question]) -> list[str]:
 
 def tabulate(rows: dict[str, dict[str, Any]]) -> str:
     """Return a row a number of facts and method."""
-    head = [
-        "facts",
-        "method",
-        "parameters",
-        "right, %",
-        "recited, %",
-        "of the same person, %",
-        "same fact of another, %",
-    ]
-    head += ["same fact of another, %", "short, exact, %", "short, F1", "KL, nats", "processor s a fact"]
+    head = ["facts", "method", "parameters", "right, %", "recited, %", "same person, %", "same fact of another, %"]
+    head += ["short, exact, %", "short, F1", "KL, nats", "processor s a fact"]
     lines = []
-    for label, row in rows.items():
+    for label, row in sorted(rows.items(), key=lambda item: int(item[0].split(" ")[0])):
         facts, method = label.split(" ")
         kinds = ("right", "recited", "same_person", "same_fact", "short_exact")
         shares = [f"{100 * row[kind] / int(facts):.0f}" for kind in kinds]
