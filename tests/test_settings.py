@@ -129,7 +129,7 @@ def test_the_record_has_every_setting_and_null_where_one_has_no_meaning():
         None,
         True,
         12,
-        4,
+        None,
     )
     assert complete("locas-mlp", "paper", update="nlsvd").to_json()["decay_steps"] is None
 
