@@ -107,9 +107,9 @@ def test_of_two_memories_that_fit_as_well_the_later_one_is_asked(tmp_path):
             tmp_path / name, Exchange("When was the mill at Dravik built?", f"The mill at Dravik was built in {year}.")
         )
     for latest in ("one", "other"):
-        os.utime(tmp_path / latest, (2e9, 2e9))
+        os.utime(tmp_path / latest / "adapter_config.json", (2e9, 2e9))
         assert Library(tmp_path).route(["When was the mill at Dravik built?"]) == [(latest,)]
-        os.utime(tmp_path / latest, (1e9, 1e9))
+        os.utime(tmp_path / latest / "adapter_config.json", (1e9, 1e9))
 
 
 def test_an_empty_library_answers_with_the_base(base, tmp_path):

@@ -78,8 +78,8 @@ class Library:
 
     def list(self) -> list[str]:
         """Return the memories' names, the latest first."""
-        entries = [entry for entry in os.scandir(self.folder) if self._holds(entry.name)]
-        return [entry.name for entry in sorted(entries, key=lambda entry: -entry.stat().st_mtime)]
+        names = [entry.name for entry in os.scandir(self.folder) if self._holds(entry.name)]
+        return sorted(names, key=lambda name: -(self.folder / name / MEMORY_CONFIG).stat().st_mtime)
 
     def find(self, name: str | None) -> Path:
         """Return the folder of a memory; a `ValueError` where there is none of that name."""
