@@ -10,6 +10,7 @@ from locas_peft import backbone
 from locas_peft.asking import Question, ask
 from locas_peft.bases import choose_device, load_base, loading
 from locas_peft.memories import load_memory, memory_attached
+from locas_peft.model import CausalLM
 from locas_peft.reading import ReadingSettings, memorize, score
 from locas_peft.selfstudy import Exchange
 
@@ -73,6 +74,17 @@ def test_a_split_base_reads_saves_loads_and_answers_as_a_whole_one(folder, tmp_p
         assert base(ids[None, :8]).logits.isfinite().all()
     assert readings["split"].nll_nats == pytest.approx(readings["whole"].nll_nats, abs=1e-3)
     assert scores["split"] == pytest.approx(scores["whole"], rel=1e-4)
+
+
+def test_no_indices_are_given_to_a_base_on_several_devices(folder, monkeypatch):
+    # An index on the device of the embeddings cannot select hidden states on that of the last layer.
+    base, given = load_base(str(folder))[0], []
+    monkeypatch.setattr(type(base), "forward", lambda self, input_ids, logits_to_keep=0: given.append(logits_to_keep))
+    for devices, kind in (({"": 0}, torch.Tensor), ({"model": 0, "lm_head": 1}, int)):
+        base.hf_device_map = devices
+        CausalLM(base).outputs(torch.zeros(1, 3, dtype=torch.long), 1)
+        CausalLM(base).outputs(torch.zeros(2, 3, dtype=torch.long), 2)
+        assert [type(each) for each in given[-2:]] == [kind] * 2
 
 
 def test_a_split_base_studies_and_is_asked(folder, monkeypatch):

@@ -84,7 +84,8 @@ class CausalLM:
     def outputs(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs):
         """Return what the model's forward returns, with the logits that `logits` describes or those of more tokens."""
         # As a slice of several rows, or of one token, the last hidden states make torch copy the head's weights.
-        keep = count if len(ids) == 1 and count > 1 else torch.arange(-count, 0, device=ids.device)
+        split = len(set(getattr(self.base, "hf_device_map", {}).values())) > 1  # indices would be on another device
+        keep = count if split or (len(ids) == 1 and count > 1) else torch.arange(-count, 0, device=ids.device)
         kwargs = {name: value for name, value in {"logits_to_keep": keep, **kwargs}.items() if name in self._accepts}
         if adapters is not None:
             kwargs["adapter_names"] = list(adapters)

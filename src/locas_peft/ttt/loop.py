@@ -110,10 +110,8 @@ class Loop:
         settings, host = self.settings, self.host
         check_window(settings.window, host.positions)
         if settings.start_token is not None and self._fills_positions():
-            raise ValueError(
-                f"stride must be below a window of all {host.positions} positions, got {settings.stride}: lower it, "
-                "since the start token takes one"
-            )
+            rule = f"stride must be below a window of all {host.positions} positions, got {settings.stride}"
+            raise ValueError(f"{rule}: lower it, since the start token takes one")
         if settings.context == "cache":
             host.check_cache()
             if settings.window > (host.rope_positions or sys.maxsize):

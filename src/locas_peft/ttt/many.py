@@ -184,10 +184,8 @@ def _check_model(model: nn.Module) -> None:
             "LocasConfig()), or read one after the other with TestTimeTrainer"
         )
     if len(model.active_adapters) > 1:
-        raise ValueError(
-            f"model must have one active adapter, got {', '.join(model.active_adapters)}: call set_adapter with the "
-            "one that the memories shall be configured as"
-        )
+        remedy = "call set_adapter with the one that the memories shall be configured as"
+        raise ValueError(f"model must have one active adapter, got {', '.join(model.active_adapters)}: {remedy}")
     for layer in (module for module in model.modules() if isinstance(module, ADAPTER_LAYERS)):
         if not isinstance(layer, LocasLayer):
             kind = f"{type(layer).__module__}.{type(layer).__name__}"
@@ -223,10 +221,8 @@ def _check_documents(
         if name in checked:
             raise ValueError(f"documents' names must differ, got {name!r} twice: give each its own")
         if name in host.model.peft_config:
-            raise ValueError(
-                f"documents' names must be new to the model, got {name!r}, which is an adapter already: choose "
-                "another name, or delete_adapter that one first"
-            )
+            rule = f"documents' names must be new to the model, got {name!r}, which is an adapter already"
+            raise ValueError(f"{rule}: choose another name, or delete_adapter that one first")
         checked[name] = host.check_document(ids, f"documents[{name!r}]")
     if not checked:
         raise ValueError("documents must hold at least one, got none: give a mapping from names to LongTensors")

@@ -52,13 +52,9 @@ class TrainingSettings:
         if self.start_token is not None:
             check_whole("start_token", self.start_token, 0)
         if self.stride > self.window:
-            raise ValueError(
-                f"stride must be at most window, got stride {self.stride} with window {self.window}: lower stride or "
-                "raise window"
-            )
+            found = f"stride {self.stride} with window {self.window}"
+            raise ValueError(f"stride must be at most window, got {found}: lower stride or raise window")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
-            raise ValueError(
-                f"learning_rate must be a number above 0, got {self.learning_rate}: give one, 1e-3 say; to read "
-                "without learning, give the model without its adapter"
-            )
+            remedy = "give one, 1e-3 say; to read without learning, give the model without its adapter"
+            raise ValueError(f"learning_rate must be a number above 0, got {self.learning_rate}: {remedy}")
         check_choice("context", self.context, CONTEXTS)

@@ -156,10 +156,8 @@ class TestTimeTrainer:
             )
         text = digest_ids(ids)
         if self._text not in (None, text):
-            raise ValueError(
-                f"input_ids must be the document begun here (sha256 {self._text[:12]}), got another one "
-                f"({text[:12]}): call rewind() first, or make a new TestTimeTrainer"
-            )
+            rule = f"input_ids must be the document begun here (sha256 {self._text[:12]}), got another one"
+            raise ValueError(f"{rule} ({text[:12]}): call rewind() first, or make a new TestTimeTrainer")
         self._text = text
         if not self.chunks:
             self._loop.find_start_token([ids])
