@@ -830,12 +830,37 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
         (("memorize", "lamp.txt", "--library", "notes", "--out", "o"), "--library saves the memory itself, got --out"),
         (("memorize", "lamp.txt", "--out", "o", "--name", "n"), "--name names a memory of a library, got 'n' without"),
         (("memorize", "lamp.txt", "--library", "notes", "--name", "../x"), "name must be at most 60 letters, digits"),
-        (("memorize", "lamp.txt", "--from", "notes/bread", "--r", 2), "method must be locas-glu@64, that of"),
+        (
+            ("memorize", "lamp.txt", "--from", "notes/bread", "--r", 2),
+            "r must be 64 as in the memory 'notes/bread' to go",
+        ),
         (("memorize", "lamp.txt", "--library", "notes", "--from", "jam"), "there is no memory 'jam' in this library"),
         (("memorize", "lamp.txt", "--from", "jam"), "memory 'jam' must have a reading.json, got none"),
     ]
     for arguments, message in refusals:
         assert refused(run, *arguments).startswith(message)
+
+
+def test_a_memory_goes_on_as_it_was_made(run, tmp_path):
+    for name in ("lamp", "bread"):
+        (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
+    made = ("--layers", "upper", "--r", 4, "--scaling", 0.5, *FAST, *NO_ANCHOR)
+    assert run("memorize", "lamp.txt", "--library", "notes", "--name", "lamp", *made)[0] == 0
+    # Where a job always says --resume, and names the folder of a memory in the library.
+    go_on = ("memorize", "bread.txt", "--from", "notes/lamp", "--resume", *FAST, *NO_ANCHOR)
+    assert run(*go_on, "--library", "notes")[0] == 0
+    assert names(tmp_path / "notes") == ["lamp"]
+    record = json.loads((tmp_path / "notes/lamp/reading.json").read_text())
+    assert [record[name] for name in ("title", "r", "layers_to_transform", "scaling")] == [
+        "bread.txt",
+        4,
+        "upper",
+        0.5,
+    ]
+    before = (tmp_path / "notes/lamp/reading.json").stat().st_mtime_ns
+    assert run(*go_on)[0] == 0 and (tmp_path / "notes/lamp/reading.json").stat().st_mtime_ns == before
+    message = "method must be 'locas-glu' as in the memory 'notes/lamp' to go on with, got 'lora': leave it out"
+    assert refused(run, *go_on, "--method", "lora") == message
 
 
 def test_ask_recites_passages_and_answers_from_them(run, memory):

@@ -18,9 +18,9 @@ from locas_peft.asking import continue_rows, draw, encode_prompt
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER, checkpoint
 from locas_peft.model import CausalLM
-from locas_peft.reading.record import find_finished
+from locas_peft.reading.record import find_finished, load_reading
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
-from locas_peft.reading.teaching import attached, memorize
+from locas_peft.reading.teaching import StopReading, attached, memorize
 from locas_peft.selfstudy import (
     Exchange,
     Passage,
@@ -720,10 +720,34 @@ def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(loaded, in
     assert find_finished(tmp_path / "memory", settings_of(), input_ids, OTHER) is not None
 
 
+def test_a_memory_whose_study_is_stopped_keeps_its_earlier_exchanges(loaded, input_ids, former, tmp_path):
+    def stop(step):
+        raise StopReading
+
+    for name, options in (("before", {"on_chunk": stop}), ("within", {"on_study": stop})):
+        assert go_on(loaded, input_ids, former, tmp_path / name, **options).stopped
+        answers = [each.answer for each in load_exchanges(tmp_path / name / EXCHANGES)]
+        assert answers == ["Ida Berg", "in 1911", "on the rock"]
+
+
+def test_a_memory_whose_replacement_was_stopped_midway_goes_on(loaded, input_ids, former, tmp_path):
+    memory = tmp_path / "memory"
+    shutil.copytree(former, memory)
+    (memory / ".locas-moving").mkdir()
+    (memory / "reading.json").rename(memory / ".locas-moving" / "reading.json")
+    assert load_reading(memory) == load_reading(former)
+
+
 def test_a_memory_of_another_width_or_without_a_record_cannot_go_on(loaded, input_ids, former, tmp_path):
     options = {"start": former, "tokenizer": loaded[1], "out": tmp_path / "new"}
-    with pytest.raises(ValueError, match="^method must be locas-glu@4, that of the memory to go on with, got lora@2"):
+    with pytest.raises(
+        ValueError, match="^method must be 'locas-glu' as in the memory '.*' to go on with, got 'lora'"
+    ):
         memorize(loaded[0], input_ids, settings_of("lora", r=2), **options)
+    with pytest.raises(
+        ValueError, match="^layers_to_transform must be None as in the memory .*, got 'upper': leave it"
+    ):
+        memorize(loaded[0], input_ids, settings_of(layers_to_transform="upper"), **options)
     shutil.copytree(former, tmp_path / "bare")
     (tmp_path / "bare" / "reading.json").unlink()
     with pytest.raises(ValueError, match="must have a reading.json, got none: choose one that a reading made$"):

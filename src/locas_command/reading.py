@@ -55,6 +55,7 @@ def memorize(
     from locas_peft.library import Library, make_sample
     from locas_peft.memories import check_vacant
     from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, has_checkpoint
+    from locas_peft.reading.methods import SHAPE
     from locas_peft.reading.record import find_finished, load_reading
     from locas_peft.selfstudy import load_exchanges
     from locas_peft.text import load_text
@@ -86,14 +87,18 @@ def memorize(
             raise ValueError(f"--library saves the memory itself, got {other} too: leave one of them out")
         check_output_directory("--library", library)
         shelf = Library(library)
-        if start is not None and not start.is_dir():
-            start, name = shelf.find(str(start)), name or str(start)
+        if start is not None:
+            found = start.name if start.parent == library else str(start)
+            if found in shelf.list() or not start.is_dir():
+                start, name = shelf.find(found), name or found
         out = shelf.choose_folder(name or Path(text).stem)
         base = replace(base, model=base.model or shelf.name_base())
     if start is not None:
         out, former = out or start, load_reading(start).settings
         method = former.method.name if settings.method == options.READING.method else settings.method
-        settings = replace(settings, method=method, r=settings.r or former.method.r)
+        kept = vars(former.method).items() if method == former.method.name else ()
+        kept = {field: value for field, value in kept if field in SHAPE and getattr(settings, field) is None}
+        settings = replace(settings, method=method, **kept)
         base = replace(base, model=base.model or former.model)
     folder = out and out / CHECKPOINT_FOLDER
     if saves:
@@ -109,7 +114,7 @@ def memorize(
         shelf.check_base(loaded.name)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     complete = make_settings(settings, loaded).complete(loaded.model, loaded.tokenizer)
-    result = find_finished(out, complete, input_ids, exchanges) if resume and saves else None
+    result = find_finished(out, complete, input_ids, exchanges) if resume and saves and out != start else None
     if result is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
     else:

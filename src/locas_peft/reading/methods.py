@@ -22,6 +22,8 @@ __all__ = ["METHODS", "METHOD_FIELDS", "PRESETS", "UPDATES", "Adapter", "Memory"
 
 PRESETS = ("paper", "tuned")
 UPDATES = ("bp", "nlsvd")
+SHAPE = ("method", "r", "layers_to_transform", "init", "output_scale", "scaling", "row_norm", "max_slot_norm")
+"""The settings that a memory keeps when it goes on with another text."""
 _LEARNING = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
 # The values of all methods that learn. As in the paper: a constant rate.
 PAPER: dict[str, Any] = {**_LEARNING, "decay_steps": 0, "brake": False}

@@ -110,6 +110,7 @@ def _null_to_nan(value: Any) -> Any:
 
 def load_reading(directory: str | Path) -> Reading:
     """Load the record in a memory's folder; a `ValueError` where there is none, or a damaged one."""
+    finish_replacement(directory)
     path = Path(directory) / READING
     if not path.is_file():
         raise ValueError(f"memory {str(directory)!r} must have a {READING}, got none: choose one that a reading made")

@@ -12,14 +12,16 @@ from peft import get_peft_model
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checks import describe_difference
 from ..memories import checkpoint
 from ..memories.folder import check_vacant
 from ..memories.loading import load_memory
 from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
-from ..selfstudy.exchanges import EXCHANGES
+from ..selfstudy.exchanges import EXCHANGES, correct
 from ..text import digest_ids
 from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
 from ..tuner.modules import remember_modules
+from .methods import SHAPE
 from .record import Reading, find_finished, load_reading, save_reading
 from .resuming import Checkpoints, restore
 from .settings import CompleteSettings, ReadingSettings
@@ -90,7 +92,6 @@ def memorize(
     input_ids = input_ids[: settings.max_tokens]
     if settings.method.name == "none":
         out = checkpoint_dir = None
-
     with ExitStack() as stack:
         folder = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
         if out is not None:
@@ -134,7 +135,7 @@ def memorize(
         figures |= {"memory_dir": None if out is None else str(out), "peak_bytes": peak.read()}
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
-            save_reading(model, out, reading, (study.exchanges if study else earlier) or None, sample)
+            save_reading(model, out, reading, correct(earlier, study.exchanges if study else []) or None, sample)
             if folder is not None:
                 checkpoint.remove(folder)
     return reading
@@ -195,10 +196,10 @@ class PeakMemory:
 def _load_earlier(start: str | Path, settings: CompleteSettings) -> list[Exchange]:
     """Return the exchanges of a memory to go on with; a `ValueError` where it is of another method or width."""
     former, path = load_reading(start).settings.method, Path(start) / EXCHANGES
-    had, wanted = ((each.name, vars(each).get("r")) for each in (former, settings.method))
-    if had != wanted:
-        rule = f"method must be {had[0]}@{had[1]}, that of the memory to go on with"
-        raise ValueError(f"{rule}, got {wanted[0]}@{wanted[1]}: leave the method and its width out")
+    wanted, had = ({name: vars(each).get(name, each.name) for name in SHAPE} for each in (settings.method, former))
+    where = f"the memory {str(start)!r} to go on with"
+    if difference := describe_difference(wanted, had, where, "leave it out"):
+        raise ValueError(difference)
     return load_exchanges(path) if path.is_file() else []
 
 
