@@ -91,6 +91,7 @@ def test_rows_have_texts_or_paths_and_settings_of_their_own(tmp_path):
         ({"name": "x", "text": "a b", "model": "m"}, "settings must be those of locas memorize, got 'model'"),
         ({"name": "x", "text": "a b", "r": "8"}, "r must be an int, got str: give a whole number"),
         ({"name": "x", "text": "a b", "study": "no"}, "study must be true or false, got 'no': give one of the two"),
+        ({"name": "x", "text": "a b", "method": "none"}, "method must be one that learns, got 'none': choose another"),
         ({"name": "note 0", "text": "a b"}, "name must be that of one row alone, whatever its case, got it twice"),
         ({"name": "NOTE 0", "text": "a b"}, "name must be that of one row alone, whatever its case, got it twice"),
     ],
@@ -325,6 +326,12 @@ def test_the_command_teaches_a_table(run, tmp_path):
     assert run("--manifest=d.jsonl", "--library", "made", *FAST)[0] == 0
     assert run("--manifest", "d.jsonl", "--library", "made", *FAST, "--r", "8")[0] == 3
     assert sorted(os.listdir(tmp_path / "made")) == ["failures.jsonl", "note 0", "note 1"]
+
+
+def test_control_characters_of_a_name_do_not_reach_the_terminal(run, tmp_path):
+    write(tmp_path / "d.jsonl", {"name": "x\x1b[2J", "text": "a b"}, count=0)
+    code, _, err = run("--manifest", "d.jsonl", "--library", "made", *FAST)
+    assert code == 3 and "\x1b" not in err and "line 1, x\\x1b[2J: name must be at most 60 letters" in err
 
 
 def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):

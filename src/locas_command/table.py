@@ -17,7 +17,7 @@ from locas_peft.library import Library
 from locas_peft.library.table import FAILURES, load_table, teach_table
 from locas_peft.reading import ReadingSettings
 
-from .console import deferring_signals, find_process, open_consoles, show_progress, write_result
+from .console import deferring_signals, find_process, open_consoles, printable, show_progress, write_result
 from .options import BaseOptions, ReadingOptions
 from .running import load
 
@@ -49,11 +49,12 @@ def teach_manifest(
         options["unwrapped"] = backbone.is_embedded(name) if unwrap is None else unwrap
         failures = teach_table(library, loaded.model, loaded.tokenizer, documents, **options)
     for each in failures[:20]:
-        stderr.print(f"line {each['line']}" + (f", {each['name']}" if each["name"] else "") + f": {each['error']}")
+        where = f"line {each['line']}" + (f", {printable(each['name'])}" if each["name"] else "")
+        stderr.print(f"{where}: {each['error']}")
     if failures:
         stderr.print(f"{len(failures)} failed: {folder / FAILURES} lists them. The same command tries them again")
-    done = f"{len(documents) - len(failures)} of {len(documents)}"
-    stdout.print(f"{done} are in {folder}. Next: locas ask QUESTION --library {folder}")
+    done = f"{len(documents) - len(failures)} of {len(documents)} are in {folder}"
+    stdout.print(f"{done}. Next: locas ask QUESTION --library {folder}")
     write_result(json_file, {"documents": len(documents), "failures": failures})
     return 3 if failures else 0
 

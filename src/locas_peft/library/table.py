@@ -70,6 +70,8 @@ def load_table(source: str, settings: ReadingSettings) -> list[Document]:
                 raise ValueError("each line must have name, and either text or path: correct or delete it")
             if unknown := sorted(given.keys() - set(SETTINGS)):
                 raise ValueError(f"settings must be those of locas memorize, got {unknown[0]!r}: see its --help")
+            if given.get("method") == "none":
+                raise ValueError("method must be one that learns, got 'none': choose another")
             documents.append(Document(line, check_name(str(name)), text or folder / file, replace(settings, **given)))
         except (ValueError, TypeError) as error:
             documents.append(Document(line, row and row.get("name") and str(row["name"]), error=first_line(error)))

@@ -68,10 +68,8 @@ class TestTimeTrainer:
         rates = settings.learning_rate, settings.warmup_steps, settings.decay_steps
         self._learner = Learner(self._list_trained, *rates, optimizer)
         if optimizer is not None and not callable(optimizer):
-            raise TypeError(
-                f"optimizer must be a callable that takes the parameters, got {optimizer!r}: give one, such as "
-                "lambda parameters: torch.optim.SGD(parameters, lr=0.1), or None for AdamW"
-            )
+            remedy = "give one, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1), or None for AdamW"
+            raise TypeError(f"optimizer must be a callable that takes the parameters, got {optimizer!r}: {remedy}")
         if not self._learner.trains and writer is None and self._list_trained():
             raise ValueError(
                 "learning_rate must be a number above 0 where an adapter is trained, got None: give one, 1e-3 say"
