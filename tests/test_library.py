@@ -137,6 +137,14 @@ def test_what_is_left_after_forgetting_is_a_library_that_never_held_the_memory(l
         library.forget("lamp")
 
 
+def test_a_kill_while_replacing_loses_no_memory(library):
+    moving = library.folder / "lamp" / ".locas-moving"
+    moving.mkdir()
+    os.rename(library.folder / "lamp" / "adapter_config.json", moving / "adapter_config.json")
+    assert library.list() == ["bread"]
+    assert set(Library(library.folder).list()) == {"bread", "lamp"}
+
+
 def test_a_kill_while_forgetting_leaves_nothing_after_the_next_opening(library, monkeypatch):
     def killed(folder):
         raise KeyboardInterrupt

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from ..asking import Question, ask, ask_by_reciting
 from ..asking.answers import measure_confidence
-from ..files import staged
+from ..files import finish_replacement, staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
@@ -73,6 +73,8 @@ class Library:
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(f".*{_FORGOTTEN}"):  # by a process that was killed while it forgot a memory
             shutil.rmtree(left, ignore_errors=True)
+        for name in filter(_NAME.fullmatch, os.listdir(self.folder)):  # killed while it replaced a memory
+            finish_replacement(self.folder / name)
         self._lock = threading.Lock()
         self._reserved: set[str] = set()  # of memories that are being made
 

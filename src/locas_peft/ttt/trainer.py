@@ -76,10 +76,8 @@ class TestTimeTrainer:
             )
         if anchor is not None:
             if not self._learner.trains and writer is not None:
-                raise ValueError(
-                    "anchor must be None for a memory that is written and not trained, got one, which acts on "
-                    "training steps: give a learning_rate, or leave the anchor out"
-                )
+                rule = "anchor must be None for a memory that is written and not trained, got one, which acts on"
+                raise ValueError(f"{rule} training steps: give a learning_rate, or leave the anchor out")
             anchor.check(self._host)
         self._loop = Loop(self._host, settings, writer, anchor)
         self._optimizer = optimizer
