@@ -820,6 +820,8 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
     assert run("memorize", "lamp.txt", "--library", "notes", "--from", "bread", *FAST, *NO_ANCHOR)[0] == 0
     sample = (tmp_path / "notes/bread/sample.txt").read_text()
     assert "Hilda" in sample and "Peder" in sample
+    assert run("memorize", "text.txt", "--from", "notes/bread", *FAST, *NO_ANCHOR)[0] == 0
+    assert (tmp_path / "notes/bread/sample.txt").read_text().startswith(sample)
     assert run("forget", "notes", "lamp")[0] == 0
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["bread"]
     refusals = [

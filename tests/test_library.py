@@ -101,6 +101,13 @@ def test_confidence_is_the_probability_of_the_tokens_of_an_answer(base):
     assert 0 < measured < 1 and measured == pytest.approx(own.mean().exp().item(), rel=1e-4) and empty == 0
 
 
+def test_a_memory_is_no_library_and_no_memory_has_the_name_of_the_list_of_failures(library):
+    with pytest.raises(ValueError, match="^a library must be a folder of memories, got the memory '.*lamp': take its"):
+        Library(library.find("lamp"))
+    with pytest.raises(ValueError, match="^name must be at most 60 .*, got 'Failures.jsonl': choose another$"):
+        library.choose_folder("Failures.jsonl")
+
+
 def test_of_two_memories_that_fit_as_well_the_later_one_is_asked(tmp_path):
     for name, year in (("one", 1901), ("other", 1902)):
         write(

@@ -715,6 +715,8 @@ def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(loaded, in
     with pytest.raises(KeyboardInterrupt):
         go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", on_study=stop, **options)
     assert same(tmp_path / "memory", former)
+    with pytest.raises(ValueError, match="holds an unfinished reading: go on with --resume, or give --overwrite$"):
+        go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options)
     go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", resume=True, **options)
     assert same(tmp_path / "memory", tmp_path / "whole")
     assert find_finished(tmp_path / "memory", settings_of(), input_ids, OTHER) is not None

@@ -55,6 +55,7 @@ def memorize(
     from locas_peft.library import Library, make_sample
     from locas_peft.memories import check_vacant
     from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, has_checkpoint
+    from locas_peft.memories.folder import SAMPLE
     from locas_peft.reading.methods import SHAPE
     from locas_peft.reading.record import find_finished, load_reading
     from locas_peft.selfstudy import load_exchanges
@@ -62,7 +63,7 @@ def memorize(
 
     from .running import load, make_settings, read_each, show_readings, show_study
 
-    if (text is None) == (manifest is None):
+    if (text is None) == (not manifest):
         raise ValueError("give either a TEXT or --manifest, one of the two: see locas memorize --help")
     if manifest is not None:
         if library is None or out or name or start or exchanges_file or settings.method == "none":
@@ -106,9 +107,10 @@ def memorize(
             raise ValueError(f"--out must name a folder for what {settings.method} learns, got none: add --out DIR")
         check_output_directory("--out", out)
         if not resume:
-            check_vacant(out, overwrite=overwrite or out == start)
+            check_vacant(out, overwrite=overwrite, goes_on=out == start)
     content = load_text(text)
     title, shown = _name(text)
+    sampled = library is not None or (start is not None and (start / SAMPLE).is_file())
     loaded = load(base)
     if library is not None:
         shelf.check_base(loaded.name)
@@ -122,7 +124,7 @@ def memorize(
             (result,) = read_each(
                 loaded, input_ids, {"": complete}, stderr, out,
                 checkpoint_dir=folder, checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
-                exchanges=exchanges, title=title, sample=None if library is None else make_sample(content, start),
+                exchanges=exchanges, title=title, sample=make_sample(content, start) if sampled else None,
                 start=start,
             )  # fmt: skip
         except KeyboardInterrupt:

@@ -34,7 +34,8 @@ from .routing import LEAST_CONFIDENCE, list_passages, make_sample, score_by_word
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 
 _NAME = re.compile(r"[^\W_][\w .()-]{0,58}[\w)]|[^\W_]")
-_FORGOTTEN = ".forgotten"
+_FORGOTTEN, FAILURES = ".forgotten", "failures.jsonl"
+"""A folder that is being deleted; the documents of a table that failed (`table.py`), whose name no memory has."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class RoutedAnswer:
 def check_name(name: str) -> str:
     """Return a memory's name, without the space around it; a `ValueError` where it cannot name a folder everywhere."""
     name = name.strip()
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or name.casefold() == FAILURES:
         rule = "be at most 60 letters, digits, spaces or any of . ( ) _ - and begin with a letter or digit"
         raise ValueError(f"name must {rule}, got {name[:60]!r}: choose another")
     return name
@@ -70,6 +71,10 @@ class Library:
 
     def __init__(self, folder: str | Path, most: int | None = None, require_signature: str | Path | None = None):
         self.folder, self._most, self._key = Path(folder), most, require_signature
+        if (self.folder / MEMORY_CONFIG).is_file():
+            raise ValueError(
+                f"a library must be a folder of memories, got the memory {str(folder)!r}: take its parent"
+            )
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(f".*{_FORGOTTEN}"):  # by a process that was killed while it forgot a memory
             shutil.rmtree(left, ignore_errors=True)

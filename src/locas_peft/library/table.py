@@ -20,13 +20,11 @@ from ..progress import Progress, silent
 from ..reading import ReadingSettings
 from ..text import load_text, unwrap
 from ..units import share
-from .library import Library, check_name
+from .library import FAILURES, Library, check_name
 from .routing import make_sample
 
 __all__ = ["FAILURES", "Document", "load_rows", "load_table", "teach_table"]
 
-FAILURES = "failures.jsonl"
-"""The file in a library that lists what was not taught of its last table: `line`, `name` and `error` of each."""
 SETTINGS = tuple(name for name in vars(ReadingSettings()) if name not in ("model", "dtype"))
 _OPTIONS = {"lr": "learning_rate", "layers": "layers_to_transform", "width": "r"}
 _FORMATS = {".csv": "csv", ".json": "json", ".parquet": "parquet"}

@@ -40,11 +40,13 @@ MOST_BYTES = 2**30
 _MOST_LISTED_BYTES = 2**20
 
 
-def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool = False) -> None:
+def check_vacant(
+    directory: str | Path, *, resume: bool = False, overwrite: bool = False, goes_on: bool = False
+) -> None:
     """Raise a `ValueError` for a folder in which a reading would replace something. It need not exist.
 
-    With `resume` an unfinished reading in it will go on, with `overwrite` a memory in it may be replaced. Other files
-    that only have the same names may not.
+    With `resume` an unfinished reading in it will go on, with `overwrite` it and a memory may be replaced, and with
+    `goes_on` a memory alone. Other files that only have the same names may not.
     """
     folder = Path(directory)
     finish_replacement(folder)
@@ -58,7 +60,7 @@ def check_vacant(directory: str | Path, *, resume: bool = False, overwrite: bool
     if unfinished and not resume and not overwrite:
         remedy = "go on with --resume, or give --overwrite"
         raise ValueError(f"--out {str(folder)!r} holds an unfinished reading: {remedy}")
-    if is_memory and not unfinished and not overwrite:
+    if is_memory and not (unfinished or overwrite or goes_on):
         raise ValueError(f"--out {str(folder)!r} holds a memory: choose another folder, or give --overwrite")
 
 

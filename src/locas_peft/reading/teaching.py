@@ -99,7 +99,7 @@ def memorize(
             with suppress(*[ValueError] * replaces):
                 if resume and (finished := find_finished(out, settings, input_ids, exchanges)) is not None:
                     return finished
-            check_vacant(out, resume=resume, overwrite=replaces)
+            check_vacant(out, resume=resume, overwrite=overwrite, goes_on=replaces)
         earlier = [] if start is None else _load_earlier(start, settings)
         model = stack.enter_context(attached(base, settings, start))
         peak = PeakMemory(base.device)
