@@ -102,7 +102,7 @@ def test_confidence_is_the_probability_of_the_tokens_of_an_answer(base):
 
 
 def test_a_memory_is_no_library_and_no_memory_has_the_name_of_the_list_of_failures(library):
-    with pytest.raises(ValueError, match="^a library must be a folder of memories, got the memory '.*lamp': take its"):
+    with pytest.raises(ValueError, match="^a library must be a folder of memories, got a memory, '.*lamp': take its"):
         Library(library.find("lamp"))
     with pytest.raises(ValueError, match="^name must be at most 60 .*, got 'Failures.jsonl': choose another$"):
         library.choose_folder("Failures.jsonl")

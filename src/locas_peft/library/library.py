@@ -72,9 +72,7 @@ class Library:
     def __init__(self, folder: str | Path, most: int | None = None, require_signature: str | Path | None = None):
         self.folder, self._most, self._key = Path(folder), most, require_signature
         if (self.folder / MEMORY_CONFIG).is_file():
-            raise ValueError(
-                f"a library must be a folder of memories, got the memory {str(folder)!r}: take its parent"
-            )
+            raise ValueError(f"a library must be a folder of memories, got a memory, {str(folder)!r}: take its parent")
         self.folder.mkdir(parents=True, exist_ok=True)
         for left in self.folder.glob(f".*{_FORGOTTEN}"):  # by a process that was killed while it forgot a memory
             shutil.rmtree(left, ignore_errors=True)

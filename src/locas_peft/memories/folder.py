@@ -40,28 +40,23 @@ MOST_BYTES = 2**30
 _MOST_LISTED_BYTES = 2**20
 
 
-def check_vacant(
-    directory: str | Path, *, resume: bool = False, overwrite: bool = False, goes_on: bool = False
-) -> None:
+def check_vacant(directory: str | Path, resume: bool = False, overwrite: bool = False, goes_on: bool = False) -> None:
     """Raise a `ValueError` for a folder in which a reading would replace something. It need not exist.
 
     With `resume` an unfinished reading in it will go on, with `overwrite` it and a memory may be replaced, and with
     `goes_on` a memory alone. Other files that only have the same names may not.
     """
-    folder = Path(directory)
+    folder, held = Path(directory), f"--out {str(directory)!r} holds"
     finish_replacement(folder)
     is_memory = (folder / MEMORY_CONFIG).exists() and (folder / READING).exists()
     unfinished = has_checkpoint(folder / CHECKPOINT_FOLDER)
-    if not is_memory:
-        for name in FILES:
-            if os.path.lexists(folder / name):
-                found = f"a file {name} that no reading wrote"
-                raise ValueError(f"--out {str(folder)!r} holds {found}: choose another folder, or move that file")
+    for name in () if is_memory else FILES:
+        if os.path.lexists(folder / name):
+            raise ValueError(f"{held} a file {name} that no reading wrote: choose another folder, or move that file")
     if unfinished and not resume and not overwrite:
-        remedy = "go on with --resume, or give --overwrite"
-        raise ValueError(f"--out {str(folder)!r} holds an unfinished reading: {remedy}")
+        raise ValueError(f"{held} an unfinished reading: go on with --resume, or give --overwrite")
     if is_memory and not (unfinished or overwrite or goes_on):
-        raise ValueError(f"--out {str(folder)!r} holds a memory: choose another folder, or give --overwrite")
+        raise ValueError(f"{held} a memory: choose another folder, or give --overwrite")
 
 
 def save_memory(

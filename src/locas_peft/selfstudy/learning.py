@@ -41,8 +41,7 @@ MARGIN = 4
 """Tokens of a passage that are learned after the last one that is not known."""
 KNOWN_NATS = math.log(2)
 """Greedy decoding recites a token of a smaller loss: its probability is above one half (arXiv:2605.30260)."""
-WARMUP_STEPS = 5
-SAMPLES = 3
+WARMUP_STEPS, SAMPLES = 5, 3
 _PLAIN = ("asked", "samples", "skipped_steps", "_blocks", "_step", "_losses", "_seconds", "_reaches")
 """Attributes of a study that are part of its state as they are."""
 

@@ -28,8 +28,7 @@ ROUNDS = 4
 _TEMPERATURE = 0.7
 _CANDIDATES = 64
 """A question's next token is drawn from so many; drawing from the whole vocabulary takes as long as the model."""
-_QUESTION_TOKENS = 24
-_ROWS = 128
+_QUESTION_TOKENS, _ROWS = 24, 128
 _DUPLICATE = 0.8
 _MARGIN_TOKENS = 128
 _ASK = "{passage}\n\nWrite a question about this text."
