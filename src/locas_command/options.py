@@ -1,5 +1,7 @@
 """Options that several commands share. This module imports neither torch nor `locas_peft`, so that help is quick."""
 
+from __future__ import annotations  # cyclopts would check --layers against its annotation, not its converter
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
