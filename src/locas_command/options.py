@@ -1,6 +1,6 @@
 """Options that several commands share. This module imports neither torch nor `locas_peft`, so that help is quick."""
 
-from __future__ import annotations  # cyclopts would check --layers against its annotation, not its converter
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ class ReadingOptions:
     update: str | None = None
     epsilon: float | None = None
     slots_per_chunk: int | None = None
-    layers_to_transform: Annotated[str | None, Parameter(name="--layers", converter=_parse_layers)] = None
+    layers_to_transform: Annotated[Any, Parameter(name="--layers", converter=_parse_layers)] = None  # str, list[int]
     anchor: float | None = None
     anchor_every: int | None = None
     max_tokens: int | None = None
