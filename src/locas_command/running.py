@@ -68,10 +68,13 @@ def load_base_of(memory: Path, options: BaseOptions) -> Base:
 
 
 def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]:
-    """Load a memory on the base model that the options name, or else the memory."""
-    base = load_base_of(memory, options)
+    """Load a memory on the base model that the options name, or else the memory (see `memories.open_memory`)."""
+    _prepare()
+    placing = {name: value for name, value in vars(options).items() if name != "model"}
     with warnings_as_lines():
-        return base, memories.load_memory(base.model, memory, require_signature=options.require_signature).eval()
+        base, tokenizer, model = memories.open_memory(memory, options.model, **placing)
+    name = options.model or model.peft_config["default"].base_model_name_or_path
+    return Base(backbone.name_of(name), base, tokenizer), model
 
 
 def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:
