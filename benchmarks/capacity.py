@@ -21,7 +21,8 @@ from typing import Any
 from biographies import Person, make_people
 from measuring import describe_machine, make_table
 
-from locas_peft.asking import SHORT_PROMPT, Question, answer, ask, encode_question, is_exact, is_right
+from locas_peft.asking import SHORT_PROMPT, Question, ask, encode_question, is_exact, is_right
+from locas_peft.asking.answers import answer_all
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
 from locas_peft.evaluation.f1 import token_f1
@@ -54,7 +55,8 @@ def measure(base, tokenizer, own_answers: list, people: list[Person], facts: int
         with memory_attached(base, Path(folder) / "memory") as model:
             drift = measure_drift(model, own_answers)["kl_per_token"]
             answers = ask(model, tokenizer, questions)
-            short = answer_briefly(model, tokenizer, questions)
+            prompts = [encode_question(tokenizer, each.question, SHORT_PROMPT) for each in questions]
+            short = answer_all(model, tokenizer, prompts, max_new_tokens=32)
     numbers = {sentence: number for number, sentence in enumerate(sentences)}
     said = [numbers.get(each.strip()) for each in answers]
     both = list(enumerate(said))
@@ -71,15 +73,6 @@ def measure(base, tokenizer, own_answers: list, people: list[Person], facts: int
         "kl_nats": drift,
         "cpu_seconds": seconds,
     }
-
-
-def answer_briefly(model, tokenizer, questions: list[Question]) -> list[str]:
-    """Return a model's answers in a few words."""
-    prompts = [encode_question(tokenizer, each.question, SHORT_PROMPT) for each in questions]
-    answers = {}
-    for batch, texts in answer(model, tokenizer, prompts):
-        answers.update(zip(batch, texts, strict=True))
-    return [answers[number] for number in range(len(questions))]
 
 
 def tabulate(rows: dict[str, dict[str, Any]]) -> str:

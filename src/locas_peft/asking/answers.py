@@ -15,7 +15,7 @@ from .continuation import answer, recite
 from .prompts import SHORT_PROMPT, encode_answer, encode_question
 from .scoring import score_targets
 
-__all__ = ["MOST_RECITED", "Question", "ask", "ask_by_reciting", "count_right", "is_exact", "is_right"]
+__all__ = ["MOST_RECITED", "Question", "answer_all", "ask", "ask_by_reciting", "count_right", "is_exact", "is_right"]
 __all__ += ["load_questions", "measure_confidence", "recite_for"]
 
 MOST_RECITED = 10
@@ -54,7 +54,7 @@ def ask(
     model, with or without a memory, is only read. What is longer than its positions is a `ValueError`.
     """
     prompts = [encode_question(tokenizer, asked.question, context=context or "") for asked in questions]
-    return _answer_all(model, tokenizer, prompts, max_new_tokens)
+    return answer_all(model, tokenizer, prompts, max_new_tokens)
 
 
 def recite_for(model: nn.Module, tokenizer, questions: Sequence[str], count: int = MOST_RECITED) -> list[list[str]]:
@@ -74,7 +74,7 @@ def ask_by_reciting(
     both = zip(questions, map("\n".join, recited), strict=True)
     prompts = [encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both]
     with adapters_disabled(model):
-        return _answer_all(model, tokenizer, prompts, max_new_tokens), recited
+        return answer_all(model, tokenizer, prompts, max_new_tokens), recited
 
 
 def measure_confidence(model: nn.Module, tokenizer, questions: Sequence[str], answers: Sequence[str]) -> list[float]:
@@ -88,7 +88,8 @@ def measure_confidence(model: nn.Module, tokenizer, questions: Sequence[str], an
     return [math.exp(-score.per_token) if given else 0.0 for score, given in zip(scores, answers, strict=True)]
 
 
-def _answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
+def answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
+    """Return the first line of a greedy answer to each prompt (see `continuation.answer`)."""
     answers: dict[int, str] = {}
     for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):
         answers.update(zip(batch, texts, strict=True))
