@@ -17,8 +17,8 @@ from rich.progress import Progress, TextColumn
 from . import handled
 
 PLAIN_SECONDS = 30.0
-_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-_LAUNCHERS = (("LOCAS_WORKER", "LOCAS_WORKERS"), *_LAUNCHERS)
+_LAUNCHERS = (("LOCAS_WORKER", "LOCAS_WORKERS"), ("RANK", "WORLD_SIZE"))
+_LAUNCHERS += (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 
 
 def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:

@@ -65,7 +65,7 @@ def memorize(
 
     if (text is None) == (not manifest):
         raise ValueError("give either a TEXT or --manifest, one of the two: see locas memorize --help")
-    if manifest is not None:
+    if manifest:
         if library is None or out or name or start or exchanges_file or settings.method == "none":
             rule = "--manifest needs --library and a method that learns"
             raise ValueError(f"{rule}, and no --out, --name, --from or --exchanges-file: leave these out")

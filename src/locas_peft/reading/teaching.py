@@ -197,8 +197,7 @@ def _load_earlier(start: str | Path, settings: CompleteSettings) -> list[Exchang
     """Return the exchanges of a memory to go on with; a `ValueError` where it is of another method or width."""
     former, path = load_reading(start).settings.method, Path(start) / EXCHANGES
     wanted, had = ({name: vars(each).get(name, each.name) for name in SHAPE} for each in (settings.method, former))
-    where = f"the memory {str(start)!r} to go on with"
-    if difference := describe_difference(wanted, had, where, "leave it out"):
+    if difference := describe_difference(wanted, had, f"the memory {str(start)!r} to go on with", "leave it out"):
         raise ValueError(difference)
     return load_exchanges(path) if path.is_file() else []
 

@@ -21,8 +21,7 @@ LONGEST_PASSAGE = 64
 REPORTED = "said"
 """The word after the speaker in a turn that is put as reported speech."""
 _FEWEST_WORDS = 5
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")
-"""What blanks separate; of Chinese and Japanese each character."""
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")  # a word, or a CJK character
 _LONGEST_SUBJECT = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
 _DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")

@@ -42,8 +42,7 @@ MARGIN = 4
 KNOWN_NATS = math.log(2)
 """Greedy decoding recites a token of a smaller loss: its probability is above one half (arXiv:2605.30260)."""
 WARMUP_STEPS, SAMPLES = 5, 3
-_PLAIN = ("asked", "samples", "skipped_steps", "_blocks", "_step", "_losses", "_seconds", "_reaches")
-"""Attributes of a study that are part of its state as they are."""
+_PLAIN_STATE = ("asked", "samples", "skipped_steps", "_blocks", "_step", "_losses", "_seconds", "_reaches")
 
 Row = tuple[list[int], Lesson, Tensor]
 """A prompt's token ids, a lesson, and the first tokens of its answer, LongTensor [T]."""
@@ -288,7 +287,7 @@ class SelfStudy:
     def state_dict(self) -> dict[str, Any]:
         """Return the study's state, tensors and plain values; the adapter's weights are not part of it."""
         return {
-            **{name: copy.copy(getattr(self, name)) for name in _PLAIN},
+            **{name: copy.copy(getattr(self, name)) for name in _PLAIN_STATE},
             "given": self._given,
             "learner": self._learner.state_dict(),
             "progress": [list(vars(each).values()) for each in self._progress],
@@ -308,7 +307,7 @@ class SelfStudy:
         self.exchanges = [Exchange(**each) for each in state["exchanges"]]
         self._others = [Lesson(**{**each, "forms": tuple(each["forms"])}) for each in state["others"]]
         self._progress = [_Progress(*each) for each in state["progress"]]
-        for name in _PLAIN:
+        for name in _PLAIN_STATE:
             setattr(self, name, copy.copy(state[name]))
         self._learner.load_state_dict(state["learner"])
 
