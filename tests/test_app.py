@@ -27,11 +27,13 @@ from transformers import AutoModelForCausalLM
 from locas_command import program as cli
 from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions
-from locas_peft.app.sessions import Job, SharedModel, Visitors
-from locas_peft.library import Library, check_name
+from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors
+from locas_peft.library import Library, check_name, library
 from locas_peft.memories import FILES, READING, describe_memory, memory_attached
 from locas_peft.memories import folder as archives
 from locas_peft.memories.folder import pack
+from locas_peft.selfstudy import Exchange, save_exchanges
+from locas_peft.selfstudy.exchanges import EXCHANGES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEXT = " ".join(f"The keeper of house {number} lit {number} lamps and walked down the stairs." for number in range(14))
@@ -259,11 +261,11 @@ def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_serv
 
 def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, visitors, made, monkeypatch):
     one, two = visitors.find(None), visitors.find(None)
-    memory = put(two.shelf, made, "made")
+    put(two.shelf, made, "made")
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
     words = [chat("Once upon a time"), chat("Once upon a time")]
-    expected = model.ask(memory, words).result()
-    assert expected[0] != expected[1]
+    expected = model.ask(two.shelf, "made", words).result()
+    assert expected[0][0] != expected[0][1] and expected[1] == ("made",)
     quiet, busy = Job("quiet", TEXT[:450], 0), Job("busy", TEXT[:450], 0)
     model.read(quiet, one.shelf)
     wait(quiet)
@@ -271,13 +273,29 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, vis
     asked = 0
     while asked < 3:
         assert not busy.ended, "nobody was answered"
-        assert model.ask(memory, words).result() == expected
+        assert model.ask(two.shelf, "made", words).result() == expected
         asked += busy.phase == "read" and not busy.ended
     wait(busy)
     assert (quiet.outcome, busy.outcome, busy.memory) == ("Done", "Done", "busy")
     assert digest(one.shelf.find("quiet")) == digest(one.shelf.find("busy"))
     assert busy.curves == quiet.curves and len(busy.curves[0]) > 2
     assert [tokens for tokens, _ in busy.curves[0]] == [tokens for tokens, _ in busy.curves[1]]
+
+
+def test_the_memory_that_a_question_is_about_answers_and_is_named(model, visitors, made, monkeypatch):
+    shelf = visitors.find(None).shelf
+    monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
+    for name, lamp in (("skarn", "Who lit the lamp at Skarn?"), ("brine", "Who swept the quay at Brine?")):
+        save_exchanges(put(shelf, made, name) / EXCHANGES, [Exchange(lamp, "Old Peder did.")])
+    about, shown = [chat("Who swept the quay at Brine?")] * 2, []
+    monkeypatch.setattr(library, "LEAST_CONFIDENCE", 0.0)
+    answers, names = model.ask(shelf, ROUTED, about, shown.append).result()
+    assert (answers, names) == model.ask(shelf, "brine", about).result() and names == ("brine",)
+    assert shown[-1] == answers and answers[0] != answers[1]
+    assert model.ask(shelf, ROUTED, [chat("Who wrote Hamlet?")] * 2).result()[1] == ()
+    monkeypatch.setattr(library, "LEAST_CONFIDENCE", 1.1)
+    unsure, names = model.ask(shelf, ROUTED, about).result()
+    assert unsure == [answers[0]] * 2 and names == ()
 
 
 def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(loaded, no_anchor, visitors, monkeypatch):
@@ -298,7 +316,7 @@ def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(loaded, no_ancho
     job = Job("busy", TEXT[:450], 1)
     model.read(job, visitor.shelf)
     while not job.ended:
-        model.ask(None, [chat("Who?")]).result()
+        model.ask(visitor.shelf, None, [chat("Who?")]).result()
     model.close()
     assert job.outcome == "Done" and phases >= {"read", "write"}
     reading = json.loads((visitor.shelf.find("busy") / READING).read_text())
@@ -376,14 +394,14 @@ def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model,
 def test_too_many_questions_are_refused(model, monkeypatch):
     monkeypatch.setattr(sessions, "MOST_WAITING", 0)
     with pytest.raises(ValueError, match="at most 0 readings and questions can wait: try again later"):
-        model.ask(None, [chat("Who?")])
+        model.ask(None, None, [chat("Who?")])
 
 
 def test_a_question_can_be_too_long(model):
     with pytest.raises(
         ValueError, match="question and answer must fit the model's .* positions, got .*: shorten one of them"
     ):
-        model.ask(None, [chat("word " * 3000)]).result()
+        model.ask(None, None, [chat("word " * 3000)]).result()
 
 
 def test_visitors_have_shelves_of_their_own_unless_they_share_one(visitors, tmp_path, made):
@@ -439,6 +457,14 @@ def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
         cli.main(["app", "--no-browser"])
     line = "error: the page needs gradio: install the extra with pip install 'locas_peft[app]'\n"
     assert capsys.readouterr().err == line
+
+
+def test_the_page_shows_the_memory_that_gave_a_routed_answer():
+    pytest.importorskip("gradio")
+    from locas_peft.app.page import _show_chat
+
+    turns = [*chat("Who?"), {"role": "assistant", "content": "Peder.", "memory": "brine"}]
+    assert _show_chat(turns) == [*chat("Who?"), {"role": "assistant", "content": "[brine]\nPeder."}]
 
 
 # ------------------------------------------------------------------------------------------------------ in a browser

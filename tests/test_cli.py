@@ -33,7 +33,7 @@ from locas_peft.bases import loading
 from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading.methods import UPDATES
-from locas_peft.selfstudy import lessons
+from locas_peft.selfstudy import Exchange, lessons, save_exchanges
 from locas_peft.ttt import TrainingSettings
 from locas_peft.ttt.settings import CONTEXTS
 from locas_peft.tuner import STRATEGIES, list_layers
@@ -572,6 +572,19 @@ def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch)
     assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
     read = "user: Read this text.\n\nAbout {0}\nMore.\n\n{0}\nassistant:"
     assert seen == [read.format("Hello?"), "user: Hello?\nassistant: Fine.\n" + read.format("And you?")]
+
+
+def test_chat_in_a_library_names_the_memory_that_replied(run, chat_model, memory, monkeypatch, tmp_path):
+    shutil.copytree(memory, tmp_path / "notes" / "lamp")
+    save_exchanges(tmp_path / "notes" / "lamp" / "exchanges.jsonl", [Exchange("Who lit the lamp at Skarn?", "Peder.")])
+    arguments = ("chat", "--library", "notes", "--model", chat_model, "--device", "cpu", "--max-new-tokens", 4)
+    replies = {}
+    for least in (0.0, 1.1):
+        monkeypatch.setattr("locas_peft.library.library.LEAST_CONFIDENCE", least)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Who lit the lamp at Skarn?\nWho wrote Hamlet?\n"))
+        replies[least] = run(*arguments)[1].splitlines()
+    assert [line for line in replies[0.0] if line.startswith("  [")] == ["  [lamp]", "  [no memory]"]
+    assert [line for line in replies[1.1] if line.startswith("  [")] == ["  [no memory]"] * 2
 
 
 def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, monkeypatch):

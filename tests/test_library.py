@@ -97,7 +97,7 @@ def test_confidence_is_the_probability_of_the_tokens_of_an_answer(base):
     with torch.no_grad():
         logs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
     own = logs.gather(1, ids[1:, None])[-len(encode_answer(base[1], given)) :]
-    (measured, empty) = measure_confidence(*base, [question] * 2, [given, ""])
+    (measured, empty) = measure_confidence(*base, [encode_question(base[1], question)] * 2, [given, ""])
     assert 0 < measured < 1 and measured == pytest.approx(own.mean().exp().item(), rel=1e-4) and empty == 0
 
 

@@ -1,11 +1,13 @@
 """Ask a model with a memory: ask, chat, generate."""
 
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
+from rich.console import Console
 
 from .console import open_consoles, write_result
 from .options import BASE, AtLeastZero, BaseOptions, Count, JsonFile, Memory, MemoryBase, NamedPath, Seed, Text
@@ -114,7 +116,7 @@ def ask(
     for record in records:
         stdout.print(record["question"], style="bold")
         if routed is not None:
-            stdout.print(f"  [{', '.join(record['memories']) or 'no memory'}]", style="dim", markup=False)
+            _name_memories(stdout, record["memories"])
         stdout.print(record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})"))
         for passage in record.get("recited", ()):
             stdout.print(f"  {passage}", style="dim")
@@ -145,8 +147,8 @@ def chat(
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: of the tokens that are drawn.
     """
-    from locas_peft.asking import can_chat, check_room, continue_texts, fit_turns, recite_for
-    from locas_peft.asking.prompts import put_before
+    from locas_peft.asking import Question, can_chat, check_room, continue_texts, fit_turns, recite_for
+    from locas_peft.asking.prompts import encode_question, put_before
     from locas_peft.model import count_positions
     from locas_peft.tuner import adapters_disabled
 
@@ -157,6 +159,18 @@ def chat(
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
     turns: list[dict[str, str]] = []
     positions, drawn = count_positions(loaded.model), {"temperature": temperature, "seed": seed}
+
+    def write(model: Any, names: tuple, numbers: list[int]) -> list[tuple[list[int], str, list[str]]]:
+        recites = recite and bool(names)
+        passages = recite_for(model, loaded.tokenizer, [message])[0] if recites else []
+        asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
+        most = None if positions is None else positions - max_new_tokens
+        ids = fit_turns(loaded.tokenizer, [*turns, asked], most)
+        check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
+        with adapters_disabled(model) if recites else nullcontext():
+            (reply,) = continue_texts(model, loaded.tokenizer, [ids], max_new_tokens, **drawn)
+        return [(encode_question(loaded.tokenizer, message) if recites else ids, reply.strip(), passages)]
+
     while True:
         if sys.stdin.isatty():
             stderr.print("> ", end="")
@@ -166,19 +180,18 @@ def chat(
             return
         if not message:
             continue
-        names = found.route([message])[0] if found is not None else ()
-        with found.attach(loaded.model, names) if found is not None else nullcontext(model) as model:
-            recites = recite and (found is None or bool(names))
-            passages = recite_for(model, loaded.tokenizer, [message])[0] if recites else []
-            asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
-            most = None if positions is None else positions - max_new_tokens
-            ids = fit_turns(loaded.tokenizer, [*turns, asked], most)
-            check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
-            with adapters_disabled(model) if recites else nullcontext():
-                (reply,) = continue_texts(model, loaded.tokenizer, [ids], max_new_tokens, **drawn)
-        reply = reply.strip()
+        if found is None:
+            reply = write(model, (memory,), [0])[0][1]
+        else:
+            (answer,) = found.answer(loaded.model, loaded.tokenizer, [Question(message)], write)
+            reply = answer.answer
+            _name_memories(stdout, answer.memories)
         turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
         stdout.print(reply)
+
+
+def _name_memories(stdout: Console, names: Sequence[str]) -> None:
+    stdout.print(f"  [{', '.join(names) or 'no memory'}]", style="dim", markup=False)
 
 
 def _check_recite(recite: bool, without_memory: bool, context: Path | None = None) -> None:

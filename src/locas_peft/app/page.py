@@ -20,7 +20,7 @@ from ..memories import describe_memory
 from ..memories.folder import MOST_BYTES
 from ..reading import StudySettings
 from ..text import load_text, python_reference
-from .sessions import EXPORTS, MOST_CHARACTERS, MOST_QUESTIONS, Job, SharedModel, Visitor, Visitors, explain
+from .sessions import EXPORTS, MOST_CHARACTERS, MOST_QUESTIONS, ROUTED, Job, SharedModel, Visitor, Visitors, explain
 
 __all__ = ["build", "serve"]
 
@@ -28,6 +28,7 @@ TICK_SECONDS = 0.5
 REFERENCE_CHARACTERS = 24_000
 """Of the Python reference: about the 6,000 tokens of the demo's second act."""
 ACCENT = "#1f6fb4"
+ROUTED_LABEL = "the one that the question is about"
 LINES = {"without a memory": "#8b8f98", "with the memory": ACCENT}
 PHASES = {
     "score": ("Without a memory", "tokens"),
@@ -158,9 +159,10 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
         def show_shelf(visitor: Visitor, asked: str | None = None, chosen: Sequence[str | None] = ()) -> list:
             names = visitor.shelf.list()
             labels = [(f"{name}  ·  {visitor.shelf.bytes_of(name) / 1e6:.1f} MB", name) for name in names]
-            asked = asked if asked in names else next(iter(names), None)
+            asked = asked if asked in names else ROUTED if names else None
             chosen = [name for name in chosen if name in names]
-            return [gr.Dropdown(choices=names, value=asked), gr.CheckboxGroup(choices=labels, value=chosen)]
+            choices = [(ROUTED_LABEL, ROUTED), *((name, name) for name in names)] if names else []
+            return [gr.Dropdown(choices=choices, value=asked), gr.CheckboxGroup(choices=labels, value=chosen)]
 
         def show_job(visitor: Visitor, before: Any) -> list:
             job = visitor.job
@@ -216,21 +218,23 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 raise ValueError("question must not be empty: ask something")
             former, chats = chats, [[*chat, {"role": "user", "content": question.strip()}] for chat in chats]
             written: deque[list[str]] = deque([["", ""]], maxlen=1)
-            answer = model.ask(visitor.shelf.find(name) if name else None, chats, written.append)
+            answer = model.ask(visitor.shelf, name or None, chats, written.append)
             field, ended = "", False  # the field is emptied once: the next question may be typed meanwhile
             while not ended:
                 time.sleep(0.1)
                 ended = answer.done()
                 if ended and answer.exception():
-                    yield [question, *former, gr.skip()]
+                    yield [question, *map(_show_chat, former), gr.skip()]
                     answer.result()
                 wait = "(nothing)" if ended else "…" if answer.running() else "Waiting: the model is busy."
                 texts = [each.strip() or wait for each in written[0]]
                 if not name:
                     texts[1:] = ["Choose a memory to see its answer."]
                 turns = [{"role": "assistant", "content": each} for each in texts]
+                if ended and name == ROUTED:
+                    turns[1]["memory"] = ", ".join(answer.result()[1]) or "no memory"
                 shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
-                yield [field, *shown, shown if ended else gr.skip()]
+                yield [field, *map(_show_chat, shown), shown if ended else gr.skip()]
                 field = gr.skip()
 
         for trigger, asks in ((asked.submit, asked), *((button.click, button) for button in samples)):
@@ -289,6 +293,12 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             on(button.click, [chosen], [packed], "minimal")(offer(kind))
 
     return page
+
+
+def _show_chat(chat: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the turns of a conversation as they are shown: a routed answer below the memory that gave it."""
+    heads = [f"[{turn['memory']}]\n" if "memory" in turn else "" for turn in chat]
+    return [{"role": turn["role"], "content": head + turn["content"]} for head, turn in zip(heads, chat, strict=True)]
 
 
 def _only(chosen: list[str]) -> str:

@@ -12,20 +12,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
-from ..asking import can_chat, check_room, continue_texts, fit_turns
+from ..asking import Question, can_chat, check_room, continue_texts, fit_turns
 from ..library import Library
 from ..library.routing import make_sample
-from ..memories import FILES, conversion, load_memory, load_memory_config, memory_attached, share_weights
+from ..memories import FILES, conversion, load_memory, load_memory_config, share_weights
 from ..memories.folder import pack
 from ..model import count_positions
 from ..reading import CompleteSettings, ReadingSettings, StopReading, memorize
@@ -34,7 +34,8 @@ from ..text import tokenize, unwrap
 from ..ttt import Chunk, TestTimeTrainer, cumulative
 from ..tuner import find_ffns
 
-__all__ = ["EXPORTS", "MOST_CHARACTERS", "MOST_QUESTIONS", "Job", "SharedModel", "Visitor", "Visitors", "explain"]
+__all__ = ["EXPORTS", "MOST_CHARACTERS", "MOST_QUESTIONS", "ROUTED", "Job", "SharedModel", "Visitor", "Visitors"]
+__all__ += ["explain"]
 
 ANSWER_TOKENS, WINDOW = 96, 512
 LEAST_CHUNKS = 12
@@ -42,6 +43,8 @@ LEAST_CHUNKS = 12
 MOST_CHARACTERS, MOST_QUESTIONS, MOST_WAITING, MOST_VISITORS = 2_000_000, 32, 32, 200
 MOST_MEMORIES = 100
 """On a shelf."""
+ROUTED = "?"
+"""In place of a memory's name: the one that the question is about."""
 EXPORTS = ("", " merged", " as LoRA")
 """What a memory is written as, at the end of its file's name: itself, a checkpoint, or a LoRA with its base."""
 _logger = logging.getLogger(__name__)
@@ -142,13 +145,16 @@ class SharedModel:
         jobs = [other for other in self._jobs if not other.ended]
         return jobs.index(job) if job in jobs else 0
 
-    def ask(self, memory: Path | None, chats: Sequence[list], on_text: Callable | None = None) -> Future[list[str]]:
-        """Answer a question without a memory and, unless it is None, with it.
+    def ask(
+        self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None = None
+    ) -> Future[tuple[list[str], tuple[str, ...]]]:
+        """Answer a question without a memory and, unless its name is None, with it; return the memories' names too.
 
-        `chats` has the turns of both conversations, the question last (see `asking.encode_turns`). `on_text` is given
-        the answers so far, a list of texts, after each token.
+        `ROUTED` is the memory that the question is about, if any (see `Library.answer`). `chats` has the turns of both
+        conversations, the question last (see `asking.encode_turns`). `on_text` is given the answers so far, a list of
+        texts, after each token.
         """
-        return self._submit(self._answers, lambda: self._answer(memory, chats, on_text))
+        return self._submit(self._answers, lambda: self._answer(shelf, name, chats, on_text))
 
     def combine(self, shelf: Library, names: Sequence[str]) -> str:
         """Put on a shelf one memory that adds what the sum of others adds, and return its name."""
@@ -210,17 +216,30 @@ class SharedModel:
         self._answers.submit(lambda: None).result()
         self._in_use.acquire()
 
-    def _answer(self, memory: Path | None, chats: Sequence[list], on_text: Callable | None) -> list[str]:
+    def _answer(
+        self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None
+    ) -> tuple[list[str], tuple[str, ...]]:
         """Continue chats in one batch, the likeliest token each."""
-        base, rows = share_weights(self._base), []
+        base, rows, texts = share_weights(self._base), [], []
         positions = count_positions(base)
-        for chat in chats[: 1 if memory is None else 2]:
+        for chat in chats[: 1 if name is None else 2]:
             most_tokens = None if positions is None else positions - ANSWER_TOKENS
             rows.append(fit_turns(self._tokenizer, list(chat), most_tokens))
             check_room(base, rows[-1], ANSWER_TOKENS, "question", "answer")
-        with nullcontext(base) if memory is None else memory_attached(base, memory) as model:
-            adapters = None if memory is None else ["__base__", "default"]
-            return continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, adapters=adapters, on_text=on_text)
+
+        def write(model: nn.Module, names: tuple[str, ...], numbers: Sequence[int] = (0,)) -> list[tuple]:
+            adapters = ["__base__", "default"] if names else None
+            options = {"adapters": adapters, "on_text": on_text}
+            texts[:] = continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, **options)
+            return [(rows[-1], texts[-1].strip(), ())]
+
+        if name == ROUTED:
+            asked = [Question(chats[-1][-1]["content"])]
+            return texts, shelf.answer(base, self._tokenizer, asked, write)[0].memories
+        names = () if name is None else (name,)
+        with shelf.attach(base, names) as model:
+            write(model, names)
+        return texts, names
 
     def _read(self, job: Job, shelf: Library) -> bool:
         """Read a job's text without a memory and with one, which is saved; return whether the job was stopped."""

@@ -77,12 +77,13 @@ def ask_by_reciting(
         return answer_all(model, tokenizer, prompts, max_new_tokens), recited
 
 
-def measure_confidence(model: nn.Module, tokenizer, questions: Sequence[str], answers: Sequence[str]) -> list[float]:
-    """Return the probability a token, as a geometric mean, that a model gives to its own answers in one sentence.
+def measure_confidence(
+    model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[str]
+) -> list[float]:
+    """Return the probability a token, as a geometric mean, that a model gives to its own answers to prompts.
 
     A studied memory recites what it has learned with a probability near 1 (see `library`). An empty answer has 0.
     """
-    prompts = [encode_question(tokenizer, question) for question in questions]
     ids = [encode_answer(tokenizer, given) for given in answers]
     scores = score_targets(model, list(zip(prompts, ids, strict=True)))
     return [math.exp(-score.per_token) if given else 0.0 for score, given in zip(scores, answers, strict=True)]

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count
@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..asking import Question, ask, ask_by_reciting
+from ..asking import Question, ask, ask_by_reciting, encode_question
 from ..asking.answers import measure_confidence
 from ..files import finish_replacement, staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
@@ -33,6 +33,8 @@ from .routing import LEAST_CONFIDENCE, list_passages, make_sample, score_by_word
 
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 
+Write = Callable[[nn.Module, tuple[str, ...], list[int]], Iterable[tuple[list[int] | None, str, Sequence[str]]]]
+"""Answers the questions of some numbers with a model and the memories in it (see `Library.answer`)."""
 _NAME = re.compile(r"[^\W_][\w .()-]{0,58}[\w)]|[^\W_]")
 _FORGOTTEN, FAILURES = ".forgotten", "failures.jsonl"
 """A folder that is being deleted; the documents of a table that failed (`table.py`), whose name no memory has."""
@@ -219,28 +221,47 @@ class Library:
         recite: bool = False,
         **options: Any,
     ) -> list[RoutedAnswer]:
+        """Answer each question in one sentence (see `answer`); with `recite`, as `asking.ask_by_reciting` does.
+
+        With a `context` the memory is not asked whether it is sure. Options and errors are those of `asking.ask`.
+        """
+
+        def write(model: nn.Module, names: tuple[str, ...], numbers: list[int]) -> Iterable:
+            group, recited = [questions[number] for number in numbers], [[] for _ in numbers]
+            if names and recite:
+                given, recited = ask_by_reciting(model, tokenizer, group, **options)
+            else:
+                given = ask(model, tokenizer, group, **options)
+            measured = not options.get("context")
+            prompts = [encode_question(tokenizer, each.question) if measured else None for each in group]
+            return zip(prompts, given, recited, strict=True)
+
+        return self.answer(base, tokenizer, questions, write)
+
+    def answer(
+        self, base: PreTrainedModel, tokenizer: Any, questions: Sequence[Question], write: Write
+    ) -> list[RoutedAnswer]:
         """Answer each question with the memory that it is about, and with the base alone where it is about none.
 
-        Where a studied memory is not sure of its own answer (`routing.LEAST_CONFIDENCE`), the base answers too. With
-        `recite`, the memory recites, and the base answers from that (`asking.ask_by_reciting`). `base` is mutated
-        meanwhile. Options and errors are those of `asking.ask`.
+        Where a studied memory is not sure of what it says (`routing.LEAST_CONFIDENCE`), the base answers too. `base`
+        is mutated meanwhile.
+
+        Args:
+            write: is given the base with a memory or alone, the names of the memories in it, and the numbers of the
+                questions to answer. For each of them it returns the token ids of the prompt that the memory answers,
+                None where it shall not be asked whether it is sure; the answer; and what the memory recited for it.
         """
         routed = self.route([each.question for each in questions])
         answers: dict[int, RoutedAnswer] = {}
         for names in [*dict.fromkeys(filter(None, routed)), ()]:
             numbers = [number for number, each in enumerate(routed) if each == names]
-            group, recited = [questions[number] for number in numbers], [[] for _ in numbers]
-            if not group:
+            if not numbers:
                 continue
             with self.attach(base, names) as model:
-                if names and recite:
-                    given, recited = ask_by_reciting(model, tokenizer, group, **options)
-                else:
-                    given = ask(model, tokenizer, group, **options)
+                prompts, given, recited = zip(*write(model, names, numbers), strict=True)
                 said = [passages[0] if passages else answer for answer, passages in zip(given, recited, strict=True)]
-                studied = names and (self.find(names[0]) / EXCHANGES).is_file() and not options.get("context")
-                asked = [each.question for each in group]
-                shares = measure_confidence(model, tokenizer, asked, said) if studied else [1.0] * len(group)
+                studied = names and (self.find(names[0]) / EXCHANGES).is_file() and None not in prompts
+                shares = measure_confidence(model, tokenizer, prompts, said) if studied else [1.0] * len(numbers)
             for number, answer, passages, share in zip(numbers, given, recited, shares, strict=True):
                 answers[number] = RoutedAnswer(questions[number], answer, names, tuple(passages))
                 if share < LEAST_CONFIDENCE:
