@@ -349,7 +349,10 @@ def test_each_kind_of_host_has_its_own_method(base, input_ids):
         memorize(base, input_ids, small("locas-mlp"))
 
 
-@pytest.mark.parametrize("given", [{"preset": "paper"}, {"preset": "paper", "update": "nlsvd"}, {}], ids=str)
+RIDGE = {"init": "write", "update": "ridge"}
+
+
+@pytest.mark.parametrize("given", [{"preset": "paper"}, {"preset": "paper", "update": "nlsvd"}, {}, RIDGE], ids=str)
 def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
     ids = make_ids(200)
     settings = small("locas-mlp", r=4, window=32, stride=16, **given)

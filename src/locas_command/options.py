@@ -43,7 +43,8 @@ class ReadingOptions:
         scaling: multiplies the output scale.
         row_norm: norm of a memory's rows at the start; above 1 its slots are sharper.
         max_slot_norm: radius of the norm clip; 0 for no clip.
-        update: of a memory with init "write": bp also trains its slots, nlsvd only writes and folds them.
+        update: of a memory with init "write": bp also trains its slots, nlsvd only writes and folds them, ridge writes
+            a linear map in closed form.
         epsilon: length of a written value.
         slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
         layers_to_transform: the layers that get an adapter: upper, or indices such as 3,4,5; all where not given.

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..checks import check_choice, check_number, check_whole
-from ..slots import SlotWriter
+from ..slots import RidgeWriter, SlotWriter, Writer
 from ..tuner import STRATEGIES, LocasConfig, find_ffns
 
 __all__ = ["METHODS", "METHOD_FIELDS", "PRESETS", "UPDATES", "Adapter", "Memory", "Method", "check_fields", "checked"]
 
 PRESETS = ("paper", "tuned")
-UPDATES = ("bp", "nlsvd")
+UPDATES = ("bp", "nlsvd", "ridge")
 SHAPE = ("method", "r", "layers_to_transform", "init", "output_scale", "scaling", "row_norm", "max_slot_norm")
 """The settings that a memory keeps when it goes on with another text."""
 _LEARNING = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
@@ -95,7 +95,7 @@ class Method:
         """Return a fresh adapter's configuration; None for no adapter. A base that does not fit is a `ValueError`."""
         return None
 
-    def make_writer(self, model: nn.Module) -> SlotWriter | None:
+    def make_writer(self, model: nn.Module) -> Writer | None:
         """Return what writes tokens into the adapter's slots while it reads; None where nothing does."""
         return None
 
@@ -225,13 +225,17 @@ class LocasMlp(Memory):
         unused = super().list_unused(values)
         if values["init"] != "write":
             return [("init", ("update", "epsilon", "slots_per_chunk")), *unused]
-        if values["update"] == "nlsvd":
-            return [("update", ("learning_rate", "decay_steps", "anchor")), *unused]
+        untrained = {"nlsvd": (), "ridge": ("epsilon", "slots_per_chunk")}
+        if values["update"] in untrained:
+            names = ("learning_rate", "decay_steps", "anchor", *untrained[values["update"]])
+            return [("update", names), *unused]
         return unused
 
-    def make_writer(self, model: nn.Module) -> SlotWriter | None:
+    def make_writer(self, model: nn.Module) -> Writer | None:
         if self.init != "write":
             return None
+        if self.update == "ridge":
+            return RidgeWriter(model)
         fold = "nlsvd" if self.update == "nlsvd" else "refit"
         return SlotWriter(model, fold=fold, epsilon=self.epsilon, slots_per_chunk=self.slots_per_chunk)
 

@@ -2,7 +2,10 @@
 
 from .lora_export import to_lora, widen_base
 from .nlsvd import nl_svd
+from .recording import Writer
 from .resizing import compress, grow
+from .ridge import RidgeWriter
 from .writing import SlotWriter, write_tokens
 
-__all__ = ["SlotWriter", "compress", "grow", "nl_svd", "to_lora", "widen_base", "write_tokens"]
+__all__ = ["RidgeWriter", "SlotWriter", "Writer", "compress", "grow", "nl_svd", "to_lora", "widen_base"]
+__all__ += ["write_tokens"]

@@ -21,8 +21,7 @@ Axes: L layers, N tokens, D hidden size, R slots.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
@@ -30,9 +29,8 @@ from torch import Tensor, nn
 
 from ..checks import check_choice, check_whole
 from ..tuner import evaluating
-from ..tuner.attached import find_memory
-from ..tuner.layer import LocasLayer
 from .nlsvd import nl_svd
+from .recording import Moves, Writer
 from .resizing import refit_slots
 
 Tokens = Literal["highest-loss", "all"]
@@ -40,11 +38,7 @@ Fold = Literal["nlsvd", "refit"]
 Normalization = Literal["token", "chunk"]
 
 
-Moves = dict[nn.Parameter, tuple[int, Tensor]]
-"""By weight: the dimension of its slots, and the former index of each (LongTensor [R], -1 for a new slot)."""
-
-
-class SlotWriter:
+class SlotWriter(Writer):
     """Write tokens of a text into the free slots of a two-layer memory, whose tensors show which slots are taken.
 
     A `TestTimeTrainer` with a writer records each chunk's forward and backward pass in it, so that writing needs no
@@ -80,22 +74,13 @@ class SlotWriter:
         check_choice("fold", fold, get_args(Fold))
         self.epsilon, self.tokens, self.slots_per_chunk = epsilon, tokens, slots_per_chunk
         self.normalization, self.fold = normalization, fold
-        self.adapter_name, self._layers = _find_two_layer_memory(model, adapter_name)
+        super().__init__(model, adapter_name)
         self.folds = 0
-        self._inputs: list[Tensor | None] = []  # a layer's A [N, D] of the last recorded pass
-        self._gradients: list[Tensor | None] = []  # the gradient of the loss at a layer's output [N, D]
-        self._paused = False
 
     @property
     def settings(self) -> dict[str, float | int | str]:
-        """The arguments as plain values: a resumed reading needs a writer with the same ones."""
         names = ("epsilon", "tokens", "slots_per_chunk", "normalization", "fold", "adapter_name")
         return {name: getattr(self, name) for name in names}
-
-    @property
-    def capacity(self) -> int:
-        """R, the number of slots of the memory."""
-        return self._layers[0].locas_up[self.adapter_name].out_features
 
     @property
     def taken(self) -> int:
@@ -103,65 +88,13 @@ class SlotWriter:
         used = torch.stack([(up.any(dim=1) | down.any(dim=0)).cpu() for _, up, down in self._weights()])
         return max(used.any(dim=0).nonzero().flatten().tolist(), default=-1) + 1
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the last forward pass with gradients, and its backward pass, within the context."""
-        self._inputs, self._gradients = [None] * len(self._layers), [None] * len(self._layers)
-
-        def recorder(index: int) -> Callable[[Tensor, Tensor], None]:
-            def record(ffn_input: Tensor, output: Tensor) -> None:
-                if not self._paused:
-                    self._inputs[index] = ffn_input.detach().flatten(0, -2)
-                    output.register_hook(record_gradient)
-
-            def record_gradient(gradient: Tensor) -> None:
-                self._gradients[index] = gradient.detach().flatten(0, -2)
-
-            return record
-
-        try:
-            for index, layer in enumerate(self._layers):
-                layer.recorder = recorder(index)
-            yield
-        finally:
-            for layer in self._layers:
-                layer.recorder = None
-
-    @contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Record no passes within this context, which is used inside `recording`."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-    def is_finite(self) -> bool:
-        """Return whether the last recorded passes are complete and finite, so that they can be written."""
-        return all(t is not None and bool(t.isfinite().all()) for t in (*self._inputs, *self._gradients))
-
     @torch.no_grad()
     def write(self, losses: Tensor) -> Moves:
-        """Write tokens of the last recorded passes. Fold the memory first if it has too few free slots.
-
-        `losses` `[N]` is the nll of the last N tokens that those passes predicted, whose sum or mean was
-        differentiated. If nothing was recorded, or values are not finite, raise a `ValueError`; nothing is changed.
-        Return where the slots went, so that an optimizer's state can follow; nothing where the memory was not folded.
-        """
-        if not self._inputs or any(tensor is None for tensor in (*self._inputs, *self._gradients)):
-            raise ValueError("write needs a forward and a backward pass inside recording(): run them first.")
-        if not self.is_finite():
-            raise ValueError("FFN inputs and gradients must be finite to be written, got NaN or infinity.")
-        device = self._inputs[0].device
-        inputs, gradients = (
-            torch.stack([tensor[-len(losses) :].to(device).float() for tensor in tensors])  # [L, N, D]
-            for tensors in (self._inputs, self._gradients)
-        )
-        self._inputs, self._gradients = [], []
+        """Write tokens of the last recorded passes. Fold the memory first if it has too few free slots."""
+        inputs, gradients = self._take(len(losses))
         half = self.capacity // 2
-        chosen = _CHOICES[self.tokens](losses, min(self.slots_per_chunk, half)).to(device)
-        # The loss was differentiated: the log-likelihood's gradient has the other sign.
-        keys, values = make_slots(inputs[:, chosen], -gradients[:, chosen], self.epsilon, self.normalization)
+        chosen = _CHOICES[self.tokens](losses, min(self.slots_per_chunk, half)).to(inputs.device)
+        keys, values = make_slots(inputs[:, chosen], gradients[:, chosen], self.epsilon, self.normalization)
         moved: Moves = {}
         for key, value in zip(keys.split(half, dim=1), values.split(half, dim=1), strict=True):
             if self.taken + key.shape[1] > self.capacity:
@@ -171,10 +104,6 @@ class SlotWriter:
                 up[start:stop] = k.to(up)
                 down[:, start:stop] = (v.to(down.device) / layer.saved_scale(self.adapter_name)).T.to(down.dtype)
         return moved
-
-    def _weights(self) -> list[tuple[LocasLayer, nn.Parameter, nn.Parameter]]:
-        """Return each layer with its up `[R, D]`, the keys, and its down `[D, R]`, the stored values."""
-        return [(layer, *(module.weight for module in layer.projections(self.adapter_name))) for layer in self._layers]
 
     def _fold(self, inputs: Tensor, earlier: Moves) -> Moves:
         """Reduce the memory to half its capacity, in place; return the moves of its slots, `earlier` ones included.
@@ -265,22 +194,3 @@ _CHOICES: dict[str, Callable[[Tensor, int], Tensor]] = {
     "highest-loss": lambda losses, count: losses.topk(min(count, len(losses))).indices.sort().values,
     "all": lambda losses, count: torch.arange(len(losses), device=losses.device),
 }
-
-
-def _find_two_layer_memory(model: nn.Module, adapter_name: str | None) -> tuple[str, list[LocasLayer]]:
-    name, layers = find_memory(model, adapter_name, "write into")
-    if any(name in layer.locas_gate for layer in layers):
-        raise ValueError(
-            f"the memory {name!r} must have two layers to be written, got gates beside {layers[0].name}: train it, or "
-            "use a host with two-layer FFNs."
-        )
-    if any(name in layer.merged_adapters for layer in layers):
-        raise ValueError(f"the memory {name!r} must not be merged while it is written: call unmerge_adapter().")
-    widths = sorted({layer.locas_up[name].out_features for layer in layers})
-    if len(widths) > 1:
-        raise ValueError(f"all layers of a written memory must have one width, got {widths}: leave out rank_pattern.")
-    if widths[0] < 2:
-        raise ValueError("r must be at least 2 for a memory that is written, got 1: one slot cannot be halved.")
-    if any(float(layer.saved_scale(name)) == 0 for layer in layers):
-        raise ValueError(f"the memory {name!r} must have an output scale above 0 to be written: raise scaling.")
-    return name, layers

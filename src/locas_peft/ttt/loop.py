@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import CausalLM, check_window, token_losses
-from ..slots import SlotWriter
+from ..slots import Writer
 from ..tuner import adapters_disabled, calibrate, empty_memories, evaluating
 from .anchor import Anchor
 from .brake import RATE_FACTOR, is_due, is_worse
@@ -92,14 +92,14 @@ class Batch:
 class Loop:
     """Scores and learns the chunks of documents. Settings that do not fit the model are a `ValueError`.
 
-    A `writer` writes tokens of each chunk into a two-layer LOCAS memory; for batches of one row.
+    A `writer` changes a two-layer LOCAS memory after each chunk; for batches of one row.
     """
 
     def __init__(
         self,
         host: CausalLM,
         settings: TrainingSettings,
-        writer: SlotWriter | None = None,
+        writer: Writer | None = None,
         anchor: Anchor | None = None,
     ):
         self.host, self.settings, self.writer, self.anchor = host, settings, writer, anchor
@@ -175,7 +175,7 @@ class Loop:
             if not finished:
                 batches.append(self.make_batch([row]))
             if outcome.taken_back:
-                row.learner.take_back(RATE_FACTOR)
+                self._take_back(row)
             elif learning and not finished:
                 row.skipped_chunks += 1
                 if self.settings.epochs > 1:
@@ -208,8 +208,13 @@ class Loop:
         if math.isfinite(base_nll):
             row.final = nll / chunk.tokens, base_nll / chunk.tokens
             if not nll <= base_nll:  # nan too
-                row.learner.take_back(RATE_FACTOR)
+                self._take_back(row)
         row.final_seconds = time.perf_counter() - began
+
+    def _take_back(self, row: Row) -> None:
+        row.learner.take_back(RATE_FACTOR)
+        if self.writer is not None:
+            self.writer.take_back(RATE_FACTOR)
 
     def _score_and_learn(self, batch: Batch, bounds: ChunkBounds, learning: bool) -> tuple[list[Outcome], Batch]:
         """Return each row's outcome, and the batch of the rows that go on with this context.

@@ -9,7 +9,7 @@ from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
 from ..model.causal_lm import CausalLM
-from ..slots import SlotWriter
+from ..slots import Writer
 from ..text import digest_ids
 from ..tuner import trained_parameters, unwritten_memories
 from .anchor import Anchor
@@ -34,9 +34,9 @@ class TestTimeTrainer:
         settings: a `TrainingSettings`; None to make one of `fields`.
         optimizer: makes the optimizer, from the list of parameters, at the first step; None for AdamW at
             `learning_rate`, without weight decay.
-        writer: writes tokens of each chunk into a two-layer LOCAS memory, from the scoring pass and its gradient,
-            after the optimizer's step. With a writer, neither `learning_rate` nor `optimizer` means that the memory is
-            not trained as well.
+        writer: a `SlotWriter` or `RidgeWriter`, which changes a two-layer LOCAS memory after each chunk, from the
+            scoring pass and its gradient, after the optimizer's step. With a writer, neither `learning_rate` nor
+            `optimizer` means that the memory is not trained as well.
         anchor: limits how the adapter changes the base's output on other text.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
 
@@ -59,7 +59,7 @@ class TestTimeTrainer:
         settings: TrainingSettings | None = None,
         *,
         optimizer: OptimizerFactory | None = None,
-        writer: SlotWriter | None = None,
+        writer: Writer | None = None,
         anchor: Anchor | None = None,
         **fields: Any,
     ):
@@ -206,6 +206,7 @@ class TestTimeTrainer:
             "good": self._learner.good,
             "model": model_state(self.model, self._list_trained()),
             "learner": self._learner.state_dict(),
+            "writer": {} if self._loop.writer is None else self._loop.writer.state_dict(),
             "cache": self._batch.cache.state_dict(),
             "anchor": None if self.anchor is None else self.anchor.known_texts,
             "random": {"cpu": torch.get_rng_state()},
@@ -236,6 +237,8 @@ class TestTimeTrainer:
         restore_model_state(self.model, self._list_trained(), state["model"])
         self._learner.load_state_dict(state["learner"])
         self._learner.load_good(state["good"])
+        if self._loop.writer is not None:
+            self._loop.writer.load_state_dict(state["writer"])
         self._loop.start_token = state["start_token"]
         self._batch = self._loop.make_batch([self._row])
         self._batch.cache.load_state_dict(state["cache"])

@@ -1,0 +1,147 @@
+"""Learn a text in closed form: a linear map beside each two-layer FFN, by ridge regression, as slots of its memory.
+
+With A `[N, D]` an FFN's inputs of all N tokens so far, and G `[N, D]` the gradients of their log-likelihood at its
+output, a layer's map is
+
+    M = S + C^-1 A'G * rate N / (N + prior) / g,    C = A'A + ridge d I
+
+with d the mean of the diagonal of A'A, g the mean square of the elements of G, and S the map that the slots had before
+(usually 0). Divided by g, it is a damped Newton step, in the same units in every layer of every host. G is taken under
+the memory as it is, so that the sums go on to correct M. The prior keeps M short while there are few tokens.
+
+M is cut to as many terms as the slots allow, the first in the singular value decomposition of C^(1/2) M. Each term
+becomes a pair of slots: for ReLU, GELU and SiLU, f(x) - f(-x) = x, so that
+
+    f(p A) v + f(-p A) (-v) = (p A) v
+
+holds exactly, for all inputs. The paper has no such rule; its own is `SlotWriter`.
+
+Axes: L layers, N tokens, D hidden size, R slots, n = R // 2 terms.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import check_number
+from .recording import Moves, Writer
+
+
+class RidgeWriter(Writer):
+    """Write the ridge regression of all tokens so far into a two-layer memory, after each chunk.
+
+    A `TestTimeTrainer` with this writer and no `learning_rate` learns without an optimizer. The writer holds 2 L D^2
+    numbers in float32.
+
+    Args:
+        model: a model with a two-layer LOCAS memory of `init_strategy="write"`, empty or with a map that this rule
+            has written before, to which the text's is added.
+        rate: of the map; see above.
+        ridge: what is added to the diagonal of A'A, relative to its mean.
+        prior: the number of tokens at which the map has half its length.
+        adapter_name: the memory; `None` for the active one. It has no gates and one width in all layers.
+
+    An argument out of range, a memory with other slots, or a host whose activation has no f(x) - f(-x) = x, is a
+    `ValueError`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rate: float = 0.04,
+        ridge: float = 0.03,
+        prior: float = 16000.0,
+        adapter_name: str | None = None,
+    ) -> None:
+        check_number("rate", rate)
+        check_number("ridge", ridge)
+        check_number("prior", prior, may_be_0=True)
+        super().__init__(model, adapter_name)
+        self.rate, self.ridge, self.prior = rate, ridge, prior
+        act, probe = self._layers[0].ffn.act, torch.linspace(-4.0, 4.0, 9)
+        if not torch.allclose(act(probe) - act(-probe), probe, atol=1e-3):
+            raise ValueError(f"the host's activation f must have f(x) - f(-x) = x, got {act}: use SlotWriter")
+        depth, d = len(self._layers), self._layers[0].in_features
+        # "gram" and "cross" are A'A and A'G [L, D, D]; "power" is the sum over tokens of mean(G^2) [L].
+        self._sums = {"gram": torch.zeros(depth, d, d), "cross": torch.zeros(depth, d, d), "power": torch.zeros(depth)}
+        self._sums |= {"tokens": torch.zeros(()), "rate": torch.tensor(float(rate)), "start": self._read_map()}
+
+    @property
+    def settings(self) -> dict[str, float | int | str]:
+        return {"rate": self.rate, "ridge": self.ridge, "prior": self.prior, "adapter_name": self.adapter_name}
+
+    @torch.no_grad()
+    def write(self, losses: Tensor) -> Moves:
+        """Add the last recorded passes to the sums, and write their map in place of the former one.
+
+        The mean of the losses must have been differentiated. A chunk after which a sum or the map is not finite is
+        left out.
+        """
+        inputs, gradients = self._take(len(losses))  # [L, N, D]
+        gradients = gradients * len(losses)  # of the sum over the tokens
+        sums = {name: tensor.to(inputs) for name, tensor in self._sums.items()}
+        sums["gram"] = torch.baddbmm(sums["gram"], inputs.mT, inputs)
+        sums["cross"] = torch.baddbmm(sums["cross"], inputs.mT, gradients)
+        sums["power"] = sums["power"] + gradients.square().mean(dim=2).sum(dim=1)
+        sums["tokens"] = sums["tokens"] + len(losses)
+        if not all(tensor.isfinite().all() for tensor in sums.values()):
+            return {}
+        keys, values = self._solve(sums)
+        if keys.isfinite().all() and values.isfinite().all():
+            self._sums = sums
+            for (layer, up, down), key, value in zip(self._weights(), keys, values, strict=True):
+                k, tau = layer.locas_input_scale[self.adapter_name], layer.saved_scale(self.adapter_name)
+                up.zero_()[: 2 * key.shape[1]] = torch.cat([key, -key], dim=1).T.to(up) / k
+                down.zero_()[:, : 2 * key.shape[1]] = torch.cat([value, -value]).T.to(down) / tau
+        return {}
+
+    def take_back(self, rate_factor: float) -> None:
+        """Go on from the map that the slots have now, without the gradients so far, at a lower rate."""
+        self._sums["cross"].zero_()
+        self._sums["rate"] *= rate_factor
+        self._sums["start"] = self._read_map()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._sums)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, tensor in self._sums.items():
+            if state[name].shape != tensor.shape:
+                raise ValueError(f"{name} must have the shape {list(tensor.shape)}, got {list(state[name].shape)}")
+        self._sums = {name: state[name].clone() for name in self._sums}
+
+    @torch.no_grad()
+    def _read_map(self) -> Tensor:
+        """Return the linear map of the slots `[L, D, D]`; a `ValueError` where they are no pairs."""
+        n, maps = self.capacity // 2, []
+        for layer, up, down in self._weights():
+            if not (torch.equal(up[:n], -up[n : 2 * n]) and torch.equal(down[:, :n], -down[:, n : 2 * n])):
+                rule = f"the memory {self.adapter_name!r} must be empty or written by RidgeWriter, got other slots"
+                raise ValueError(f"{rule} in {layer.name}: give a fresh one")
+            factor = layer.locas_input_scale[self.adapter_name] * layer.saved_scale(self.adapter_name)
+            maps.append((factor * (up[:n].float().T @ down[:, :n].float().T)).cpu())
+        return torch.stack(maps)
+
+    def _solve(self, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the terms p v' of the cut map, p as keys `[L, D, n]` and v as values `[L, n, D]`."""
+        gram, tokens, rank = sums["gram"], sums["tokens"], self.capacity // 2
+        tiny = torch.finfo(gram.dtype).tiny
+        size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=tiny)[:, None, None]
+        metric = gram + self.ridge * size * torch.eye(gram.shape[-1], device=gram.device)
+        factor = torch.linalg.cholesky_ex(metric).L
+        length = sums["rate"] * tokens / (tokens + self.prior) / (sums["power"] / tokens).clamp(min=tiny)
+        target = sums["cross"] * length[:, None, None] + metric @ sums["start"]  # C M
+        # The right singular vectors of C^(1/2) M are the eigenvectors of M'C M = target' C^-1 target. Two steps of
+        # subspace iteration from the values that are written already: the sums change little from chunk to chunk.
+        former = torch.stack([down.float()[:, :rank].to(gram) for _, _, down in self._weights()])
+        if not former.any():
+            former = torch.linalg.eigh(target.mT @ target).eigenvectors.flip(-1)[..., :rank]
+        for _ in range(2):
+            directions = torch.linalg.qr(former).Q
+            keys = torch.cholesky_solve(target @ directions, factor)
+            former = target.mT @ keys
+        # Keys of which a term's input p A has a mean square of 1.
+        scale = ((keys * (gram @ keys)).sum(dim=1, keepdim=True) / tokens).sqrt()
+        return keys / scale.clamp(min=tiny), scale.mT * directions.mT

@@ -1,0 +1,136 @@
+"""The rule in closed form: a map by ridge regression, in pairs of slots."""
+
+import math
+
+import pytest
+import torch
+from families import make_tokens
+from peft import get_peft_model
+from test_writing import TWO_LAYER, downs, make_model, ups
+from training import resume, save
+
+from locas_peft import LocasConfig, RidgeWriter, SlotWriter, TestTimeTrainer, backbone
+from locas_peft.text import tokenize, unwrap
+from locas_peft.tuner import list_layers
+
+IDS = make_tokens(1, 40)[0]
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+
+
+def make_trainer(model, window=16, stride=8, brake=False, **arguments):
+    writer = RidgeWriter(model, **{"prior": 0.0, "ridge": 0.3, "rate": 1e-3, **arguments})
+    return TestTimeTrainer(model, window=window, stride=stride, learning_rate=None, writer=writer, brake=brake)
+
+
+def read_once(family, ids, r=32, **arguments):
+    model = make_model(family, r=r)
+    recorded = {}
+    trainer = make_trainer(model, window=len(ids), stride=len(ids), **arguments)
+    take = trainer._loop.writer._take
+    trainer._loop.writer._take = lambda count: recorded.setdefault("taken", take(count))
+    list(trainer.read(ids))
+    return model, *recorded["taken"]
+
+
+@pytest.mark.parametrize("family", [family for family in TWO_LAYER if family != "nemotron"])
+def test_all_slots_hold_the_ridge_regression_of_the_text(family):
+    ids = make_tokens(1, 40)[0]
+    model, inputs, gradients = read_once(family, ids)  # R = 2 D: nothing is cut
+    gradients = 39 * gradients.double()  # of the sum, where the loop differentiates the mean
+    for layer, a, g in zip(list_layers(model), inputs.double(), gradients, strict=True):
+        gram = a.T @ a
+        metric = gram + 0.3 * gram.diagonal().mean() * torch.eye(16)
+        linear = 1e-3 * torch.linalg.solve(metric, a.T @ g) / g.square().mean()
+        expected = a @ linear
+        torch.testing.assert_close(layer.recall(["default"], a.float()).double(), expected, rtol=1e-3, atol=1e-5)
+        # Also far from the text: the pairs are linear everywhere.
+        other = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).double() * 3
+        torch.testing.assert_close(layer.recall(["default"], other.float()).double(), other @ linear, **CLOSE)
+
+
+def test_a_cut_map_keeps_the_leading_terms_in_the_inputs_metric():
+    ids = make_tokens(1, 40)[0]
+    whole, inputs, _ = read_once("gpt_neox", ids)
+    cut, *_ = read_once("gpt_neox", ids, r=9)
+    for full, few, a in zip(list_layers(whole), list_layers(cut), inputs, strict=True):
+        gram = (a.T @ a).double()
+        metric = gram + 0.3 * gram.diagonal().mean() * torch.eye(16)
+        values, vectors = torch.linalg.eigh(metric)
+        root = (vectors * values.sqrt()) @ vectors.T
+        linear = [layer.recall(["default"], torch.eye(16)).double() for layer in (full, few)]
+        singular = torch.linalg.svdvals(root @ linear[0])
+        error = torch.linalg.matrix_norm(root @ (linear[0] - linear[1]))
+        assert error <= 1.1 * singular[4:].square().sum().sqrt()  # R = 9 slots are 4 terms
+        assert not few.locas_up["default"].weight[8:].any()
+
+
+def test_an_activation_without_pairs_and_other_slots_are_refused():
+    with pytest.raises(ValueError, match=r"^the host's activation f must have f\(x\) - f\(-x\) = x, got "):
+        RidgeWriter(make_model("nemotron"))
+    written = make_model()
+    list(TestTimeTrainer(written, window=8, stride=4, learning_rate=None, writer=SlotWriter(written)).read(IDS))
+    with pytest.raises(ValueError, match="^the memory 'default' must be empty or written by RidgeWriter, got other"):
+        RidgeWriter(written)
+    for name, value in (("rate", 0.0), ("ridge", math.nan), ("prior", -1.0)):
+        with pytest.raises(ValueError, match=f"^{name} must be "):
+            RidgeWriter(make_model(), **{name: value})
+
+
+def test_resuming_is_bit_identical_also_after_it_was_taken_back(tmp_path):
+    ids = make_tokens(1, 200)[0]
+
+    def make():  # a rate that ruins the memory
+        return make_trainer(make_model(), rate=1.0, brake=True)
+
+    whole, first, second = make(), make(), make()
+    chunks = list(whole.read(ids))
+    assert whole.taken_back and not any(chunk.nll_nats > 1e3 for chunk in chunks)
+    stopped = next(i for i, chunk in enumerate(chunks) if chunk.taken_back) + 2
+    for chunk in first.read(ids):
+        if chunk.index == stopped:
+            break
+    save(first, tmp_path)
+    resume(second, tmp_path)
+    list(second.read(ids))
+    assert [chunk.nll_nats for chunk in second.chunks] == [chunk.nll_nats for chunk in chunks]
+    assert torch.equal(ups(second.model), ups(whole.model)) and torch.equal(downs(second.model), downs(whole.model))
+
+
+def test_a_memory_goes_on_from_its_own_map():
+    model = make_model(r=32)
+    list(make_trainer(model).read(IDS))
+    before = [layer.recall(["default"], torch.eye(16)) for layer in list_layers(model)]
+    writer = RidgeWriter(model, rate=1e-9)
+    list(TestTimeTrainer(model, window=16, stride=8, learning_rate=None, writer=writer, brake=False).read(IDS[:20]))
+    after = [layer.recall(["default"], torch.eye(16)) for layer in list_layers(model)]
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["short", "constant", "repeated", "overflow", "no gradient"])
+def test_a_text_that_nothing_can_be_learned_from_stays_finite_and_no_worse(kind):
+    base, tokenizer = backbone.load(name=backbone.MLP_NAME)
+    text = tokenize(tokenizer, unwrap("A lamp was lit in the window of the house. " * 20), 240)
+    ids = {"short": text[:20], "constant": text, "repeated": text[:1].repeat(240)}.get(kind, text)
+    settings = {"window": 64, "stride": 32, "learning_rate": None}
+    plain = TestTimeTrainer(base, **settings)
+    list(plain.read(ids))
+    model = get_peft_model(base, LocasConfig(r=16, init_strategy="write"))
+    layer = list_layers(model)[2]
+    if kind == "overflow":  # finite inputs whose squares are not
+        writer = RidgeWriter(model)
+        take = writer._take
+        writer._take = lambda count: tuple(tensor * 1e30 for tensor in take(count))
+    else:
+        writer = RidgeWriter(model)
+    if kind == "no gradient":
+
+        def silence(module, args, output):
+            if output.requires_grad:
+                output.register_hook(torch.zeros_like)
+
+        layer.register_forward_hook(silence)
+    trainer = TestTimeTrainer(model, **settings, writer=writer)
+    list(trainer.read(ids))
+    assert ups(model).isfinite().all() and downs(model).isfinite().all()
+    assert trainer.perplexity <= plain.perplexity * 1.001
+    assert kind != "overflow" or not downs(model).any()
