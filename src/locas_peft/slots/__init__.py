@@ -5,7 +5,6 @@ from .nlsvd import nl_svd
 from .recording import Writer
 from .resizing import compress, grow
 from .ridge import RidgeWriter
-from .writing import SlotWriter, write_tokens
+from .writing import SlotWriter
 
 __all__ = ["RidgeWriter", "SlotWriter", "Writer", "compress", "grow", "nl_svd", "to_lora", "widen_base"]
-__all__ += ["write_tokens"]

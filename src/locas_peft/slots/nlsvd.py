@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..checks import check_whole
 
@@ -73,7 +74,8 @@ def nl_svd(
     plus, minus = ((weight * activation(sign * products).square()).sum(dim=-2) for sign in (1, -1))
     sign = 1 - 2 * (minus > plus).to(key.dtype).unsqueeze(-2)
     new_value = activation(products * sign).mT @ value / unit * kept.unsqueeze(-1)
-    return ReducedMemory(_pad(probes * sign, rank, -1), _pad(new_value, rank, -2), _pad(kept, rank, -1))
+    free = rank - kept.shape[-1]
+    return ReducedMemory(pad(probes * sign, (0, free)), pad(new_value, (0, 0, 0, free)), pad(kept, (0, free)))
 
 
 def _leading_directions(weighted: Tensor, rank: int) -> tuple[Tensor, Tensor]:
@@ -111,13 +113,6 @@ def _one_thread(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _pad(tensor: Tensor, length: int, dim: int) -> Tensor:
-    """Append zeros along a dimension up to a length."""
-    shape = list(tensor.shape)
-    shape[dim] = length - shape[dim]
-    return torch.cat([tensor, tensor.new_zeros(shape)], dim=dim)
 
 
 def check_rank(rank: int, width: int) -> None:

@@ -5,7 +5,7 @@ Axes: L layers, N tokens, D hidden size, R slots.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ class Writer:
     `adapter_name` is the memory, `None` for the active one. It has no gates and one width in all layers.
     """
 
+    arguments: ClassVar[tuple[str, ...]]
+
     def __init__(self, model: nn.Module, adapter_name: str | None = None) -> None:
         self.adapter_name, self._layers = _find_two_layer_memory(model, adapter_name)
         self._inputs: list[Tensor | None] = []  # a layer's A [N, D] of the last recorded pass
@@ -32,7 +34,7 @@ class Writer:
     @property
     def settings(self) -> dict[str, float | int | str]:
         """The arguments as plain values: a resumed reading needs a writer with the same ones."""
-        raise NotImplementedError
+        return {name: getattr(self, name) for name in (*self.arguments, "adapter_name")}
 
     def write(self, losses: Tensor) -> Moves:
         """Learn the last recorded passes. Return where the slots went, so that an optimizer's state can follow.

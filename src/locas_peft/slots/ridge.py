@@ -16,7 +16,7 @@ becomes a pair of slots: for ReLU, GELU and SiLU, f(x) - f(-x) = x, so that
 
 holds exactly, for all inputs. The paper has no such rule; its own is `SlotWriter`.
 
-Axes: L layers, N tokens, D hidden size, R slots, n = R // 2 terms.
+Axes: L layers, N tokens, D hidden size, R slots, n = R // 2 terms, D at most.
 """
 
 from typing import Any
@@ -46,6 +46,8 @@ class RidgeWriter(Writer):
     `ValueError`.
     """
 
+    arguments = ("rate", "ridge", "prior")
+
     def __init__(
         self,
         model: nn.Module,
@@ -55,22 +57,18 @@ class RidgeWriter(Writer):
         prior: float = 16000.0,
         adapter_name: str | None = None,
     ) -> None:
-        check_number("rate", rate)
-        check_number("ridge", ridge)
-        check_number("prior", prior, may_be_0=True)
         super().__init__(model, adapter_name)
         self.rate, self.ridge, self.prior = rate, ridge, prior
+        for name in self.arguments:
+            check_number(name, getattr(self, name), may_be_0=name == "prior")
         act, probe = self._layers[0].ffn.act, torch.linspace(-4.0, 4.0, 9)
         if not torch.allclose(act(probe) - act(-probe), probe, atol=1e-3):
             raise ValueError(f"the host's activation f must have f(x) - f(-x) = x, got {act}: use SlotWriter")
         depth, d = len(self._layers), self._layers[0].in_features
+        self._terms = min(self.capacity // 2, d)
         # "gram" and "cross" are A'A and A'G [L, D, D]; "power" is the sum over tokens of mean(G^2) [L].
         self._sums = {"gram": torch.zeros(depth, d, d), "cross": torch.zeros(depth, d, d), "power": torch.zeros(depth)}
         self._sums |= {"tokens": torch.zeros(()), "rate": torch.tensor(float(rate)), "start": self._read_map()}
-
-    @property
-    def settings(self) -> dict[str, float | int | str]:
-        return {"rate": self.rate, "ridge": self.ridge, "prior": self.prior, "adapter_name": self.adapter_name}
 
     @torch.no_grad()
     def write(self, losses: Tensor) -> Moves:
@@ -93,8 +91,8 @@ class RidgeWriter(Writer):
             self._sums = sums
             for (layer, up, down), key, value in zip(self._weights(), keys, values, strict=True):
                 k, tau = layer.locas_input_scale[self.adapter_name], layer.saved_scale(self.adapter_name)
-                up.zero_()[: 2 * key.shape[1]] = torch.cat([key, -key], dim=1).T.to(up) / k
-                down.zero_()[:, : 2 * key.shape[1]] = torch.cat([value, -value]).T.to(down) / tau
+                up[: 2 * self._terms] = torch.cat([key, -key], dim=1).T.to(up.device) / k
+                down[:, : 2 * self._terms] = torch.cat([value, -value]).T.to(down.device) / tau
         return {}
 
     def take_back(self, rate_factor: float) -> None:
@@ -107,15 +105,13 @@ class RidgeWriter(Writer):
         return dict(self._sums)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, tensor in self._sums.items():
-            if state[name].shape != tensor.shape:
-                raise ValueError(f"{name} must have the shape {list(tensor.shape)}, got {list(state[name].shape)}")
-        self._sums = {name: state[name].clone() for name in self._sums}
+        # A tensor of another shape is a RuntimeError.
+        self._sums = {name: torch.empty_like(tensor).copy_(state[name]) for name, tensor in self._sums.items()}
 
     @torch.no_grad()
     def _read_map(self) -> Tensor:
         """Return the linear map of the slots `[L, D, D]`; a `ValueError` where they are no pairs."""
-        n, maps = self.capacity // 2, []
+        n, maps = self._terms, []
         for layer, up, down in self._weights():
             if not (torch.equal(up[:n], -up[n : 2 * n]) and torch.equal(down[:, :n], -down[:, n : 2 * n])):
                 rule = f"the memory {self.adapter_name!r} must be empty or written by RidgeWriter, got other slots"
@@ -126,18 +122,20 @@ class RidgeWriter(Writer):
 
     def _solve(self, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the terms p v' of the cut map, p as keys `[L, D, n]` and v as values `[L, n, D]`."""
-        gram, tokens, rank = sums["gram"], sums["tokens"], self.capacity // 2
+        gram, tokens, n = sums["gram"], sums["tokens"], self._terms
         tiny = torch.finfo(gram.dtype).tiny
         size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=tiny)[:, None, None]
         metric = gram + self.ridge * size * torch.eye(gram.shape[-1], device=gram.device)
         factor = torch.linalg.cholesky_ex(metric).L
         length = sums["rate"] * tokens / (tokens + self.prior) / (sums["power"] / tokens).clamp(min=tiny)
-        target = sums["cross"] * length[:, None, None] + metric @ sums["start"]  # C M
+        target = sums["cross"] * length[:, None, None]  # C M
+        if sums["start"].any():
+            target += metric @ sums["start"]
         # The right singular vectors of C^(1/2) M are the eigenvectors of M'C M = target' C^-1 target. Two steps of
         # subspace iteration from the values that are written already: the sums change little from chunk to chunk.
-        former = torch.stack([down.float()[:, :rank].to(gram) for _, _, down in self._weights()])
+        former = torch.stack([down.float()[:, :n].to(gram) for _, _, down in self._weights()])
         if not former.any():
-            former = torch.linalg.eigh(target.mT @ target).eigenvectors.flip(-1)[..., :rank]
+            former = torch.linalg.eigh(target.mT @ target).eigenvectors.flip(-1)[..., :n]
         for _ in range(2):
             directions = torch.linalg.qr(former).Q
             keys = torch.cholesky_solve(target @ directions, factor)

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_choice, check_whole
-from ..tuner import evaluating
 from .nlsvd import nl_svd
 from .recording import Moves, Writer
 from .resizing import refit_slots
@@ -42,7 +41,7 @@ class SlotWriter(Writer):
     """Write tokens of a text into the free slots of a two-layer memory, whose tensors show which slots are taken.
 
     A `TestTimeTrainer` with a writer records each chunk's forward and backward pass in it, so that writing needs no
-    pass of its own. `write_tokens` writes a single text.
+    pass of its own. A window and stride of the text's length write a whole text at once.
 
     Args:
         model: a model with a two-layer LOCAS memory, usually of `init_strategy="write"`.
@@ -54,6 +53,8 @@ class SlotWriter(Writer):
             suits a memory that is also trained.
         adapter_name: the memory; `None` for the active one. It has no gates and one width in all layers.
     """
+
+    arguments = ("epsilon", "tokens", "slots_per_chunk", "normalization", "fold")
 
     def __init__(
         self,
@@ -76,11 +77,6 @@ class SlotWriter(Writer):
         self.normalization, self.fold = normalization, fold
         super().__init__(model, adapter_name)
         self.folds = 0
-
-    @property
-    def settings(self) -> dict[str, float | int | str]:
-        names = ("epsilon", "tokens", "slots_per_chunk", "normalization", "fold", "adapter_name")
-        return {name: getattr(self, name) for name in names}
 
     @property
     def taken(self) -> int:
@@ -137,41 +133,6 @@ class SlotWriter(Writer):
                 moved[weight] = (dim, source)
         self.folds += 1
         return moved
-
-
-def write_tokens(
-    model: nn.Module,
-    input_ids: Tensor,
-    *,
-    epsilon: float = 0.01,
-    normalization: Normalization = "token",
-    fold: Fold = "nlsvd",
-    adapter_name: str | None = None,
-) -> None:
-    """Write all tokens of a text, LongTensor `[T]` or `[1, T]`, into the two-layer memory of a language model.
-
-    It takes one forward and one backward pass over the whole text, as one chunk. The other arguments, and what is
-    refused, are those of `SlotWriter`.
-    """
-    if input_ids.dim() not in (1, 2) or input_ids.numel() != input_ids.shape[-1] or input_ids.shape[-1] < 2:
-        raise ValueError(f"input_ids must be [T] or [1, T] with T >= 2, got {list(input_ids.shape)}: give one text.")
-    writer = SlotWriter(
-        model, epsilon=epsilon, tokens="all", normalization=normalization, fold=fold, adapter_name=adapter_name
-    )
-    ids = input_ids.reshape(1, -1).to(model.get_input_embeddings().weight.device)
-    # Only the gradients at the FFNs' outputs are needed: switch off those of the parameters.
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in trained:
-        parameter.requires_grad_(False)
-    try:
-        with evaluating(model), writer.recording(), torch.enable_grad():
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0]
-            losses = nn.functional.cross_entropy(logits.float(), ids[0, 1:], reduction="none")
-            losses.sum().backward()
-    finally:
-        for parameter in trained:
-            parameter.requires_grad_(True)
-    writer.write(losses.detach())
 
 
 def make_slots(
