@@ -463,7 +463,7 @@ def test_the_page_shows_the_memory_that_gave_a_routed_answer():
     pytest.importorskip("gradio")
     from locas_peft.app.page import _show_chat
 
-    turns = [*chat("Who?"), {"role": "assistant", "content": "Peder.", "memory": "brine"}]
+    turns = [*chat("Who?"), {"role": "assistant", "content": "Peder.", "head": "[brine]\n"}]
     assert _show_chat(turns) == [*chat("Who?"), {"role": "assistant", "content": "[brine]\nPeder."}]
 
 

@@ -40,6 +40,8 @@ from locas_peft.tuner import STRATEGIES, list_layers
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
+CHANGED = ("origin", "seconds", "tokens_per_second", "peak_bytes", "nll_nats", "perplexity", "perplexities", "curve")
+CHANGED += ("perplexity_at", "perplexity_between", "final_nats", "final_base_nats")
 COMMANDS = ["demo", "memorize", "compare", "ask", "chat", "generate", "merge", "export", "push", "inspect", "eval"]
 PROTOCOLS = ["perplexity", "locomo", "forgetting", "report"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
@@ -854,6 +856,32 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
     ]
     for arguments, message in refusals:
         assert refused(run, *arguments).startswith(message)
+
+
+def test_memories_taught_beside_a_forgotten_one_are_named_with_their_command(run, tmp_path):
+    for name in ("lamp", "bread", "boat trip"):
+        (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
+    made = ("--r", 4, "--layers", "3,4", "--no-brake", *FAST, *NO_ANCHOR)
+    assert run("memorize", "lamp.txt", "--library", "notes", *made)[0] == 0
+    assert run("memorize", "bread.txt", "--library", "notes", *made, "--beside", "lamp")[0] == 0
+    assert run("memorize", "boat trip.txt", "--library", "notes", *made, "--beside", "lamp,bread")[0] == 0
+    before = (tmp_path / "notes/boat trip/adapter_model.safetensors").read_bytes()
+    lines = run("forget", "notes", "lamp")[1].splitlines()
+    assert lines[0] == "lamp is forgotten: no file in notes holds what it learned"
+    told = [line.split(" was taught beside lamp. To teach it again: ") for line in lines[1:]]
+    assert [name for name, _ in told] == ["boat trip", "bread"]
+    command = shlex.split(told[0][1])
+    assert command[:2] == ["locas", "memorize"] and command[-2:] == ["--beside", "bread"]
+    former = json.loads((tmp_path / "notes/boat trip/reading.json").read_text())
+    assert run(*command[1:])[0] == 0
+    again = json.loads((tmp_path / "notes/boat trip/reading.json").read_text())
+    assert {**again, **dict.fromkeys(CHANGED)} == {**former, **dict.fromkeys(CHANGED)}
+    assert (
+        list(again["origin"]["beside"]) == ["bread"]
+        and before != (tmp_path / "notes/boat trip/adapter_model.safetensors").read_bytes()
+    )
+    message = "--beside names a memory of a library, got 'lamp' without one: add --library DIR"
+    assert refused(run, "memorize", "lamp.txt", "--out", "o", "--beside", "lamp") == message
 
 
 def test_a_memory_goes_on_as_it_was_made(run, tmp_path):

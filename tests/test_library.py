@@ -17,8 +17,11 @@ from locas_peft.asking.answers import measure_confidence
 from locas_peft.library import Library, make_sample, score_by_words
 from locas_peft.library.routing import list_passages
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
-from locas_peft.reading import ReadingSettings
+from locas_peft.memories.loading import digest_memory
+from locas_peft.model import CausalLM
+from locas_peft.reading import ReadingSettings, teaching
 from locas_peft.selfstudy import Exchange, save_exchanges
+from locas_peft.tuner import adapters_disabled
 
 TEXTS = {
     "lamp": "The lamp on the rock at Skarn was lit by Old Peder, and nobody else went there in winter. " * 6,
@@ -238,6 +241,71 @@ def test_a_missing_package_is_named(monkeypatch):
     message = r"^a library needs bm25s: install the extra with pip install 'locas_peft\[library\]'$"
     with pytest.raises(ValueError, match=message):
         score_by_words([["a lamp"]], ["Who?"])
+
+
+def test_a_memory_is_taught_beside_others_which_stay_as_they_are_and_is_saved_alone(library, base, monkeypatch):
+    frozen, before = [], content(library.find("lamp"))
+    compared = teaching.Anchor.losses
+
+    def losses(anchor, host, text, *args):
+        with torch.no_grad(), adapters_disabled(host.model):
+            without = host.logits(text[:, :-1], 1)
+        with library_of_lamp.attach(backbone.load()[0], ["lamp"]) as lamp, torch.no_grad():
+            frozen.append(torch.equal(without, CausalLM(lamp).logits(text[:, :-1], 1)))
+        return compared(anchor, host, text, *args)
+
+    library_of_lamp = library
+    monkeypatch.setattr(teaching.Anchor, "losses", losses)
+    settings = ReadingSettings(r=4, window=64, stride=32, anchor=0.3, anchor_every=1, max_tokens=100)
+    reading = library.add(*base, TEXTS["bread"], "more", settings, beside=["lamp"])
+    assert frozen and all(frozen), "the anchor compares with the base and the memory beside"
+    assert content(library.find("lamp")) == before and reading.extra_parameters == 6 * 3 * 4 * 256
+    assert reading.origin == {"start": None, "beside": {"lamp": digest_memory(library.find("lamp"))}}
+    saved = load_file(library.find("more") / "adapter_model.safetensors")
+    assert saved.keys() == load_file(library.find("lamp") / "adapter_model.safetensors").keys()
+    alone = library.add(*base, TEXTS["bread"], "alone", settings)
+    assert alone.nll_nats != reading.nll_nats and alone.origin is None
+    assert list(library.list_taught_beside("lamp")) == ["more"] and library.list_taught_beside("more") == {}
+    with library.attach(base[0], ["lamp", "more"]) as both:
+        assert not any(parameter.requires_grad for parameter in both.parameters())
+        assert set(both.active_adapters) == {"beside 1", "default"}
+    assert not any("locas" in name for name, _ in base[0].named_modules())
+
+
+@pytest.mark.parametrize(
+    ("beside", "message"),
+    [
+        (["lamp", "lamp"], "^beside must be different memories, and not '.*bread', which is written: leave one out$"),
+        (["jam"], "^there is no memory 'jam' in this library: choose one of the list$"),
+        (["bread"], "^beside must be different memories, and not '.*bread', which is written: leave one out$"),
+    ],
+)
+def test_memories_that_cannot_stand_beside_another_are_refused(library, base, beside, message):
+    before = content(library.folder)
+    with pytest.raises(ValueError, match=message):
+        library.add(*base, TEXTS["bread"], "bread", SETTINGS, beside=beside, overwrite=True)
+    assert content(library.folder) == before
+
+
+def test_a_reading_is_finished_only_beside_the_same_memories_and_from_the_same_one(library, base):
+    made = library.add(*base, TEXTS["bread"], "new", SETTINGS, beside=["lamp"])
+    assert library.add(*base, TEXTS["bread"], "new", SETTINGS, beside=["lamp"], resume=True) == made
+    with pytest.raises(ValueError, match="^beside must be {'lamp': .* as in the memory in '.*new', got None: choose"):
+        library.add(*base, TEXTS["bread"], "new", SETTINGS, resume=True)
+    library.add(*base, TEXTS["bread"], "scratch", SETTINGS)
+    with pytest.raises(ValueError, match="^start must be None as in the memory in '.*scratch', got '.*': choose"):
+        library.add(*base, TEXTS["bread"], "scratch", SETTINGS, start=library.find("lamp"), resume=True)
+
+    def stop(chunk):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        library.add(*base, TEXTS["bread"], "cut", SETTINGS, beside=["lamp"], on_chunk=stop)
+    with pytest.raises(ValueError, match="^beside must be {'lamp': .* as in the checkpoint in '.*', got None"):
+        library.add(*base, TEXTS["bread"], "cut", SETTINGS, resume=True)
+    library.add(*base, TEXTS["bread"], "cut", SETTINGS, beside=["lamp"], resume=True)
+    one, two = (load_file(library.find(name) / "adapter_model.safetensors") for name in ("new", "cut"))
+    assert all(torch.equal(one[key], two[key]) for key in one)
 
 
 def test_a_memory_is_found_by_its_exchanges_before_its_sample(tmp_path):

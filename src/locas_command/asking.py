@@ -1,13 +1,11 @@
 """Ask a model with a memory: ask, chat, generate."""
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
-from rich.console import Console
 
 from .console import open_consoles, write_result
 from .options import BASE, AtLeastZero, BaseOptions, Count, JsonFile, Memory, MemoryBase, NamedPath, Seed, Text
@@ -116,7 +114,7 @@ def ask(
     for record in records:
         stdout.print(record["question"], style="bold")
         if routed is not None:
-            _name_memories(stdout, record["memories"])
+            stdout.print(f"  [{', '.join(record['memories']) or 'no memory'}]", style="dim", markup=False)
         stdout.print(record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})"))
         for passage in record.get("recited", ()):
             stdout.print(f"  {passage}", style="dim")
@@ -185,13 +183,9 @@ def chat(
         else:
             (answer,) = found.answer(loaded.model, loaded.tokenizer, [Question(message)], write)
             reply = answer.answer
-            _name_memories(stdout, answer.memories)
+            stdout.print(f"  [{', '.join(answer.memories) or 'no memory'}]", style="dim", markup=False)
         turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
         stdout.print(reply)
-
-
-def _name_memories(stdout: Console, names: Sequence[str]) -> None:
-    stdout.print(f"  [{', '.join(names) or 'no memory'}]", style="dim", markup=False)
 
 
 def _check_recite(recite: bool, without_memory: bool, context: Path | None = None) -> None:

@@ -1,5 +1,6 @@
 """Commands on saved memories: merge, export, combine, resize, sign, push, inspect; and on a library of them."""
 
+import shlex
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,8 +196,35 @@ def forget(folder: Path, name: str, /) -> None:
         name: of the memory.
     """
     stdout, _ = open_consoles()
-    _open_library(folder).forget(name)
+    held = _open_library(folder)
+    beside = held.list_taught_beside(name)
+    held.forget(name)
     stdout.print(f"{name} is forgotten: no file in {folder} holds what it learned", markup=False)
+    for other, reading in beside.items():
+        again = _repeat(reading, held, other)
+        stdout.print(f"{other} was taught beside {name}. To teach it again: {again}", markup=False)
+
+
+def _repeat(reading: Any, library: Any, name: str) -> str:
+    """Return the command that teaches a memory of a library again, beside those that are still in it."""
+    from locas_peft.reading import ReadingSettings
+    from locas_peft.selfstudy.exchanges import EXCHANGES
+
+    from .options import READING
+
+    settings, words = reading.settings.to_json(), ["locas", "memorize", reading.title or "TEXT"]
+    words += ["--library", str(library.folder), "--name", name, "--overwrite"]
+    asked = {field: settings[field] for field in ("method", "preset", "study")}
+    usual = {**ReadingSettings(**asked).complete().to_json(), **{field: vars(READING)[field] for field in asked}}
+    for field, value in settings.items():
+        if field in vars(READING) and value not in (None, usual[field]):
+            option = {"learning_rate": "lr", "layers_to_transform": "layers"}.get(field, field.replace("_", "-"))
+            words.append(f"--{option}={','.join(map(str, value)) if isinstance(value, list) else value}")
+    beside = [other for other in reading.origin["beside"] if other in library.list()]
+    words += ["--beside", ",".join(beside)] * bool(beside)
+    if (reading.studied or {}).get("given"):
+        words += ["--exchanges-file", str(library.find(name) / EXCHANGES)]
+    return shlex.join(words)
 
 
 def sign(memory: Memory, /, *, key: NamedPath, certificate: NamedPath | None = None) -> None:

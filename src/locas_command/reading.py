@@ -24,6 +24,7 @@ def memorize(
     library: options.NamedPath | None = None,
     name: str | None = None,
     start: options.Start | None = None,
+    beside: str | None = None,
     resume: bool = False,
     overwrite: options.Overwrite = False,
     checkpoint_seconds: options.AtLeastZero = 30.0,
@@ -45,6 +46,8 @@ def memorize(
         name: of the memory in the library; the text's file name where not given.
         start: a memory that goes on with this text, by its folder, or its name in the library. It is replaced where
             neither --out nor --name is given.
+        beside: memories of the library, separated by commas, that are active and frozen meanwhile, so that the new one
+            learns what they do not say.
         resume: continue from the checkpoint in --out, if there is one.
         checkpoint_seconds: time between two checkpoints.
         exchanges_file: JSON Lines with question and answer, studied in place of exchanges that the model writes; for
@@ -57,7 +60,7 @@ def memorize(
     from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, has_checkpoint
     from locas_peft.memories.folder import SAMPLE
     from locas_peft.reading.methods import SHAPE
-    from locas_peft.reading.record import find_finished, load_reading
+    from locas_peft.reading.record import describe_origin, find_finished, load_reading
     from locas_peft.selfstudy import load_exchanges
     from locas_peft.text import load_text
 
@@ -66,9 +69,9 @@ def memorize(
     if (text is None) == (not manifest):
         raise ValueError("give either a TEXT or --manifest, one of the two: see locas memorize --help")
     if manifest:
-        if library is None or out or name or start or exchanges_file or settings.method == "none":
+        if library is None or out or name or start or beside or exchanges_file or settings.method == "none":
             rule = "--manifest needs --library and a method that learns"
-            raise ValueError(f"{rule}, and no --out, --name, --from or --exchanges-file: leave these out")
+            raise ValueError(f"{rule}, and no --out, --name, --from, --beside or --exchanges-file: leave these out")
         from .table import teach_manifest
 
         given = {"overwrite": overwrite, "checkpoint_seconds": checkpoint_seconds}
@@ -80,8 +83,10 @@ def memorize(
         raise ValueError(f"--exchanges-file needs --study, got {str(exchanges_file)!r} without it: add --study")
     exchanges = None if exchanges_file is None else load_exchanges(exchanges_file)
     saves = settings.method != "none"
-    if library is None and name is not None:
-        raise ValueError(f"--name names a memory of a library, got {name!r} without one: add --library DIR")
+    for option, given in (("--name", name), ("--beside", beside)):
+        if library is None and given is not None:
+            raise ValueError(f"{option} names a memory of a library, got {given!r} without one: add --library DIR")
+    others = []
     if library is not None:
         if out is not None or not saves:
             other = "--out" if out is not None else "--method none"
@@ -92,6 +97,7 @@ def memorize(
             found = start.name if start.parent == library else str(start)
             if found in shelf.list() or not start.is_dir():
                 start, name = shelf.find(found), name or found
+        others = [] if beside is None else [shelf.find(each) for each in split_names(beside, "--beside")]
         out = shelf.choose_folder(name or Path(text).stem)
         base = replace(base, model=base.model or shelf.name_base())
     if start is not None:
@@ -116,7 +122,8 @@ def memorize(
         shelf.check_base(loaded.name)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     complete = make_settings(settings, loaded).complete(loaded.model, loaded.tokenizer)
-    result = find_finished(out, complete, input_ids, exchanges) if resume and saves and out != start else None
+    asked = (out, complete, input_ids, exchanges, describe_origin(start, others))
+    result = find_finished(*asked) if resume and saves and out != start else None
     if result is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
     else:
@@ -125,7 +132,7 @@ def memorize(
                 loaded, input_ids, {"": complete}, stderr, out,
                 checkpoint_dir=folder, checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
                 exchanges=exchanges, title=title, sample=make_sample(content, start) if sampled else None,
-                start=start,
+                start=start, beside=others,
             )  # fmt: skip
         except KeyboardInterrupt:
             if saves and has_checkpoint(folder):

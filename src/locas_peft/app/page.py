@@ -232,7 +232,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                     texts[1:] = ["Choose a memory to see its answer."]
                 turns = [{"role": "assistant", "content": each} for each in texts]
                 if ended and name == ROUTED:
-                    turns[1]["memory"] = ", ".join(answer.result()[1]) or "no memory"
+                    turns[1]["head"] = f"[{', '.join(answer.result()[1]) or 'no memory'}]\n"
                 shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
                 yield [field, *map(_show_chat, shown), shown if ended else gr.skip()]
                 field = gr.skip()
@@ -297,8 +297,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
 def _show_chat(chat: list[dict[str, str]]) -> list[dict[str, str]]:
     """Return the turns of a conversation as they are shown: a routed answer below the memory that gave it."""
-    heads = [f"[{turn['memory']}]\n" if "memory" in turn else "" for turn in chat]
-    return [{"role": turn["role"], "content": head + turn["content"]} for head, turn in zip(heads, chat, strict=True)]
+    return [{"role": turn["role"], "content": turn.get("head", "") + turn["content"]} for turn in chat]
 
 
 def _only(chosen: list[str]) -> str:

@@ -11,7 +11,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -23,10 +23,12 @@ from transformers import PreTrainedModel
 from ..asking import Question, ask, ask_by_reciting, encode_question
 from ..asking.answers import measure_confidence
 from ..files import finish_replacement, staged
-from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
+from ..memories import FILES, MEMORY_CONFIG, READING, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
+from ..memories.loading import add_beside
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
+from ..reading.record import load_reading
 from ..selfstudy.exchanges import EXCHANGES
 from ..text import tokenize
 from .routing import LEAST_CONFIDENCE, list_passages, make_sample, score_by_words
@@ -171,15 +173,22 @@ class Library:
     ) -> Reading:
         """Read a text into a memory of a name; settings, options and errors are those of `reading.memorize`.
 
-        `start` may be the folder of a memory here, whose name may stay the same.
+        `start` may be the folder of a memory here, whose name may stay the same; `beside` has names of memories here.
         """
         folder = self.choose_folder(name)
         settings = settings.complete(base, tokenizer)
         self.check_base(settings.model)
         input_ids = tokenize(tokenizer, text, settings.max_tokens)
         sample = make_sample(text, options.get("start"))
+        options["beside"] = [self.find(other) for other in options.get("beside", ())]
         options = {"title": name, "tokenizer": tokenizer, "sample": sample, **options}
         return memorize(base, input_ids, settings, out=folder, checkpoint_dir=folder / CHECKPOINT_FOLDER, **options)
+
+    def list_taught_beside(self, name: str) -> dict[str, Reading]:
+        """Return the records of the memories that were taught beside one, by name, the latest first."""
+        made = {other: self.folder / other for other in self.list() if (self.folder / other / READING).is_file()}
+        records = {other: load_reading(folder) for other, folder in made.items()}
+        return {other: each for other, each in records.items() if name in ((each.origin or {}).get("beside") or ())}
 
     def name_base(self) -> str | None:
         """Return the name of the base of all memories, None in an empty library; a `ValueError` for two bases."""
@@ -199,9 +208,14 @@ class Library:
             rule = "a library must hold memories of one base"
             raise ValueError(f"{rule}, got {name!r} beside {held!r}: use another one")
 
-    def attach(self, base: PreTrainedModel, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
-        """Return a context of the base with a memory attached (see `memories.memory_attached`), or alone for none."""
-        return memory_attached(base, self.find(names[0]), self._key) if names else nullcontext(base)
+    @contextmanager
+    def attach(self, base: PreTrainedModel, names: Sequence[str]) -> Iterator[nn.Module]:
+        """Attach memories to the base within the context, all active (see `memories.memory_attached`), or none."""
+        folders = [self.find(name) for name in names]
+        with memory_attached(base, folders[0], self._key) if folders else nullcontext(base) as model:
+            if len(folders) > 1:
+                add_beside(model, folders[1:], self._key)
+            yield model
 
     def route(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
         """Return for each question the name of the memory that it is about, in a tuple; an empty one for none.

@@ -1,6 +1,7 @@
 """Load saved memories onto their base, or describe them from their files alone."""
 
 import dataclasses
+import hashlib
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bases import load_base
@@ -24,7 +26,8 @@ from ..tuner.modules import remember_modules
 from .folder import MEMORY_CONFIG
 from .signing import check_signature
 
-__all__ = ["describe_memory", "load_memory", "load_memory_config", "memory_attached", "open_memory", "tabulate_memory"]
+__all__ = ["add_beside", "describe_memory", "digest_memory", "load_memory", "load_memory_config", "memory_attached"]
+__all__ += ["open_memory", "tabulate_memory"]
 
 _NORMS = (("gate", "mean"), ("up", "mean"), ("down", "mean"), ("down", "max"))
 
@@ -78,15 +81,29 @@ def load_memory(
     return _attach(base, *_find_memory(directory, require_signature), fields, trainable)
 
 
-@contextmanager
-def _without_device_map(base: PreTrainedModel) -> Iterator[None]:
-    """Hide the device map of a split base from PEFT, which would fail there (`docs/upstream/peft-disk-offload.md`)."""
-    device_map = vars(base).pop("hf_device_map", None)
-    try:
-        yield
-    finally:
-        if device_map is not None:
-            base.hf_device_map = device_map
+def add_beside(model: PeftModel, memories: Sequence[str | Path], require_signature: str | Path | None = None) -> None:
+    """Load saved memories beside a model's own adapter, in place: all are active, and the added ones are frozen.
+
+    The model's own adapter stays `active_adapter`, and is trained or frozen as before. For `require_signature` and
+    errors see `load_memory`; a memory of another type than the model's own is a `ValueError` too.
+    """
+    own, trained = model.active_adapter, [each for each in model.parameters() if each.requires_grad]
+    names = [f"beside {number}" for number, _ in enumerate(memories, 1)]
+    for name, memory in zip(names, memories, strict=True):
+        config, path = _find_memory(memory, require_signature)
+        if config.peft_type != model.peft_config[own].peft_type:
+            rule = f"beside must be memories of type {model.peft_config[own].peft_type.value}"
+            raise ValueError(f"{rule}, got {str(memory)!r} of {config.peft_type.value}: leave it out")
+        _attach(model, config, path, {}, beside=name)
+    model.base_model.set_adapter([*names, own])  # which lets all be trained
+    model.requires_grad_(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)
+
+
+def digest_memory(directory: str | Path) -> str:
+    """Return the SHA-256 of the file of a saved memory's tensors."""
+    return hashlib.sha256(_find_memory(directory)[1].read_bytes()).hexdigest()
 
 
 @contextmanager
@@ -232,9 +249,10 @@ def _find_memory(directory: str | Path, key: str | Path | None = None) -> tuple[
 
 
 def _attach(
-    base: PreTrainedModel, config: PeftConfig, path: Path, fields: dict[str, Any], trainable: bool = False
+    model: nn.Module, config: PeftConfig, path: Path, fields: dict[str, Any], trainable: bool = False, beside: str = ""
 ) -> PeftModel:
-    """Put a memory onto its base, with fields of its config in place of the saved ones."""
+    """Put a memory onto its base, or beside others under a name, with fields of its config in place of saved ones."""
+    base = model.get_base_model() if beside else model
     directory = str(path.parent)
     if config.peft_type != "LOCAS":
         _check_other_adapter(base, config, path)
@@ -245,9 +263,12 @@ def _attach(
         dataclasses.replace(config, **{name: value})  # for its checks
         setattr(config, name, value)
     restore = remember_modules(base)
+    device_map = vars(base).pop("hf_device_map", None)  # PEFT would fail with it (docs/upstream/peft-disk-offload.md)
     try:
-        with warnings.catch_warnings(), _without_device_map(base):
+        with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
+            if beside:
+                return model.load_adapter(directory, beside)
             return PeftModel.from_pretrained(base, directory, config=config, is_trainable=trainable)
     except Exception as error:
         restore()
@@ -259,6 +280,9 @@ def _attach(
         reason = "it has other modules" if names_modules else first_line(error)
         what = f"memory {directory!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason})"
         raise ValueError(f"{what}: load the base that it was made for") from error
+    finally:
+        if device_map is not None:
+            base.hf_device_map = device_map
 
 
 def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:

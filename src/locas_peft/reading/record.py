@@ -14,13 +14,14 @@ from ..checks import describe_difference
 from ..files import finish_replacement, load_json, write_json
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
 from ..memories.folder import MEMORY_CONFIG, READING, SAMPLE, SIGNATURE, TEXT_SIGNATURE, escape, make_card, save_memory
+from ..memories.loading import digest_memory
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
 from ..text import digest_ids
 from ..ttt import perplexity
 from .settings import FIELDS, CompleteSettings, ReadingSettings
 
-__all__ = ["Reading", "find_finished", "load_reading", "save_reading"]
+__all__ = ["Reading", "describe_origin", "find_finished", "load_reading", "save_reading"]
 
 _FORMER = (("objective", "nll"), ("teacher_window", None), ("token_weighting", "uniform"))
 _FORMER += (("gradient", "full"), ("gradient", None))
@@ -48,6 +49,8 @@ class Reading:
         final_nats, final_base_nats: the losses of adapter and base in the brake's last comparison, in nats a token.
         studied: of a self-study (see `SelfStudy.figures`), or None.
         stopped: whether a callback ended the reading before its end.
+        origin: of the other memories that took part, the SHA-256 of their tensors' files: `start`, the one that went
+            on under another name, and `beside`, by name. None where there were none.
     """
 
     settings: CompleteSettings
@@ -70,6 +73,7 @@ class Reading:
     studied: dict[str, Any] | None = None
     stopped: bool = False
     title: str | None = None
+    origin: dict[str, Any] | None = None
 
     @property
     def method(self) -> str:
@@ -92,7 +96,7 @@ class Reading:
         value.pop("tokens_per_second", None)
         settings = {name: value.pop(name) for name in list(value) if name in FIELDS}
         optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied", "stopped", "title"}
-        value |= {name: _null_to_nan(value[name]) for name in value.keys() - optional}
+        value |= {name: _null_to_nan(value[name]) for name in value.keys() - optional - {"origin"}}
         try:
             reading = cls(settings=ReadingSettings(**settings).complete(), **value)
         except TypeError as error:
@@ -117,13 +121,19 @@ def load_reading(directory: str | Path) -> Reading:
     return Reading.from_json(load_json(path))
 
 
+def describe_origin(start: str | Path | None, beside: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """Return `Reading.origin` for a memory that goes on and memories beside it."""
+    digests = {Path(memory).name: digest_memory(memory) for memory in beside}
+    return {"start": start and digest_memory(start), "beside": digests or None}
+
+
 def find_finished(
-    directory: str | Path, settings: CompleteSettings, input_ids: Tensor, exchanges: Sequence[Exchange] | None = None
+    directory: str | Path, settings: CompleteSettings, input_ids: Tensor, exchanges: Any = None, origin: Any = None
 ) -> Reading | None:
     """Return the finished reading of a folder; None where there is no memory, or an unfinished reading.
 
-    `exchanges` are those that would be studied; None where the model writes them. The memory of another text [T],
-    settings or exchanges is a `ValueError`.
+    `exchanges` are those that would be studied; None where the model writes them. For `origin` see `Reading`. The
+    memory of another text [T], settings, exchanges or origin is a `ValueError`.
     """
     folder = Path(directory)
     finish_replacement(folder)
@@ -140,7 +150,8 @@ def find_finished(
     if not (folder / READING).exists():
         raise refuse("a memory that no reading here made")
     reading = load_reading(folder)
-    here, there = settings.to_json(), reading.settings.to_json()
+    here = {**settings.to_json(), **(origin or {})}
+    there = {**reading.settings.to_json(), **(reading.origin or {})}
     if difference := describe_difference(here, there, f"the memory in {str(folder)!r}", remedy):
         raise ValueError(difference)
     if reading.text_sha256 != digest_ids(input_ids[: settings.max_tokens]):

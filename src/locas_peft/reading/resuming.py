@@ -17,7 +17,6 @@ from ..selfstudy import SelfStudy
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
 from ..tuner.modules import ADAPTER_LAYERS, base_parameters
-from .settings import CompleteSettings
 
 __all__ = ["Checkpoints", "capture", "fingerprint", "restore"]
 
@@ -33,7 +32,7 @@ class Checkpoints:
 
     folder: Path | None
     seconds: float
-    settings: CompleteSettings
+    reading: dict[str, Any]
     trainer: TestTimeTrainer
     study: SelfStudy | None
     _saved: float = field(default_factory=time.monotonic)
@@ -54,7 +53,7 @@ class Checkpoints:
     def save(self) -> None:
         if self.folder is None:
             return
-        state = capture(self.trainer, self.settings)
+        state = capture(self.trainer, self.reading)
         if self.study is not None:
             state["study"] = self.study.state_dict()
         try:
@@ -66,12 +65,12 @@ class Checkpoints:
         self._saved = time.monotonic()
 
 
-def capture(trainer: TestTimeTrainer, settings: CompleteSettings | None = None) -> dict[str, Any]:
+def capture(trainer: TestTimeTrainer, reading: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a trainer's state together with what a continuation must share with its run, as plain values.
 
-    `settings` are those of the reading; None where there are none besides the trainer's.
+    `reading` has the settings and the origin of the reading; None where there are none besides the trainer's settings.
     """
-    return {"run": _describe_run(trainer, settings), **trainer.state_dict()}
+    return {"run": _describe_run(trainer, reading), **trainer.state_dict()}
 
 
 def restore(
@@ -79,7 +78,7 @@ def restore(
     state: dict[str, Any],
     trainer: TestTimeTrainer,
     text_sha256: str,
-    settings: CompleteSettings | None = None,
+    reading: dict[str, Any] | None = None,
 ) -> None:
     """Load a checkpoint's state into the trainer that will go on with it.
 
@@ -90,10 +89,10 @@ def restore(
     Args:
         directory: the checkpoint's folder, for messages.
         text_sha256: of the document that will be read (see `text.digest_ids`).
-        settings: as for `capture`.
+        reading: as for `capture`.
     """
     try:
-        difference = _find_difference(_describe_run(trainer, settings), state["run"], directory)
+        difference = _find_difference(_describe_run(trainer, reading), state["run"], directory)
         begun = state["text"]
         if difference is None and begun not in (None, text_sha256):
             rule = f"input_ids must be the document begun in {str(directory)!r} (sha256 {begun[:12]})"
@@ -106,14 +105,14 @@ def restore(
         raise ValueError(difference)
 
 
-def _describe_run(trainer: TestTimeTrainer, settings: CompleteSettings | None) -> dict[str, Any]:
+def _describe_run(trainer: TestTimeTrainer, reading: dict[str, Any] | None) -> dict[str, Any]:
     adapters = {}
     for name, config in active_configs(trainer.model).items():
         fields = {field: value for field, value in config.to_dict().items() if field not in _NO_ARITHMETIC}
         text = json.dumps(fields, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
         adapters[name] = json.loads(text)
     run = {"settings": trainer.describe(), "adapters": adapters, "base": fingerprint(trainer.model)}
-    return {"reading": {} if settings is None else settings.to_json(), **run}
+    return {"reading": reading or {}, **run}
 
 
 def _find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: str | Path) -> str | None:

@@ -1,5 +1,6 @@
 """One reading of a text, in the same loop for all methods: settings -> adapter -> trainer -> memory folder."""
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,14 +16,14 @@ from transformers import PreTrainedModel
 from ..checks import describe_difference
 from ..memories import checkpoint
 from ..memories.folder import check_vacant
-from ..memories.loading import load_memory
+from ..memories.loading import add_beside, load_memory
 from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct
 from ..text import digest_ids
 from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
 from ..tuner.modules import remember_modules
 from .methods import SHAPE
-from .record import Reading, find_finished, load_reading, save_reading
+from .record import Reading, describe_origin, find_finished, load_reading, save_reading
 from .resuming import Checkpoints, restore
 from .settings import CompleteSettings, ReadingSettings
 
@@ -57,6 +58,7 @@ def memorize(
     on_study: Callable[[StudyStep], None] | None = None,
     sample: str | None = None,
     start: str | Path | None = None,
+    beside: Sequence[str | Path] = (),
 ) -> Reading:
     """Read a text with one method, from a fresh adapter or a checkpoint to the figures and the saved memory.
 
@@ -82,8 +84,10 @@ def memorize(
         sample: of the text, saved beside the memory: a `Library` finds it by this.
         start: a saved memory to go on with, in place of a fresh adapter: its slots, a fresh optimizer, and its own
             exchanges, of which a study learns again what is lost. `out` may be its folder.
+        beside: saved memories of the same type that are active meanwhile, and frozen: the new one learns what they do
+            not say. Brake, anchor and teacher compare with the base and these. The new one is saved alone.
 
-    A text that is too short, a method that does not fit the base or `start`, an `out` that is not vacant, and a
+    A text that is too short, a method or a memory that does not fit the base, an `out` that is not vacant, and a
     checkpoint of another reading or in use (`InUse`) are `ValueError`s; a folder that cannot be written an `OSError`.
     """
     if input_ids.dim() != 1 or input_ids.numel() < 2:
@@ -92,22 +96,30 @@ def memorize(
     input_ids = input_ids[: settings.max_tokens]
     if settings.method.name == "none":
         out = checkpoint_dir = None
+        if beside:
+            raise ValueError(f"beside has no meaning for the method 'none', got {len(beside)} memories: leave it out")
+    names = [os.path.abspath(memory) for memory in (*beside, *([] if out is None else [out]))]
+    if len(set(names)) < len(names):
+        raise ValueError(f"beside must be different memories, and not {str(out)!r}, which is written: leave one out")
     with ExitStack() as stack:
         folder = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
+        goes_on = None not in (start, out) and Path(out) == Path(start)
+        origin = describe_origin(None if goes_on else start, beside)
         if out is not None:
-            replaces = overwrite or (start is not None and Path(out) == Path(start))
+            replaces = overwrite or goes_on
             with suppress(*[ValueError] * replaces):
-                if resume and (finished := find_finished(out, settings, input_ids, exchanges)) is not None:
+                if resume and (finished := find_finished(out, settings, input_ids, exchanges, origin)) is not None:
                     return finished
             check_vacant(out, resume=resume, overwrite=overwrite, goes_on=replaces)
+        shared = {**settings.to_json(), **origin}
         earlier = [] if start is None else _load_earlier(start, settings)
-        model = stack.enter_context(attached(base, settings, start))
+        model = stack.enter_context(attached(base, settings, start, beside))
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
         state = checkpoint.load(folder) if resume and folder is not None else None
         if state is not None:
             try:
-                restore(folder, state, trainer, digest_ids(input_ids), settings)
+                restore(folder, state, trainer, digest_ids(input_ids), shared)
             except ValueError:
                 if not overwrite:
                     raise
@@ -119,7 +131,7 @@ def memorize(
             except (KeyError, TypeError, AttributeError) as error:
                 raise checkpoint.damaged(folder, error) from None
         del state
-        checkpoints, stopped = Checkpoints(folder, checkpoint_seconds, settings, trainer, study), False
+        checkpoints, stopped = Checkpoints(folder, checkpoint_seconds, shared, trainer, study), False
         try:
             for chunk in trainer.chunks if on_chunk is not None else ():
                 on_chunk(chunk)
@@ -133,6 +145,7 @@ def memorize(
             stopped = True
         figures = {"studied": study and study.figures, "stopped": stopped, "title": title}
         figures |= {"memory_dir": None if out is None else str(out), "peak_bytes": peak.read()}
+        figures["origin"] = origin if any(origin.values()) else None
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
             save_reading(model, out, reading, correct(earlier, study.exchanges if study else []) or None, sample)
@@ -143,21 +156,24 @@ def memorize(
 
 @contextmanager
 def attached(
-    base: PreTrainedModel, settings: CompleteSettings, start: str | Path | None = None
+    base: PreTrainedModel, settings: CompleteSettings, start: str | Path | None = None, beside: Sequence = ()
 ) -> Iterator[nn.Module]:
     """Attach a method's fresh adapter, or a saved memory, to a base within the context, after setting torch's seed.
 
-    `base`, a causal LM without adapters, is mutated. Afterwards its modules, weights, `requires_grad` flags and mode
-    are as before. A method that does not fit the base is a `ValueError`.
+    The memories `beside` it are active and frozen. `base`, a causal LM without adapters, is mutated. Afterwards its
+    modules, weights, `requires_grad` flags and mode are as before. A method that does not fit is a `ValueError`.
     """
     restore_modules = remember_modules(base)
     torch.manual_seed(settings.seed)
     try:
         if start is not None:
-            yield load_memory(base, start, trainable=True)
+            model = load_memory(base, start, trainable=True)
         else:
             config = settings.method.make_config(base, settings.seed)
-            yield base.requires_grad_(False) if config is None else get_peft_model(base, config)
+            model = base.requires_grad_(False) if config is None else get_peft_model(base, config)
+        if beside:
+            add_beside(model, beside)
+        yield model
     finally:
         restore_modules()
         base.zero_grad(set_to_none=True)

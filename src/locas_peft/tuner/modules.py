@@ -69,18 +69,30 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) -> Iterator[None]:
     """Switch a model's adapters off within the context, except for some: PEFT's layers and fully trained modules.
 
-    Unlike PEFT's `disable_adapter`, it works on any module and leaves `requires_grad` alone.
+    Where some of the active adapters are trained and others are frozen, the frozen ones stay on: they are part of what
+    is compared with. Unlike PEFT's `disable_adapter`, it works on any module and leaves `requires_grad` alone.
     """
     kept = {id(module) for module in except_for}
     adapters = [module for module in used_modules(model) if isinstance(module, ADAPTER_LAYERS)]
     switched = [module for module in adapters if not (module._disable_adapters or id(module) in kept)]
+    active, frozen = [module._active_adapter for module in switched], _list_frozen(adapters)
     for module in switched:
-        module._disable_adapters = True
+        stay = [name for name in module.active_adapters if name in frozen]
+        module._active_adapter, module._disable_adapters = stay or module._active_adapter, not stay
     try:
         yield
     finally:
-        for module in switched:
-            module._disable_adapters = False
+        for module, names in zip(switched, active, strict=True):
+            module._active_adapter, module._disable_adapters = names, False
+
+
+def _list_frozen(adapters: Iterable[nn.Module]) -> set[str]:
+    """Return the names of the active adapters that are not trained where others are; no names where none is."""
+    names = {name for module in adapters for name in module.active_adapters}
+    modules = adapters if len(names) > 1 else ()
+    keys = {key for module in modules for key, parameter in module.named_parameters() if parameter.requires_grad}
+    trained = names.intersection(part for key in keys for part in key.split("."))
+    return names - trained if trained else set()
 
 
 def remember_modules(model: nn.Module) -> Callable[[], None]:
