@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -15,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from locas_peft import LocasConfig, backbone, calibrate
+from locas_peft.asking import continue_texts
 from locas_peft.bases.loading import load_base
 from locas_peft.memories import loading
 
@@ -149,3 +153,21 @@ def test_a_folder_without_tensors_is_refused_and_a_pickle_of_them_loads(memory, 
     torch.save(tensors, tmp_path / "adapter_model.bin")  # as `save_pretrained(safe_serialization=False)` does
     assert loading.describe_memory(tmp_path)["layers"] == loading.describe_memory(memory)["layers"]
     assert list(loading.load_memory(base, tmp_path).peft_config) == ["default"]
+
+
+@pytest.mark.slow
+def test_cycles_of_attaching_answering_and_detaching_leave_nothing(memory):
+    """LOCAS_CYCLES=10000 takes half an hour; 500 where it is not set."""
+    base, tokenizer = load_base(device="cpu")
+    prompt, process, sizes = [tokenizer("The old man")["input_ids"]], psutil.Process(), []
+    for cycle in range(int(os.environ.get("LOCAS_CYCLES", 500))):
+        with loading.memory_attached(base, memory) as model:
+            continue_texts(model, tokenizer, prompt, 2)
+        if cycle % 100 == 99:
+            gc.collect()
+            sizes.append((process.memory_info().rss, process.num_fds(), len(gc.get_objects())))
+    assert not hasattr(base, "peft_config")
+    (bytes_before, files_before, objects_before), (bytes_after, files_after, objects_after) = sizes[1], sizes[-1]
+    assert files_after <= files_before
+    assert objects_after <= 1.001 * objects_before
+    assert bytes_after <= bytes_before + 10 * 2**20, sizes

@@ -227,17 +227,20 @@ class Loop:
             with torch.set_grad_enabled(learning):
                 logits = self._logits(batch, bounds).flatten(0, 1)
                 losses = token_losses(logits, targets.flatten()).unflatten(0, targets.shape)  # [B, N]
-            if epoch == 0:
-                outcomes = [Outcome(row_losses.double().sum().item()) for row_losses in losses.detach()]
+            nlls = losses.detach().double().sum(dim=1).tolist()
             del logits
+            if epoch == 0:
+                outcomes = [Outcome(nll) for nll in nlls]
             if epoch == 0 and learning and self.settings.brake:
                 self._compare(batch, bounds, outcomes)
                 kept = [index for index, outcome in enumerate(outcomes) if not outcome.taken_back]
                 if len(kept) < len(outcomes):
                     batch, targets, losses = batch.select(kept), targets[kept], losses[kept]
+                    nlls = [nlls[index] for index in kept]
                 if not kept:
                     break
-            healthy = self._learn(batch, losses) if learning else [math.isfinite(one.nll_nats) for one in outcomes]
+            healthy = list(map(math.isfinite, nlls))
+            healthy = self._learn(batch, losses, healthy) if learning else healthy
             kept = [index for index, good in enumerate(healthy) if good]
             if len(kept) < len(healthy):
                 batch, targets = batch.select(kept), targets[kept]
@@ -292,14 +295,13 @@ class Loop:
             return ids
         return torch.cat([ids.new_full((len(ids), 1), start), ids], dim=1)
 
-    def _learn(self, batch: Batch, losses: Tensor) -> list[bool]:
-        """Take a step for each row whose loss and gradient are finite; return which they are. `losses` is [B, N]."""
-        row_losses = losses.mean(dim=1)
-        finite = row_losses.isfinite()
-        if not finite.any():
-            return finite.tolist()
+    def _learn(self, batch: Batch, losses: Tensor, finite: list[bool]) -> list[bool]:
+        """Take a step for each row whose loss, of [B, N], and gradient are finite; return which they are."""
+        if not any(finite):
+            return finite
         # The gradient of the sum is each row's own gradient, since no adapter serves two rows.
-        loss = row_losses[finite].sum()
+        rows = losses if all(finite) else losses[[index for index, good in enumerate(finite) if good]]
+        loss = rows.mean(dim=1).sum()
         if self.writer is not None and not batch.rows[0].learner.trains:
             loss.backward()
             for parameter in batch.rows[0].learner.parameters():
@@ -309,7 +311,7 @@ class Loop:
             row.learner.begin()
         loss.backward()
         self._pull_to_base(batch)
-        return [row.learner.finish(step=good) for row, good in zip(batch.rows, finite.tolist(), strict=True)]
+        return [row.learner.finish(step=good) for row, good in zip(batch.rows, finite, strict=True)]
 
     def _pull_to_base(self, batch: Batch) -> None:
         """Add the anchor's gradient to the rows whose step has one."""
