@@ -708,49 +708,10 @@ def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_p
         ("--out", "x", "--no-base", "--base-only"): "--no-base and --base-only exclude each other: ",
         ("--out", "x", "--neurons", 3): "neurons must be at least the memory's r of 16, got 3: raise it",
         ("--out", "x", "--model", backbone.MLP_NAME): "this memory was made for another base (model_type 'qwen3', ",
-        ("--out", "x", "--pad-to-multiple-of", 8): "--pad-to-multiple-of goes with --to plain or gguf, got ",
-        ("--out", "x", "--to", "plain", "--neurons", 20): "--no-base, --base-only and --neurons go with --to lora, ",
-        ("--out", "x", "--to", "gguf", "--base-only"): "--no-base, --base-only and --neurons go with --to lora, got ",
-        ("--out", "served", "--to", "plain"): "--out must be a new or empty folder, got 'served' with files in it: ",
-        ("--out", "served", "--to", "gguf"): "--out must be a new or empty folder, got 'served' with files in it: ",
     }
     for arguments, message in refusals.items():
         assert refused(run, "export", memory, *arguments).startswith(message)
     assert "x" not in names(tmp_path)
-
-
-def test_export_to_plain_is_merge(run, memory, tmp_path):
-    assert run("merge", memory, "--out", "merged", "--pad-to-multiple-of", 128)[0] == 0
-    code, stdout, stderr = run("export", memory, "--to", "plain", "--out", "plain", "--pad-to-multiple-of", 128)
-    assert (code, stderr) == (0, "") and "FFNs 896 wide" in stdout
-    assert names(tmp_path / "plain") == names(tmp_path / "merged")
-    for name in names(tmp_path / "plain"):
-        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "merged" / name).read_bytes()
-
-
-def test_export_to_gguf_runs_the_converter(run, memory, tmp_path, monkeypatch):
-    converter = tmp_path / "bin" / gguf_models.CONVERTERS[0]
-    converter.parent.mkdir()
-    monkeypatch.setenv("PATH", str(converter.parent))
-    arguments = ("export", memory, "--to", "gguf", "--out", "x")
-    assert refused(run, *arguments).startswith("writing GGUF needs llama.cpp's converter, got no convert_hf_to_")
-
-    def install(script: str) -> None:
-        converter.write_text(f"#!{sys.executable}\nimport json, sys, pathlib\n{script}")
-        converter.chmod(0o755)
-
-    install("sys.exit('NotImplementedError: BPE pre-tokenizer was not recognized')")
-    message = "convert_hf_to_gguf.py cannot convert Qwen3ForCausalLM (NotImplementedError: BPE pre-tokenizer was not "
-    assert refused(run, *arguments).startswith(message)
-    assert names(tmp_path) == ["bin", "text.txt"]
-    install(
-        "width = json.loads((pathlib.Path(sys.argv[1]) / 'config.json').read_text())['intermediate_size']\n"
-        "pathlib.Path(sys.argv[3]).write_text(f'{sys.argv[2]} {sys.argv[4:]} {width}')\n"
-    )
-    code, stdout, stderr = run(*arguments, "--dtype", "bfloat16")
-    assert (code, stderr) == (0, "") and "x/model.gguf: llama.cpp loads it" in stdout
-    assert names(tmp_path / "x") == ["model.gguf"]
-    assert (tmp_path / "x" / "model.gguf").read_text() == f"--outfile ['--outtype', 'bf16'] {768 + 16}"
 
 
 @pytest.mark.parametrize(

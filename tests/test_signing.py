@@ -15,7 +15,7 @@ from locas_peft import backbone
 from locas_peft.asking import Question
 from locas_peft.library import Library
 from locas_peft.memories import load_memory, loading, open_memory
-from locas_peft.memories.folder import FILES, pack, unpack, upload_memory
+from locas_peft.memories.folder import pack, unpack, upload_memory
 from locas_peft.memories.signing import check_signature, sign_memory
 from locas_peft.reading import ReadingSettings
 
@@ -245,7 +245,7 @@ def test_a_pushed_and_an_unpacked_memory_are_as_signed(memory, keys, tmp_path, m
     (tmp_path / "hub" / "sample.txt").write_text("another text")
     with pytest.raises(ValueError, match="must be signed, got no model-and-text.sig"):
         check_signature(tmp_path / "hub", keys / "key.pub")
-    pack(memory, tmp_path / "m.zip", FILES)
+    pack(memory, tmp_path / "m.zip")
     (tmp_path / "unpacked").mkdir()
     unpack(tmp_path / "m.zip", tmp_path / "unpacked")
     assert check_signature(tmp_path / "unpacked", keys / "key.pub") == COVERED

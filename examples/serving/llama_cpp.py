@@ -3,14 +3,15 @@
     locas memorize one.txt --model smollm2 --out one
     python examples/serving/llama_cpp.py one
 
-The memory is merged and exported as a GGUF file, for which llama.cpp's converter must be on the PATH. 20 questions are
-asked at once. Each answer is compared with the greedy one of transformers with the memory itself, token by token.
+The memory is merged, and llama.cpp's own converter, which must be on the PATH, makes a GGUF file of it. 20 questions
+are asked at once. Each answer is compared with the greedy one of transformers with the memory itself, token by token.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,9 @@ from pathlib import Path
 import torch
 import xllamacpp
 from transformers_answers import answer
+
+CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
+"""The names under which llama.cpp's converter is installed."""
 
 
 def serve(file: Path) -> xllamacpp.Server:
@@ -49,9 +53,12 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=32, help="of an answer")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        locas = [sys.executable, "-m", "locas_peft", "export", arguments.memory, "--to", "gguf", "--dtype", "float32"]
-        subprocess.run([*locas, "--out", Path(folder) / "served"], check=True)
-        server = serve(Path(folder) / "served" / "model.gguf")
+        merged, file = Path(folder) / "merged", Path(folder) / "model.gguf"
+        locas = [sys.executable, "-m", "locas_peft", "merge", arguments.memory, "--dtype", "float32"]
+        subprocess.run([*locas, "--out", merged], check=True)
+        converter = next(filter(None, map(shutil.which, CONVERTERS)), CONVERTERS[0])
+        subprocess.run([converter, merged, "--outfile", file, "--outtype", "f32"], check=True)
+        server = serve(file)
     prompts, expected = answer({"base": None, "memory": arguments.memory}, arguments.max_tokens)
     with ThreadPoolExecutor() as pool:
         url = server.listening_address

@@ -46,12 +46,11 @@ def export(
     /,
     *,
     out: NamedPath,
-    to: Literal["lora", "plain", "gguf"] = "lora",
+    to: Literal["lora"] = "lora",
     no_base: bool = False,
     base_only: bool = False,
     base_name: str | None = None,
     neurons: Count | None = None,
-    pad_to_multiple_of: Count | None = None,
     base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
     """Export a memory for engines that do not know LOCAS.
@@ -59,38 +58,26 @@ def export(
     Args:
         out: a new or empty folder.
         to: lora, for engines that serve LoRA: the base, widened by neurons of zeros, in `base`, and a LoRA adapter in
-            `adapter`. plain: the merged model, as locas merge writes it. gguf: the merged model as `model.gguf`, made
-            by llama.cpp's converter, which must be on the PATH.
+            `adapter`. Other engines load what locas merge writes.
         no_base: export the adapter alone, for a base that was exported before with the same --neurons.
         base_only: export the base alone.
         base_name: what the adapter's config calls the exported base, such as the server's --model: engines compare it.
         neurons: how many neurons the base gets: the r of the widest memory that it shall serve; this one's by default.
-        pad_to_multiple_of: with plain and gguf, pad the merged FFNs' width with zeros to a multiple of this.
     """
-    from locas_peft.bases.gguf import find_converter
-    from locas_peft.memories.conversion import export_memory, merge_memory
+    from locas_peft.memories.conversion import export_memory
 
     from .running import load_base_of
 
-    if to == "lora" and pad_to_multiple_of is not None:
-        raise ValueError("--pad-to-multiple-of goes with --to plain or gguf, got --to lora: choose --neurons")
-    if to != "lora" and (no_base or base_only or base_name or neurons is not None):
-        raise ValueError(f"--no-base, --base-only and --neurons go with --to lora, got --to {to}: leave them out")
     if no_base and base_only:
         raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
     stdout, _ = open_consoles()
     _check_empty(out)
-    if to == "plain":
-        return merge(memory, out=out, pad_to_multiple_of=pad_to_multiple_of, base=base)
-    converter = find_converter() if to == "gguf" else None
     loaded = load_base_of(memory, base)
-    made = loaded.model, loaded.tokenizer, memory, out
+    parts = {"with_base": not no_base, "with_adapter": not base_only}
     with warnings_as_lines():
-        if to == "gguf":
-            merge_memory(*made, pad_to_multiple_of, converter)
-            return stdout.print(f"The merged model is in {out / 'model.gguf'}: llama.cpp loads it")
-        parts = {"with_base": not no_base, "with_adapter": not base_only}
-        neurons, rank = export_memory(*made, neurons=neurons, base_path=base_name, **parts)
+        neurons, rank = export_memory(
+            loaded.model, loaded.tokenizer, memory, out, neurons=neurons, base_path=base_name, **parts
+        )
     if not no_base:
         stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
     if not base_only:

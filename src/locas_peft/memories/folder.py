@@ -7,7 +7,7 @@ import shutil
 import stat
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
@@ -151,13 +151,12 @@ def _describe_loading(model: str) -> str:
     )
 
 
-def pack(folder: Path, archive: Path, names: Sequence[str] | None = None) -> None:
-    """Write a folder's files, or those of some names, but no links, into a zip archive, which is not compressed."""
-    files = sorted(folder.rglob("*")) if names is None else [folder / name for name in names]
+def pack(folder: Path, archive: Path) -> None:
+    """Write a memory's files, but no links, into a zip archive, which is not compressed."""
     with zipfile.ZipFile(archive, "w") as packed:
-        for file in files:
+        for file in (folder / name for name in FILES):
             if file.is_file() and not file.is_symlink():
-                packed.write(file, Path(folder.name, file.relative_to(folder)))
+                packed.write(file, Path(folder.name, file.name))
 
 
 def unpack(archive: Path, folder: Path) -> None:
