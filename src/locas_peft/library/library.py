@@ -38,8 +38,8 @@ __all__ = ["Library", "RoutedAnswer", "check_name"]
 Write = Callable[[nn.Module, tuple[str, ...], list[int]], Iterable[tuple[list[int] | None, str, Sequence[str]]]]
 """Answers the questions of some numbers with a model and the memories in it (see `Library.answer`)."""
 _NAME = re.compile(r"[^\W_][\w .()-]{0,58}[\w)]|[^\W_]")
-_FORGOTTEN, FAILURES = ".forgotten", "failures.jsonl"
-"""A folder that is being deleted; the documents of a table that failed (`table.py`), whose name no memory has."""
+_FORGOTTEN, FAILURES, ADAPTERS = ".forgotten", "failures.jsonl", ".adapters"
+"""A folder that is being deleted; a table's failures (`table.py`); adapters of the memories (`adapters.py`)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Library:
     """
 
     def __init__(self, folder: str | Path, most: int | None = None, require_signature: str | Path | None = None):
-        self.folder, self._most, self._key = Path(folder), most, require_signature
+        self.folder, self._most, self.key = Path(folder), most, require_signature
         if (self.folder / MEMORY_CONFIG).is_file():
             raise ValueError(f"a library must be a folder of memories, got a memory, {str(folder)!r}: take its parent")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -85,14 +85,19 @@ class Library:
         self._lock = threading.Lock()
         self._reserved: set[str] = set()  # of memories that are being made
 
+    def __contains__(self, name: str) -> bool:
+        """Return whether a text is the name of a memory: a folder here, not a link, with a config in it."""
+        folder = self.folder / name
+        return bool(_NAME.fullmatch(name)) and not folder.is_symlink() and (folder / MEMORY_CONFIG).is_file()
+
     def list(self) -> list[str]:
         """Return the memories' names, the latest first."""
-        names = [entry.name for entry in os.scandir(self.folder) if self._holds(entry.name)]
+        names = [entry.name for entry in os.scandir(self.folder) if entry.name in self]
         return sorted(names, key=lambda name: -(self.folder / name / MEMORY_CONFIG).stat().st_mtime)
 
     def find(self, name: str | None) -> Path:
         """Return the folder of a memory; a `ValueError` where there is none of that name."""
-        if not self._holds(name or ""):
+        if (name or "") not in self:
             raise ValueError(f"there is no memory {name or ''!r} in this library: choose one of the list")
         return self.folder / name
 
@@ -146,6 +151,7 @@ class Library:
         with locked(folder / CHECKPOINT_FOLDER):
             os.rename(folder, gone)
         shutil.rmtree(gone)
+        shutil.rmtree(self.folder / ADAPTERS / name, ignore_errors=True)
 
     def unpack(self, archive: Path, name: str, check: Callable[[Path], None]) -> str:
         """Add a memory out of a zip archive (see `memories.folder.unpack`) and return its name.
@@ -192,7 +198,7 @@ class Library:
 
     def name_base(self) -> str | None:
         """Return the name of the base of all memories, None in an empty library; a `ValueError` for two bases."""
-        configs = {name: load_memory_config(self.folder / name, self._key) for name in self.list()}
+        configs = {name: load_memory_config(self.folder / name, self.key) for name in self.list()}
         found = {config.get("base_model_name_or_path"): name for name, config in configs.items()}
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
@@ -202,7 +208,7 @@ class Library:
 
     def check_base(self, name: str) -> None:
         """Raise a `ValueError` where a base is not that of a memory here."""
-        some = next(filter(self._holds, os.listdir(self.folder)), None)
+        some = next(filter(self.__contains__, os.listdir(self.folder)), None)
         held = None if some is None else load_memory_config(self.folder / some).get("base_model_name_or_path")
         if held is not None and held != name:
             rule = "a library must hold memories of one base"
@@ -212,9 +218,9 @@ class Library:
     def attach(self, base: PreTrainedModel, names: Sequence[str]) -> Iterator[nn.Module]:
         """Attach memories to the base within the context, all active (see `memories.memory_attached`), or none."""
         folders = [self.find(name) for name in names]
-        with memory_attached(base, folders[0], self._key) if folders else nullcontext(base) as model:
+        with memory_attached(base, folders[0], self.key) if folders else nullcontext(base) as model:
             if len(folders) > 1:
-                add_beside(model, folders[1:], self._key)
+                add_beside(model, folders[1:], self.key)
             yield model
 
     def route(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
@@ -285,8 +291,3 @@ class Library:
     def _check_room(self, taken: set[str]) -> None:
         if self._most is not None and len(taken) >= self._most:
             raise ValueError(f"this library must hold at most {self._most} memories: forget some first")
-
-    def _holds(self, name: str) -> bool:
-        """Return whether a text is the name of a memory: a folder here, not a link, with a config in it."""
-        folder = self.folder / name
-        return bool(_NAME.fullmatch(name)) and not folder.is_symlink() and (folder / MEMORY_CONFIG).is_file()

@@ -86,7 +86,7 @@ def export_memory(
         widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
         neurons = neurons or max(widths, default=1)
         config, tensors = to_lora(model, neurons=neurons)
-        parts = model.peft_config["default"].ffn_parts
+        made_for = model.peft_config["default"]
     with staged(out) as folder:
         if with_adapter:
             # An adapter alone names no base: which copy of the widened base it will be served with is not known.
@@ -94,7 +94,8 @@ def export_memory(
             config.save_pretrained(str(folder / "adapter"))
             save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
         if with_base:
-            widen_base(base, neurons, parts)
+            widen_base(base, neurons, made_for.ffn_parts)
+            base.config.locas_widened = {"neurons": neurons, "host": made_for.host}  # for `library.adapters`
             base.save_pretrained(folder / "base")
             tokenizer.save_pretrained(folder / "base")
     return neurons, max([config.r, *config.rank_pattern.values()])

@@ -51,7 +51,7 @@ def open_memory(
         dtype, device, quantize: as for `load_base`.
         require_signature, fields: as for `load_memory`.
     """
-    config, path = _find_memory(directory, require_signature)
+    config, path = find_files(directory, require_signature)
     name = base or config.base_model_name_or_path
     if not name:
         raise ValueError(f"memory {str(directory)!r} does not name its base: give it with --model")
@@ -78,7 +78,7 @@ def load_memory(
         ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
             was before. A base of the same shapes with other weights gives a warning.
     """
-    return _attach(base, *_find_memory(directory, require_signature), fields, trainable)
+    return _attach(base, *find_files(directory, require_signature), fields, trainable)
 
 
 def add_beside(model: PeftModel, memories: Sequence[str | Path], require_signature: str | Path | None = None) -> None:
@@ -90,7 +90,7 @@ def add_beside(model: PeftModel, memories: Sequence[str | Path], require_signatu
     own, trained = model.active_adapter, [each for each in model.parameters() if each.requires_grad]
     names = [f"beside {number}" for number, _ in enumerate(memories, 1)]
     for name, memory in zip(names, memories, strict=True):
-        config, path = _find_memory(memory, require_signature)
+        config, path = find_files(memory, require_signature)
         if config.peft_type != model.peft_config[own].peft_type:
             rule = f"beside must be memories of type {model.peft_config[own].peft_type.value}"
             raise ValueError(f"{rule}, got {str(memory)!r} of {config.peft_type.value}: leave it out")
@@ -103,7 +103,7 @@ def add_beside(model: PeftModel, memories: Sequence[str | Path], require_signatu
 
 def digest_memory(directory: str | Path) -> str:
     """Return the SHA-256 of the file of a saved memory's tensors."""
-    return hashlib.sha256(_find_memory(directory)[1].read_bytes()).hexdigest()
+    return hashlib.sha256(find_files(directory)[1].read_bytes()).hexdigest()
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: there is no memory, or its files hold something that loading refuses.
     """
-    config, path = _find_memory(directory)
+    config, path = find_files(directory)
     is_memory = config.peft_type == "LOCAS"
     tensors = load_memory_file(str(path), config)[0] if is_memory else _load_other_tensors(path)
     parts, others = split_tensors(tensors) if is_memory else ({}, [])
@@ -229,7 +229,7 @@ def _check_other_adapter(base: PreTrainedModel, config: PeftConfig, path: Path) 
             raise ValueError(f"{path}: {one_line(key)} is a weight of the base and no part of the adapter; {remedy}")
 
 
-def _find_memory(directory: str | Path, key: str | Path | None = None) -> tuple[PeftConfig, Path]:
+def find_files(directory: str | Path, key: str | Path | None = None) -> tuple[PeftConfig, Path]:
     """Parse the config of a memory's folder, and find its tensors' file: safetensors, or a pickle of tensors alone."""
     peft_type = load_memory_config(directory, key)["peft_type"]
     path = find_memory_file(str(directory))

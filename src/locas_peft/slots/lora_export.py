@@ -11,15 +11,20 @@ where I stands at the neurons F to F + R. A fused gate and up projection has one
 base share the wider base, each as wide as its own R; an engine can thus serve many of them at once.
 """
 
+from collections.abc import Sequence
+
 import torch
 from peft import LoraConfig, PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ..tuner import LocasConfig
 from ..tuner.attached import find_memory
+from ..tuner.ffn import HostFFN
 from ..tuner.finding import AnyFFN, find_ffns
-from ..tuner.layer import LocasLayer
+from ..tuner.layer import scale_neurons
+from ..tuner.memory_file import WEIGHTS, split_tensors
 from ..tuner.mixture import HostMixture
 from ..tuner.widths import WidthGroup, widen_to, widened_config
 
@@ -58,34 +63,61 @@ def to_lora(
     adapter_name, layers = find_memory(model, adapter_name, "export")
     widest = max(layer.locas_up[adapter_name].out_features for layer in layers)
     neurons = widest if neurons is None else neurons
-    if neurons < widest:
-        raise ValueError(f"neurons must be at least the memory's r of {widest}, got {neurons}: raise it.")
-    tensors: dict[str, Tensor] = {}
-    ranks: dict[str, int] = {}
     for layer in layers:
         if layer.merged:
             raise ValueError(f"the memory must not be merged, got {layer.name} merged: call unmerge_adapter() first.")
-        _check_dense(layer.name, layer.ffn)
         layer.check_exportable(adapter_name)
-        for name, (down, up) in _factors(layer, adapter_name, neurons).items():
-            tensors[f"base_model.model.{name}.lora_A.weight"] = down
-            tensors[f"base_model.model.{name}.lora_B.weight"] = up
-            ranks[name] = len(down)
+    ffns = {layer.name: (layer.ffn, layer.ffn.width, layer.neurons(adapter_name)) for layer in layers}
+    return _make_lora(model.get_base_model(), ffns, neurons)
+
+
+@torch.no_grad()
+def tensors_to_lora(
+    tensors: dict[str, Tensor], config: LocasConfig, base: PreTrainedModel, neurons: int
+) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Return what `to_lora` returns, from the tensors of a memory's file (see `load_memory_file`).
+
+    The base is wider by `neurons` already; no weight of it is used: it may be on the meta device.
+    """
+    layers, others = split_tensors(tensors)
+    found, ffns = find_ffns(base, config.ffn_parts), {}
+    if others or not layers.keys() <= found.keys():
+        raise ValueError("a memory must stand beside FFNs of the base alone, got other tensors too: merge it.")
+    for name, parts in layers.items():
+        weights = [parts[part] for part in WEIGHTS if part in parts]
+        rows = scale_neurons(weights, parts.get("locas_input_scale", 1.0), parts["locas_tau"] * config.scaling)
+        ffns[name] = found[name], found[name].width - neurons, rows
+    return _make_lora(base, ffns, neurons)
+
+
+def _make_lora(
+    base: nn.Module, ffns: dict[str, tuple[HostFFN, int, Sequence[Tensor]]], neurons: int
+) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Return the LoRA from each FFN by its name, with its F and the memory's rows (see `LocasLayer.neurons`)."""
+    factors: dict[str, tuple[Tensor, Tensor]] = {}  # A [R, in] and B [out, R], by the projection's name
+    for name, (ffn, width, (gate, up, down)) in ffns.items():
+        _check_dense(name, ffn)
+        parts, r = ffn.parts, len(up)
+        if r > neurons:
+            raise ValueError(f"neurons must be at least the memory's r of {r}, got {neurons}: raise it.")
+        added = up.new_zeros(width + neurons, r)  # [0; I; 0]
+        added[width : width + r] = torch.eye(r, dtype=up.dtype, device=up.device)
+        pairs = {parts.down: (added.T, down), parts.up: (up, added), parts.gate: (gate, added)}
+        if parts.gate_up:
+            pairs[parts.gate_up] = torch.cat([gate, up]), torch.block_diag(added, added)
+        owner = name.removesuffix(f".{parts.down}") if ffn.is_flat else name
+        factors |= {f"{owner}.{part}": pairs[part] for part in parts.projections}
+    ranks = {name: len(down) for name, (down, _) in factors.items()}
     r = min(ranks.values())
     others = {name: rank for name, rank in ranks.items() if rank != r}
-    config = LoraConfig(
-        r=r,
-        lora_alpha=r,
-        rank_pattern=others,
-        alpha_pattern=dict(others),
-        target_modules=_shorten(ranks, model.get_base_model()),
-        fan_in_fan_out=any(isinstance(getattr(layer.ffn, "down", None), Conv1D) for layer in layers),
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    )
+    options = {"rank_pattern": others, "alpha_pattern": dict(others), "target_modules": _shorten(ranks, base)}
+    options["fan_in_fan_out"] = any(isinstance(base.get_submodule(name), Conv1D) for name in ranks)
+    config = LoraConfig(r=r, lora_alpha=r, task_type="CAUSAL_LM", inference_mode=True, **options)
     # Copies, contiguous: safetensors saves no views.
     return config, {
-        name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+        f"base_model.model.{name}.lora_{part}.weight": tensor.cpu().clone(memory_format=torch.contiguous_format)
+        for name, pair in factors.items()
+        for part, tensor in zip("AB", pair, strict=True)
     }
 
 
@@ -94,21 +126,6 @@ def _check_dense(name: str, ffn: AnyFFN) -> None:
         raise ValueError(
             f"a memory beside a mixture of experts cannot be exported as LoRA, got {name}: merge it into the base."
         )
-
-
-def _factors(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return for each projection of an FFN, by its name in the model, the LoRA factors A [R, in] and B [out, R]."""
-    gate, up, down = layer.neurons(adapter_name)
-    width, parts, r = layer.ffn.width, layer.ffn.parts, len(up)
-    added = up.new_zeros(width + neurons, r)  # [0; I; 0]
-    added[width : width + r] = torch.eye(r, dtype=up.dtype, device=up.device)
-    factors = {parts.down: (added.T, down)}
-    if parts.gate_up:
-        factors[parts.gate_up] = torch.cat([gate, up]), torch.block_diag(added, added)
-    else:
-        factors |= {name: (rows, added) for name, rows in ((parts.gate, gate), (parts.up, up)) if name is not None}
-    owner = layer.name.removesuffix(f".{parts.down}") if layer.ffn.is_flat else layer.name
-    return {f"{owner}.{name}": pair for name, pair in factors.items()}
 
 
 def _shorten(names: dict[str, int], base: nn.Module) -> list[str]:

@@ -80,7 +80,9 @@ class HostFFN:
                 f"{self.name} ({type(owner).__name__}) has no projection named {', '.join(missing)}: "
                 f"it has {describe_children(owner)}. Name its parts in ffn_parts."
             )
-        self.is_flat = _owns_more_than(owner, parts)
+        # A flat FFN: its owner is a decoder layer, which has parameters outside the FFN's parts.
+        own = {*parts.projections, *ACTIVATION_NAMES, parts.activation}
+        self.is_flat = any(name.split(".")[0] not in own for name, _ in owner.named_parameters())
         self.hidden_size, rows = _in_out_features(self.projection(parts.inlet))
         shapes = [_in_out_features(self.projection(part)) for part in parts.projections]
         width = rows // 2 if parts.gate_up else rows
@@ -223,7 +225,9 @@ class HostFFN:
         token = token.to(weight.device, dtype)
         with torch.no_grad(), evaluating(self.owner):
             # Some FFNs also take the residual stream and add it (Bloom): zeros there.
-            expected = self.owner(token, *[torch.zeros_like(token)] * (_count_required_inputs(self.owner) - 1))
+            parameters = inspect.signature(self.owner.forward).parameters.values()
+            required = sum(p.default is p.empty and p.kind.name.startswith("POSITIONAL") for p in parameters)
+            expected = self.owner(token, *[torch.zeros_like(token)] * (required - 1))
             output = self._forward(token)
         is_tensor = isinstance(expected, Tensor)
         if not is_tensor or (expected - output).float().norm() > 0.02 * expected.float().norm():
@@ -280,12 +284,6 @@ def _wraps_only_memory(module: nn.Module) -> bool:
     )
 
 
-def _owns_more_than(owner: nn.Module, parts: FFNParts) -> bool:
-    """Return whether a module has parameters outside the FFN's parts: it is a decoder layer, not an FFN."""
-    own = set(parts.projections) | set(ACTIVATION_NAMES) | {parts.activation}
-    return any(name.split(".")[0] not in own for name, _ in owner.named_parameters())
-
-
 def _in_out_features(module: nn.Module) -> tuple[int, int]:
     if isinstance(module, Conv1D):
         return tuple(module.weight.shape)
@@ -308,12 +306,6 @@ def _find_activation(owner: nn.Module, parts: FFNParts) -> Callable[[Tensor], Te
 def describe_children(module: nn.Module) -> str:
     children = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
     return children or f"no children ({type(module).__name__})"
-
-
-def _count_required_inputs(module: nn.Module) -> int:
-    parameters = inspect.signature(module.forward).parameters.values()
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return max(1, sum(p.default is p.empty for p in positional))
 
 
 def find_weight_obstacle(part: str, module: nn.Module, weight: Tensor, known: bool = True) -> str | None:

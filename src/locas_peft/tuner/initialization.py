@@ -116,21 +116,6 @@ def clone_slots(ffn: AnyFFN, slots: Tensor) -> Rows:
     return Rows(gate=None if gate is None else _to_unit(gate), up=_to_unit(up), slots=slots)
 
 
-def clone_most_active(ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
-    """Clone the R slots with the largest alpha, largest first: the paper's strategy."""
-    return clone_slots(ffn, statistics.importance.topk(r).indices)
-
-
-def clone_least_active(ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
-    """Clone the R slots with the smallest alpha, smallest first."""
-    return clone_slots(ffn, statistics.importance.topk(r, largest=False).indices)
-
-
-def clone_random(ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
-    """Clone R different slots, drawn uniformly."""
-    return clone_slots(ffn, torch.randperm(ffn.slots, generator=generator)[:r])
-
-
 def draw_gaussian(ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
     """Draw unit rows in random directions, independent of the host."""
     gate, up = (_to_unit(torch.randn(r, ffn.hidden_size, generator=generator)) for _ in range(2))
@@ -149,9 +134,10 @@ def _to_unit(rows: Tensor) -> Tensor:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "topk": Strategy(clone_most_active),
-    "bottomk": Strategy(clone_least_active),
-    "random": Strategy(clone_random, needs_calibration=False),
+    # The slots with the largest alpha, largest first: the paper's strategy.
+    "topk": Strategy(lambda ffn, seen, r, _: clone_slots(ffn, seen.importance.topk(r).indices)),
+    "bottomk": Strategy(lambda ffn, seen, r, _: clone_slots(ffn, seen.importance.topk(r, largest=False).indices)),
+    "random": Strategy(lambda ffn, _, r, own: clone_slots(ffn, torch.randperm(ffn.slots, generator=own)[:r]), False),
     "gaussian": Strategy(draw_gaussian, needs_calibration=False, clones=False),
     "activation": Strategy(take_activations, clones=False, takes_tokens=True),
     "write": Strategy(take_activations, clones=False, written=True),

@@ -298,11 +298,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     @torch.no_grad()
     def neurons(self, adapter_name: str) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return a memory as neurons of the host: gate `[R, D]` or `None`, up `[R, D]`, down `[D, R]`, all scaled."""
-        k, tau = self.locas_input_scale[adapter_name], self.scale(adapter_name)
         weights = [module.weight for module in self.projections(adapter_name)]
-        scales = [*[k] * (len(weights) - 1), tau]
-        *rows, down = ((w.float() * scale).to(w.dtype) for w, scale in zip(weights, scales, strict=True))
-        return rows[0] if self.ffn.gated else None, rows[-1], down
+        return scale_neurons(weights, self.locas_input_scale[adapter_name], self.scale(adapter_name))
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Append memories (`None`: the active ones) to the host FFN as R neurons each, or raise a `ValueError`.
@@ -384,6 +381,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def __repr__(self) -> str:
         return "locas." + super().__repr__()
+
+
+def scale_neurons(weights: Sequence[Tensor], k: Tensor | float, tau: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+    """Return a memory's weights, gate (if gated), up and down, times their scales; the gate is `None` without one."""
+    scales = [*[k] * (len(weights) - 1), tau]
+    *rows, down = ((w.float() * scale).to(w.dtype) for w, scale in zip(weights, scales, strict=True))
+    return rows[0] if len(rows) > 1 else None, rows[-1], down
 
 
 def _scale(tensor: Tensor, scales: list[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ A sample of the base's weights, kept in the config, recognises the base that the
 
 import math
 import re
+import struct
 from contextlib import suppress
 
 import torch
@@ -203,8 +204,9 @@ def may_be_same_weights(expected: object, found: str) -> bool:
         return True
     pairs = [(expected[i : i + 4], found[i : i + 4]) for i in range(0, len(found), 4)]
     try:
-        numbers = [[_to_number(digits) for digits in pair] for pair in pairs if _UNKNOWN not in pair]
-    except ValueError:
+        known = [bytes.fromhex("".join(f"{digits}0000" for digits in pair)) for pair in pairs if _UNKNOWN not in pair]
+        numbers = [struct.unpack(">ff", pair) for pair in known]  # bfloat16 is the first half of float32
+    except (ValueError, struct.error):
         return True
     return all(abs(a - b) <= _RELATIVE * max(abs(a), abs(b)) + _ABSOLUTE for a, b in numbers)
 
@@ -217,8 +219,3 @@ def _to_digits(parameter: Tensor) -> str:
     first = parameter.detach()[(0,) * (parameter.dim() - 1)][:NUMBERS]
     numbers = first.to("cpu", torch.bfloat16).view(torch.int16).tolist()
     return "".join(f"{number & 0xFFFF:04x}" for number in numbers) + _UNKNOWN * (NUMBERS - len(numbers))
-
-
-def _to_number(digits: str) -> float:
-    number = int(digits, 16)
-    return torch.tensor(number - 0x10000 if number > 0x7FFF else number, dtype=torch.int16).view(torch.bfloat16).item()

@@ -57,7 +57,10 @@ def load_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     if not isinstance(tensors, dict) or not all(isinstance(key, str) for key in tensors):
         raise ValueError(f"{path} must hold tensors by name, got {type(tensors).__name__}: save it again.")
     for key, tensor in tensors.items():
-        if not _is_dense(tensor):
+        dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
+        dense = dense and not tensor.is_meta and not tensor.is_quantized
+        # A pickle can give one number a shape of any size.
+        if not dense or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise ValueError(f"{path} must hold dense tensors, got another value as {one_line(key)}: save it again.")
     if DIGEST in metadata and metadata[DIGEST] != digest(tensors):
         raise ValueError(f"{path} holds other tensors than were saved, since its digest differs: copy it again.")
@@ -120,10 +123,3 @@ def one_line(text: str) -> str:
     """Return a text from a file, fit for a message: one line, at most 200 characters, control characters escaped."""
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _is_dense(value: object) -> bool:
-    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta or value.is_quantized:
-        return False
-    # A pickle can give one number a shape of any size.
-    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
