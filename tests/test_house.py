@@ -20,7 +20,7 @@ FLOORS = [
     ["asking"],
     ["slots", "model"],
     ["bases"],
-    ["plots", "tables"],
+    ["tables"],
     ["text", "files", "backbone", "registration"],
     ["checks"],
     ["tuner"],

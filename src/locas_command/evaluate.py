@@ -177,23 +177,6 @@ def forgetting(
     _run(run_forgetting, (ids, plan), loaded, methods, out, overwrite, consoles)
 
 
-def report(folder: Path, /, *folders: Path, out: options.NamedPath = Path("report.md")) -> None:
-    """Write one Markdown file with tables and plots from the JSON of one or more runs.
-
-    Args:
-        folder: the --out of an earlier command.
-        folders: more of them.
-        out: the Markdown file; the plots lie beside it.
-    """
-    from locas_peft.evaluation.report import write_report
-    from locas_peft.files import check_output_file
-
-    stdout, stderr = open_consoles()
-    check_output_file("--out", out)
-    written = write_report([folder, *folders], out, remark=stderr.print)
-    stdout.print(f"Written: {', '.join(map(str, written))}")
-
-
 def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
     """Check the options that all protocols share, and return the consoles of results and of remarks."""
     from locas_peft.files import check_output_directory
@@ -226,7 +209,7 @@ def _run(
     **common: Any,
 ) -> None:
     """Run a protocol with these arguments, with values `common` to all of its results, and print its figures."""
-    from locas_peft.evaluation.report import tabulate_figures
+    from locas_peft.evaluation import tabulate_figures
     from locas_peft.evaluation.runs import Run
 
     stdout, stderr = consoles
@@ -236,4 +219,4 @@ def _run(
     for sheet in tabulate_figures(figures):
         stdout.print(sheet.to_rich())
     folder = out / figures["study"]
-    stdout.print(f"Figures: {folder}.json; single results below {folder}. Next: locas eval report {out}")
+    stdout.print(f"Figures: {folder}.json; single results below {folder}.")

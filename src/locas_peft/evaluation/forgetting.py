@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..files import write_json
 from ..memories.loading import memory_attached
-from ..plots import label_axes, pick_colours
 from ..tables import Sheet, format_figure, format_mean, format_percent
 from ..units import Unit, run_units
 from .blimp import MinimalPair, PairScore, score_pairs, summarize_pairs
@@ -23,9 +22,9 @@ from .harness import evaluate_tasks
 from .intervals import mean_interval, rise_interval
 from .runs import Run, describe_text, digest, summarize_reading
 
-__all__ = ["NAME", "TITLE", "ForgettingPlan", "draw", "run_forgetting", "tabulate"]
+__all__ = ["NAME", "ForgettingPlan", "run_forgetting", "tabulate"]
 
-NAME, TITLE = "forgetting", "Forgetting"
+NAME = "forgetting"
 BASE = "base"
 
 
@@ -204,20 +203,3 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
         Sheet("With the memory disabled", ["memory", "measures"], disabled),
         Sheet("lm-evaluation-harness", ["task", "before", *after], scores),
     ]
-
-
-def draw(figures: dict[str, Any], axes: Any) -> bool:
-    """Draw each memory's gain on the book against its cost on unread texts."""
-    memories, colours = figures["after"], pick_colours(figures["after"])
-    if not figures["before"]["unread_perplexity"] or not memories:
-        return False
-    for name, found in memories.items():
-        rises = [rise["mean"] for rise in found["unread_rise"].values()]
-        point = found["book_gain"], sum(rises) / len(rises)
-        axes.plot(*point, "o", label=name, color=colours[name])
-        axes.annotate(name, point, xytext=(5, 5), textcoords="offset points")
-    axes.plot(0, 0, "k+", label="base")  # the slope from here to a point is what its gain costs
-    axes.margins(0.15)
-    gain, loss = "perplexity gained while reading the book", "perplexity lost on unread text"
-    label_axes(axes, gain, loss, "Gain against forgetting")
-    return True

@@ -18,7 +18,6 @@ from ..asking.scoring import score_targets
 from ..checks import check_choice
 from ..files import load_json, write_json
 from ..memories.loading import memory_attached
-from ..plots import GREY, label_axes
 from ..tables import Sheet, format_figure, format_mean, format_percent, to_number
 from ..text import tokenize
 from ..tuner import adapters_disabled
@@ -30,9 +29,9 @@ from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, FROM_RECITED, PROMPTS, make_prompts
 from .runs import Run, digest, summarize_reading
 
-__all__ = ["NAME", "SETTINGS", "TITLE", "LocomoPlan", "draw", "f1_by_category", "run_locomo", "tabulate"]
+__all__ = ["NAME", "SETTINGS", "LocomoPlan", "f1_by_category", "run_locomo", "tabulate"]
 
-NAME, TITLE = "locomo", "LoCoMo"
+NAME = "locomo"
 BASE = "none"
 CLOZE = "cloze"
 SETTINGS = (*ANSWERED, CLOZE)
@@ -270,21 +269,3 @@ def _gap_closed(figures: dict[str, Any], found: dict[str, Any]) -> str:
     groups = base["no-context"]["none"], base["evidence"]["none"], found
     alone, evidence, own = (to_number(group["gold_nats"]["mean"]) for group in groups)
     return format_figure((alone - own) / (alone - evidence)) if alone != evidence else "-"
-
-
-def draw(figures: dict[str, Any], axes: Any) -> bool:
-    """Draw the gains of the cloze, with each conversation's own memory and with another one's."""
-    methods = {n: f for n, f in figures["cloze"].get("methods", {}).items() if "right_minus_wrong" in f}
-    if not methods or not figures["cloze"]["spans"]:
-        return False
-    bars = ((-0.2, "gain_right", "C0", "its own memory"), (0.2, "gain_wrong", GREY, "another one's"))
-    for offset, key, colour, label in bars:
-        means = [found[key] for found in methods.values()]
-        errors = [[m["mean"] - to_number(m["low"]) for m in means], [to_number(m["high"]) - m["mean"] for m in means]]
-        positions = [number + offset for number in range(len(means))]
-        axes.bar(positions, [m["mean"] for m in means], 0.38, yerr=errors, color=colour, capsize=4, label=label)
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(methods)), list(methods))
-    label_axes(axes, "", "nats a token gained on spans", "LoCoMo cloze")
-    axes.legend()
-    return True

@@ -9,16 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from ..files import write_json
-from ..plots import label_axes, pick_colours, settled_points
-from ..tables import Sheet, format_figure, to_number
+from ..tables import Sheet, format_figure
 from ..ttt.chunks import perplexity
 from ..units import Unit, run_units
 from .intervals import mean_interval
 from .runs import Run, describe_text
 
-__all__ = ["NAME", "TITLE", "draw", "run_perplexity", "tabulate"]
+__all__ = ["NAME", "run_perplexity", "tabulate"]
 
-NAME, TITLE = "perplexity", "Perplexity"
+NAME = "perplexity"
 
 
 def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
@@ -64,17 +63,3 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
             rows = [[method, *(format_figure(row.get(mark)) for mark in marks)] for method, row in values.items()]
             sheets += [Sheet(f"{name}: perplexity {title}", ["", *marks], rows)] if marks else []
     return sheets
-
-
-def draw(figures: dict[str, Any], axes: Any) -> bool:
-    """Draw the perplexity so far against the tokens read, a line for each method and document."""
-    dashes, colours = ("-", "--", ":", "-."), pick_colours(figures["readings"])
-    for number, name in enumerate(figures["documents"]):
-        for method, rows in figures["readings"].items():
-            points = settled_points([(at, to_number(value)) for at, value in rows[name]["curve"]])
-            if points:
-                style = {"linestyle": dashes[number % len(dashes)], "color": colours[method]}
-                axes.plot(*zip(*points, strict=True), label=f"{method}, {name}", **style)
-    label_axes(axes, "tokens read", "perplexity so far")
-    axes.legend(fontsize="small")
-    return True

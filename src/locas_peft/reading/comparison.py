@@ -1,13 +1,18 @@
-"""Readings of one text side by side: a table, and a plot."""
+"""Readings of one text side by side: a table, and a plot; matplotlib comes with the extra `plot`."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
-from ..plots import label_axes, make_figure, pick_colours, save_figure, settled_points
+from ..files import staged_file
 from ..tables import Sheet, format_count, format_figure
 from .record import Reading
 
-__all__ = ["plot_readings", "tabulate_readings"]
+__all__ = ["GREY", "label_axes", "make_figure", "pick_colours", "plot_readings", "save_figure", "settled_points"]
+__all__ += ["tabulate_readings"]
+
+GREY = "#777777"
 
 
 def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
@@ -43,7 +48,7 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
 def plot_readings(readings: Sequence[Reading], path: str | Path, title: str = "") -> None:
     """Draw the perplexity so far against the tokens read, a line for each reading of one text, into a PNG file.
 
-    Errors are those of `plots.make_figure` and `plots.save_figure`.
+    Errors are those of `make_figure` and `save_figure`.
     """
     figure, axes = make_figure()
     widths = [reading.settings.method.r for reading in readings]
@@ -63,3 +68,37 @@ def plot_readings(readings: Sequence[Reading], path: str | Path, title: str = ""
     label_axes(axes, "tokens read", "perplexity so far", title)
     axes.legend()
     save_figure(figure, path)
+
+
+def make_figure() -> tuple[Any, Any]:
+    """Return an empty figure of one plot, without a window system and without global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        remedy = "pip install matplotlib (or the extra 'plot' of locas_peft)"
+        raise ModuleNotFoundError(f"matplotlib must be installed for plots: {remedy}") from None
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure as PNG, replacing the file in one step; an `OSError` leaves the one that was there."""
+    with staged_file(path) as temporary:
+        figure.savefig(temporary, format="png", metadata={"Software": None})
+
+
+def label_axes(axes: Any, x: str, y: str, title: str = "") -> None:
+    """Label a plot's axes and draw its grid."""
+    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.grid(which="both", alpha=0.25)
+
+
+def pick_colours(methods: Iterable[str]) -> dict[str, str]:
+    """Return a colour for each method: grey for "none", and those of matplotlib's cycle, in order, for the others."""
+    others = (method for method in dict.fromkeys(methods) if method != "none")
+    return {"none": GREY, **{method: f"C{number}" for number, method in enumerate(others)}}
+
+
+def settled_points(curve: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return the finite points of a curve without the first twentieth of the text, where few tokens were scored."""
+    return [(at, value) for at, value in curve if at >= curve[-1][0] / 20 and math.isfinite(value)]
