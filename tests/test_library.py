@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import locas_peft.library.library as module
+from locas_command.memories import library as list_memories
 from locas_peft import backbone
 from locas_peft.asking import Question, encode_answer, encode_question
 from locas_peft.asking.answers import measure_confidence
@@ -171,6 +172,21 @@ def test_a_memory_that_is_being_read_is_not_forgotten(library):
     with locked(library.folder / "lamp" / CHECKPOINT_FOLDER), pytest.raises(InUse, match="another reading is using"):
         library.forget("lamp")
     library.forget("lamp")
+
+
+def test_an_unfinished_memory_is_listed_and_forgotten(library, base, capsys):
+    def interrupt(chunk):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        library.add(*base, TEXTS["lamp"], "half", SETTINGS, on_chunk=interrupt)
+    assert library.list_unfinished() == ["half"] and "half" not in library.list()
+    list_memories(library.folder)
+    assert capsys.readouterr().out.splitlines()[-1] == "half   unfinished"
+    with locked(library.folder / "half" / CHECKPOINT_FOLDER), pytest.raises(InUse):
+        library.forget("half")
+    library.forget("half")
+    assert library.list_unfinished() == [] and not (library.folder / "half").exists()
 
 
 def test_a_memory_is_added_as_memorize_writes_it(library, base, made, tmp_path):

@@ -133,7 +133,7 @@ def swap_signatures(memory):
         (lambda memory: (memory / "link").symlink_to("reading.json"), "because it is a symlink"),
         (move_text, "Extra files found in model 'memory': exchanges.jsonl"),
         (swap_signatures, "sample.txt is not signed"),
-        (lambda memory: (memory / "model-and-text.sig").write_text("{}"), "'verificationMaterial'"),
+        (lambda memory: (memory / "model-and-text.sig").write_text("{}"), "another kind"),
         (lambda memory: flip_bit(memory / "model-and-text.sig"), ""),
     ],
 )
@@ -184,6 +184,16 @@ def test_a_private_key_that_cannot_sign_is_one_line_and_changes_nothing(name, me
     with pytest.raises(ValueError, match=pattern):
         sign_memory(memory, keys / name)
     assert {path.name: path.read_bytes() for path in memory.iterdir()} == before
+
+
+def test_keys_and_signatures_of_another_kind_are_told_without_a_library_s_words(memory, keys):
+    for name in ("text", "rsa.pub", "key", "root.pem"):
+        with pytest.raises(ValueError) as found:
+            check_signature(memory, keys / name)
+        assert not re.search("https|object|attribute", str(found.value))
+    sign_memory(memory, keys / "key", keys / "cert.pem")
+    with pytest.raises(ValueError, match=r"signed it \(a key or a signature of another kind\): get it again"):
+        check_signature(memory, keys / "key.pub")
 
 
 def test_another_key_is_refused(memory, keys):

@@ -271,6 +271,29 @@ def test_a_defect_of_one_document_is_listed_and_the_rest_goes_on(base, tmp_path,
     assert sorted(Library(tmp_path / "made").list()) == ["note 0", "note 2"]
 
 
+def test_what_failed_in_another_process_stays_listed_until_it_is_made(base, tmp_path, monkeypatch):
+    documents = load_table(str(write(tmp_path / "d.jsonl", {"name": "x", "path": "x.txt"}, count=2)), SETTINGS)
+    others = [{"line": line, "name": name, "error": "there"} for line, name in ((1, "note 0"), (3, "x"))]
+    file, memorize, listed = tmp_path / "made" / FAILURES, library_module.memorize, []
+
+    def fail(model, ids, settings, **options):
+        if options["title"] == "note 1":
+            file.write_text("".join(json.dumps(row) + "\n" for row in others))
+            raise ValueError("here")
+        return memorize(model, ids, settings, **options)
+
+    def look(steps, note):
+        rows = file.read_text().splitlines() if file.exists() else []
+        listed.append([(each["line"], each["error"][:5]) for each in map(json.loads, rows)])
+
+    monkeypatch.setattr(library_module, "memorize", fail)
+    assert len(teach(tmp_path / "made", base, documents, progress=lambda *_: look)) == 2
+    assert listed == [[], [(2, "here"), (3, "there")], [(2, "here"), (3, "text ")]], "note 0 is made"
+    monkeypatch.undo()
+    (tmp_path / "x.txt").write_text(text_of(9))
+    assert teach(tmp_path / "made", base, documents) == [] and not file.exists()
+
+
 def test_failures_of_a_former_table_are_forgotten(base, tmp_path):
     (tmp_path / "made").mkdir()
     rows = [{"line": 9, "name": "old", "error": "e"}, {"line": 1, "name": "other", "error": "e"}]
@@ -328,6 +351,11 @@ def test_the_command_teaches_a_table(run, tmp_path):
     assert sorted(os.listdir(tmp_path / "made")) == ["failures.jsonl", "note 0", "note 1"]
 
 
+def test_a_text_that_is_missing_leaves_no_empty_library(run, tmp_path):
+    code, _, err = run("none.txt", "--library", "made", *FAST)
+    assert code == 2 and err.startswith("error: text must be an existing file") and os.listdir(tmp_path) == []
+
+
 def test_control_characters_of_a_name_do_not_reach_the_terminal(run, tmp_path):
     write(tmp_path / "d.jsonl", {"name": "x\x1b[2J", "text": "a b"}, count=0)
     code, _, err = run("--manifest", "d.jsonl", "--library", "made", *FAST)
@@ -347,6 +375,10 @@ def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            ["text.txt", "--workers", "2", "--out", "made"],
+            "--workers needs --manifest, got 2 for one text: leave it out",
+        ),
         ([], "give either a TEXT or --manifest, one of the two"),
         (
             ["text.txt", "--manifest", "d.jsonl", "--library", "made"],

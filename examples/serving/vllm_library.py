@@ -31,13 +31,13 @@ VOCABULARY, PROMPT_TOKENS = 4000, 12
 
 
 @torch.inference_mode()
-def answer(library: Library, names: list[str], prompts: dict[str, list[int]], max_tokens: int) -> dict[str, list[int]]:
+def answer(library: Library, names: list[str], prompt: list[int], max_tokens: int) -> dict[str, list[int]]:
     """Return transformers' greedy continuations, in float32; "base" is the base alone."""
     base, tokenizer = load_base(library.name_base(), dtype="float32", device="cpu")
     answers = {}
     for name in ["base", *names]:
         with library.attach(base, [] if name == "base" else [name]) as model:
-            ids = torch.tensor([prompts[name]])
+            ids = torch.tensor([prompt])
             output = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,
                 pad_token_id=0, temperature=None,
@@ -61,18 +61,18 @@ def main() -> None:
         parser.error("--vllm-python, or the environment variable LOCAS_VLLM, must name the python that has vLLM")
     library, draw = Library(arguments.library), random.Random(0)
     names = sorted(library.list())
-    prompts = {name: draw.choices(range(3, VOCABULARY), k=PROMPT_TOKENS) for name in ["base", *names]}
+    prompt = draw.choices(range(3, VOCABULARY), k=PROMPT_TOKENS)  # one for all: no cache may mix them up
     os.environ["LOCAS_LIBRARY"] = str(arguments.library.resolve())
     options = ["--max-loras", str(arguments.max_loras), "--max-cpu-loras", str(max(len(names), arguments.max_loras))]
     options += ["--enforce-eager"]  # the server starts in half of the time
 
     def ask(url: str, name: str) -> tuple[list[int], float]:
         began = time.perf_counter()
-        return complete(url, name, prompts[name], arguments.max_tokens), time.perf_counter() - began
+        return complete(url, name, prompt, arguments.max_tokens), time.perf_counter() - began
 
     with serve(arguments.vllm_python, arguments.base, {}, arguments.max_lora_rank, options) as url:
         ask(url, "base")
-        first = {name: [timed(url, name, prompts[name]) for _ in range(3)] for name in names}
+        first = {name: [timed(url, name, prompt) for _ in range(3)] for name in names}
         chosen = ["base", *names[: arguments.compared]]
         began = time.perf_counter()
         with ThreadPoolExecutor(len(chosen)) as pool:
@@ -84,7 +84,7 @@ def main() -> None:
             refused.append(is_unknown(url, names[-1]))
     if arguments.forget:
         chosen = [name for name in chosen if name != names[-1]]
-    expected = answer(library, chosen[1:], prompts, arguments.max_tokens)
+    expected = answer(library, chosen[1:], prompt, arguments.max_tokens)
     wrong = [name for name in chosen if given[name] != expected[name]]
     for name in wrong:
         print(f"{name}: {given[name]}, transformers: {expected[name]}")

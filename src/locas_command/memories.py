@@ -168,8 +168,10 @@ def library(folder: Path, /, *, json_file: JsonFile = None) -> None:
     stdout, _ = open_consoles(json_file)
     held = _open_library(folder)
     rows = [{"name": name, "bytes": held.bytes_of(name)} for name in held.list()]
+    rows += [{"name": name, "bytes": None} for name in held.list_unfinished()]
     for row in rows:
-        stdout.print(f"{row['name']}   {row['bytes'] / 1e6:.1f} MB", markup=False)
+        size = "unfinished" if row["bytes"] is None else f"{row['bytes'] / 1e6:.1f} MB"
+        stdout.print(f"{row['name']}   {size}", markup=False)
     if not rows:
         stdout.print(f"{folder} holds no memory", markup=False)
     write_result(json_file, rows)

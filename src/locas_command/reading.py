@@ -68,6 +68,8 @@ def memorize(
 
     if (text is None) == (not manifest):
         raise ValueError("give either a TEXT or --manifest, one of the two: see locas memorize --help")
+    if workers > 1 and not manifest:
+        raise ValueError(f"--workers needs --manifest, got {workers} for one text: leave it out")
     if manifest:
         if library is None or out or name or start or beside or exchanges_file or settings.method == "none":
             rule = "--manifest needs --library and a method that learns"
@@ -86,7 +88,7 @@ def memorize(
     for option, given in (("--name", name), ("--beside", beside)):
         if library is None and given is not None:
             raise ValueError(f"{option} names a memory of a library, got {given!r} without one: add --library DIR")
-    others = []
+    others, content = [], load_text(text)
     if library is not None:
         if out is not None or not saves:
             other = "--out" if out is not None else "--method none"
@@ -114,7 +116,6 @@ def memorize(
         check_output_directory("--out", out)
         if not resume:
             check_vacant(out, overwrite=overwrite, goes_on=out == start)
-    content = load_text(text)
     title, shown = _name(text)
     sampled = library is not None or (start is not None and (start / SAMPLE).is_file())
     loaded = load(base)

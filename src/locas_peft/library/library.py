@@ -95,6 +95,11 @@ class Library:
         names = [entry.name for entry in os.scandir(self.folder) if entry.name in self]
         return sorted(names, key=lambda name: -(self.folder / name / MEMORY_CONFIG).stat().st_mtime)
 
+    def list_unfinished(self) -> list[str]:
+        """Return the names of memories whose first reading was interrupted, or is still going on."""
+        begun = (path.parent.name for path in self.folder.glob(f"*/{CHECKPOINT_FOLDER}"))
+        return sorted(name for name in begun if _NAME.fullmatch(name) and name not in self)
+
     def find(self, name: str | None) -> Path:
         """Return the folder of a memory; a `ValueError` where there is none of that name."""
         if (name or "") not in self:
@@ -141,8 +146,8 @@ class Library:
         return target.name
 
     def forget(self, name: str) -> None:
-        """Delete a memory, whole or not at all; a `ValueError` where other files or a reading are in it."""
-        folder = self.find(name)
+        """Delete a memory, finished or not, whole or not at all; a `ValueError` for one in use or with other files."""
+        folder = self.folder / name if name in self.list_unfinished() else self.find(name)
         foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
             rule = f"memory {name!r} must hold its own files alone"

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ..checks import first_line, import_extra
 from ..files import is_disk_full, parse_json_lines, staged_file
-from ..memories.checkpoint import InUse
+from ..memories.checkpoint import InUse, held
 from ..progress import Progress, silent
 from ..reading import ReadingSettings
 from ..text import load_text, unwrap
@@ -113,10 +113,17 @@ def teach_table(
     file, began, done, taught = library.folder / FAILURES, time.monotonic(), 0, 0
     new, failures = {each.name for each in documents if not each.error} - set(library.list()), {}
 
-    def save_failures() -> None:
-        with staged_file(file) as temporary:
-            lines = (json.dumps(failures[line], ensure_ascii=False) + "\n" for line in sorted(failures))
-            temporary.write_text("".join(lines), encoding="utf-8")
+    def save_failures() -> list[dict[str, Any]]:
+        """Write what failed here, and what failed in other processes and was not tried here yet; return it."""
+        with held(library.folder / f".{FAILURES}.lock", wait=True):
+            written = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
+            there = [row for _, row in parse_json_lines(written, dict) if row and row.get("name") in new]
+            found = [each for _, each in sorted(({each["line"]: each for each in there} | failures).items())]
+            with staged_file(file) as temporary:
+                temporary.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in found), "utf-8")
+            if not found:
+                file.unlink()
+        return found
 
     def make(document: Document) -> str:
         nonlocal done, taught
@@ -137,5 +144,4 @@ def teach_table(
         return f"{done} done, {len(failures)} failed{speed}"
 
     share(documents, make, progress, "documents")
-    save_failures() if failures else file.unlink(missing_ok=True)  # the list may be of an earlier table
-    return [failures[line] for line in sorted(failures)]
+    return save_failures()

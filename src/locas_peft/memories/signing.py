@@ -83,7 +83,14 @@ def check_signature(directory: str | Path, key: str | Path) -> list[str]:
         config.verify(folder, folder / name)
         bundle = json.loads((folder / name).read_bytes())
         if certified:
-            _check_date(bundle)
+            certificate = bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"]
+            end = (
+                import_extra("cryptography.x509", "sign")
+                .load_der_x509_certificate(base64.b64decode(certificate))
+                .not_valid_after_utc
+            )
+            if end < datetime.now(timezone.utc):  # nothing tells when it was used
+                raise ValueError(f"the certificate expired on {end:%Y-%m-%d}")
         signed = _list_signed(bundle)
         # A signature can itself name files that it leaves out.
         for each in {*FILES, WEIGHTS_NAME} - {*_OUTSIDE, *signed}:
@@ -99,19 +106,12 @@ def _explained(rule: str, remedy: str) -> Iterator[None]:
         yield
     except Exception as error:
         # Of model-signing's list of differences the names of the files, not the digests.
-        reason = re.sub(r"""^Signature mismatch: \[["']|["']\]$|: Expected.*|\\""", "", first_line(error))
+        reason = re.sub(r"""^Signature mismatch: \[["']|["']\]$|: Expected.*|\\| See http.*""", "", first_line(error))
+        if isinstance(error, AttributeError | KeyError | TypeError):
+            reason = "a key or a signature of another kind"
         raise ValueError(f"{rule} ({reason}): {remedy}") from None
 
 
 def _list_signed(bundle: dict[str, Any]) -> list[str]:
     payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
     return sorted(each["name"] for each in payload["predicate"]["resources"])
-
-
-def _check_date(bundle: dict[str, Any]) -> None:
-    from cryptography.x509 import load_der_x509_certificate  # model-signing needs it
-
-    certificate = bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"]
-    end = load_der_x509_certificate(base64.b64decode(certificate)).not_valid_after_utc
-    if end < datetime.now(timezone.utc):  # nothing tells when it was used
-        raise ValueError(f"the certificate expired on {end:%Y-%m-%d}")

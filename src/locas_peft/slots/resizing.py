@@ -39,9 +39,7 @@ def compress(model: nn.Module, rank: int, adapter_name: str | None = None, batch
     """
     name, layers = find_memory(model, adapter_name, "compress")
     if batches is None and any(layer.ffn.gated for layer in layers):
-        raise ValueError(
-            "NL-SVD needs a memory of two layers, got one with gates: give batches of a text to refit on."
-        )
+        raise ValueError("NL-SVD needs a memory of two layers, got one with gates: give batches of a text to fit.")
     check_rank(rank, min(layer.locas_up[name].out_features for layer in layers))
     _check_whole(name, layers, "is compressed")
     if any(not layer.has_learned(name) for layer in layers):

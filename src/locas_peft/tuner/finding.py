@@ -6,7 +6,7 @@ from dataclasses import fields
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from .ffn import FFNParts, HostFFN, describe_children, find_dense, list_known_parts
+from .ffn import FFNParts, HostFFN, find_dense, list_known_parts
 from .mixture import HostMixture
 
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
@@ -71,9 +71,3 @@ def find_unknown_experts(model: nn.Module, found: dict[str, AnyFFN]) -> list[str
 def _plain_name(name: str) -> str:
     """Return a module's name before an adapter wrapped it."""
     return re.sub(r"(\.base_layer)+$", "", name)
-
-
-def describe_without_ffn(model: nn.Module) -> str:
-    """List the parts of a decoder layer in which no FFN was found, for an error's message."""
-    layers = next((module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)), None)
-    return describe_children(model if layers is None else layers[0])

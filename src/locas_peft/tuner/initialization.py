@@ -83,9 +83,7 @@ class Calibration:
             raise ValueError("calibration saw no tokens: give at least one batch with a token that is no padding.")
         _, inputs, output_norms = (tensor.to(self._activity.device) for tensor in self._sample)
         if not all(tensor.isfinite().all() for tensor in (self._activity, inputs, output_norms)):
-            raise ValueError(
-                "an FFN's activations are not finite on the calibration text: check the base and its dtype."
-            )
+            raise ValueError("an FFN's activations are not finite on the calibration text: check base and dtype.")
         return Statistics(self._activity / tokens.to(self._activity.device), inputs, output_norms)
 
 

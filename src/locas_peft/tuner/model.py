@@ -21,8 +21,8 @@ from . import load_checks
 from .attached import list_layers
 from .combination import combined_config, fill_combined
 from .config import LocasConfig
-from .ffn import forbid_packing
-from .finding import AnyFFN, describe_without_ffn, find_ffns, find_unknown_experts
+from .ffn import describe_children, forbid_packing
+from .finding import AnyFFN, find_ffns, find_unknown_experts
 from .initialization import STRATEGIES
 from .layer import LocasLayer
 from .memory_file import one_line
@@ -80,8 +80,10 @@ class LocasModel(BaseTuner):
                 f"set target_modules to the FFNs that get a memory (found: {self._list_found()})."
             )
         if not self._ffns:
+            layers = next((one for one in self.model.modules() if isinstance(one, nn.ModuleList) and len(one)), None)
+            parts = describe_children(self.model if layers is None else layers[0])
             raise ValueError(
-                f"{kind} has no FFN of a known structure; a layer of it has {describe_without_ffn(self.model)}. "
+                f"{kind} has no FFN of a known structure; a layer of it has {parts}. "
                 "Set target_modules to its FFNs and ffn_parts to their parts."
             )
 
