@@ -260,6 +260,7 @@ _TRAINED = {"init": "write", "learning_rate": 5e-4}
 _BP = Row("Locas-MLP + BP", "locas-mlp", _TRAINED, writer={"fold": "refit", "epsilon": 0.01})
 _BP_CHUNKWISE = dataclasses.replace(_BP, writer={**_CHUNKWISE, "epsilon": 0.03})
 _TOPK = Row("top-K cloning", "locas-mlp", {"learning_rate": 8e-3})
+_RIDGE = Row("ridge, cached", "locas-mlp", {"init": "write", "update": "ridge", "context": "cache"})
 
 
 def _vary(row: Row, *rates: float, epsilon: float | None = None) -> Iterator[Row]:
@@ -272,7 +273,7 @@ def _vary(row: Row, *rates: float, epsilon: float | None = None) -> Iterator[Row
 
 _BLOCK_ROWS = (
     *(Row("none"), Row("none, window x2", windows=2), Row("none, cached", given={"context": "cache"})),
-    *(_LORA, _NLSVD, _REFIT, _BP, _BP_CHUNKWISE, _TOPK),
+    *(_LORA, _NLSVD, _REFIT, _BP, _BP_CHUNKWISE, _TOPK, _RIDGE),
 )
 _BLOCK_SWEEP = (
     Row("none"),

@@ -60,7 +60,7 @@ class TimedReading:
         if settings.method.anchor:
             texts = write_own_text(model, tokens=settings.training.stride, seed=settings.seed)
             anchor = Anchor(texts, weight=settings.method.anchor, every=settings.method.anchor_every)
-        self.writer = None if row.writer is None else SlotWriter(model, **row.writer)
+        self.writer = settings.method.make_writer(model) if row.writer is None else SlotWriter(model, **row.writer)
         self.trainer = TestTimeTrainer(model, settings.training, writer=self.writer, anchor=anchor)
         self._chunks = stack.enter_context(closing(self.trainer.read(ids)))
         self.parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -210,7 +210,7 @@ def read_block(
             "seconds": sum(chunk.seconds for chunk in reading.trainer.chunks),
             "median_chunk_seconds": statistics.median(chunk.seconds for chunk in reading.trainer.chunks),
             "skipped_chunks": reading.trainer.skipped_chunks,
-            "folds": None if reading.writer is None else reading.writer.folds,
+            "folds": getattr(reading.writer, "folds", None),
         }
         for row, reading in zip(rows, readings, strict=True)
     ]
