@@ -72,7 +72,7 @@ class Row:
             values["anchor"] = 0.0  # not the preset's
         if self.method != "none":
             values["brake"] = False  # as in the published tables
-            values["decay_steps"] = None if self.given.get("update") == "nlsvd" else 0
+            values["decay_steps"] = None if self.given.get("update") in ("nlsvd", "ridge") else 0
         if self.method.startswith("locas") and self.given.get("preset") != "paper":
             # The scale of the published tables: tau undivided.
             values |= {"output_scale": "paper", "scaling": float(self.given.get("r", 64))}
