@@ -112,7 +112,6 @@ class RidgeWriter(Writer):
         return dict(self._sums)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # A tensor of another shape is a RuntimeError.
         self._sums = {name: torch.empty_like(tensor).copy_(state[name]) for name, tensor in self._sums.items()}
 
     @torch.no_grad()
