@@ -52,6 +52,32 @@ def test_vllm_answers_each_request_with_its_memory(memories):
     assert all(found["differ_from_base"][name] >= 10 for name in PAGES)
 
 
+@pytest.mark.skipif("LOCAS_VLLM" not in os.environ, reason="LOCAS_VLLM does not name a python with vLLM")
+def test_vllm_serves_a_library_by_name(tmp_path):
+    """That python has this package too. One slot for two memories: each, and the base, is answered as alone."""
+    locas = [sys.executable, "-m", "locas_peft"]
+    for name in ("lighthouse", "bee", "forgotten"):
+        text = PAGES.get(name, PAGES["bee"])[0] / f"{'bee' if name == 'forgotten' else name}.txt"
+        options = "--r 8 --window 64 --stride 32 --anchor 0 --no-brake --readings 4 --device cpu".split()
+        command = [*locas, "memorize", text, "--library", tmp_path / "users", "--name", name, *options]
+        subprocess.run(command, check=True)
+    export = [
+        *locas,
+        "export",
+        tmp_path / "users" / "bee",
+        "--base-only",
+        "--dtype",
+        "float32",
+        "--out",
+        tmp_path / "served",
+    ]
+    subprocess.run(export, check=True)
+    options = ["--max-loras", "1", "--max-lora-rank", "8", "--forget"]
+    found = run_example("vllm_library.py", tmp_path / "users", tmp_path / "served" / "base", *options)
+    assert (found["same"], found["of"], found["refused"]) == (3, 3, [True] * 4)
+    assert found["differ_from_base"] >= 1
+
+
 @pytest.mark.skipif(not any(map(shutil.which, CONVERTERS)), reason="llama.cpp's converter is not on the PATH")
 def test_llama_cpp_answers_with_the_merged_memory(memories):
     pytest.importorskip("xllamacpp")

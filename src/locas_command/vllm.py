@@ -38,7 +38,7 @@ def register() -> None:
             try:
                 path = await asyncio.to_thread(adapters.make, lora_name, base_model_name)
             except (ValueError, OSError) as error:
-                return logging.getLogger(__name__).warning("model %r is not served: %s", lora_name, error)
+                return logging.getLogger("vllm.locas_peft").warning("model %r is not served: %s", lora_name, error)
             return LoRARequest(lora_name, 1, path)  # vLLM replaces the number
 
     class CurrentRequests(dict):

@@ -28,6 +28,9 @@ from ..tuner.memory_file import WEIGHTS, split_tensors
 from ..tuner.mixture import HostMixture
 from ..tuner.widths import WidthGroup, widen_to, widened_config
 
+Lora = tuple[LoraConfig, dict[str, Tensor]]
+"""The config and the tensors of a LoRA, by the names that PEFT gives them in a file."""
+
 
 @torch.no_grad()
 def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | None = None) -> None:
@@ -51,9 +54,7 @@ def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | 
 
 
 @torch.no_grad()
-def to_lora(
-    model: PeftModel, adapter_name: str | None = None, neurons: int | None = None
-) -> tuple[LoraConfig, dict[str, Tensor]]:
+def to_lora(model: PeftModel, adapter_name: str | None = None, neurons: int | None = None) -> Lora:
     """Return a memory as a LoRA of its base widened by `widen_base`: the config, and the tensors as PEFT saves them.
 
     The model is not changed, and its base's weights are not used: it may be quantised. Without a name, the active
@@ -72,9 +73,7 @@ def to_lora(
 
 
 @torch.no_grad()
-def tensors_to_lora(
-    tensors: dict[str, Tensor], config: LocasConfig, base: PreTrainedModel, neurons: int
-) -> tuple[LoraConfig, dict[str, Tensor]]:
+def tensors_to_lora(tensors: dict[str, Tensor], config: LocasConfig, base: PreTrainedModel, neurons: int) -> Lora:
     """Return what `to_lora` returns, from the tensors of a memory's file (see `load_memory_file`).
 
     The base is wider by `neurons` already; no weight of it is used: it may be on the meta device.
@@ -90,9 +89,7 @@ def tensors_to_lora(
     return _make_lora(base, ffns, neurons)
 
 
-def _make_lora(
-    base: nn.Module, ffns: dict[str, tuple[HostFFN, int, Sequence[Tensor]]], neurons: int
-) -> tuple[LoraConfig, dict[str, Tensor]]:
+def _make_lora(base: nn.Module, ffns: dict[str, tuple[HostFFN, int, Sequence[Tensor]]], neurons: int) -> Lora:
     """Return the LoRA from each FFN by its name, with its F and the memory's rows (see `LocasLayer.neurons`)."""
     factors: dict[str, tuple[Tensor, Tensor]] = {}  # A [R, in] and B [out, R], by the projection's name
     for name, (ffn, width, (gate, up, down)) in ffns.items():
