@@ -11,14 +11,12 @@ import torch
 from families import make_host, make_tokens
 from peft import LoraConfig, get_peft_model
 
-from locas_command import program as cli
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.asking.prompts import encode_prompt
 from locas_peft.asking.scoring import encode_pair, score_targets
 from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
 from locas_peft.evaluation.drift import QUESTIONS, cut_text, measure_drift, write_own_answers
 from locas_peft.evaluation.forgetting import ForgettingPlan
-from locas_peft.evaluation.harness import evaluate_tasks
 from locas_peft.evaluation.intervals import rise_interval
 
 PAIRS = {
@@ -177,92 +175,3 @@ def test_the_identity_of_pairs_is_their_text(folder):
     other = [pair._replace(bad=pair.bad + " not") for pair in pairs]
     one, two, again = (ForgettingPlan(pairs=some).to_json() for some in (pairs, other, list(pairs)))
     assert one == again != two and one["pairs"] == two["pairs"] == 4
-
-
-TASK = """
-task: tiny_questions
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-  cache_dir: {cache}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: ["{{{{good}}}}", "{{{{bad}}}}"]
-doc_to_target: 0
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-"""
-
-
-@pytest.fixture
-def task_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    rows = [
-        {"question": "The dogs", "good": "are here.", "bad": "is here."},
-        {"question": "She", "good": "was glad.", "bad": "were glad."},
-    ]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "tiny.yaml").write_text(TASK.format(data=tmp_path / "rows.jsonl", cache=tmp_path / "cache"))
-    return folder
-
-
-@pytest.mark.filterwarnings("ignore")  # the harness's own
-def test_the_harness_runs_on_the_live_model_with_its_memory(task_folder):
-    base, tokenizer = backbone.load()
-    plain = evaluate_tasks(base, tokenizer, ["tiny_questions"], include_path=task_folder)
-    assert plain["tiny_questions"]["acc"] in (0.0, 0.5, 1.0)
-    model = get_peft_model(base, LocasConfig(r=4)).eval()
-    seen = []
-    layer = next(module for name, module in model.named_modules() if name.endswith("mlp"))
-    layer.register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
-    with_memory = evaluate_tasks(model, tokenizer, ["tiny_questions"], include_path=task_folder)
-    assert with_memory["tiny_questions"]["acc"] == plain["tiny_questions"]["acc"], "a fresh memory changes nothing"
-    assert set(seen) == {"LocasLayer"}, "the memory's own layers were run"
-
-
-@pytest.mark.slow  # the harness reads all its task files
-@pytest.mark.filterwarnings("ignore")
-def test_a_task_that_the_harness_does_not_know_is_one_line(embedded):
-    with pytest.raises(ValueError, match=r"^task must be one that lm-eval knows, got 'mmluu': did you mean .*mmlu"):
-        evaluate_tasks(*embedded, ["mmluu"])
-
-
-def test_a_folder_of_tasks_that_is_none_is_one_line(embedded):
-    with pytest.raises(ValueError, match=r"^include_path must be a folder with task files, got 'nowhere': check the"):
-        evaluate_tasks(*embedded, ["mmlu"], include_path="nowhere")
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_tasks_on_the_command_line(task_folder, tmp_path, capsys):
-    (tmp_path / "book.txt").write_text("The door of the house was old, and nobody went there. " * 4, encoding="utf-8")
-    shared = ["eval", "forgetting", str(tmp_path / "book.txt"), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    small = ["--method", "locas-glu", "--r", "4", "--window", "32", "--stride", "16"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*shared, *small, "--tasks", "tiny_questions", "--include-path", str(task_folder), "--limit", "1"])
-    assert ended.value.code == 0
-    figures = json.loads((tmp_path / "out" / "forgetting.json").read_text(encoding="utf-8"))
-    after = figures["after"]["locas-glu"]
-    assert after["tasks"]["tiny_questions"]["acc"] in (0.0, 1.0)
-    assert after["disabled_is_before"] and "tiny_questions acc" in capsys.readouterr().out
-
-
-@pytest.mark.slow  # the harness reads all its task files
-@pytest.mark.filterwarnings("ignore")
-def test_an_unknown_task_ends_before_any_work(task_folder, tmp_path, capsys):
-    (tmp_path / "book.txt").write_text("The door of the house was old, and nobody went there.", encoding="utf-8")
-    out = tmp_path / "out"
-    with pytest.raises(SystemExit) as ended:
-        cli.main(
-            ["eval", "forgetting", str(tmp_path / "book.txt"), "--out", str(out)]
-            + ["--tasks", "tiny_questionz", "--include-path", str(task_folder)]
-        )
-    assert ended.value.code == 2
-    line = "error: task must be one that lm-eval knows, got 'tiny_questionz': did you mean tiny_questions"
-    assert capsys.readouterr().err.splitlines()[-1].startswith(line)
-    assert not out.exists()

@@ -187,7 +187,17 @@ def change_config_file(draw, folder: Path) -> None:
 
 CHANGES = st.sampled_from([change_bytes, change_header, change_tensors, change_config_file])
 # A change may not apply to what an earlier one has damaged.
-DAMAGED = (ValueError, KeyError, IndexError, OSError, RuntimeError, TypeError, SafetensorError, struct.error)
+DAMAGED = (
+    ValueError,
+    KeyError,
+    IndexError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    AttributeError,
+    SafetensorError,
+    struct.error,
+)
 
 
 # ------------------------------------------------------------------------------------------------------------ cases

@@ -322,9 +322,9 @@ def test_perplexity_of_several_documents(run, tmp_path):
 
 def test_the_perplexity_of_text_files_needs_no_extra(run, monkeypatch):
     for name in [*sys.modules]:
-        if name.partition(".")[0] in ("datasets", "evaluate", "nltk", "lm_eval"):
+        if name.partition(".")[0] in ("datasets", "evaluate", "nltk"):
             monkeypatch.delitem(sys.modules, name)
-    for name in ("datasets", "evaluate", "nltk", "lm_eval"):
+    for name in ("datasets", "evaluate", "nltk"):
         monkeypatch.setitem(sys.modules, name, None)
     assert run("perplexity", "book.txt", "--out", "o", "--method", "lora", *FAST)[0] == 0
     load_stemmer.cache_clear()

@@ -126,11 +126,7 @@ def forgetting(
     own_answers: bool = False,
     blimp: Path | None = None,
     limit_pairs: options.Count | None = None,
-    tasks: str | None = None,
-    include_path: Path | None = None,
-    limit: options.Count | None = None,
     method: Methods = "lora,locas-glu",
-    batch_size: options.Count = 8,
     batch_tokens: options.Count = 4096,
     unwrap: options.Unwrap = None,
     out: Out = DEFAULT_OUT,
@@ -147,32 +143,23 @@ def forgetting(
         own_answers: also measure the base's own answers to 16 everyday questions.
         blimp: BLiMP's zip file, or a folder with its .jsonl files.
         limit_pairs: the first pairs of each paradigm.
-        tasks: tasks of lm-evaluation-harness, separated by commas: mmlu.
-        include_path: a folder with your own task files.
-        limit: the first documents of each task.
-        batch_size: documents of tasks at once.
         batch_tokens: tokens scored at once, padding included.
     """
     from locas_peft.evaluation.blimp import load_blimp
     from locas_peft.evaluation.documents import load_documents
     from locas_peft.evaluation.forgetting import ForgettingPlan, run_forgetting
-    from locas_peft.evaluation.harness import find_tasks
     from locas_peft.text import load_text
 
     consoles = _open(out, base)
-    if not (unread or own_answers or blimp or tasks):
-        raise ValueError("something must be measured: give --unread TEXT, --own-answers, --blimp PATH or --tasks LIST")
-    names = () if tasks is None else split_names(tasks, "--tasks")
-    if names:
-        find_tasks(names, include_path)
+    if not (unread or own_answers or blimp):
+        raise ValueError("something must be measured: give --unread TEXT, --own-answers or --blimp PATH")
     pairs, problems = ([], []) if blimp is None else load_blimp(blimp, limit_pairs)
     for problem in problems:
         consoles[1].print(problem)
     content, others = load_text(book), load_documents(unread or ())
     loaded, methods = _load(base, settings, method)
     texts = {name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()}
-    asked = {"tasks": names, "include_path": include_path, "limit": limit, "batch_size": batch_size}
-    plan = ForgettingPlan(pairs, texts, own_answers, **asked, batch_tokens=batch_tokens, seed=settings.seed)
+    plan = ForgettingPlan(pairs, texts, own_answers, batch_tokens)
     ids = loaded.encode(content, settings.max_tokens, unwrap)
     _run(run_forgetting, (ids, plan), loaded, methods, out, overwrite, consoles)
 

@@ -1,4 +1,4 @@
-"""The forgetting protocol: what the memory of a whole book costs on grammar, on unread texts and on other tasks.
+"""The forgetting protocol: what the memory of a whole book costs on grammar and on unread texts.
 
 The paper's section on general capabilities. Each measure is taken before, after, and with the memory disabled, which
 must equal before to the last bit.
@@ -18,7 +18,6 @@ from ..tables import Sheet, format_figure, format_mean, format_percent
 from ..units import Unit, run_units
 from .blimp import MinimalPair, PairScore, score_pairs, summarize_pairs
 from .drift import OWN_ANSWERS, Piece, cut_text, measure_drift, write_own_answers
-from .harness import evaluate_tasks
 from .intervals import mean_interval, rise_interval
 from .runs import Run, describe_text, digest, summarize_reading
 
@@ -30,29 +29,22 @@ BASE = "base"
 
 @dataclass(frozen=True)
 class ForgettingPlan:
-    """What is measured before and after: pairs, texts that the memory does not read, and tasks of the harness.
+    """What is measured before and after: pairs, and texts that the memory does not read.
 
     `unread` has a LongTensor [T] by name. With `own_answers` the base's answers to everyday questions are measured as
-    one more unread text (see `drift.write_own_answers`). `batch_tokens` is for the pairs; `include_path`, `limit`,
-    `batch_size` and `seed` are for the tasks (see `harness.evaluate_tasks`).
+    one more unread text (see `drift.write_own_answers`). `batch_tokens` is for the pairs.
     """
 
     pairs: Sequence[MinimalPair] = ()
     unread: dict[str, Tensor] = field(default_factory=dict)
     own_answers: bool = False
-    tasks: tuple[str, ...] = ()
-    include_path: Path | None = None
-    limit: int | None = None
     batch_tokens: int = 4096
-    batch_size: int = 8
-    seed: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that two runs in one folder must share."""
         unread = {name: describe_text(ids) for name, ids in self.unread.items()}
         pairs = {"pairs": len(self.pairs), "pairs_sha256": digest(self.pairs)}
-        tasks = {"tasks": list(self.tasks), "limit": self.limit, "seed": self.seed}
-        return {**pairs, "unread": unread, "own_answers": self.own_answers, **tasks}
+        return {**pairs, "unread": unread, "own_answers": self.own_answers}
 
 
 def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, Any]:
@@ -108,18 +100,13 @@ def _measure_state(
 def _measure(
     run: Run, plan: ForgettingPlan, model: nn.Module, texts: dict[str, list[Piece]], label: str
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"drift": {}, "pairs": [], "tasks": {}}
+    found: dict[str, Any] = {"drift": {}, "pairs": []}
     for text, pieces in texts.items():
         advance = run.progress(f"{label}: {text}", sum(scored for _, scored in pieces))
         found["drift"][text] = measure_drift(model, pieces, advance)
     if plan.pairs:
         advance, batch = run.progress(f"{label}: minimal pairs", 2 * len(plan.pairs)), plan.batch_tokens
         found["pairs"] = score_pairs(model, run.tokenizer, plan.pairs, batch_tokens=batch, on_batch=advance)
-    if plan.tasks:
-        advance = run.progress(f"{label}: {', '.join(plan.tasks)}", 1)
-        options = {name: getattr(plan, name) for name in ("include_path", "limit", "batch_size", "seed")}
-        found["tasks"] = evaluate_tasks(model, run.tokenizer, plan.tasks, **options)
-        advance(1)
     return found
 
 
@@ -127,7 +114,7 @@ def _describe_before(before: dict[str, Any]) -> dict[str, Any]:
     unread = {name: drift["perplexity"] for name, drift in before["drift"].items()}
     found = {"book_perplexity": before["teaching"]["perplexity"][0], "unread_perplexity": unread}
     blimp = {"blimp": summarize_pairs(_load_scores(before))} if before["pairs"] else {}
-    return {**found, "tasks": before["tasks"], **blimp}
+    return {**found, **blimp}
 
 
 def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +124,6 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         # Logits that are equal to the last bit make the perplexity equal and the KL zero.
         "unread": all(drifts[name]["reference_sha256"] == base[name]["reference_sha256"] for name in base),
         "blimp": disabled["pairs"] == before["pairs"],
-        "tasks": _without_errors(disabled["tasks"]) == _without_errors(before["tasks"]),
     }
     rises, kls = {}, {}
     for name, drift in drifts.items():
@@ -155,8 +141,6 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
         "unread_rise": rises,
         "disabled_perplexity": {name: drift["reference_perplexity"] for name, drift in drifts.items()},
         "kl_per_token": kls,
-        "tasks": after["tasks"],
-        "disabled_tasks": disabled["tasks"],
         "disabled_is_before": all(same.values()),
         "disabled_is_before_in": same,
         **(blimp | {"blimp_disabled": summarize_pairs(off)["accuracy"]} if before["pairs"] else {}),
@@ -167,13 +151,8 @@ def _load_scores(state: dict[str, Any]) -> list[PairScore]:
     return [PairScore(*pair) for pair in state["pairs"]]
 
 
-def _without_errors(tasks: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the tasks' standard errors, which may be drawn at random."""
-    return {task: {key: value for key, value in row.items() if "stderr" not in key} for task, row in tasks.items()}
-
-
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
-    """Return the tables: each measure before and after, whether the memory can be disabled, and tasks."""
+    """Return the tables: each measure before and after, and whether the memory can be disabled."""
     before, after = figures["before"], figures["after"]
     unread, blimp = list(before["unread_perplexity"]), "blimp" in before
     headers = ["", "parameters", "book ppl", *(f"ppl of {name}" for name in unread), *(f"KL on {n}" for n in unread)]
@@ -192,14 +171,7 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
         rows.append(row)
         unequal = [measure for measure, same in found["disabled_is_before_in"].items() if not same]
         disabled.append([name, f"differs in {', '.join(unequal)}" if unequal else "equal to before, to the last bit"])
-    states = [_without_errors(state["tasks"]) for state in (before, *after.values())]
-    scores = [
-        [f"{task} {name}", *(format_figure(tasks.get(task, {}).get(name), 4) for tasks in states)]
-        for task, measures in sorted(states[0].items())
-        for name in sorted(measures)
-    ]
     return [
         Sheet("After a whole book, measured on other texts", headers, rows),
         Sheet("With the memory disabled", ["memory", "measures"], disabled),
-        Sheet("lm-evaluation-harness", ["task", "before", *after], scores),
     ]
