@@ -12,7 +12,7 @@ from typing import Any
 
 from locas_peft.evaluation import tabulate_figures
 from locas_peft.files import check_output_file, load_json, staged_file
-from locas_peft.reading.comparison import GREY, label_axes, make_figure, pick_colours, save_figure, settled_points
+from locas_peft.reading.comparison import label_axes, make_figure, pick_colours, save_figure, settled_points
 from locas_peft.reading.methods import METHOD_FIELDS
 from locas_peft.tables import to_number
 
@@ -36,7 +36,7 @@ def write_report(folders: Sequence[Path], path: Path) -> list[Path]:
         parts += [f"## {title}", _describe(figures), *(sheet.to_markdown() for sheet in sheets)]
         picture = path.with_name(f"{path.stem}-{number}-{name}.png")
         figure, axes = make_figure()
-        if DRAWN[name](figures, axes):
+        if name in DRAWN and DRAWN[name](figures, axes):
             save_figure(figure, picture)
             parts.append(f"![{title}]({picture.name})")
             plots.append(picture)
@@ -73,24 +73,6 @@ def draw_perplexity(figures: dict[str, Any], axes: Any) -> bool:
     return True
 
 
-def draw_locomo(figures: dict[str, Any], axes: Any) -> bool:
-    """Draw the gains of the cloze, with each conversation's own memory and with another one's."""
-    methods = {n: f for n, f in figures["cloze"].get("methods", {}).items() if "right_minus_wrong" in f}
-    if not methods or not figures["cloze"]["spans"]:
-        return False
-    bars = ((-0.2, "gain_right", "C0", "its own memory"), (0.2, "gain_wrong", GREY, "another one's"))
-    for offset, key, colour, label in bars:
-        means = [found[key] for found in methods.values()]
-        errors = [[m["mean"] - to_number(m["low"]) for m in means], [to_number(m["high"]) - m["mean"] for m in means]]
-        positions = [number + offset for number in range(len(means))]
-        axes.bar(positions, [m["mean"] for m in means], 0.38, yerr=errors, color=colour, capsize=4, label=label)
-    axes.axhline(0, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(methods)), list(methods))
-    label_axes(axes, "", "nats a token gained on spans", "LoCoMo cloze")
-    axes.legend()
-    return True
-
-
 def draw_forgetting(figures: dict[str, Any], axes: Any) -> bool:
     """Draw each memory's gain on the book against its cost on unread texts."""
     memories, colours = figures["after"], pick_colours(figures["after"])
@@ -108,7 +90,7 @@ def draw_forgetting(figures: dict[str, Any], axes: Any) -> bool:
     return True
 
 
-DRAWN = {"locomo": draw_locomo, "forgetting": draw_forgetting, "perplexity": draw_perplexity}
+DRAWN = {"forgetting": draw_forgetting, "perplexity": draw_perplexity}
 """From a protocol to the function that draws its figures; it returns whether there was something to draw."""
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the commands that tests start inherit it
 
 
+@pytest.fixture(scope="session")
+def load_benchmark():
+    """Return a function that loads a script of `benchmarks/`, as a module."""
+
+    def load(name: str):
+        path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
 @pytest.fixture
-def write_report():
+def write_report(load_benchmark):
     """The function of `benchmarks/report.py`, which needs matplotlib."""
     pytest.importorskip("matplotlib")
-    path = Path(__file__).parents[1] / "benchmarks" / "report.py"
-    spec = importlib.util.spec_from_file_location("report", path)
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    return module.write_report
+    return load_benchmark("report").write_report

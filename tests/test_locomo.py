@@ -7,7 +7,6 @@ import copy
 import pytest
 from locomo_data import make_sample, make_samples, write_samples
 
-from locas_peft.evaluation.cloze import OTHERS, find_spans
 from locas_peft.evaluation.conversations import (
     choose_conversations,
     dialogue_lines,
@@ -166,37 +165,3 @@ def test_the_first_sessions_keep_the_questions_that_they_answer(conversations):
 def test_prompts_are_data(conversations):
     first, prompts = conversations[0], {**PROMPTS, "no-context": "Q: {question} A:"}
     assert make_prompt(first, first.questions[0], "no-context", "", prompts) == "Q: What did Ida buy? A:"
-
-
-def test_spans_stand_word_for_word_in_their_turns(conversations):
-    spans = find_spans(conversations[0])
-    found = [(span.prompt, span.text, span.category) for span in spans]
-    assert found == [
-        ("Ida: I bought a ", "grey parrot", 1),
-        ("Ida: I bought a grey parrot yesterday, and a ", "cage", 1),
-        ("Ben: We moved to ", "Lisbon", 4),
-    ]
-    for span in spans:
-        turn = conversations[0].turns[span.dia_id]
-        assert f"{turn.speaker}: {' '.join(turn.text.split())}".startswith(span.prompt + span.text)
-
-
-def test_a_span_counts_once_and_traps_never(tmp_path):
-    sample = make_sample()
-    sample["qa"].append({"question": "Which city?", "answer": "Lisbon", "evidence": ["D2:1"], "category": 4})
-    sample["qa"].append({"question": "Again?", "answer": "arrot", "evidence": ["D1:1"], "category": 4})
-    spans = find_spans(load_locomo(write_samples(tmp_path, [sample]))[0][0])
-    assert [span.text for span in spans] == ["grey parrot", "cage", "Lisbon"]
-
-
-def test_the_others_come_from_the_seed_and_are_never_the_span_itself(tmp_path):
-    sample = make_sample()
-    words = "bread kitchen everybody Paint calms baked".split()
-    turns = {word: "D1:2" if word in ("bread", "baked") else "D2:2" for word in words}
-    sample["qa"] += [{"question": "?", "answer": w, "evidence": [turns[w]], "category": 4} for w in words]
-    conversation = load_locomo(write_samples(tmp_path, [sample]))[0][0]
-    spans = find_spans(conversation, seed=1)
-    assert spans == find_spans(conversation, seed=1)
-    assert spans != find_spans(conversation, seed=2)
-    for span in spans:
-        assert len(set(span.others)) == OTHERS and span.text not in span.others

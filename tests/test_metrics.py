@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from locas_peft.evaluation.blimp import PairScore, summarize_pairs
-from locas_peft.evaluation.cloze import firsts, gains
 from locas_peft.evaluation.f1 import abstains, answer_f1
 from locas_peft.evaluation.intervals import mean_interval, rise_interval
 from locas_peft.evaluation.locomo import f1_by_category
@@ -44,11 +43,7 @@ def test_categories_without_questions_are_left_out():
     assert f1_by_category(make_records(("x", "x", 4))).keys() == {"single-hop", "answerable"}
 
 
-def test_losses_to_gains_shares_and_accuracies():
-    new, old = ([{"nll_per_token": value} for value in values] for values in ((1.0, 2.0), (2.0, 4.0)))
-    assert gains(new, old) == [1.0, 2.0]
-    records = [{"first": True, "others": ["x"]}, {"first": False, "others": ["x"]}, {"first": True, "others": []}]
-    assert firsts(records) == [1.0, 0.0], "a span without others has no rank"
+def test_losses_to_accuracies():
     scores = [PairScore("p", "f", good, bad) for good, bad in ((1.0, 2.0), (3.0, 2.0), (2.0, 2.0), (2.0, 5.0))]
     assert summarize_pairs(scores)["accuracy"]["mean"] == 0.5, "a draw is not right"
 

@@ -9,8 +9,6 @@ from families import make_host, make_tokens
 
 from locas_peft import TestTimeTrainer, backbone
 from locas_peft.asking.scoring import encode_pair, score_targets
-from locas_peft.evaluation.cloze import find_spans, score_spans
-from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, Turn
 from locas_peft.evaluation.drift import cut_text, measure_drift
 
 
@@ -88,20 +86,3 @@ def test_only_logits_that_are_scored_are_computed():
     widths.clear()
     measure_drift(model, cut_text(make_tokens(1, 40)[0], 32, 8))
     assert max(widths) == 8, "of windows of 32 tokens"
-
-
-def test_spans_are_scored_in_their_prompts_alone(embedded):
-    model, tokenizer = embedded
-    turns = (Turn("D1:1", "Ida", "We saw the sea, the church and a garden."),)
-    asked = [
-        LocomoQuestion(n, "?", 4, text, ("D1:1",))
-        for n, text in enumerate(["the sea", "the church", "a garden", "saw"])
-    ]
-    spans = find_spans(Conversation("talk", ("Ida", "Ben"), (Session(1, None, turns),), tuple(asked)))
-    scores = score_spans(model, tokenizer, spans)
-    expected = nll_alone(model, *encode_pair(tokenizer, "Ida: We saw ", "the sea"))
-    first = scores[0]
-    assert first["nll_per_token"] * first["tokens"] == pytest.approx(expected, rel=1e-4)
-    assert len(first["others_nll_per_token"]) == 3
-    assert first["first"] == (first["nll_per_token"] < min(first["others_nll_per_token"]))
-    assert (first["text"], first["prompt"]) == ("the sea", "Ida: We saw ")

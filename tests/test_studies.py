@@ -65,7 +65,7 @@ def locomo_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("locomo")
     data = write_samples(folder, make_samples())
     args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "2", *FAST]
-    args += ["--setting", "no-context,recited,evidence,full-context,cloze"]
+    args += ["--setting", "no-context,recited,evidence,full-context"]
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 0
@@ -77,24 +77,20 @@ def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
     files = sorted(
         path.relative_to(folder / "out/locomo") for path in (folder / "out/locomo").rglob("*.memory-*.json")
     )
-    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 5 settings; the base recites nothing
-    assert len(files) == 2 * (1 + 2 * 2) * 5 - 2
+    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 4 settings; the base recites nothing
+    assert len(files) == 2 * (1 + 2 * 2) * 4 - 2
     for path in files:
-        if path.parts[0] == "predictions":
-            records = read(folder / "out/locomo" / path)
-            assert len(records) == 6
-            for record in records:
-                assert RECORD <= record.keys()
-                assert record["f1"] == answer_f1(record["prediction"], record["answer"], record["category"])
+        records = read(folder / "out/locomo" / path)
+        assert len(records) == 6
+        for record in records:
+            assert RECORD <= record.keys()
+            assert record["f1"] == answer_f1(record["prediction"], record["answer"], record["category"])
     figures = read(folder / "out/locomo.json")
     assert figures["answers"].keys() == {"none", "lora", "locas-glu"}
     assert figures["answers"]["none"].keys() == {"no-context", "evidence", "full-context"}
     assert figures["answers"]["none"]["evidence"]["none"]["gold_nats"]["n"] == 10  # without the adversarial ones
     assert figures["answers"]["lora"]["no-context"].keys() == {"right", "wrong"}
     assert figures["answers"]["lora"]["no-context"]["right"]["adversarial"]["n"] == 2
-    assert figures["cloze"]["spans"] == 6
-    assert figures["cloze"]["methods"]["locas-glu"]["right_minus_wrong"]["n"] == 6
-    assert figures["cloze"]["differences"][0]["method"] == "locas-glu"
 
 
 def test_gold_nats_are_those_of_the_gold_answer_after_the_prompt(locomo_run):
@@ -124,17 +120,6 @@ def test_what_a_memory_recites_is_the_context_of_the_base(locomo_run):
     assert recited[talk.questions[3].index][0] in tokenizer.decode(prompts[3])
     score = score_targets(base, [(prompts[3], encode_answer(tokenizer, talk.questions[3].answer))])[0].per_token
     assert records[3]["gold_nats"] == pytest.approx(score, rel=1e-3)
-
-
-def test_right_minus_wrong_is_what_the_files_say(locomo_run):
-    folder, _ = locomo_run
-    cloze = folder / "out/locomo/cloze/lora"
-    differences = []
-    for own, other in (("talk-1", "talk-2"), ("talk-2", "talk-1")):
-        right, wrong = (read(cloze / f"{own}.memory-{name}.json") for name in (own, other))
-        differences += [w["nll_per_token"] - r["nll_per_token"] for r, w in zip(right, wrong, strict=True)]
-    mean = read(folder / "out/locomo.json")["cloze"]["methods"]["lora"]["right_minus_wrong"]["mean"]
-    assert mean == pytest.approx(sum(differences) / len(differences))
 
 
 def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp_path, monkeypatch):
@@ -167,7 +152,7 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     assert kept.stat().st_mtime_ns == stamp, "a result that exists is not made again"
     assert made.exists() and memory.stat().st_mtime_ns == memory_stamp, "nor is a memory"
     after = read(again / "locomo.json")
-    assert after["answers"] == before["answers"] and after["cloze"] == before["cloze"]
+    assert after["answers"] == before["answers"]
     teaching = after["teachings"]["lora"]["talk-1"]
     assert teaching["perplexity"] == before["teachings"]["lora"]["talk-1"]["perplexity"]
 
@@ -187,7 +172,7 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
     del samples[0]["qa"][1]["answer"]
     samples.append({"conversation": {}})
     write_samples(tmp_path, samples)
-    code, _, err = run("locomo", "talks.json", "--setting", "cloze", "--method", "locas-glu", "--out", "o", *FAST)
+    code, _, err = run("locomo", "talks.json", "--setting", "no-context", "--method", "locas-glu", "--out", "o", *FAST)
     assert code == 0
     assert "talks.json[0].qa[1] must have an 'answer' (category 2), got None: question left out" in err
     assert "talks.json[2].conversation must have a session with turns" in err
@@ -206,7 +191,7 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["locomo", "talks.json", "--method", "none@4"], "error: r has no meaning for the method 'none', got 4"),
         (["locomo", "talks.json", "--method", "lora,lora"], "error: --method must name each once, got 'lora,lora'"),
         (["locomo", "talks.json", "--context", "some"], "error: context must be one of recompute, cache, got 'some'"),
-        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT, --own-answers, --blimp "),
+        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT, --own-answers or --blimp"),
         (["forgetting", "book.txt", "--blimp", "none.zip"], "error: BLiMP must be a zip file or a folder, got "),
         (["forgetting", "none.txt", "--blimp", "blimp"], "error: text must be an existing file, got 'none.txt'"),
         (["perplexity"], "error: give either TEXT files or --dataset NAME, one of the two"),
@@ -330,7 +315,6 @@ def test_the_perplexity_of_text_files_needs_no_extra(run, monkeypatch):
     load_stemmer.cache_clear()
     code, _, err = run("locomo", "talks.json", "--out", "p", "--method", "lora", *FAST)
     assert code == 2 and err.splitlines()[-1].startswith("error: this measure needs nltk: install the extra with pip")
-    assert run("locomo", "talks.json", "--setting", "cloze", "--out", "p", "--method", "lora", *FAST)[0] == 0
 
 
 @pytest.mark.parametrize("command", ["perplexity", "forgetting"])
@@ -398,16 +382,16 @@ def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, write_repo
     run("forgetting", "book.txt", "--unread", "other.txt", "--blimp", "blimp", "--out", "o", *FAST)
     run("perplexity", "book.txt", "--out", "o", *FAST, "--anchor", 0.5, "--scaling", 3)
     written = write_report([folder / "out", tmp_path / "o"], tmp_path / "report.md")
-    assert written[0].name == "report.md" and len(written) == 4
+    assert written[0].name == "report.md" and len(written) == 3
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    for title in ("## LoCoMo", "## Forgetting", "## Perplexity", "| locas-glu |", "right - wrong", "BLiMP"):
+    for title in ("## LoCoMo", "## Forgetting", "## Perplexity", "| locas-glu |", "BLiMP"):
         assert title in text
     line = next(line for line in text.splitlines() if "scaling 3.0" in line)
     own = ("learning rate 0.004", "scaling 3.0", "anchor 0.5", "anchor every 4")
     assert all(part in line for part in own), "a method's settings, given or from the preset"
     assert "none: " not in text, "it has no settings"
     plots = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert len(plots) == 3 and all(f"({name})" in text for name in plots)
+    assert len(plots) == 2 and all(f"({name})" in text for name in plots)
 
 
 @pytest.mark.parametrize("method", ["lora", "locas-glu"])

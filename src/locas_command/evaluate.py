@@ -65,7 +65,7 @@ def locomo(
     data: Path,
     /,
     *,
-    setting: str = "no-context,evidence,full-context,cloze",
+    setting: str = "no-context,evidence,full-context",
     method: Methods = "none,lora,locas-glu",
     conversations: str | None = None,
     limit_conversations: options.Count | None = None,
@@ -85,7 +85,7 @@ def locomo(
     Args:
         data: LoCoMo's JSON.
         setting: no-context, recited (the base answers from what the memory recites), evidence (the turns with the
-            answer in context), full-context, cloze; separated by commas.
+            answer in context), full-context; separated by commas.
         conversations: only these, by sample_id, separated by commas.
         limit_conversations: the first conversations.
         limit_questions: the first questions of each conversation.
@@ -101,7 +101,7 @@ def locomo(
     consoles = _open(out, base)
     names = split_names(setting, "--setting")
     sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "batch_tokens": batch_tokens}
-    plan = LocomoPlan(names, **sizes, seed=settings.seed, wrong_memory=wrong_memory)
+    plan = LocomoPlan(names, **sizes, wrong_memory=wrong_memory)
     found, problems = load_locomo(data)
     for problem in problems:
         consoles[1].print(problem)

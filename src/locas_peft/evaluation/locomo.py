@@ -22,53 +22,48 @@ from ..tables import Sheet, format_figure, format_mean, format_percent, to_numbe
 from ..text import tokenize
 from ..tuner import adapters_disabled
 from ..units import Unit, run_units
-from .cloze import find_spans, firsts, gains, score_spans
 from .conversations import Conversation, dialogue_lines
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, FROM_RECITED, PROMPTS, make_prompts
 from .runs import Run, digest, summarize_reading
 
-__all__ = ["NAME", "SETTINGS", "LocomoPlan", "f1_by_category", "run_locomo", "tabulate"]
+__all__ = ["NAME", "LocomoPlan", "f1_by_category", "run_locomo", "tabulate"]
 
 NAME = "locomo"
 BASE = "none"
-CLOZE = "cloze"
-SETTINGS = (*ANSWERED, CLOZE)
 
 
 @dataclass(frozen=True)
 class LocomoPlan:
-    """What is asked, and how; a setting that is not in `SETTINGS` is a `ValueError`.
+    """What is asked, and how; a setting that is not in `ANSWERED` is a `ValueError`.
 
-    `batch_size` counts answers; `batch_tokens` and `seed` are for the cloze. With `wrong_memory` each conversation is
+    `batch_size` counts answers, `batch_tokens` is for the gold answers. With `wrong_memory` each conversation is
     also asked with another one's memory.
     """
 
-    settings: tuple[str, ...] = SETTINGS
+    settings: tuple[str, ...] = ANSWERED
     prompts: dict[str, str] = field(default_factory=lambda: dict(PROMPTS))
     max_new_tokens: int = 32
     batch_size: int = 16
     batch_tokens: int = 4096
-    seed: int = 0
     wrong_memory: bool = True
 
     def __post_init__(self) -> None:
         for name in self.settings:
-            check_choice("setting", name, SETTINGS)
+            check_choice("setting", name, ANSWERED)
 
 
 def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan) -> dict[str, Any]:
     """Ask about each conversation: the base, and each method with its memories.
 
-    The run's folder gets answers in `locomo/predictions`, scored spans in `locomo/cloze`, memories in
-    `locomo/memories`, and `locomo.json`. A single conversation has no wrong memory.
+    The run's folder gets answers in `locomo/predictions`, memories in `locomo/memories`, and `locomo.json`. A single
+    conversation has no wrong memory.
 
     Returns, raises: as for `perplexity.run_perplexity`; and a `ValueError` where the model has too few positions for
     the questions.
     """
-    if set(plan.settings) - {CLOZE}:
-        load_stemmer()  # a missing package is reported before the work begins
+    load_stemmer()  # a missing package is reported before the work begins
     texts = {one.sample_id: tokenize(run.tokenizer, "\n".join(dialogue_lines(one))) for one in conversations}
     readings: dict[str, dict[str, Unit]] = {}
     for method, settings in run.methods.items():
@@ -86,8 +81,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     taught = {m: {name: summarize_reading(unit.load()) for name, unit in row.items()} for m, row in readings.items()}
     records = {row: [record for unit in row_units for record in unit.load()] for row, row_units in asked.items()}
     figures = {**head, "conversations": list(texts), "teachings": taught}
-    figures["answers"] = _summarize_answers({row: found for row, found in records.items() if row[0] != CLOZE})
-    figures["cloze"] = _summarize_cloze({row[1:]: found for row, found in records.items() if row[0] == CLOZE})
+    figures["answers"] = _summarize_answers(records)
     write_json(run.out / f"{NAME}.json", figures)
     return figures
 
@@ -107,14 +101,13 @@ def _list_asked(
         memories |= {(method, group): [row[one.sample_id] for one in owners] for group, owners in groups.items()}
     asked: dict[tuple[str, str, str], list[Unit]] = {}
     for setting in plan.settings:
-        kind, middle = ("cloze", "") if setting == CLOZE else ("predictions", f".{setting}")
         for (method, group), row in memories.items():
             if method == BASE and setting == FROM_RECITED:
                 continue
             units = asked[setting, method, group] = []
             for conversation, reading in zip(conversations, row, strict=True):
                 memory, name = "none" if reading is None else reading.path.stem, conversation.sample_id
-                path = run.out / NAME / kind / method / f"{name}{middle}.memory-{memory}.json"
+                path = run.out / NAME / "predictions" / method / f"{name}.{setting}.memory-{memory}.json"
                 label = f"{method}, memory of {memory}" if reading else "base"
                 make = partial(_ask, run, plan, setting, conversation, reading, path, f"{label}: {name}, {setting}")
                 units.append(Unit(path, make, reading))
@@ -125,10 +118,6 @@ def _ask(
     run: Run, plan: LocomoPlan, setting: str, conversation: Conversation, reading: Unit | None, path: Path, label: str
 ) -> list[dict[str, Any]]:
     with nullcontext(run.base) if reading is None else memory_attached(run.base, reading.memory) as model:
-        if setting == CLOZE:
-            spans = find_spans(conversation, plan.seed)
-            advance = run.progress(label, sum(1 + len(span.others) for span in spans))
-            return score_spans(model, run.tokenizer, spans, batch_tokens=plan.batch_tokens, on_batch=advance)
         shared = {"memory": None if reading is None else reading.path.stem, "setting": setting}
         return _answer_questions(run, plan, model, conversation, Unit(path, list).unfinished, label, shared)
 
@@ -206,31 +195,8 @@ def _mean_by_category(records: Sequence[dict[str, Any]], values: Sequence[float]
     return {name: mean_interval(group) for name, group in grouped.items() if group}
 
 
-def _summarize_cloze(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
-    if not spans:
-        return {}
-    base, methods = spans[BASE, "none"], {}
-    contrasts: dict[str, list[float]] = {}  # each method's gains of the right memory over the wrong one
-    for (method, group), records in spans.items():
-        if method != BASE:
-            found = {f"gain_{group}": gains(records, base), f"first_{group}": firsts(records)}
-            methods.setdefault(method, {}).update({name: mean_interval(values) for name, values in found.items()})
-        if group == "wrong":
-            right = spans[method, "right"]
-            contrasts[method] = gains(right, records)
-            methods[method]["right_minus_wrong"] = mean_interval(contrasts[method])
-            methods[method]["by_category"] = _mean_by_category(right, contrasts[method])
-    differences = []
-    for number, one in enumerate(contrasts):
-        for other in list(contrasts)[:number]:
-            gaps = [a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)]
-            differences.append({"method": one, "against": other, "right_minus_wrong": mean_interval(gaps)})
-    first = {"first": mean_interval(firsts(base))}
-    return {"spans": len(base), "base": first, "methods": methods, "differences": differences}
-
-
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
-    """Return the tables: answers, the nats of gold answers, lines of dialogues left out, the cloze and differences."""
+    """Return the tables: answers, the nats of gold answers, lines of dialogues left out."""
     f1, gold, dropped = [], [], {}
     names = [*CATEGORIES.values(), "answerable", "abstention"]
     for method, settings in figures["answers"].items():
@@ -243,22 +209,11 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
                 dropped |= {f"{name}, {setting}": str(lines) for name, lines in left_out.items()}
     nats = "nats a token of the gold answer, and the share of the gap to the evidence closed"
     lines = "Dialogues longer than the model's positions: oldest lines left out"
-    sheets = [
+    return [
         Sheet("LoCoMo answers: F1 in %, adversarial: negative F1 with the trap", ["", *names], f1),
         Sheet(f"LoCoMo, categories 1 to 4: {nats}", ["", "nats", "gap closed"], gold),
         Sheet(lines, ["", "lines"], sorted(dropped.items())),
     ]
-    if cloze := figures["cloze"]:
-        keys = ("gain_right", "gain_wrong", "right_minus_wrong", "first_right", "first_wrong")
-        formats = {key: format_percent if key.startswith("first") else format_mean for key in keys}
-        rows = [["base", "", "", "", format_percent(cloze["base"]["first"]), ""]]
-        for method, found in cloze["methods"].items():
-            rows.append([method, *(form(found.get(key)) for key, form in formats.items())])
-        headers = ["memory", "gain", "of a wrong one", "right - wrong", "first, %", "with a wrong one, %"]
-        sheets.append(Sheet(f"LoCoMo cloze: nats a token, {cloze['spans']} spans", headers, rows))
-        rows = [[f"{d['method']} - {d['against']}", format_mean(d["right_minus_wrong"])] for d in cloze["differences"]]
-        sheets.append(Sheet("Difference of right - wrong, nats a token", ["methods", "mean"], rows))
-    return sheets
 
 
 def _gap_closed(figures: dict[str, Any], found: dict[str, Any]) -> str:
