@@ -832,7 +832,7 @@ def test_memories_taught_beside_a_forgotten_one_are_named_with_their_command(run
     told = [line.split(" was taught beside lamp. To teach it again: ") for line in lines[1:]]
     assert [name for name, _ in told] == ["boat trip", "bread"]
     command = shlex.split(told[0][1])
-    assert command[:2] == ["locas", "memorize"] and command[-2:] == ["--beside", "bread"]
+    assert command[:2] == ["locas", "memorize"] and command[-1] == "--beside=bread"
     former = json.loads((tmp_path / "notes/boat trip/reading.json").read_text())
     assert run(*command[1:])[0] == 0
     again = json.loads((tmp_path / "notes/boat trip/reading.json").read_text())
@@ -843,6 +843,21 @@ def test_memories_taught_beside_a_forgotten_one_are_named_with_their_command(run
     )
     message = "--beside names a memory of a library, got 'lamp' without one: add --library DIR"
     assert refused(run, "memorize", "lamp.txt", "--out", "o", "--beside", "lamp") == message
+
+
+def test_memories_of_a_library_are_consolidated(run, tmp_path):
+    for name in ("lamp", "bread"):
+        (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
+        line = {"question": f"Where was the {name}?", "answer": f"The {name} was at Skarn."}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
+        studied = ("--study", "--passes", 1, "--exchanges-file", f"{name}.jsonl", "--r", 4, *FAST, *NO_ANCHOR)
+        assert run("memorize", f"{name}.txt", "--library", "notes", *studied)[0] == 0
+    code, stdout, _ = run("consolidate", "notes", "lamp", "bread", "--out", "week")
+    assert code == 0 and stdout.endswith("week holds what lamp, bread hold: they can be forgotten\n")
+    assert names(tmp_path / "notes") == ["bread", "lamp", "week"]
+    assert refused(run, "consolidate", "notes", "jam", "--out", "x").startswith(
+        "there is no memory 'jam' in this libr"
+    )
 
 
 def test_a_memory_goes_on_as_it_was_made(run, tmp_path):

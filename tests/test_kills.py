@@ -25,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -120,13 +120,13 @@ def count_operations(root: Path, die_at: int | None) -> Iterator[int]:
     return operations
 
 
-def serve(connection: Connection) -> None:
-    """Fork a reading for each request; answer with its exit status and how many changes of files it made."""
+def serve(connection: Connection, act: Callable[[str, Path], None] = read, first: str = "earlier") -> None:
+    """Fork a reading, or another act, for each request; answer with its exit status and its changes of files."""
     torch.set_num_threads(1)  # a process with more of them cannot be forked
     warnings.simplefilter("ignore")
     tqdm.set_lock(threading.RLock())  # its own lock is shared by all forks, and stays locked if its holder is killed
     with tempfile.TemporaryDirectory() as folder:
-        read("earlier", Path(folder) / FOLDER)  # what is imported at first use is imported here
+        act(first, Path(folder) / FOLDER)  # what is imported at first use is imported here
     while (request := connection.recv()) is not None:
         variant, folder, die_at, die_after = request
         result, answer = os.pipe()
@@ -135,7 +135,7 @@ def serve(connection: Connection) -> None:
             status = 1
             try:
                 operations = count_operations(folder.parent, die_at)
-                read(variant, folder)
+                act(variant, folder)
                 os.write(answer, str(next(operations) - 1).encode())
                 status = 0
             except BaseException:
@@ -167,7 +167,7 @@ class Campaign:
     def run(self, variant: str, folder: Path, die_at: int | None = None, die_after: float | None = None) -> int | None:
         """Read in a new process; return the number of changes of files, or None where the process was killed."""
         self.connection.send((variant, folder, die_at, die_after))
-        assert self.connection.poll(60), "the reading hangs"
+        assert self.connection.poll(300), "the reading hangs"
         status, operations = self.connection.recv()
         if status == -signal.SIGKILL:
             return None

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from hashlib import sha256
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,10 +19,9 @@ from locas_peft.asking.answers import measure_confidence
 from locas_peft.library import Library, make_sample, score_by_words
 from locas_peft.library.routing import list_passages
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
-from locas_peft.memories.loading import digest_memory
 from locas_peft.model import CausalLM
 from locas_peft.reading import ReadingSettings, teaching
-from locas_peft.selfstudy import Exchange, save_exchanges
+from locas_peft.selfstudy import Exchange, load_exchanges, save_exchanges
 from locas_peft.tuner import adapters_disabled
 
 TEXTS = {
@@ -261,6 +261,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 def test_a_memory_is_taught_beside_others_which_stay_as_they_are_and_is_saved_alone(library, base, monkeypatch):
     frozen, before = [], content(library.find("lamp"))
+    tensors = library.find("lamp") / "adapter_model.safetensors"
     compared = teaching.Anchor.losses
 
     def losses(anchor, host, text, *args):
@@ -276,7 +277,7 @@ def test_a_memory_is_taught_beside_others_which_stay_as_they_are_and_is_saved_al
     reading = library.add(*base, TEXTS["bread"], "more", settings, beside=["lamp"])
     assert frozen and all(frozen), "the anchor compares with the base and the memory beside"
     assert content(library.find("lamp")) == before and reading.extra_parameters == 6 * 3 * 4 * 256
-    assert reading.origin == {"start": None, "beside": {"lamp": digest_memory(library.find("lamp"))}}
+    assert reading.origin == {"start": None, "beside": {"lamp": sha256(tensors.read_bytes()).hexdigest()}}
     saved = load_file(library.find("more") / "adapter_model.safetensors")
     assert saved.keys() == load_file(library.find("lamp") / "adapter_model.safetensors").keys()
     alone = library.add(*base, TEXTS["bread"], "alone", settings)
@@ -291,9 +292,8 @@ def test_a_memory_is_taught_beside_others_which_stay_as_they_are_and_is_saved_al
 @pytest.mark.parametrize(
     ("beside", "message"),
     [
-        (["lamp", "lamp"], "^beside must be different memories, and not '.*bread', which is written: leave one out$"),
         (["jam"], "^there is no memory 'jam' in this library: choose one of the list$"),
-        (["bread"], "^beside must be different memories, and not '.*bread', which is written: leave one out$"),
+        (["bread"], "^beside must be other memories than '.*bread', which is written: leave it out$"),
     ],
 )
 def test_memories_that_cannot_stand_beside_another_are_refused(library, base, beside, message):
@@ -322,6 +322,48 @@ def test_a_reading_is_finished_only_beside_the_same_memories_and_from_the_same_o
     library.add(*base, TEXTS["bread"], "cut", SETTINGS, beside=["lamp"], resume=True)
     one, two = (load_file(library.find(name) / "adapter_model.safetensors") for name in ("new", "cut"))
     assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_several_memories_become_one_that_has_studied_all_their_exchanges(library, base):
+    settings = ReadingSettings(r=4, window=64, stride=32, anchor=0.0, study=True, passes=1)
+    asked = {
+        "lamp": "Who lit the lamp at Skarn?",
+        "bread": "Who bakes rye bread?",
+        "later": "Who lit the lamp at Skarn?",
+    }
+    for name, question in asked.items():
+        exchanges = [Exchange(question, f"{name.title()} did that at the house.")]
+        text = TEXTS.get(name, TEXTS["lamp"])
+        library.add(*base, text, name, settings, exchanges=exchanges, overwrite=True)
+        os.utime(library.find(name) / "adapter_config.json", (1e9 + len(library.list()),) * 2)
+    before = content(library.folder)
+    reading = library.consolidate(*base, list(asked), "all")
+    made = library.find("all")
+    assert {name: each for name, each in content(library.folder).items() if not name.startswith("all/")} == before
+    assert [(each.question, each.answer) for each in load_exchanges(made / "exchanges.jsonl")] == [
+        ("Who lit the lamp at Skarn?", "Later did that at the house."),
+        ("Who bakes rye bread?", "Bread did that at the house."),
+    ]
+    tensors = load_file(made / "adapter_model.safetensors")
+    assert {len(each) for name, each in tensors.items() if "locas_up" in name} == {4}, "as many slots as the widest"
+    assert reading.studied["kept"] == 2 and reading.title == "lamp and bread and later" and reading.settings.study
+    assert library.route(["Who bakes rye bread?"]) == [("all",)]
+    with pytest.raises(ValueError, match="holds a memory: choose another folder, or give --overwrite"):
+        library.consolidate(*base, ["lamp", "bread"], "all")
+    for names in (["lamp"], ["lamp", "lamp"]):
+        with pytest.raises(ValueError, match="^names must be of two or more studied memories, got lamp.*: choose"):
+            library.consolidate(*base, names, "other")
+    (library.find("bread") / "exchanges.jsonl").unlink()
+    with pytest.raises(ValueError, match="^names must be of two or more studied memories, got lamp, bread"):
+        library.consolidate(*base, ["lamp", "bread"], "other")
+    assert "other" not in os.listdir(library.folder)
+
+
+def test_a_sample_that_was_added_before_a_kill_is_not_added_again(tmp_path):
+    (tmp_path / "sample.txt").write_text(make_sample("one", None))
+    once = make_sample("two", tmp_path)
+    (tmp_path / "sample.txt").write_text(once)
+    assert once == "one\ntwo\n" == make_sample("two", tmp_path)
 
 
 def test_a_memory_is_found_by_its_exchanges_before_its_sample(tmp_path):

@@ -5,7 +5,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .console import open_consoles, printable, warnings_as_lines, write_result
-from .options import BASE_ON_CPU, AtLeastTwo, BaseOnCpu, Count, JsonFile, Memory, NamedPath, Overwrite, Text
+from .options import (
+    BASE,
+    BASE_ON_CPU,
+    READING,
+    AtLeastTwo,
+    BaseOnCpu,
+    Count,
+    JsonFile,
+    Memory,
+    MemoryBase,
+    NamedPath,
+    Overwrite,
+    Text,
+)
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM's --max-lora-rank can have."""
@@ -190,30 +203,35 @@ def forget(folder: Path, name: str, /) -> None:
     held.forget(name)
     stdout.print(f"{name} is forgotten: no file in {folder} holds what it learned", markup=False)
     for other, reading in beside.items():
-        again = _repeat(reading, held, other)
-        stdout.print(f"{other} was taught beside {name}. To teach it again: {again}", markup=False)
+        given = {field: value for field, value in reading.settings.to_json().items() if field in vars(READING)}
+        given |= {"lr": given.pop("learning_rate"), "layers": given.pop("layers_to_transform"), "overwrite": True}
+        given["beside"] = [each for each in reading.origin["beside"] if each != name] or None
+        words = ["locas", "memorize", reading.title or "TEXT", "--library", str(folder), "--name", other]
+        for field, value in given.items():
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            words += [] if value is None else [f"--{field.replace('_', '-')}={text}"]
+        stdout.print(f"{other} was taught beside {name}. To teach it again: {shlex.join(words)}", markup=False)
 
 
-def _repeat(reading: Any, library: Any, name: str) -> str:
-    """Return the command that teaches a memory of a library again, beside those that are still in it."""
-    from locas_peft.reading import ReadingSettings
-    from locas_peft.selfstudy.exchanges import EXCHANGES
+def consolidate(folder: Path, /, *name: str, out: str, base: MemoryBase = BASE) -> None:
+    """Make one memory of several of a library: their sum, resized, studies all their exchanges. The others stay.
 
-    from .options import READING
+    Args:
+        folder: the library.
+        name: of two or more memories that have studied.
+        out: the name of the new one.
+    """
+    from locas_peft.progress import follow_study
 
-    settings, words = reading.settings.to_json(), ["locas", "memorize", reading.title or "TEXT"]
-    words += ["--library", str(library.folder), "--name", name, "--overwrite"]
-    asked = {field: settings[field] for field in ("method", "preset", "study")}
-    usual = {**ReadingSettings(**asked).complete().to_json(), **{field: vars(READING)[field] for field in asked}}
-    for field, value in settings.items():
-        if field in vars(READING) and value not in (None, usual[field]):
-            option = {"learning_rate": "lr", "layers_to_transform": "layers"}.get(field, field.replace("_", "-"))
-            words.append(f"--{option}={','.join(map(str, value)) if isinstance(value, list) else value}")
-    beside = [other for other in reading.origin["beside"] if other in library.list()]
-    words += ["--beside", ",".join(beside)] * bool(beside)
-    if (reading.studied or {}).get("given"):
-        words += ["--exchanges-file", str(library.find(name) / EXCHANGES)]
-    return shlex.join(words)
+    from .console import show_progress
+    from .running import open_library, show_study
+
+    stdout, stderr = open_consoles()
+    held, loaded = open_library(folder, base)
+    with show_progress(stderr) as progress:
+        reading = held.consolidate(loaded.model, loaded.tokenizer, name, out, on_study=follow_study(progress))
+    show_study(reading.studied, stdout, stderr)
+    stdout.print(f"{out} holds what {', '.join(name)} hold: they can be forgotten", markup=False)
 
 
 def sign(memory: Memory, /, *, key: NamedPath, certificate: NamedPath | None = None) -> None:

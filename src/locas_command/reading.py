@@ -46,8 +46,7 @@ def memorize(
         name: of the memory in the library; the text's file name where not given.
         start: a memory that goes on with this text, by its folder, or its name in the library. It is replaced where
             neither --out nor --name is given.
-        beside: memories of the library, separated by commas, that are active and frozen meanwhile, so that the new one
-            learns what they do not say.
+        beside: memories of the library, separated by commas: the new one learns what they, frozen, do not say.
         resume: continue from the checkpoint in --out, if there is one.
         checkpoint_seconds: time between two checkpoints.
         exchanges_file: JSON Lines with question and answer, studied in place of exchanges that the model writes; for
@@ -88,7 +87,7 @@ def memorize(
     for option, given in (("--name", name), ("--beside", beside)):
         if library is None and given is not None:
             raise ValueError(f"{option} names a memory of a library, got {given!r} without one: add --library DIR")
-    others, content = [], load_text(text)
+    content = load_text(text)
     if library is not None:
         if out is not None or not saves:
             other = "--out" if out is not None else "--method none"
@@ -99,9 +98,9 @@ def memorize(
             found = start.name if start.parent == library else str(start)
             if found in shelf.list() or not start.is_dir():
                 start, name = shelf.find(found), name or found
-        others = [] if beside is None else [shelf.find(each) for each in split_names(beside, "--beside")]
         out = shelf.choose_folder(name or Path(text).stem)
         base = replace(base, model=base.model or shelf.name_base())
+    others = [shelf.find(each) for each in split_names(beside, "--beside")] if beside is not None else []
     if start is not None:
         out, former = out or start, load_reading(start).settings
         method = former.method.name if settings.method == options.READING.method else settings.method

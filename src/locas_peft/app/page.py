@@ -28,7 +28,6 @@ TICK_SECONDS = 0.5
 REFERENCE_CHARACTERS = 24_000
 """Of the Python reference: about the 6,000 tokens of the demo's second act."""
 ACCENT = "#1f6fb4"
-ROUTED_LABEL = "the one that the question is about"
 LINES = {"without a memory": "#8b8f98", "with the memory": ACCENT}
 PHASES = {
     "score": ("Without a memory", "tokens"),
@@ -160,7 +159,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             labels = [(f"{name}  ·  {visitor.shelf.bytes_of(name) / 1e6:.1f} MB", name) for name in names]
             asked = asked if asked in names else ROUTED if names else None
             chosen = [name for name in chosen if name in names]
-            choices = [(ROUTED_LABEL, ROUTED), *((name, name) for name in names)] if names else []
+            choices = names and [("the one that the question is about", ROUTED), *((name, name) for name in names)]
             return [gr.Dropdown(choices=choices, value=asked), gr.CheckboxGroup(choices=labels, value=chosen)]
 
         def show_job(visitor: Visitor, before: Any) -> list:

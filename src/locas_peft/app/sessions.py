@@ -32,8 +32,7 @@ from ..text import tokenize, unwrap
 from ..ttt import Chunk, TestTimeTrainer, cumulative
 from ..tuner import find_ffns
 
-__all__ = ["MOST_CHARACTERS", "MOST_QUESTIONS", "ROUTED", "Job", "SharedModel", "Visitor", "Visitors"]
-__all__ += ["explain"]
+__all__ = ["MOST_CHARACTERS", "MOST_QUESTIONS", "Job", "SharedModel", "Visitor", "Visitors", "explain"]
 
 ANSWER_TOKENS, WINDOW = 96, 512
 LEAST_CHUNKS = 12
@@ -41,8 +40,7 @@ LEAST_CHUNKS = 12
 MOST_CHARACTERS, MOST_QUESTIONS, MOST_WAITING, MOST_VISITORS = 2_000_000, 32, 32, 200
 MOST_MEMORIES = 100
 """On a shelf."""
-ROUTED = "?"
-"""In place of a memory's name: the one that the question is about."""
+ROUTED = "?"  # in place of a name: the memory that the question is about
 _logger = logging.getLogger(__name__)
 
 
@@ -141,10 +139,8 @@ class SharedModel:
         jobs = [other for other in self._jobs if not other.ended]
         return jobs.index(job) if job in jobs else 0
 
-    def ask(
-        self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None = None
-    ) -> Future[tuple[list[str], tuple[str, ...]]]:
-        """Answer a question without a memory and, unless its name is None, with it; return the memories' names too.
+    def ask(self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None = None) -> Future:
+        """Answer a question without a memory and, unless its name is None, with it: the answers, the memories' names.
 
         `ROUTED` is the memory that the question is about, if any (see `Library.answer`). `chats` has the turns of both
         conversations, the question last (see `asking.encode_turns`). `on_text` is given the answers so far, a list of
@@ -202,9 +198,7 @@ class SharedModel:
         self._answers.submit(lambda: None).result()
         self._in_use.acquire()
 
-    def _answer(
-        self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None
-    ) -> tuple[list[str], tuple[str, ...]]:
+    def _answer(self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None) -> tuple:
         """Continue chats in one batch, the likeliest token each."""
         base, rows, texts = share_weights(self._base), [], []
         positions = count_positions(base)
@@ -214,8 +208,7 @@ class SharedModel:
             check_room(base, rows[-1], ANSWER_TOKENS, "question", "answer")
 
         def write(model: nn.Module, names: tuple[str, ...], numbers: Sequence[int] = (0,)) -> list[tuple]:
-            adapters = ["__base__", "default"] if names else None
-            options = {"adapters": adapters, "on_text": on_text}
+            options = {"adapters": ["__base__", "default"] if names else None, "on_text": on_text}
             texts[:] = continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, **options)
             return [(rows[-1], texts[-1].strip(), ())]
 

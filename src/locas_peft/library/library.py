@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -22,21 +23,20 @@ from transformers import PreTrainedModel
 
 from ..asking import Question, ask, ask_by_reciting, encode_question
 from ..asking.answers import measure_confidence
-from ..files import finish_replacement, staged
-from ..memories import FILES, MEMORY_CONFIG, READING, load_memory_config, memory_attached
+from ..files import finish_replacement, staged, write_json
+from ..memories import FILES, MEMORY_CONFIG, READING, check_vacant, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
+from ..memories.conversion import combine_memories, save_adapter, share_weights
 from ..memories.folder import unpack
-from ..memories.loading import add_beside
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
 from ..reading.record import load_reading
-from ..selfstudy.exchanges import EXCHANGES
+from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
+from ..slots import compress
 from ..text import tokenize
 from .routing import LEAST_CONFIDENCE, list_passages, make_sample, score_by_words
 
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 
-Write = Callable[[nn.Module, tuple[str, ...], list[int]], Iterable[tuple[list[int] | None, str, Sequence[str]]]]
-"""Answers the questions of some numbers with a model and the memories in it (see `Library.answer`)."""
 _NAME = re.compile(r"[^\W_][\w .()-]{0,58}[\w)]|[^\W_]")
 _FORGOTTEN, FAILURES, ADAPTERS = ".forgotten", "failures.jsonl", ".adapters"
 """A folder that is being deleted; a table's failures (`table.py`); adapters of the memories (`adapters.py`)."""
@@ -195,11 +195,36 @@ class Library:
         options = {"title": name, "tokenizer": tokenizer, "sample": sample, **options}
         return memorize(base, input_ids, settings, out=folder, checkpoint_dir=folder / CHECKPOINT_FOLDER, **options)
 
+    def consolidate(self, base: PreTrainedModel, tokenizer, names: Sequence[str], out: str, **options: Any) -> Reading:
+        """Make one memory of several: their sum, with the slots of the widest, studies all their exchanges.
+
+        It is written whole or not at all, and the others stay. Of two that ask the same question, the later one's
+        answer is studied. `base` is mutated meanwhile. Options and errors are those of `reading.memorize`.
+        """
+        memories, exchanges = {name: self.find(name) for name in names}, list[Exchange]()
+        if len(memories) < 2 or not all((folder / EXCHANGES).is_file() for folder in memories.values()):
+            raise ValueError(f"names must be of two or more studied memories, got {', '.join(names)}: choose others")
+        check_vacant(target := self.choose_folder(out))
+        for name in filter(memories.get, self.list()):  # the latest first
+            exchanges = correct(load_exchanges(memories[name] / EXCHANGES), exchanges)
+        widest = max(map(load_reading, memories.values()), key=lambda record: record.settings.method.r)
+        settings = replace(widest.settings, method=replace(widest.settings.method, scaling=1.0), max_tokens=None)
+        text = "\n".join(dict.fromkeys(each.answer for each in exchanges))
+        input_ids = tokenize(tokenizer, text)
+        with tempfile.TemporaryDirectory() as directory:
+            whole, start = Path(directory) / "whole", Path(directory) / "start"
+            combine_memories(share_weights(base), settings.model, [*memories.values()], [1.0] * len(memories), whole)
+            with memory_attached(base, whole) as model:
+                compress(model, settings.method.r, batches=[part[None] for part in input_ids.split(512)])
+                save_adapter(model, "default", settings.model, start, out, {})
+            write_json(start / READING, replace(widest, settings=settings).to_json())
+            options = {"title": " and ".join(names), "tokenizer": tokenizer, "sample": make_sample(text), **options}
+            return memorize(base, input_ids, settings, out=target, exchanges=exchanges, start=start, **options)
+
     def list_taught_beside(self, name: str) -> dict[str, Reading]:
         """Return the records of the memories that were taught beside one, by name, the latest first."""
-        made = {other: self.folder / other for other in self.list() if (self.folder / other / READING).is_file()}
-        records = {other: load_reading(folder) for other, folder in made.items()}
-        return {other: each for other, each in records.items() if name in ((each.origin or {}).get("beside") or ())}
+        made = {each: load_reading(self.find(each)) for each in self.list() if (self.find(each) / READING).is_file()}
+        return {other: each for other, each in made.items() if name in ((each.origin or {}).get("beside") or ())}
 
     def name_base(self) -> str | None:
         """Return the name of the base of all memories, None in an empty library; a `ValueError` for two bases."""
@@ -219,14 +244,10 @@ class Library:
             rule = "a library must hold memories of one base"
             raise ValueError(f"{rule}, got {name!r} beside {held!r}: use another one")
 
-    @contextmanager
-    def attach(self, base: PreTrainedModel, names: Sequence[str]) -> Iterator[nn.Module]:
-        """Attach memories to the base within the context, all active (see `memories.memory_attached`), or none."""
+    def attach(self, base: PreTrainedModel, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
+        """Return a context of the base with memories attached (see `memories.memory_attached`), or alone for none."""
         folders = [self.find(name) for name in names]
-        with memory_attached(base, folders[0], self.key) if folders else nullcontext(base) as model:
-            if len(folders) > 1:
-                add_beside(model, folders[1:], self.key)
-            yield model
+        return memory_attached(base, folders[0], self.key, folders[1:]) if folders else nullcontext(base)
 
     def route(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
         """Return for each question the name of the memory that it is about, in a tuple; an empty one for none.
@@ -238,13 +259,7 @@ class Library:
         return [(names[row.argmax()],) if len(row) and row.max() >= 1 else () for row in scores]
 
     def ask(
-        self,
-        base: PreTrainedModel,
-        tokenizer: Any,
-        questions: Sequence[Question],
-        *,
-        recite: bool = False,
-        **options: Any,
+        self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], *, recite: bool = False, **options: Any
     ) -> list[RoutedAnswer]:
         """Answer each question in one sentence (see `answer`); with `recite`, as `asking.ask_by_reciting` does.
 
@@ -263,18 +278,13 @@ class Library:
 
         return self.answer(base, tokenizer, questions, write)
 
-    def answer(
-        self, base: PreTrainedModel, tokenizer: Any, questions: Sequence[Question], write: Write
-    ) -> list[RoutedAnswer]:
+    def answer(self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write) -> list[RoutedAnswer]:
         """Answer each question with the memory that it is about, and with the base alone where it is about none.
 
         Where a studied memory is not sure of what it says (`routing.LEAST_CONFIDENCE`), the base answers too. `base`
-        is mutated meanwhile.
-
-        Args:
-            write: is given the base with a memory or alone, the names of the memories in it, and the numbers of the
-                questions to answer. For each of them it returns the token ids of the prompt that the memory answers,
-                None where it shall not be asked whether it is sure; the answer; and what the memory recited for it.
+        is mutated meanwhile. `write` is called with the base with or without a memory, the memory's name in a tuple,
+        and the numbers of questions. It returns for each the token ids of the prompt that the memory answers (None: it
+        shall not be asked whether it is sure), the answer, and what the memory recited.
         """
         routed = self.route([each.question for each in questions])
         answers: dict[int, RoutedAnswer] = {}

@@ -31,7 +31,8 @@ def make_sample(text: str, earlier: str | Path | None = None) -> str:
     step = math.ceil(len(pieces) / SAMPLE_LINES)
     sample = "".join(" ".join(piece.split()) + "\n" for piece in pieces[:: max(step, 1)])
     former = None if earlier is None else Path(earlier) / SAMPLE
-    return former.read_text(encoding="utf-8") + sample if former is not None and former.is_file() else sample
+    before = former.read_text(encoding="utf-8") if former is not None and former.is_file() else ""
+    return before if before.endswith(sample) else before + sample  # it may have been added before a kill
 
 
 def list_passages(memory: Path) -> list[str]:

@@ -16,7 +16,7 @@ from ..files import staged
 from ..slots import to_lora, widen_base
 from ..tuner import list_layers
 from .folder import escape, make_card, save_memory
-from .loading import describe_memory, load_memory, memory_attached
+from .loading import add_beside, load_memory, memory_attached
 
 __all__ = ["combine_memories", "export_memory", "merge_memory", "save_adapter", "share_weights"]
 
@@ -31,13 +31,9 @@ def combine_memories(
     base: PreTrainedModel, base_name: str, memories: Sequence[Path], weights: Sequence[float], out: Path
 ) -> int:
     """Save one memory that adds what the weighted sum of others adds, and return how many slots a layer of it has."""
-    for memory in memories:
-        describe_memory(memory)  # it refuses a damaged file in one line
-    model, names = load_memory(base, memories[0]), ["default"]
-    for number, memory in enumerate(memories[1:], 2):
-        names.append(f"memory {number}")
-        model.load_adapter(str(memory), names[-1])
-    model.add_weighted_adapter(names, weights, "combined")
+    model = load_memory(base, memories[0])
+    add_beside(model, memories[1:])
+    model.add_weighted_adapter(names := list(model.peft_config), weights, "combined")
     model.set_adapter("combined")
     for name in names:
         model.delete_adapter(name)

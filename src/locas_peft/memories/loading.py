@@ -1,7 +1,6 @@
 """Load saved memories onto their base, or describe them from their files alone."""
 
 import dataclasses
-import hashlib
 import re
 import warnings
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from ..tuner.modules import remember_modules
 from .folder import MEMORY_CONFIG
 from .signing import check_signature
 
-__all__ = ["add_beside", "describe_memory", "digest_memory", "load_memory", "load_memory_config", "memory_attached"]
+__all__ = ["add_beside", "describe_memory", "load_memory", "load_memory_config", "memory_attached"]
 __all__ += ["open_memory", "tabulate_memory"]
 
 _NORMS = (("gate", "mean"), ("up", "mean"), ("down", "mean"), ("down", "max"))
@@ -82,18 +81,17 @@ def load_memory(
 
 
 def add_beside(model: PeftModel, memories: Sequence[str | Path], require_signature: str | Path | None = None) -> None:
-    """Load saved memories beside a model's own adapter, in place: all are active, and the added ones are frozen.
+    """Load saved memories of one type beside a model's own adapter, in place: all are active, the added ones frozen.
 
-    The model's own adapter stays `active_adapter`, and is trained or frozen as before. For `require_signature` and
-    errors see `load_memory`; a memory of another type than the model's own is a `ValueError` too.
+    The model's own adapter stays `active_adapter`, trained or frozen as before. Errors are those of `load_memory`.
     """
     own, trained = model.active_adapter, [each for each in model.parameters() if each.requires_grad]
     names = [f"beside {number}" for number, _ in enumerate(memories, 1)]
     for name, memory in zip(names, memories, strict=True):
         config, path = find_files(memory, require_signature)
         if config.peft_type != model.peft_config[own].peft_type:
-            rule = f"beside must be memories of type {model.peft_config[own].peft_type.value}"
-            raise ValueError(f"{rule}, got {str(memory)!r} of {config.peft_type.value}: leave it out")
+            got = f"{config.peft_type.value} in {str(memory)!r}"
+            raise ValueError(f"memories side by side must be of one type, got {got}: leave it out")
         _attach(model, config, path, {}, beside=name)
     model.base_model.set_adapter([*names, own])  # which lets all be trained
     model.requires_grad_(False)
@@ -101,23 +99,20 @@ def add_beside(model: PeftModel, memories: Sequence[str | Path], require_signatu
         parameter.requires_grad_(True)
 
 
-def digest_memory(directory: str | Path) -> str:
-    """Return the SHA-256 of the file of a saved memory's tensors."""
-    return hashlib.sha256(find_files(directory)[1].read_bytes()).hexdigest()
-
-
 @contextmanager
 def memory_attached(
-    base: PreTrainedModel, directory: str | Path, require_signature: str | Path | None = None
+    base: PreTrainedModel, directory: str | Path, require_signature: str | Path | None = None, beside: Sequence = ()
 ) -> Iterator[PeftModel]:
     """Attach a saved memory to its base, a causal LM without adapters, within the context, frozen and for evaluation.
 
-    The base is mutated, and restored at the end.
+    Others `beside` it are active too. The base is mutated, and restored at the end.
     """
     restore = remember_modules(base)
-    model = load_memory(base, directory, require_signature=require_signature).requires_grad_(False).eval()
     try:
-        yield model
+        model = load_memory(base, directory, require_signature=require_signature)
+        if beside:
+            add_beside(model, beside, require_signature)
+        yield model.requires_grad_(False).eval()
     finally:
         restore()
 

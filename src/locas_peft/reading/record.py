@@ -1,6 +1,7 @@
 """The record of a reading: its settings and figures, as JSON, in a memory's folder and on its model card."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from ..checks import describe_difference
 from ..files import finish_replacement, load_json, write_json
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
 from ..memories.folder import MEMORY_CONFIG, READING, SAMPLE, SIGNATURE, TEXT_SIGNATURE, escape, make_card, save_memory
-from ..memories.loading import digest_memory
+from ..memories.loading import find_files
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
 from ..text import digest_ids
@@ -49,8 +50,7 @@ class Reading:
         final_nats, final_base_nats: the losses of adapter and base in the brake's last comparison, in nats a token.
         studied: of a self-study (see `SelfStudy.figures`), or None.
         stopped: whether a callback ended the reading before its end.
-        origin: of the other memories that took part, the SHA-256 of their tensors' files: `start`, the one that went
-            on under another name, and `beside`, by name. None where there were none.
+        origin: SHA-256 of other memories' tensors: `start`, which went on under another name, and `beside`, by name.
     """
 
     settings: CompleteSettings
@@ -123,8 +123,9 @@ def load_reading(directory: str | Path) -> Reading:
 
 def describe_origin(start: str | Path | None, beside: Sequence[str | Path] = ()) -> dict[str, Any]:
     """Return `Reading.origin` for a memory that goes on and memories beside it."""
-    digests = {Path(memory).name: digest_memory(memory) for memory in beside}
-    return {"start": start and digest_memory(start), "beside": digests or None}
+    files = {memory: find_files(memory)[1] for memory in (*beside, *([start] if start else ()))}
+    digests = {memory: hashlib.sha256(file.read_bytes()).hexdigest() for memory, file in files.items()}
+    return {"start": digests.get(start), "beside": {Path(each).name: digests[each] for each in beside} or None}
 
 
 def find_finished(

@@ -74,11 +74,7 @@ def capture(trainer: TestTimeTrainer, reading: dict[str, Any] | None = None) -> 
 
 
 def restore(
-    directory: str | Path,
-    state: dict[str, Any],
-    trainer: TestTimeTrainer,
-    text_sha256: str,
-    reading: dict[str, Any] | None = None,
+    directory: str | Path, state: dict[str, Any], trainer: TestTimeTrainer, text_sha256: str, reading: Any = None
 ) -> None:
     """Load a checkpoint's state into the trainer that will go on with it.
 

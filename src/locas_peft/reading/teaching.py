@@ -98,9 +98,8 @@ def memorize(
         out = checkpoint_dir = None
         if beside:
             raise ValueError(f"beside has no meaning for the method 'none', got {len(beside)} memories: leave it out")
-    names = [os.path.abspath(memory) for memory in (*beside, *([] if out is None else [out]))]
-    if len(set(names)) < len(names):
-        raise ValueError(f"beside must be different memories, and not {str(out)!r}, which is written: leave one out")
+    if out is not None and os.path.abspath(out) in map(os.path.abspath, beside):
+        raise ValueError(f"beside must be other memories than {str(out)!r}, which is written: leave it out")
     with ExitStack() as stack:
         folder = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
         goes_on = None not in (start, out) and Path(out) == Path(start)

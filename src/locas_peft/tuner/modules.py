@@ -75,7 +75,11 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
     kept = {id(module) for module in except_for}
     adapters = [module for module in used_modules(model) if isinstance(module, ADAPTER_LAYERS)]
     switched = [module for module in adapters if not (module._disable_adapters or id(module) in kept)]
-    active, frozen = [module._active_adapter for module in switched], _list_frozen(adapters)
+    names = {name for module in adapters for name in module.active_adapters}
+    layers = adapters if len(names) > 1 else ()
+    trained = {key for layer in layers for key, each in layer.named_parameters() if each.requires_grad}
+    trained = {name for name in names for key in trained if name in key.split(".")}
+    active, frozen = [module._active_adapter for module in switched], names - trained if trained else ()
     for module in switched:
         stay = [name for name in module.active_adapters if name in frozen]
         module._active_adapter, module._disable_adapters = stay or module._active_adapter, not stay
@@ -84,15 +88,6 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
     finally:
         for module, names in zip(switched, active, strict=True):
             module._active_adapter, module._disable_adapters = names, False
-
-
-def _list_frozen(adapters: Iterable[nn.Module]) -> set[str]:
-    """Return the names of the active adapters that are not trained where others are; no names where none is."""
-    names = {name for module in adapters for name in module.active_adapters}
-    modules = adapters if len(names) > 1 else ()
-    keys = {key for module in modules for key, parameter in module.named_parameters() if parameter.requires_grad}
-    trained = names.intersection(part for key in keys for part in key.split("."))
-    return names - trained if trained else set()
 
 
 def remember_modules(model: nn.Module) -> Callable[[], None]:
