@@ -6,8 +6,8 @@ A memory is taught the facts of some people (`biographies.py`), each fact by thr
 in a wording that was not studied. "Right" is an answer with the fact's value in it. "Recited" is an answer that is the
 fact's sentence word for word. An answer that is a sentence about the same person, or the same fact of another person,
 shows a wrong choice among passages. "Short" answers have a few words: exact match and F1. Harm is the KL from the base
-on its answers to questions about other things; `lora@11+0.3` gives LoRA the anchor that Locas has by default. A row
-with a result is not measured again.
+on its answers to questions about other things; `lora@11+0.3` gives LoRA the anchor that Locas has by default,
+`locas-glu@64:2e-3` another rate. A row with a result is not measured again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ METHODS = "locas-glu@4,locas-glu@16,locas-glu@64,lora@3+0.3,lora@11,lora@11+0.3"
 FACTS_EACH = 6
 
 
-def measure(base, tokenizer, own_answers: list, people: list[Person], facts: int, method: str) -> dict[str, Any]:
+def measure(
+    base, tokenizer, own_answers: list, people: list[Person], facts: int, method: str, passes: int | None
+) -> dict[str, Any]:
     """Teach the first facts of some people with one method, ask for each, and return the figures."""
     exchanges = [Exchange(**row) for person in people for row in person.exchanges][: 3 * facts]
     questions = [Question(**row) for person in people for row in person.questions][:facts]
@@ -44,7 +46,8 @@ def measure(base, tokenizer, own_answers: list, people: list[Person], facts: int
     owners = [number // FACTS_EACH for number in range(facts)]
     label, _, anchor = method.partition("+")
     name, own = parse_method(label)
-    settings = ReadingSettings(method=name, study=True, anchor=float(anchor) if anchor else None, **own)
+    anchor = float(anchor) if anchor else None
+    settings = ReadingSettings(method=name, study=True, passes=passes, anchor=anchor, **own)
     input_ids = tokenize(tokenizer, " ".join(sentences))
     began = time.process_time()
     with TemporaryDirectory() as folder:
@@ -118,6 +121,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--facts", default="12,50,200")
     parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--passes", type=int, help="as for locas memorize")
     parser.add_argument("--out", type=Path, default=Path("capacity.json"))
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
@@ -129,9 +133,9 @@ def main() -> None:
     for facts in map(int, arguments.facts.split(",")):
         people = make_people(-(-facts // FACTS_EACH))
         for method in arguments.methods.split(","):
-            label = f"{facts} {method}"
+            label = f"{facts} {method}" + ("" if arguments.passes is None else f",{arguments.passes}x")
             if label not in rows:
-                rows[label] = measure(base, tokenizer, own_answers, people, facts, method)
+                rows[label] = measure(base, tokenizer, own_answers, people, facts, method, arguments.passes)
                 print(label, rows[label], flush=True)
                 write_json(arguments.out, results)
     print(tabulate(rows))

@@ -182,17 +182,10 @@ def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, Interval]:
     "adversarial" is the negative F1 with the trap, "answerable" the mean over categories 1 to 4, "abstention" the
     share of category 5 that was declined. The records have `category`, `f1` and `abstains`.
     """
-    answerable = [record["f1"] for record in records if record["category"] != ADVERSARIAL]
-    declined = [float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL]
-    totals = {"answerable": answerable, "abstention": declined}
-    means = _mean_by_category(records, [record["f1"] for record in records])
-    return means | {name: mean_interval(values) for name, values in totals.items() if values}
-
-
-def _mean_by_category(records: Sequence[dict[str, Any]], values: Sequence[float]) -> dict[str, Interval]:
-    pairs = [(record["category"], value) for record, value in zip(records, values, strict=True)]
-    grouped = {name: [value for category, value in pairs if category == number] for number, name in CATEGORIES.items()}
-    return {name: mean_interval(group) for name, group in grouped.items() if group}
+    found = {name: [one["f1"] for one in records if one["category"] == number] for number, name in CATEGORIES.items()}
+    found["answerable"] = [record["f1"] for record in records if record["category"] != ADVERSARIAL]
+    found["abstention"] = [float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL]
+    return {name: mean_interval(values) for name, values in found.items() if values}
 
 
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
