@@ -191,7 +191,7 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["locomo", "talks.json", "--method", "none@4"], "error: r has no meaning for the method 'none', got 4"),
         (["locomo", "talks.json", "--method", "lora,lora"], "error: --method must name each once, got 'lora,lora'"),
         (["locomo", "talks.json", "--context", "some"], "error: context must be one of recompute, cache, got 'some'"),
-        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT, --own-answers or --blimp"),
+        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT, --own-answers or"),
         (["forgetting", "book.txt", "--blimp", "none.zip"], "error: BLiMP must be a zip file or a folder, got "),
         (["forgetting", "none.txt", "--blimp", "blimp"], "error: text must be an existing file, got 'none.txt'"),
         (["perplexity"], "error: give either TEXT files or --dataset NAME, one of the two"),
