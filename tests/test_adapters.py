@@ -214,6 +214,13 @@ def test_the_resolver_makes_refuses_and_drops(fake_vllm, monkeypatch, tmp_path, 
     assert found.lora_name == "ann" and found.lora_path == Adapters(Library(users), 1e9).make("ann", base)
     assert asyncio.run(resolver.resolve_lora(base, "../ann")) is None
     assert "model '../ann' is not served: there is no memory '../ann' in this library" in caplog.text
+    for name in "bcdef":
+        shutil.copytree(users / "ann", users / name)
+
+    async def resolve_all():
+        return await asyncio.gather(*(resolver.resolve_lora(base, name) for name in "bcdef"))
+
+    assert [each.lora_name for each in asyncio.run(resolve_all())] == list("bcdef")
     models = fake_vllm.models(3)
     models.lora_requests |= {"ann": found, "static": found._replace(lora_path="/elsewhere")}
     assert models.count == 3 and "ann" in models.lora_requests and "nobody" not in models.lora_requests

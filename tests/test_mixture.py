@@ -146,7 +146,7 @@ def test_padding_does_not_count():
 
 
 def test_a_mixture_is_no_lora():
-    reason = "a memory beside a mixture of experts cannot be exported as LoRA, got model.layers.0.mlp: merge it into"
+    reason = "a memory beside a mixture of experts cannot be exported as LoRA, got model.layers.0.mlp: merge it"
     with pytest.raises(ValueError, match=reason):
         to_lora(make_memory("mixtral"))
     with pytest.raises(ValueError, match=reason):

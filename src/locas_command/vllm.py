@@ -3,9 +3,10 @@
 vLLM calls `register` in each of its processes. It does nothing unless LOCAS_LIBRARY names a library.
 """
 
-import asyncio
 import logging
 import os
+from asyncio import get_running_loop
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 
@@ -30,13 +31,13 @@ def register() -> None:
     from locas_peft.library import Library
     from locas_peft.library.adapters import Adapters
 
-    library = Library(folder, require_signature=os.environ.get("LOCAS_REQUIRE_SIGNATURE"))
-    adapters = Adapters(library, gigabytes * 1e9)
+    library = Library(folder, require_signature=os.environ.get("LOCAS_REQUIRE_SIGNATURE") or None)
+    adapters, pool = Adapters(library, gigabytes * 1e9), ThreadPoolExecutor(1)  # one at a time
 
     class LibraryResolver(LoRAResolver):
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
             try:
-                path = await asyncio.to_thread(adapters.make, lora_name, base_model_name)
+                path = await get_running_loop().run_in_executor(pool, adapters.make, lora_name, base_model_name)
             except (ValueError, OSError) as error:
                 return logging.getLogger("vllm.locas_peft").warning("model %r is not served: %s", lora_name, error)
             return LoRARequest(lora_name, 1, path)  # vLLM replaces the number

@@ -46,7 +46,6 @@ class Adapters:
                 raise ValueError(f"the served model must be of locas export --base-only, got {folder!r}: export it")
             with torch.device("meta"):
                 self._base = AutoModelForCausalLM.from_config(config)
-            self._base.name_or_path = folder
         memory, adapter, widened = self._library.find(name), self._find(name), self._base.config.locas_widened
         if self._library.key is not None:
             check_signature(memory, self._library.key)
@@ -83,7 +82,7 @@ class Adapters:
     def _sweep(self) -> None:
         """Delete adapters of memories that are gone, those of former contents, and above the limit the oldest ones."""
         kept, names = 0, set()
-        for adapter in sorted(self._root.glob("*/*"), key=lambda folder: -folder.stat().st_mtime):
+        for adapter in sorted(self._root.glob("*/[!.]*"), key=lambda folder: -folder.stat().st_mtime):
             name, late = adapter.parent.name, time.time() - adapter.stat().st_mtime > _GRACE_SECONDS
             kept += sum(file.stat().st_size for file in adapter.iterdir())
             if name not in self._library or (late and (name in names or kept > self._most_bytes)):

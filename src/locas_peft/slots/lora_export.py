@@ -120,9 +120,7 @@ def _make_lora(base: nn.Module, ffns: dict[str, tuple[HostFFN, int, Sequence[Ten
 
 def _check_dense(name: str, ffn: AnyFFN) -> None:
     if isinstance(ffn, HostMixture):
-        raise ValueError(
-            f"a memory beside a mixture of experts cannot be exported as LoRA, got {name}: merge it into the base."
-        )
+        raise ValueError(f"a memory beside a mixture of experts cannot be exported as LoRA, got {name}: merge it.")
 
 
 def _shorten(names: dict[str, int], base: nn.Module) -> list[str]:
