@@ -4,21 +4,9 @@ import shlex
 from pathlib import Path
 from typing import Any, Literal
 
+from . import options
 from .console import open_consoles, printable, warnings_as_lines, write_result
-from .options import (
-    BASE,
-    BASE_ON_CPU,
-    READING,
-    AtLeastTwo,
-    BaseOnCpu,
-    Count,
-    JsonFile,
-    Memory,
-    MemoryBase,
-    NamedPath,
-    Overwrite,
-    Text,
-)
+from .options import BASE_ON_CPU, AtLeastTwo, BaseOnCpu, Count, JsonFile, Memory, NamedPath, Overwrite, Text
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM's --max-lora-rank can have."""
@@ -203,7 +191,7 @@ def forget(folder: Path, name: str, /) -> None:
     held.forget(name)
     stdout.print(f"{name} is forgotten: no file in {folder} holds what it learned", markup=False)
     for other, reading in beside.items():
-        given = {field: value for field, value in reading.settings.to_json().items() if field in vars(READING)}
+        given = {field: value for field, value in reading.settings.to_json().items() if field in vars(options.READING)}
         given |= {"lr": given.pop("learning_rate"), "layers": given.pop("layers_to_transform"), "overwrite": True}
         given["beside"] = [each for each in reading.origin["beside"] if each != name] or None
         words = ["locas", "memorize", reading.title or "TEXT", "--library", str(folder), "--name", other]
@@ -213,7 +201,7 @@ def forget(folder: Path, name: str, /) -> None:
         stdout.print(f"{other} was taught beside {name}. To teach it again: {shlex.join(words)}", markup=False)
 
 
-def consolidate(folder: Path, /, *name: str, out: str, base: MemoryBase = BASE) -> None:
+def consolidate(folder: Path, /, *name: str, out: str, base: options.MemoryBase = options.BASE) -> None:
     """Make one memory of several of a library: their sum, resized, studies all their exchanges. The others stay.
 
     Args:
