@@ -157,10 +157,14 @@ def test_a_folder_without_tensors_is_refused_and_a_pickle_of_them_loads(memory, 
 
 @pytest.mark.slow
 def test_cycles_of_attaching_answering_and_detaching_leave_nothing(memory):
-    """LOCAS_CYCLES=10000 takes half an hour; 500 where it is not set."""
+    """LOCAS_CYCLES=10000 takes half an hour; 500 where it is not set.
+
+    safetensors itself keeps some bytes of each load (docs/upstream/safetensors-load.md); a cycle has two.
+    """
     base, tokenizer = load_base(device="cpu")
+    cycles = int(os.environ.get("LOCAS_CYCLES", 500))
     prompt, process, sizes = [tokenizer("The old man")["input_ids"]], psutil.Process(), []
-    for cycle in range(int(os.environ.get("LOCAS_CYCLES", 500))):
+    for cycle in range(cycles):
         with loading.memory_attached(base, memory) as model:
             continue_texts(model, tokenizer, prompt, 2)
         if cycle % 100 == 99:
@@ -170,4 +174,8 @@ def test_cycles_of_attaching_answering_and_detaching_leave_nothing(memory):
     (bytes_before, files_before, objects_before), (bytes_after, files_after, objects_after) = sizes[1], sizes[-1]
     assert files_after <= files_before
     assert objects_after <= 1.001 * objects_before
-    assert bytes_after <= bytes_before + 10 * 2**20, sizes
+    before = process.memory_info().rss
+    for _ in range(2 * cycles):
+        load_file(memory / "adapter_model.safetensors")
+    kept_by_safetensors = process.memory_info().rss - before
+    assert bytes_after - bytes_before <= 1.2 * kept_by_safetensors + 5 * 2**20, sizes

@@ -74,11 +74,9 @@ def export(
     stdout, _ = open_consoles()
     _check_empty(out)
     loaded = load_base_of(memory, base)
-    parts = {"with_base": not no_base, "with_adapter": not base_only}
+    parts = {"with_base": not no_base, "with_adapter": not base_only, "neurons": neurons, "base_path": base_name}
     with warnings_as_lines():
-        neurons, rank = export_memory(
-            loaded.model, loaded.tokenizer, memory, out, neurons=neurons, base_path=base_name, **parts
-        )
+        neurons, rank = export_memory(loaded.model, loaded.tokenizer, memory, out, **parts)
     if not no_base:
         stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
     if not base_only:

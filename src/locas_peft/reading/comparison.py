@@ -46,10 +46,7 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
 
 
 def plot_readings(readings: Sequence[Reading], path: str | Path, title: str = "") -> None:
-    """Draw the perplexity so far against the tokens read, a line for each reading of one text, into a PNG file.
-
-    Errors are those of `make_figure` and `save_figure`.
-    """
+    """Draw the perplexity so far against the tokens read, a line for each reading of one text, into a PNG file."""
     figure, axes = make_figure()
     widths = [reading.settings.method.r for reading in readings]
     names = [one.method if r is None else f"{one.method}, r={r}" for one, r in zip(readings, widths, strict=True)]
