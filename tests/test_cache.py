@@ -153,6 +153,7 @@ def test_a_text_that_begins_with_the_start_token_does_not_get_a_second_one():
     assert read(TestTimeTrainer(model, window=16, stride=8, learning_rate=None, start_token=1), ids) == plain
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("smollm2"), reason=f"SmolLM2 is not installed: {INSTALL}")
 @pytest.mark.filterwarnings("ignore")
 def test_cached_and_recomputed_perplexity_agree_on_a_pretrained_model():

@@ -257,6 +257,7 @@ def _calibrate_in_a_process(rank: int, port: int, folder: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_processes_choose_the_same_slots_as_one(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -57,6 +57,7 @@ def test_two_memories_of_different_widths_share_one_base(tmp_path):
         torch.testing.assert_close(logits(lora), expected[name], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_exported_files_need_no_code_of_ours(tmp_path):
     model, base = make_memory("llama"), make_host("llama")
     learn(model)

@@ -273,6 +273,7 @@ def without_times(value):
     return value
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch, capsys):
     for name, text in TEXTS.items():
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")

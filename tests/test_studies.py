@@ -65,7 +65,7 @@ def locomo_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("locomo")
     data = write_samples(folder, make_samples())
     args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "2", *FAST]
-    args += ["--setting", "no-context,recited,evidence,full-context"]
+    args += ["--setting", "no-context,recited,evidence,full-context", "--anchor", "0"]
     with pytest.raises(SystemExit) as ended:
         cli.main(args)
     assert ended.value.code == 0
