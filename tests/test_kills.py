@@ -25,7 +25,8 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -167,11 +168,11 @@ class Campaign:
     def run(self, variant: str, folder: Path, die_at: int | None = None, die_after: float | None = None) -> int | None:
         """Read in a new process; return the number of changes of files, or None where the process was killed."""
         self.connection.send((variant, folder, die_at, die_after))
-        assert self.connection.poll(300), "the reading hangs"
+        assert self.connection.poll(300), "the act hangs"
         status, operations = self.connection.recv()
         if status == -signal.SIGKILL:
             return None
-        assert status == 0, f"the reading ended with the status {status}"
+        assert status == 0, f"the act ended with the status {status}"
         return operations
 
     def prepare(self, variant: str, parent: Path) -> Path:
@@ -182,30 +183,57 @@ class Campaign:
             (parent / FOLDER / "notes.txt").write_text("mine")
         return parent / FOLDER
 
+    def check(self, variant: str, memory: Path) -> None:
+        """Check that a folder after a kill holds no memory, the earlier one or the new one."""
+        try:
+            describe_memory(memory)
+        except ValueError as error:
+            assert str(error).startswith("memory must be a folder that holds a memory"), error
+            assert variant != "overwrite", "the earlier memory is lost"
+            return
+        found, earlier, new = contents(memory), contents(self.earlier), self.contents_after(variant)
+        files = ("adapter_config.json", "adapter_model.safetensors", "README.md", "reading.json")
+        wholes = [[whole[name] for name in files] for whole in ((new, earlier) if variant == "overwrite" else (new,))]
+        assert [found.get(name) for name in files] in wholes, f"{variant}: the memory is mixed"
 
-@pytest.fixture(scope="module")
-def campaign(tmp_path_factory):
-    folder, context = tmp_path_factory.mktemp("whole"), multiprocessing.get_context("spawn")
+    def contents_after(self, variant: str) -> dict[str, object]:
+        """Return what the folder holds after a variant that is not killed (see `contents`)."""
+        return {name.removeprefix(f"{FOLDER}/"): value for name, value in self.whole[variant].items()}
+
+
+@contextmanager
+def started(
+    kind: type[Campaign], act: Callable[[str, Path], None], variants: Sequence[str], factory: pytest.TempPathFactory
+) -> Iterator[Campaign]:
+    """Yield a campaign; the first of its variants makes what is there earlier, and is not killed."""
+    folder, context = factory.mktemp("whole"), multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        server = context.Process(target=serve, args=(there,))
+        patch.setenv("TMPDIR", str(factory.mktemp("temporary")))
+        server = context.Process(target=serve, args=(there, act, variants[0]))
         server.start()
     there.close()
-    campaign = Campaign(here, folder / "earlier" / FOLDER)
-    for variant in VARIANTS:
-        memory = campaign.prepare(variant, folder / variant)
+    campaign = kind(here, folder / variants[0] / FOLDER)
+    for variant in variants:
+        path = campaign.prepare(variant, folder / variant)
         began = time.monotonic()
-        operations = campaign.run(variant, memory)
+        operations = campaign.run(variant, path)
         campaign.seconds[variant] = time.monotonic() - began
-        campaign.whole[variant] = contents(memory.parent)
-        if variant != "earlier":
+        campaign.whole[variant] = contents(path.parent)
+        if variant != variants[0]:
             campaign.operations += [(variant, number) for number in range(1, operations + 1)]
     random.Random(0).shuffle(campaign.operations)
     yield campaign
     here.send(None)
     server.join(60)
-    server.kill()  # where a reading hangs
+    server.kill()  # where an act hangs
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory):
+    with started(Campaign, read, list(VARIANTS), tmp_path_factory) as campaign:
+        yield campaign
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -227,23 +255,8 @@ def without_times(value: object) -> object:
     return value
 
 
-def check_between(campaign: Campaign, variant: str, memory: Path) -> None:
-    """Check that a folder after a kill holds no memory, the earlier one or the new one."""
-    try:
-        describe_memory(memory)
-    except ValueError as error:
-        assert str(error).startswith("memory must be a folder that holds a memory"), error
-        assert variant != "overwrite", "the earlier memory is lost"
-        return
-    found, earlier, new = contents(memory), contents(campaign.earlier), campaign.whole[variant]
-    new = {name.removeprefix(f"{FOLDER}/"): value for name, value in new.items()}
-    files = ("adapter_config.json", "adapter_model.safetensors", "README.md", "reading.json")
-    wholes = [[whole[name] for name in files] for whole in ((new, earlier) if variant == "overwrite" else (new,))]
-    assert [found.get(name) for name in files] in wholes, f"{variant}: the memory is mixed"
-
-
 def run_case(campaign: Campaign, seed: int, parent: Path) -> int:
-    """Kill a reading one to three times, resume it to its end, and return the number of kills."""
+    """Kill an act one to three times, do it to its end, and return the number of kills."""
     rng = random.Random(f"kill {seed}")
     number = seed // 2
     at_operation, (variant, operation) = seed % 2 == 0, campaign.operations[number % len(campaign.operations)]
@@ -259,7 +272,7 @@ def run_case(campaign: Campaign, seed: int, parent: Path) -> int:
         copied = parent / "copy" if rng.random() < 0.5 else memory  # loading the folder may mend it
         if copied != memory and memory.exists():
             shutil.copytree(memory, copied)
-        check_between(campaign, variant, copied)
+        campaign.check(variant, copied)
         shutil.rmtree(parent / "copy", ignore_errors=True)
     assert kills or not at_operation
     assert campaign.run(variant, memory) is not None
@@ -279,7 +292,7 @@ def run_kills(campaign: Campaign, kills: int, seed: int, folder: Path) -> Counte
     while done["kills"] < kills:
         try:
             done["kills"] += run_case(campaign, seed, folder / str(seed))
-        except AssertionError as error:
+        except (AssertionError, ValueError) as error:
             failures.append(f"case {seed}: {str(error)[:600]}")
             done["kills"] += 1
         shutil.rmtree(folder / str(seed), ignore_errors=True)
