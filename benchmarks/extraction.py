@@ -9,8 +9,7 @@ A memory reads a text, or also studies it, with the anchor and without. Extracti
 model continues greedily for 50 tokens. "Matched" is how many of these are the text's own before the first that is not;
 "10" and "50" are the shares of prefixes with so many. Membership: each of these continuations costs some nats a token
 less with the memory than with the base. AUC is the chance that a piece of the text saves more than a piece of a text
-that was not read: 0.5 where nothing can be told. Not read is what follows in the text, or --unread. The last line is
-JSON.
+that was not read; 0.5 is chance. The unread text is what follows in the same file, or --unread. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -185,10 +185,9 @@ def forget(folder: Path, name: str, /) -> None:
     """
     stdout, _ = open_consoles()
     held = _open_library(folder)
-    beside = held.list_taught_beside(name)
     held.forget(name)
     stdout.print(f"{name} is forgotten: no file in {folder} holds what it learned", markup=False)
-    for other, reading in beside.items():
+    for other, reading in held.list_taught_beside(name).items():
         given = {field: value for field, value in reading.settings.to_json().items() if field in vars(options.READING)}
         given |= {"lr": given.pop("learning_rate"), "layers": given.pop("layers_to_transform"), "overwrite": True}
         given["beside"] = [each for each in reading.origin["beside"] if each != name] or None

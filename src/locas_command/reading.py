@@ -122,8 +122,9 @@ def memorize(
         shelf.check_base(loaded.name)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
     complete = make_settings(settings, loaded).complete(loaded.model, loaded.tokenizer)
-    asked = (out, complete, input_ids, exchanges, describe_origin(start, others))
-    result = find_finished(*asked) if resume and saves and out != start else None
+    result = None
+    if resume and saves and out != start:
+        result = find_finished(out, complete, input_ids, exchanges, describe_origin(start, others))
     if result is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
     else:
