@@ -108,7 +108,8 @@ def test_each_setting_is_an_option_with_help(run):
     options = (
         "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling --row-norm "
         "--max-slot-norm "
-        "--update --epsilon --slots-per-chunk --anchor --anchor-every --window --stride --context --epochs "
+        "--update --epsilon --tokens --slots-per-chunk --normalization --anchor --anchor-every "
+        "--window --stride --context --epochs "
         "--seed --readings --warmup-steps --decay-steps --model "
         "--dtype --device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
     )

@@ -1,6 +1,7 @@
 """Writing slots in closed form, and the cycle of writing and folding."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -172,6 +173,15 @@ def test_the_cycle_stays_within_its_capacity(fold):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("arguments, folded", [({"fold_ratio": 0.25}, 2), ({"fold": "nlsvd", "threshold": 0.99}, 1)])
+def test_how_many_slots_a_fold_leaves(arguments, folded):
+    model = make_model(r=8)
+    writer = SlotWriter(model, slots_per_chunk=2, **arguments)
+    trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=None, writer=writer, brake=False)
+    taken = [writer.taken for _ in trainer.read(make_tokens(1, 20)[0])]
+    assert taken == [2, 4, 6, 8, folded + 2] and writer.folds == 1
+
+
 def test_a_refit_fold_answers_as_before_on_what_it_saw():
     model = make_model(r=8)
     calibrate(model, [make_tokens()])
@@ -310,6 +320,9 @@ def test_a_gated_host_is_refused():
         ({"normalization": "layer"}, "normalization must be one of token, chunk, got 'layer'"),
         ({"fold": "half"}, "fold must be one of nlsvd, refit, got 'half'"),
         ({"slots_per_chunk": 0}, "slots_per_chunk must be at least 1, got 0: raise it"),
+        ({"fold_ratio": 1.0}, "fold_ratio must be above 0 and below 1, got 1.0: leave it out"),
+        ({"fold_ratio": 0}, "fold_ratio must be above 0 and below 1, got 0: leave it out"),
+        ({"threshold": math.nan}, "threshold must be at least 0 and below 1, got nan: leave it out"),
         ({"adapter_name": "other"}, "the model has no single LOCAS memory 'other' to write into"),
     ],
 )

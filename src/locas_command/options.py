@@ -46,7 +46,9 @@ class ReadingOptions:
         update: of a memory with init "write": bp also trains its slots, nlsvd only writes and folds them, ridge writes
             a linear map in closed form.
         epsilon: length of a written value.
-        slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
+        tokens: which tokens of a chunk are written: highest-loss or all.
+        slots_per_chunk: how many tokens with the highest loss.
+        normalization: whether each token's value gets the length epsilon (token), or they do on average (chunk).
         layers_to_transform: the layers that get an adapter: upper, or indices such as 3,4,5; all where not given.
         anchor: weight of the KL to the base on text, and in a study on answers, that the base wrote; 0 for none.
         anchor_every: every n-th optimizer step pulls to the base.
@@ -90,7 +92,9 @@ class ReadingOptions:
     max_slot_norm: float | None = None
     update: str | None = None
     epsilon: float | None = None
+    tokens: str | None = None
     slots_per_chunk: int | None = None
+    normalization: str | None = None
     layers_to_transform: Annotated[Any, Parameter(name="--layers", converter=_parse_layers)] = None  # str, list[int]
     anchor: float | None = None
     anchor_every: int | None = None

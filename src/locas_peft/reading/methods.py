@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from peft import LoraConfig, PeftConfig
 from torch import nn
@@ -16,12 +16,14 @@ from transformers.pytorch_utils import Conv1D
 
 from ..checks import check_choice, check_number, check_whole
 from ..slots import RidgeWriter, SlotWriter, Writer
+from ..slots.writing import Normalization, Tokens
 from ..tuner import STRATEGIES, LocasConfig, find_ffns
 
 __all__ = ["METHODS", "METHOD_FIELDS", "PRESETS", "UPDATES", "Adapter", "Memory", "Method", "check_fields", "checked"]
 
 PRESETS = ("paper", "tuned")
 UPDATES = ("bp", "nlsvd", "ridge")
+_WRITING = ("epsilon", "tokens", "slots_per_chunk", "normalization")
 SHAPE = ("method", "r", "layers_to_transform", "init", "output_scale", "scaling", "row_norm", "max_slot_norm")
 """The settings that a memory keeps when it goes on with another text."""
 _LEARNING = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
@@ -203,7 +205,8 @@ class LocasMlp(Memory):
     name, gated, other = "locas-mlp", False, "locas-glu"
     _PAPER = {"r": 64, "init": "write", "output_scale": "paper", "scaling": None, "learning_rate": 5e-4}
     _TUNED = {"r": 64, "init": "topk", "output_scale": "measured", "scaling": 4.0, "learning_rate": 8e-3}
-    _ROWS = {"row_norm": None, "max_slot_norm": None, "update": "bp", "epsilon": 0.01, "slots_per_chunk": 8}
+    _ROWS = {"row_norm": None, "max_slot_norm": None, "update": "bp", "epsilon": 0.01, "tokens": "highest-loss"}
+    _ROWS |= {"slots_per_chunk": 8, "normalization": "token"}
     presets = {
         # Written slot by slot as in the paper, but with tau undivided (`choose`) and a rate from our sweep.
         "paper": {**_PAPER, **_ROWS, **PAPER},
@@ -211,7 +214,9 @@ class LocasMlp(Memory):
     }
     update: str | None = checked(partial(check_choice, choices=UPDATES))
     epsilon: float | None = checked(check_number)
+    tokens: str | None = checked(partial(check_choice, choices=get_args(Tokens)))
     slots_per_chunk: int | None = checked(partial(check_whole, least=1))
+    normalization: str | None = checked(partial(check_choice, choices=get_args(Normalization)))
 
     @classmethod
     def choose(cls, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,8 +229,10 @@ class LocasMlp(Memory):
     def list_unused(cls, values: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
         unused = super().list_unused(values)
         if values["init"] != "write":
-            return [("init", ("update", "epsilon", "slots_per_chunk")), *unused]
-        untrained = {"nlsvd": (), "ridge": ("epsilon", "slots_per_chunk")}
+            return [("init", ("update", *_WRITING)), *unused]
+        if values["tokens"] == "all":
+            unused.append(("tokens", ("slots_per_chunk",)))
+        untrained = {"nlsvd": (), "ridge": _WRITING}
         if values["update"] in untrained:
             names = ("learning_rate", "decay_steps", "anchor", *untrained[values["update"]])
             return [("update", names), *unused]
@@ -237,7 +244,8 @@ class LocasMlp(Memory):
         if self.update == "ridge":
             return RidgeWriter(model)
         fold = "nlsvd" if self.update == "nlsvd" else "refit"
-        return SlotWriter(model, fold=fold, epsilon=self.epsilon, slots_per_chunk=self.slots_per_chunk)
+        options = {name: getattr(self, name) for name in _WRITING if getattr(self, name) is not None}
+        return SlotWriter(model, fold=fold, **options)
 
 
 METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (NoAdapter, Lora, LocasGlu, LocasMlp)}

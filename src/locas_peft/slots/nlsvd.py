@@ -43,7 +43,13 @@ class ReducedMemory(NamedTuple):
 
 
 def nl_svd(
-    key: Tensor, value: Tensor, rank: int, *, activation: Activation = torch.relu, probe_norm: float = 1.0
+    key: Tensor,
+    value: Tensor,
+    rank: int,
+    *,
+    activation: Activation = torch.relu,
+    probe_norm: float = 1.0,
+    threshold: float = 0.0,
 ) -> ReducedMemory:
     """Reduce a two-layer memory to `rank` slots whose output equals the memory's at `rank` orthonormal probes.
 
@@ -53,6 +59,7 @@ def nl_svd(
         activation: phi, with phi(0) = 0.
         probe_norm: rho, the norm of the probes as inputs; 1 in the paper. It has no effect with ReLU; for another
             activation, use the norm of the memory's inputs.
+        threshold: the paper's epsilon: directions at most this strong, relative to the strongest, are zeros too.
 
     Raises:
         TypeError, ValueError: arguments of another dtype or shape, or values that are zero or not finite.
@@ -66,7 +73,7 @@ def nl_svd(
     if not scale.any():
         raise ValueError("key and value must hold a slot that is not zero, got an empty memory: write one first.")
     weighted = torch.nn.functional.normalize(key, dim=-2) * scale.unsqueeze(-2)  # K~
-    probes, kept = _leading_directions(weighted, rank)
+    probes, kept = _leading_directions(weighted, rank, threshold)
 
     # One product serves both signs: K^T (-p) = -(K^T p).
     products = probe_norm * (key.mT @ probes)  # [..., R, n]
@@ -78,7 +85,7 @@ def nl_svd(
     return ReducedMemory(pad(probes * sign, (0, free)), pad(new_value, (0, 0, 0, free)), pad(kept, (0, free)))
 
 
-def _leading_directions(weighted: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[Tensor, Tensor]:
     """Return the first left singular vectors `[..., D, n]` of K~, and which of them are significant `[..., n]`.
 
     A Gram matrix does not resolve singular values below the square root of the dtype's precision, relative to the
@@ -95,7 +102,8 @@ def _leading_directions(weighted: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         squares, vectors = torch.linalg.eigh(gram)
     squares, vectors = squares.flip(-1)[..., :n], vectors.flip(-1)[..., :n]
     strength = squares.clamp(min=0).sqrt()
-    kept = (strength > 4 * torch.finfo(weighted.dtype).eps ** 0.5 * strength[..., :1]) & (strength > 0)
+    least = max(threshold, 4 * torch.finfo(weighted.dtype).eps ** 0.5) * strength[..., :1]
+    kept = (strength > least) & (strength > 0)
     if not wide:
         # U = K~ W / Sigma. Weak directions are not exactly orthogonal: two steps towards the nearest orthonormal set.
         vectors = torch.nn.functional.normalize(unit @ vectors, dim=-2) * kept.unsqueeze(-2)

@@ -15,7 +15,8 @@ Choices beyond the paper:
 - Units. The stored value is v divided by the memory's output scale, so that a written slot changes the output by the
   formula's amount, in every layer and for every r. The norm clip applies to the stored values.
 - The cycle (appendix, "Expansion-Compression Cycle"). The memory has R = capacity slots from the start; free slots are
-  zero, and training leaves them so. A memory with too few of them for a chunk is first folded to capacity / 2.
+  zero, and training leaves them so. A memory with too few of them for a chunk is first folded, to capacity / 2 by
+  default.
 
 Axes: L layers, N tokens, D hidden size, R slots.
 """
@@ -49,12 +50,14 @@ class SlotWriter(Writer):
         tokens: which tokens of a chunk are written: `slots_per_chunk` with the "highest-loss", or "all".
         normalization: how |G| is computed: for each "token" as in the paper, or as the root mean square over the
             tokens written together ("chunk").
-        fold: how a full memory is reduced to half: "nlsvd", or "refit" on the current chunk (`resizing.py`), which
-            suits a memory that is also trained.
+        fold: how a full memory is reduced: "nlsvd", or "refit" on the current chunk (`resizing.py`), which suits a
+            memory that is also trained.
+        fold_ratio: the share of the slots that a fold leaves, rounded down, above 0 and below 1.
+        threshold: of "nlsvd": directions at most this strong, relative to the strongest, are left out.
         adapter_name: the memory; `None` for the active one. It has no gates and one width in all layers.
     """
 
-    arguments = ("epsilon", "tokens", "slots_per_chunk", "normalization", "fold")
+    arguments = ("epsilon", "tokens", "slots_per_chunk", "normalization", "fold", "fold_ratio", "threshold")
 
     def __init__(
         self,
@@ -65,6 +68,8 @@ class SlotWriter(Writer):
         slots_per_chunk: int = 8,
         normalization: Normalization = "token",
         fold: Fold = "refit",
+        fold_ratio: float = 0.5,
+        threshold: float = 0.0,
         adapter_name: str | None = None,
     ) -> None:
         if not 0 < epsilon < math.inf:
@@ -73,9 +78,14 @@ class SlotWriter(Writer):
         check_choice("tokens", tokens, get_args(Tokens))
         check_choice("normalization", normalization, get_args(Normalization))
         check_choice("fold", fold, get_args(Fold))
+        for name, value in (("fold_ratio", fold_ratio), ("threshold", threshold)):
+            if not 0 <= value < 1 or value == 0 and name == "fold_ratio":
+                rule = "above 0 and below 1" if name == "fold_ratio" else "at least 0 and below 1"
+                raise ValueError(f"{name} must be {rule}, got {value}: leave it out")
         self.epsilon, self.tokens, self.slots_per_chunk = epsilon, tokens, slots_per_chunk
-        self.normalization, self.fold = normalization, fold
+        self.normalization, self.fold, self.fold_ratio, self.threshold = normalization, fold, fold_ratio, threshold
         super().__init__(model, adapter_name)
+        self._folded = max(1, int(fold_ratio * self.capacity))  # slots after a fold
         self.folds = 0
 
     @property
@@ -88,11 +98,11 @@ class SlotWriter(Writer):
     def write(self, losses: Tensor) -> Moves:
         """Write tokens of the last recorded passes. Fold the memory first if it has too few free slots."""
         inputs, gradients = self._take(len(losses))
-        half = self.capacity // 2
-        chosen = _CHOICES[self.tokens](losses, min(self.slots_per_chunk, half)).to(inputs.device)
+        room = self.capacity - self._folded
+        chosen = _CHOICES[self.tokens](losses, min(self.slots_per_chunk, room)).to(inputs.device)
         keys, values = make_slots(inputs[:, chosen], gradients[:, chosen], self.epsilon, self.normalization)
         moved: Moves = {}
-        for key, value in zip(keys.split(half, dim=1), values.split(half, dim=1), strict=True):
+        for key, value in zip(keys.split(room, dim=1), values.split(room, dim=1), strict=True):
             if self.taken + key.shape[1] > self.capacity:
                 moved = self._fold(inputs, moved)
             start, stop = self.taken, self.taken + key.shape[1]
@@ -102,11 +112,11 @@ class SlotWriter(Writer):
         return moved
 
     def _fold(self, inputs: Tensor, earlier: Moves) -> Moves:
-        """Reduce the memory to half its capacity, in place; return the moves of its slots, `earlier` ones included.
+        """Fold the memory in place; return the moves of its slots, `earlier` ones included.
 
         `inputs` is the chunk's A `[L, N, D]`.
         """
-        rank, device = self.capacity // 2, self._weights()[0][1].device
+        rank, device = self._folded, self._weights()[0][1].device
         keys = torch.stack([up.detach().to(device).float().T for _, up, _ in self._weights()])  # K [L, D, R]
         values = torch.stack([down.detach().to(device).float().T for _, _, down in self._weights()])  # V [L, R, D]
         sources = torch.full((len(self._layers), self.capacity), -1, device=device)
@@ -114,7 +124,8 @@ class SlotWriter(Writer):
             k = torch.stack([layer.locas_input_scale[self.adapter_name].to(device) for layer in self._layers])
             probe_norm = float((k[:, None] * inputs.norm(dim=-1)).mean())
             act = self._layers[0].ffn.act  # the same in all layers of a host
-            keys, values, _ = nl_svd(keys, values, rank, activation=act, probe_norm=probe_norm)
+            options = {"activation": act, "probe_norm": probe_norm, "threshold": self.threshold}
+            keys, values, _ = nl_svd(keys, values, rank, **options)
         else:
             seen = zip(self._weights(), inputs, strict=True)
             activations = [layer.activate([self.adapter_name], own.to(up.device)) for (layer, up, _), own in seen]
