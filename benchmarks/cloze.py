@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from measuring import make_table
 from torch import nn
 
 from locas_peft.asking.scoring import encode_pair, score_targets
@@ -221,7 +222,7 @@ def main() -> None:
     methods = complete_all(settings, arguments.methods.split(","), base, tokenizer)
     figures = run_cloze(Run(base, tokenizer, methods, arguments.out, {"model": arguments.model}), conversations)
     for sheet in tabulate(figures):
-        print(sheet.to_markdown(), end="\n\n")
+        print(f"**{sheet.title}**\n\n{make_table(sheet.headers, sheet.rows)}", end="\n\n")
     if arguments.plot is not None:
         draw(figures, arguments.plot)
 

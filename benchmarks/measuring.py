@@ -108,5 +108,5 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 def make_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table, with the numbers right of the first column."""
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+    lines = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|---|" + "---:|" * (len(head) - 1), *lines[1:]])

@@ -266,7 +266,7 @@ def draw(tables: dict[str, dict[str, Any]], out: Path) -> list[Path]:
         The files that were written.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+        ValueError: matplotlib is not installed.
     """
     headline, width, curves = (tables.get(name, {}).get("readings", []) for name in ("headline", "width", "curves"))
     plots = [(f"perplexity-{name}.png", own, _draw_tokens) for name, own in _group(headline, "document").items()]

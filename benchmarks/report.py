@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from measuring import make_table
+
 from locas_peft.evaluation import tabulate_figures
 from locas_peft.files import check_output_file, load_json, staged_file
 from locas_peft.reading.comparison import label_axes, make_figure, pick_colours, save_figure, settled_points
@@ -33,7 +35,8 @@ def write_report(folders: Sequence[Path], path: Path) -> list[Path]:
     for number, (folder, name) in enumerate(runs):
         figures, title = load_json(folder / f"{name}.json"), TITLES[name]
         sheets = tabulate_figures(figures)
-        parts += [f"## {title}", _describe(figures), *(sheet.to_markdown() for sheet in sheets)]
+        parts += [f"## {title}", _describe(figures)]
+        parts += [f"**{sheet.title}**\n\n{make_table(sheet.headers, sheet.rows)}" for sheet in sheets]
         picture = path.with_name(f"{path.stem}-{number}-{name}.png")
         figure, axes = make_figure()
         if name in DRAWN and DRAWN[name](figures, axes):

@@ -19,7 +19,9 @@ def load_benchmark():
         path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
         spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
-        spec.loader.exec_module(module)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(path.parent))  # a script imports others of its folder
+            spec.loader.exec_module(module)
         return module
 
     return load

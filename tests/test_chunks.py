@@ -93,12 +93,6 @@ def test_per_segment_ends_with_the_document_and_skips_segments_inside_one_chunk(
     assert per_segment([], [10]) == {}
 
 
-@pytest.mark.parametrize("measure", [at_marks, per_segment])
-def test_marks_are_numbers_of_tokens(measure):
-    with pytest.raises(ValueError, match="^marks must be at least 1, got 0: give numbers of tokens read$"):
-        measure(make_chunks(1.0), [0, 10])
-
-
 @pytest.mark.parametrize(
     ("tokens", "marks"),
     [

@@ -66,8 +66,8 @@ def test_without_matplotlib_the_message_names_the_remedy(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = "matplotlib must be installed for plots: pip install matplotlib (or the extra 'plot' of locas_peft)"
-    with pytest.raises(ModuleNotFoundError) as raised:
+    message = "a plot needs matplotlib: install the extra with pip install 'locas_peft[plot]'"
+    with pytest.raises(ValueError) as raised:
         plot_readings([make_reading("none", 40.0, 2.0)], tmp_path / "plot.png")
     assert str(raised.value) == message
     assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from locas_peft.evaluation import tabulate_figures
@@ -24,3 +26,12 @@ def test_folders_without_figures_are_refused(write_report, tmp_path):
     with pytest.raises(ValueError, match="folders must hold figures of locas eval, got none in "):
         write_report([tmp_path], tmp_path / "report.md")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_has_the_tables_in_markdown(write_report, tmp_path):
+    found = {"perplexity": 31.25, "perplexity_at": {}, "perplexity_between": {}, "curve": [[1000, 31.25]]}
+    figures = {"study": "perplexity", "documents": {"a|b": {}}, "methods": {}, "readings": {"lora": {"a|b": found}}}
+    figures["means"] = {"lora": {"perplexity": 31.25}}
+    (tmp_path / "perplexity.json").write_text(json.dumps(figures))
+    text = write_report([tmp_path], tmp_path / "report.md")[0].read_text()
+    assert "scored before it was learned**\n\n|  | a/b | all tokens |\n|---|---:|---:|\n| lora | 31.25 |" in text

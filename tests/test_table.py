@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -377,7 +379,7 @@ def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
     [
         (
             ["text.txt", "--workers", "2", "--out", "made"],
-            "--workers needs --manifest, got 2 for one text: leave it out",
+            "--workers and --ray need --manifest, got one text: leave them out",
         ),
         ([], "give either a TEXT or --manifest, one of the two"),
         (
@@ -535,12 +537,51 @@ def test_the_uv_script_calls_the_command(monkeypatch):
     check_command(["locas", *called[0]])
 
 
+# ---------------------------------------------------------------------- on a Ray cluster
+
+
+def find_teaching_actors(process: subprocess.Popen) -> list[psutil.Process]:
+    """The processes of a local Ray's actors: each bears the name of the method that it runs."""
+    found = []
+    for each in psutil.Process(process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            found += [each] if " ".join(each.cmdline()).startswith("ray::_Teacher.teach") else []
+    return found
+
+
+@linux
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["auto", "127.0.0.1:9"])
-def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, tmp_path):
+def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_process(base, tmp_path):
+    pytest.importorskip("ray")
+    rows = [{"name": f"note {number}", "text": text_of(number, 40)} for number in range(5)]
+    documents = load_table(str(write(tmp_path / "d.jsonl", *rows, {"name": "x", "path": "none.txt"})), SETTINGS)
+    process = launch("--ray", "--workers", "2", folder=tmp_path)
+    try:
+        wait_for(lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2, process)
+        first, second = find_teaching_actors(process)
+        first.kill()
+        out, err = process.communicate(timeout=400)
+    finally:
+        process.terminate()  # ends its Ray too
+        process.communicate()
+    assert process.returncode == 3 and out.startswith("5 of 6 are in made"), err
+    assert "6 documents 100% 5 done, 1 failed" in err and "line 6, x: text must be an existing file" in err
+    assert not list((tmp_path / "made").rglob("*.lock"))
+    (failure,) = map(json.loads, (tmp_path / "made" / FAILURES).read_text().splitlines())
+    assert teach(tmp_path / "alone", base, documents, unwrapped=True)[0].keys() == failure.keys()
+    for folder in ("made", "alone"):
+        (tmp_path / folder / FAILURES).unlink()
+    assert content(tmp_path / "made") == content(tmp_path / "alone")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:9", "ray://127.0.0.1:9", "nowhere"])
+def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, run, tmp_path):
     pytest.importorskip("ray")
     write(tmp_path / "d.jsonl", count=1)
-    command = [sys.executable, CLUSTER / "ray_table.py", "d.jsonl", "made", "--address", address]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert not (tmp_path / "made").exists()
+    began = time.monotonic()
+    code, out, err = run("--manifest", "d.jsonl", "--library", "made", "--ray", address, *FAST)
+    assert (code, out) == (2, "") and err.startswith(
+        f"error: --ray must be a cluster that can be reached, got '{address}' ("
+    )
+    assert err.count("\n") == 1 and not os.listdir(tmp_path / "made") and time.monotonic() < began + 30

@@ -47,6 +47,3 @@ def test_names_of_ffns_keep_what_they_do_not_share(names, first):
 def test_markup_in_texts_is_not_interpreted():
     sheet = Sheet("a [bold]title[/draft]", ["[b]", "x"], [["notes[/draft]", ":smile:"], ["b|c", "2"]], best=(1, 1))
     assert render(sheet) == [["[b]", "x"], ["notes[/draft]", ":smile:"], ["b|c", "2"]]
-    assert sheet.to_markdown() == (
-        "**a [bold]title[/draft]**\n\n| [b] | x |\n|---|---:|\n| notes[/draft] | :smile: |\n| b/c | 2 |"
-    )

@@ -162,8 +162,7 @@ def chat(
         recites = recite and bool(names)
         passages = recite_for(model, loaded.tokenizer, [message])[0] if recites else []
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
-        most = None if positions is None else positions - max_new_tokens
-        ids = fit_turns(loaded.tokenizer, [*turns, asked], most)
+        ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
         check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
         with adapters_disabled(model) if recites else nullcontext():
             (reply,) = continue_texts(model, loaded.tokenizer, [ids], max_new_tokens, **drawn)

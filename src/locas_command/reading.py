@@ -20,6 +20,7 @@ def memorize(
     *,
     manifest: str | None = None,
     workers: options.Count = 1,
+    ray: bool | str = False,
     out: options.NamedPath | None = None,
     library: options.NamedPath | None = None,
     name: str | None = None,
@@ -40,7 +41,8 @@ def memorize(
         text: a UTF-8 text file, or - for stdin.
         manifest: a table in place of the text, for --library: JSON Lines with name, text or path, and settings of the
             line's own; or a .csv or .parquet file, or a dataset's name. The same command goes on with what is left.
-        workers: processes that share the table and this machine's cores or GPUs.
+        workers: processes that share the table and this machine's cores or GPUs; with --ray, actors on each machine.
+        ray: teach the table on a Ray cluster: its address, auto, or nothing for one on this machine.
         out: the memory's folder; this or --library is needed unless the method is none.
         library: a folder of memories that gets one more; its base is the model where none is given.
         name: of the memory in the library; the text's file name where not given.
@@ -67,8 +69,8 @@ def memorize(
 
     if (text is None) == (not manifest):
         raise ValueError("give either a TEXT or --manifest, one of the two: see locas memorize --help")
-    if workers > 1 and not manifest:
-        raise ValueError(f"--workers needs --manifest, got {workers} for one text: leave it out")
+    if (workers > 1 or ray) and not manifest:
+        raise ValueError("--workers and --ray need --manifest, got one text: leave them out")
     if manifest:
         if library is None or out or name or start or beside or exchanges_file or settings.method == "none":
             rule = "--manifest needs --library and a method that learns"
@@ -76,7 +78,7 @@ def memorize(
         from .table import teach_manifest
 
         given = {"overwrite": overwrite, "checkpoint_seconds": checkpoint_seconds}
-        return teach_manifest(manifest, library, workers, unwrap, json_file, settings, base, **given)
+        return teach_manifest(manifest, library, workers, ray, unwrap, json_file, settings, base, **given)
     stdout, stderr = open_consoles(json_file)
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue, or start afresh")

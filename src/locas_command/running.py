@@ -122,8 +122,7 @@ def read_each(
 
         for name, each in settings.items():
             options["out"] = None if out is None else out / name
-            tokens = len(input_ids) * each.training.readings
-            on_chunk = then_check(follow(progress(name or each.method.name, tokens)))
+            on_chunk = then_check(follow(progress(name or each.method.name, len(input_ids) * each.training.readings)))
             if each.study is not None:
                 options |= {"on_study": then_check(follow_study(progress)), "tokenizer": base.tokenizer}
             readings.append(teaching.memorize(base.model, input_ids, each, on_chunk=on_chunk, **options))
@@ -161,5 +160,5 @@ def show_readings(
     if plot is not None:
         try:
             plot_readings(readings, plot, title)
-        except ModuleNotFoundError as error:
+        except ValueError as error:  # matplotlib is missing
             stderr.print(f"no plot: {error}")

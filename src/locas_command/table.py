@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from subprocess import DEVNULL, Popen
@@ -14,7 +14,7 @@ import torch
 from locas_peft import backbone
 from locas_peft.files import check_output_directory
 from locas_peft.library import Library
-from locas_peft.library.table import FAILURES, load_table, teach_table
+from locas_peft.library.table import FAILURES, load_table, teach_on_ray, teach_table
 from locas_peft.reading import ReadingSettings
 
 from .console import deferring_signals, find_process, open_consoles, printable, show_progress, write_result
@@ -26,6 +26,7 @@ def teach_manifest(
     manifest: str,
     folder: Path,
     workers: int,
+    ray: bool | str,
     unwrap: bool | None,
     json_file: Path | None,
     settings: ReadingOptions,
@@ -41,13 +42,20 @@ def teach_manifest(
     name = backbone.name_of(base.model)
     library.check_base(name)
     documents = [replace(each, settings=replace(each.settings, model=name)) for each in documents]
-    if workers > 1 and base.device == "auto" and torch.cuda.device_count() > 1:
-        base = replace(base, device=f"cuda:{index % torch.cuda.device_count()}")
-    with _started(workers, index), show_progress(stderr) as progress, deferring_signals(stderr) as check:
-        loaded = load(base)
-        options |= {"progress": progress, "on_chunk": lambda step: check(), "on_study": lambda step: check()}
-        options["unwrapped"] = backbone.is_embedded(name) if unwrap is None else unwrap
-        failures = teach_table(library, loaded.model, loaded.tokenizer, documents, **options)
+    options["unwrapped"] = backbone.is_embedded(name) if unwrap is None else unwrap
+    if ray:
+        model = os.path.abspath(base.model) if os.path.exists(base.model) else base.model  # actors have other folders
+        given = {"name": model, "dtype": base.dtype, "device": base.device, "quantize": base.quantize}
+        options |= {"address": None if ray is True else ray, "workers": workers}
+        with show_progress(stderr) as progress, redirect_stdout(sys.stderr):  # Ray prints there
+            failures = teach_on_ray(library, given, documents, progress=progress, **options)
+    else:
+        if workers > 1 and base.device == "auto" and torch.cuda.device_count() > 1:
+            base = replace(base, device=f"cuda:{index % torch.cuda.device_count()}")
+        with _started(workers, index), show_progress(stderr) as progress, deferring_signals(stderr) as check:
+            loaded = load(base)
+            options |= {"progress": progress, "on_chunk": lambda step: check(), "on_study": lambda step: check()}
+            failures = teach_table(library, loaded.model, loaded.tokenizer, documents, **options)
     for each in failures[:20]:
         where = f"line {each['line']}" + (f", {printable(each['name'])}" if each["name"] else "")
         stderr.print(f"{where}: {each['error']}")

@@ -32,12 +32,6 @@ class Sheet:
             table.add_row(*(Text(cell, style="bold" if b else "") for cell, b in zip(cells, bold, strict=True)))
         return table
 
-    def to_markdown(self) -> str:
-        """Return the table as Markdown, under its title."""
-        rule = "|".join(["---"] + ["---:"] * (len(self.headers) - 1))
-        rows = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in (self.headers, *self.rows)]
-        return "\n".join([f"**{self.title}**", "", rows[0], f"|{rule}|", *rows[1:]])
-
 
 def format_figure(value: float | None, digits: int = 2) -> str:
     """Return a number with so many decimals; "-" for None and numbers that are not finite."""

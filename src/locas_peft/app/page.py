@@ -147,8 +147,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                         gr.Warning(escape(explain(error)))
                         yield [gr.skip()] * len(outputs) if len(outputs) > 1 else gr.skip()
 
-                streams = inspect.isgeneratorfunction(function)
-                run = stream if streams else lambda *values: next(stream(*values))
+                run = stream if inspect.isgeneratorfunction(function) else lambda *values: next(stream(*values))
                 trigger(run, [key, *inputs], outputs, api_visibility="private", show_progress=progress)
                 return function
 
@@ -314,8 +313,7 @@ def _show_job(job: Job, before: int) -> str:
     now, share, bars, figures = ["waiting", *phases].index(job.phase), job.done / max(job.total, 1), "", ""
     for number, (title, _) in enumerate(phases.values(), 1):
         width, current = 100 * (share if number == now else number < now), " current" * (number == now)
-        bar = f'<i><b style="width:{width:.1f}%"></b></i>'
-        bars += f'<div class="phase{current}">{bar}<span>{title}</span></div>'
+        bars += f'<div class="phase{current}"><i><b style="width:{width:.1f}%"></b></i><span>{title}</span></div>'
     without, with_memory = job.curves
     same = without[: len(with_memory) or None]  # both figures are of the same tokens
     for kind, line, points in zip(("without", "with"), LINES, (same, with_memory), strict=True):

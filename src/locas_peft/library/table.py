@@ -1,33 +1,41 @@
-"""A table of documents: each is taught into a memory of its own in a library, by any number of processes.
+"""A table of documents: each is taught into a memory of its own in a library, by any number of processes or by Ray.
 
 What is finished is skipped, what was interrupted goes on, and what fails is listed while the rest goes on.
 """
 
 import json
+import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..bases import load_base
 from ..checks import first_line, import_extra
 from ..files import is_disk_full, parse_json_lines, staged_file
 from ..memories.checkpoint import InUse, held
 from ..progress import Progress, silent
 from ..reading import ReadingSettings
 from ..text import load_text, unwrap
-from ..units import share
+from ..units import POLL_SECONDS, share
 from .library import FAILURES, Library, check_name
 from .routing import make_sample
 
-__all__ = ["FAILURES", "Document", "load_rows", "load_table", "teach_table"]
+__all__ = ["FAILURES", "Document", "load_rows", "load_table", "teach_on_ray", "teach_table"]
 
 SETTINGS = tuple(name for name in vars(ReadingSettings()) if name not in ("model", "dtype"))
 _OPTIONS = {"lr": "learning_rate", "layers": "layers_to_transform", "width": "r"}
 _FORMATS = {".csv": "csv", ".json": "json", ".parquet": "parquet"}
+RETRIES = 3
+"""How often a document is tried again whose actor ended: one that needs too much memory would end all of them."""
 
 
 @dataclass(frozen=True)
@@ -110,38 +118,147 @@ def teach_table(
     With `unwrapped`, hard-wrapped lines are joined to paragraphs first. The progress has one line for all documents.
     The other options are those of `reading.memorize`; `overwrite` replaces what was made of other texts or settings.
     """
-    file, began, done, taught = library.folder / FAILURES, time.monotonic(), 0, 0
-    new, failures = {each.name for each in documents if not each.error} - set(library.list()), {}
+    tally = _Tally(library, documents)
+    teach = partial(_teach, library, base, tokenizer, unwrapped=unwrapped, **options)
+    share(documents, lambda document: tally.note(document, teach(document)), progress, "documents")
+    return tally.save()
 
-    def save_failures() -> list[dict[str, Any]]:
+
+def teach_on_ray(
+    library: Library,
+    base: dict[str, Any],
+    documents: Sequence[Document],
+    *,
+    address: str | None = None,
+    workers: int = 1,
+    progress: Progress = silent,
+    **options: Any,
+) -> list[dict[str, Any]]:
+    """Teach a table as `teach_table` does, with an actor on each GPU, or `workers` on each node without one.
+
+    All nodes have this package, and see the library's folder, with file locks, and the documents' files. A document
+    whose actor ended `RETRIES + 1` times has failed. At the end, idle actors wait for the documents of others, whose
+    locks are free where their node is lost.
+
+    `base` has the arguments of `load_base`, `options` are `unwrapped`, `overwrite` and `checkpoint_seconds`. `address`
+    is HOST:PORT or "auto"; None starts a Ray on this machine, which ends with the table. A cluster that cannot be
+    reached, and a base that cannot be loaded, are `ValueError`s.
+    """
+    ray = import_extra("ray", "ray", "--ray")
+    _connect(ray, address)
+    try:
+        tally, advance = _Tally(library, documents), progress(f"{len(documents)} documents", len(documents))
+        kind, idle = ray.remote(max_restarts=-1, max_task_retries=RETRIES)(_Teacher), []
+        for node in (each["Resources"] for each in ray.nodes() if each["Alive"] and "CPU" in each["Resources"]):
+            actors = int(node.get("GPU", 0)) or workers
+            part = {"num_cpus": node["CPU"] // actors or node["CPU"] / actors, "num_gpus": int("GPU" in node)}
+            idle += [kind.options(**part).remote(library.folder.resolve(), base, options) for _ in range(actors)]
+        left, running = {each.line: each for each in documents}, {}
+        offered = (each for _ in count() for each in list(left.values()) if each.line in left)
+        while left:
+            while idle:
+                actor, document = idle.pop(), next(offered)
+                text = document.text if isinstance(document.text, str) else document.text.resolve()
+                running[actor.teach.remote(replace(document, text=text))] = actor, document
+            (result,), _ = ray.wait(list(running))
+            actor, document = running.pop(result)
+            try:
+                error = ray.get(result)
+            except ray.exceptions.ActorDiedError as died:  # it could not be made
+                if not running:
+                    raise ValueError(f"no actor can be made: {str(died).strip().splitlines()[-1]}") from None
+                continue
+            except ray.exceptions.RayActorError as ended:
+                error = f"its actor ended {RETRIES + 1} times: {first_line(ended)}"
+            except ray.exceptions.RayTaskError as raised:
+                raise raised.cause from None
+            idle.append(actor)
+            if left.pop(document.line, None):
+                advance(1, tally.note(document, error))
+    finally:
+        ray.shutdown()
+    return tally.save()
+
+
+class _Teacher:
+    """An actor: a base, and the library that it writes memories into."""
+
+    def __init__(self, folder: Path, base: dict[str, Any], options: dict[str, Any]):
+        if not folder.is_dir():
+            raise ValueError(f"library must be a folder that all nodes see, got {str(folder)!r}: share it")
+        self._library, self._base, self._options = Library(folder), load_base(**base), options
+
+    def teach(self, document: Document) -> str | None:
+        """Teach one document as soon as no other process holds it (see `_teach`)."""
+        while True:
+            with suppress(InUse):
+                return _teach(self._library, *self._base, document, **self._options)
+            time.sleep(POLL_SECONDS)
+
+
+def _teach(
+    library: Library, base: PreTrainedModel, tokenizer: Any, document: Document, *, unwrapped: bool, **options: Any
+) -> str | None:
+    """Teach one document, unless its memory is finished; return why that failed, in one line.
+
+    Raises `InUse` where another process holds the document, and the `OSError` of a full disk.
+    """
+    try:
+        content = document.load()
+        text, given = unwrap(content) if unwrapped else content, {"sample": make_sample(content), **options}
+        library.add(base, tokenizer, text, document.name, document.settings, resume=True, **given)
+    except Exception as error:
+        if isinstance(error, InUse) or (isinstance(error, OSError) and is_disk_full(error)):
+            raise
+        return first_line(error) if isinstance(error, ValueError | TypeError | OSError) else repr(error)
+    return None
+
+
+class _Tally:
+    """What became of a table's documents in this process."""
+
+    def __init__(self, library: Library, documents: Sequence[Document]):
+        self._folder, self._began, self._done, self._taught = library.folder, time.monotonic(), 0, 0
+        self._new = {each.name for each in documents if not each.error} - set(library.list())
+        self._failures: dict[int, dict[str, Any]] = {}  # by line
+
+    def note(self, document: Document, error: str | None) -> str:
+        """Note how a document ended; return the note for the progress."""
+        if error is None:
+            self._done, self._taught = self._done + 1, self._taught + (document.name in self._new)
+        else:
+            self._failures[document.line] = {"line": document.line, "name": document.name, "error": error}
+            self.save()
+        self._new.discard(document.name)
+        hours, taught = (time.monotonic() - self._began) / 3600, self._taught
+        speed = f", {taught / hours:,.0f} an hour, {hours * len(self._new) / taught:.1f} hours left" if taught else ""
+        return f"{self._done} done, {len(self._failures)} failed{speed}"
+
+    def save(self) -> list[dict[str, Any]]:
         """Write what failed here, and what failed in other processes and was not tried here yet; return it."""
-        with held(library.folder / f".{FAILURES}.lock", wait=True):
+        file = self._folder / FAILURES
+        with held(self._folder / f".{FAILURES}.lock", wait=True):
             written = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
-            there = [row for _, row in parse_json_lines(written, dict) if row and row.get("name") in new]
-            found = [each for _, each in sorted(({each["line"]: each for each in there} | failures).items())]
+            there = [row for _, row in parse_json_lines(written, dict) if row and row.get("name") in self._new]
+            found = [each for _, each in sorted(({each["line"]: each for each in there} | self._failures).items())]
             with staged_file(file) as temporary:
                 temporary.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in found), "utf-8")
             if not found:
                 file.unlink()
         return found
 
-    def make(document: Document) -> str:
-        nonlocal done, taught
-        try:
-            content = document.load()
-            text, given = unwrap(content) if unwrapped else content, {"sample": make_sample(content), **options}
-            library.add(base, tokenizer, text, document.name, document.settings, resume=True, **given)
-            done, taught = done + 1, taught + (document.name in new)
-        except Exception as error:
-            if isinstance(error, InUse) or (isinstance(error, OSError) and is_disk_full(error)):
-                raise
-            message = first_line(error) if isinstance(error, ValueError | TypeError | OSError) else repr(error)
-            failures[document.line] = {"line": document.line, "name": document.name, "error": message}
-            save_failures()
-        new.discard(document.name)
-        hours = (time.monotonic() - began) / 3600
-        speed = f", {taught / hours:,.0f} an hour, {hours * len(new) / taught:.1f} hours left" if taught else ""
-        return f"{done} done, {len(failures)} failed{speed}"
 
-    share(documents, make, progress, "documents")
-    return save_failures()
+def _connect(ray: Any, address: str | None) -> None:
+    """Connect to a cluster, or start one on this machine; one that does not answer in 10 s is a `ValueError`."""
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    own = {} if address else {"object_store_memory": 80 * 2**20, "include_dashboard": False}
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        if host:  # Ray would try for minutes
+            socket.create_connection((host, int(port)), 10.0).close()
+        ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **own)
+        with suppress(ValueError):  # this is not the main thread
+            signal.signal(signal.SIGTERM, handler)  # Ray's own one ends the process with another exit code
+    except (OSError, ValueError, RuntimeError) as error:
+        rule = f"--ray must be a cluster that can be reached, got {address or 'local'!r} ({first_line(error)})"
+        raise ValueError(f"{rule}: correct the address, or start the cluster") from None

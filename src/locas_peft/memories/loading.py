@@ -237,9 +237,8 @@ def find_files(directory: str | Path, key: str | Path | None = None) -> tuple[Pe
     try:
         config = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
     except (TypeError, AttributeError, KeyError, RecursionError) as error:
-        what = f"fields that a {peft_type} config does not have ({first_line(error)})"
-        where = Path(directory) / MEMORY_CONFIG
-        raise ValueError(f"{where} has {what}: copy or save the memory again") from error
+        what = f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have"
+        raise ValueError(f"{what} ({first_line(error)}): copy or save the memory again") from error
     return config, Path(path)
 
 

@@ -84,11 +84,8 @@ def check_signature(directory: str | Path, key: str | Path) -> list[str]:
         bundle = json.loads((folder / name).read_bytes())
         if certified:
             certificate = bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"]
-            end = (
-                import_extra("cryptography.x509", "sign")
-                .load_der_x509_certificate(base64.b64decode(certificate))
-                .not_valid_after_utc
-            )
+            x509 = import_extra("cryptography.x509", "sign")
+            end = x509.load_der_x509_certificate(base64.b64decode(certificate)).not_valid_after_utc
             if end < datetime.now(timezone.utc):  # nothing tells when it was used
                 raise ValueError(f"the certificate expired on {end:%Y-%m-%d}")
         signed = _list_signed(bundle)

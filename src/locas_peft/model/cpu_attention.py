@@ -46,5 +46,4 @@ def _attend(
     if attn_mask.dtype == torch.bool:  # not -inf: a query that attends to nothing would be nan
         attn_mask = scores.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, torch.finfo(scores.dtype).min)
     scores.view(rows, heads, queries, keys).add_(attn_mask)
-    weights = scores.softmax(-1)
-    return (weights @ value.reshape(rows * groups, keys, -1)).view(rows, heads, queries, -1)
+    return (scores.softmax(-1) @ value.reshape(rows * groups, keys, -1)).view(rows, heads, queries, -1)

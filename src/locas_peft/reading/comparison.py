@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checks import import_extra
 from ..files import staged_file
 from ..tables import Sheet, format_count, format_figure
 from .record import Reading
@@ -69,12 +70,8 @@ def plot_readings(readings: Sequence[Reading], path: str | Path, title: str = ""
 
 def make_figure() -> tuple[Any, Any]:
     """Return an empty figure of one plot, without a window system and without global state."""
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        remedy = "pip install matplotlib (or the extra 'plot' of locas_peft)"
-        raise ModuleNotFoundError(f"matplotlib must be installed for plots: {remedy}") from None
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    options = {"figsize": (8, 4.5), "dpi": 120, "layout": "constrained"}
+    figure = import_extra("matplotlib.figure", "plot", "a plot").Figure(**options)
     return figure, figure.add_subplot()
 
 

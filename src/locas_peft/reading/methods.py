@@ -234,8 +234,7 @@ class LocasMlp(Memory):
             unused.append(("tokens", ("slots_per_chunk",)))
         untrained = {"nlsvd": (), "ridge": _WRITING}
         if values["update"] in untrained:
-            names = ("learning_rate", "decay_steps", "anchor", *untrained[values["update"]])
-            return [("update", names), *unused]
+            return [("update", ("learning_rate", "decay_steps", "anchor", *untrained[values["update"]])), *unused]
         return unused
 
     def make_writer(self, model: nn.Module) -> Writer | None:

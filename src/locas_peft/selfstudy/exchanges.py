@@ -91,8 +91,7 @@ def _find_subject(text: str) -> str:
 
 
 def _list_sentences(text: str) -> list[str]:
-    sentences = (" ".join((part or "").split()) for part in _SENTENCE.split(text))
-    return [sentence for sentence in sentences if sentence]
+    return [sentence for part in _SENTENCE.split(text) if (sentence := " ".join((part or "").split()))]
 
 
 def _list_turns(text: str) -> list[tuple[str, str, str]]:

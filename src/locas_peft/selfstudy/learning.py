@@ -209,8 +209,7 @@ class SelfStudy:
             self.samples = [*self.samples, *written.dropped][:SAMPLES]
             self._seconds["write"] += time.perf_counter() - began
             done = min(BLOCK * self._blocks, len(self._passages))
-            kept = tuple(written.exchanges)
-            yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=kept)
+            yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=tuple(written.exchanges))
 
     def _learn(self, done: float) -> float:
         """Take the next step; return its KL, in nats a token of the lessons.

@@ -99,11 +99,10 @@ def choose_marks(tokens: int) -> list[int]:
 def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
     """Return the cumulative perplexity at marks, numbers of tokens read: {"50000": perplexity, ...}, ascending.
 
-    A mark inside a chunk takes the value at that chunk's end. Marks beyond the end of the document are left out; one
-    below 1 is a `ValueError`.
+    A mark inside a chunk takes the value at that chunk's end. Marks beyond the end of the document are left out.
     """
     points = cumulative(chunks)
-    reached = {mark: [value for stop, value in points if stop >= mark] for mark in _ascending(marks)}
+    reached = {mark: [value for stop, value in points if stop >= mark] for mark in sorted(set(marks))}
     return {str(mark): values[0] for mark, values in reached.items() if values}
 
 
@@ -113,7 +112,7 @@ def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, floa
     A chunk that contains a mark belongs to the segment that the mark ends, as in `at_marks`. The tokens after the last
     mark are one more segment, named after the document's end. A segment without a scored token is left out.
     """
-    segments, segment, begin, ends = {}, [], 0, _ascending(marks)
+    segments, segment, begin, ends = {}, [], 0, sorted(set(marks))
     for chunk in chunks:
         segment.append(chunk)
         while ends and chunk.stop >= ends[0]:
@@ -123,10 +122,3 @@ def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, floa
         segments[f"{begin}-{segment[-1].stop}"] = segment
     sums = {name: (sum(one.nll_nats for one in own), sum(one.tokens for one in own)) for name, own in segments.items()}
     return {name: perplexity(nll, tokens) for name, (nll, tokens) in sums.items() if tokens}
-
-
-def _ascending(marks: Sequence[int]) -> list[int]:
-    wrong = [mark for mark in marks if mark < 1]
-    if wrong:
-        raise ValueError(f"marks must be at least 1, got {wrong[0]}: give numbers of tokens read")
-    return sorted(set(marks))

@@ -96,11 +96,7 @@ class Loop:
     """
 
     def __init__(
-        self,
-        host: CausalLM,
-        settings: TrainingSettings,
-        writer: Writer | None = None,
-        anchor: Anchor | None = None,
+        self, host: CausalLM, settings: TrainingSettings, writer: Writer | None = None, anchor: Anchor | None = None
     ):
         self.host, self.settings, self.writer, self.anchor = host, settings, writer, anchor
         self.start_token = settings.start_token

@@ -120,8 +120,7 @@ class ManyReading:
         try:
             for reading in range(self._loop.settings.readings):
                 batches = [self._loop.make_batch(list(self._rows.values()))]
-                length = max(len(row.ids) for row in self._rows.values())
-                for start in range(0, length, self._loop.settings.stride):
+                for start in range(0, max(len(row.ids) for row in self._rows.values()), self._loop.settings.stride):
                     read = [row for batch in batches for row in batch.rows]
                     batches = [after for batch in batches for after in self._step(batch, start, reading)]
                     yield {name: row.chunks[-1] for name, row in self._rows.items() if row in read}

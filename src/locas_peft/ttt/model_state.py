@@ -23,11 +23,9 @@ def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, 
     active = active_configs(model)
     inactive = (getattr(model, "peft_config", None) or {}).keys() - active.keys()
     buffers = {}
-    layers = [named for named in model.named_modules() if isinstance(named[1], ADAPTER_LAYERS)]
-    for prefix, layer in layers:
-        for name, buffer in layer.named_buffers():
-            of_base = name.startswith(("base_layer.", "original_module."))
-            if not of_base and name.rpartition(".")[2] not in inactive:
+    for prefix, layer in model.named_modules():
+        for name, buffer in layer.named_buffers() if isinstance(layer, ADAPTER_LAYERS) else ():
+            if not (name.startswith(("base_layer.", "original_module.")) or name.rpartition(".")[2] in inactive):
                 buffers[f"{prefix}.{name}"] = buffer
     return {
         "parameters": {name: value for name, value in model.named_parameters() if id(value) in trained},

@@ -265,8 +265,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         result = self._forward_observed(calibrations.values(), ffn_input, *args, **kwargs)
         for name, calibration in calibrations.items():
             statistics = calibration.finish()
-            rows = self.make_rows(name, statistics) if self.is_empty(name) else None
-            self.initialize(name, rows, statistics)
+            self.initialize(name, self.make_rows(name, statistics) if self.is_empty(name) else None, statistics)
             self._calibrated.add(name)
         return result
 
