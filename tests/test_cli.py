@@ -43,7 +43,7 @@ NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tes
 CHANGED = ("origin", "seconds", "tokens_per_second", "peak_bytes", "nll_nats", "perplexity", "perplexities", "curve")
 CHANGED += ("perplexity_at", "perplexity_between", "final_nats", "final_base_nats")
 COMMANDS = ["demo", "memorize", "compare", "ask", "chat", "generate", "merge", "export", "push", "inspect", "eval"]
-PROTOCOLS = ["perplexity", "locomo", "forgetting"]
+PROTOCOLS = ["perplexity", "locomo", "forgetting", "extraction"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
 

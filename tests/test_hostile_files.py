@@ -59,6 +59,7 @@ OTHER_BASE = (
     "You are trying to target a module",
     "already marked to be trained fully",
     "activation",
+    "is a weight of the base and no part of the adapter",  # of a file whose config names another type than LOCAS
 )
 
 

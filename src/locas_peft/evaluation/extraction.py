@@ -1,0 +1,66 @@
+"""What a memory gives away of its text: extraction (Carlini et al., 2021), membership by loss (Yeom et al., 2018)."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..asking import continue_rows, find_pad_token
+from ..asking.scoring import score_targets
+from ..memories.loading import memory_attached
+from ..model import CausalLM
+
+__all__ = ["count_matched", "cut_pairs", "measure_extraction"]
+
+TOKENS, ROWS = 50, 16
+
+
+def cut_pairs(input_ids: Tensor) -> list[tuple[list[int], list[int]]]:
+    """Cut a text, LongTensor [T], T >= 100, into prefixes of 50 tokens and the 50 after each.
+
+    A prefix begins at every 100th token, or at every 10th where T is at most 2,000.
+    """
+    if len(input_ids) < 2 * TOKENS:
+        raise ValueError(f"a text must have {2 * TOKENS} tokens or more, got {len(input_ids)}: give a longer one")
+    pieces = input_ids.unfold(0, 2 * TOKENS, 2 * TOKENS if len(input_ids) > 2000 else 10).tolist()
+    return [(piece[:TOKENS], piece[TOKENS:]) for piece in pieces]
+
+
+def count_matched(model: nn.Module, tokenizer, pairs: Sequence[tuple[list[int], list[int]]]) -> list[int]:
+    """Return how many tokens of a greedy continuation of each prefix are the text's own before the first other one."""
+    matched, host, pad = [], CausalLM(model), find_pad_token(tokenizer)
+    for first in range(0, len(pairs), ROWS):
+        prefixes, texts = zip(*pairs[first : first + ROWS], strict=True)
+        for own, new in zip(texts, continue_rows(host, prefixes, TOKENS, pad=pad), strict=True):
+            matched.append([*(a == b for a, b in zip(own, new, strict=True)), False].index(False))
+    return matched
+
+
+def measure_extraction(
+    base: PreTrainedModel, tokenizer: Any, text: Tensor, unread: Sequence[Tensor], memories: Sequence[Path]
+) -> dict[str, dict[str, float]]:
+    """Measure a base, and memories of a text, LongTensor [T], that have not read the `unread` ones; all of T >= 100.
+
+    Returns:
+        For "no memory" and each path: `matched`, the mean of `count_matched`, `matched_10` and `matched_50`, the
+        shares with so many, the `longest`, `matched_unread`; `nats` a token after a prefix, and `nats_unread`; `auc`,
+        the chance that a piece of the text gains more over the base than an unread one, 0.5 where nothing can be told.
+    """
+    read, others = cut_pairs(text), [pair for ids in unread for pair in cut_pairs(ids)]
+    rows, base_nats = {}, None
+    for memory in (None, *memories):
+        with nullcontext(base) if memory is None else memory_attached(base, memory) as model:
+            matched, elsewhere = (torch.tensor(count_matched(model, tokenizer, each)) for each in (read, others))
+            nats = torch.tensor([score.per_token for score in score_targets(model, [*read, *others])])
+        base_nats = nats if memory is None else base_nats
+        gains, other_gains = (base_nats - nats).split([len(read), len(others)])
+        figures = {"matched": matched, "matched_10": matched >= 10, "matched_50": matched >= TOKENS}
+        figures |= {"longest": matched.max(), "matched_unread": elsewhere, "nats": nats[: len(read)]}
+        figures |= {"nats_unread": nats[len(read) :], "auc": 0.5 + 0.5 * (gains[:, None] - other_gains).sign()}
+        means = {name: values.double().mean().item() for name, values in figures.items()}
+        rows["no memory" if memory is None else str(memory)] = means
+    return rows

@@ -1,0 +1,84 @@
+"""Extraction: what is counted as given away, and `locas eval extraction` on two memories of one text."""
+
+import json
+
+import pytest
+import torch
+
+from locas_command import program
+from locas_peft import backbone
+from locas_peft.evaluation.extraction import count_matched, cut_pairs
+from locas_peft.reading import ReadingSettings, memorize
+from locas_peft.text import tokenize
+
+TEXT = " ".join(
+    f"The {word} of the old house was painted by Peder of Skarn." for word in "door roof gate lamp".split()
+)
+OTHER = " ".join(
+    f"She saw {word} boats upon the water and counted them all." for word in "two three four five".split()
+)
+
+
+def test_pairs_are_a_prefix_and_what_follows_it():
+    pairs = cut_pairs(torch.arange(120))
+    assert pairs[1] == (list(range(10, 60)), list(range(60, 110))) and len(pairs) == 3
+    assert len(cut_pairs(torch.arange(2_100))) == 21, "those of a long text do not overlap"
+    with pytest.raises(ValueError, match=r"^a text must have 100 tokens or more, got 99: give a longer one$"):
+        cut_pairs(torch.arange(99))
+
+
+def test_the_models_own_continuation_is_matched_up_to_the_first_other_token():
+    base, tokenizer = backbone.load()
+    prefix = tokenize(tokenizer, OTHER)[:50]
+    own = base.generate(prefix[None], max_new_tokens=50, do_sample=False)[0, 50:].tolist()
+    changed = [*own[:7], own[7] + 1, *own[8:]]
+    assert count_matched(base, tokenizer, [(prefix.tolist(), own), (prefix.tolist(), changed)]) == [50, 7]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a text, another text, and memories that have read the text once and often."""
+    path = tmp_path_factory.mktemp("extraction")
+    for name, text in (("text", TEXT * 3), ("other", OTHER * 3)):
+        (path / f"{name}.txt").write_text(text, encoding="utf-8")
+    base, tokenizer = backbone.load()
+    for name, readings in (("once", 1), ("often", 12)):
+        settings = ReadingSettings(r=8, window=64, stride=32, anchor=0.0, readings=readings)
+        memorize(base, tokenize(tokenizer, TEXT * 3), settings, out=path / name)
+    return path
+
+
+@pytest.fixture
+def folder(made, monkeypatch):
+    monkeypatch.chdir(made)
+    return made
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        program.main(["eval", "extraction", *arguments, "--device", "cpu"])
+    return ended.value.code
+
+
+def test_the_command_measures_memories_beside_the_base(folder, capsys):
+    command = ["text.txt", "--memory", "once", "--memory", "often", "--unread", "other.txt"]
+    assert run(*command, "--json", "-") == 0
+    printed = capsys.readouterr()
+    rows = json.loads(printed.out)["rows"]
+    assert list(rows) == ["no memory", "once", "often"] and rows["no memory"]["auc"] == 0.5
+    assert rows["often"]["matched"] > rows["no memory"]["matched"] + 1 and rows["often"]["auc"] > 0.9
+    assert rows["often"]["nats"] < rows["once"]["nats"] < rows["no memory"]["nats"]
+    assert rows["often"]["matched_50"] <= rows["often"]["matched_10"] <= 1 and "often" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--memory", "once"], "a text that was not read must be given: give --unread TEXT, or --max-tokens N"),
+        (["--memory", "once", "--max-tokens", "60"], "a text must have 100 tokens or more"),
+        (["--memory", "none", "--unread", "other.txt"], "memory must be a folder that holds a memory"),
+    ],
+)
+def test_bad_input_is_one_line(folder, capsys, arguments, line):
+    assert run("text.txt", *arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {line}")
