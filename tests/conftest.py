@@ -13,14 +13,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 @pytest.fixture(scope="session")
 def load_benchmark():
-    """Return a function that loads a script of `benchmarks/`, as a module."""
+    """Return a function that loads a script of `benchmarks/`, which may import its neighbours, as a module."""
 
     def load(name: str):
         path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
         spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
         with pytest.MonkeyPatch.context() as patch:
-            patch.syspath_prepend(str(path.parent))  # a script imports others of its folder
+            patch.syspath_prepend(path.parent)
             spec.loader.exec_module(module)
         return module
 

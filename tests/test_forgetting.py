@@ -1,10 +1,9 @@
-"""Forgetting: pairs are read and scored, drift is a divergence, and what is disabled is as before to the last bit."""
+"""Forgetting: drift is a divergence, and what is disabled is as before to the last bit."""
 
 from __future__ import annotations
 
 import json
 import math
-import zipfile
 
 import pytest
 import torch
@@ -13,87 +12,13 @@ from peft import LoraConfig, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.asking.prompts import encode_prompt
-from locas_peft.asking.scoring import encode_pair, score_targets
-from locas_peft.evaluation.blimp import load_blimp, score_pairs, summarize_pairs
 from locas_peft.evaluation.drift import QUESTIONS, cut_text, measure_drift, write_own_answers
-from locas_peft.evaluation.forgetting import ForgettingPlan
 from locas_peft.evaluation.intervals import rise_interval
-
-PAIRS = {
-    "agreement": [("The dogs bark.", "The dogs barks."), ("She sings.", "She sing."), ("We go.", "We goes.")],
-    "islands": [("What did you see?", "What did you see it?")],
-}
-
-
-def write_pairs(directory):
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, pairs in PAIRS.items():
-        lines = [
-            json.dumps({"UID": name, "field": "syntax", "sentence_good": good, "sentence_bad": bad})
-            for good, bad in pairs
-        ]
-        (directory / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return directory
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return write_pairs(tmp_path / "blimp" / "data")
 
 
 @pytest.fixture(scope="module")
 def embedded():
     return backbone.load()
-
-
-def test_folder_and_zip_hold_the_same_pairs(folder, tmp_path):
-    archive = tmp_path / "blimp.zip"
-    with zipfile.ZipFile(archive, "w") as file:
-        for path in folder.iterdir():
-            file.write(path, f"data/{path.name}")
-            file.writestr(f"__MACOSX/data/._{path.name}", b"\x00\x05")
-    pairs, problems = load_blimp(folder.parent)
-    assert not problems and load_blimp(archive) == (pairs, [])
-    assert [(pair.paradigm, pair.good) for pair in pairs] == [
-        (name, good) for name, rows in PAIRS.items() for good, _ in rows
-    ]
-    assert [pair.paradigm for pair in load_blimp(archive, limit_pairs=1)[0]] == ["agreement", "islands"]
-
-
-def test_a_broken_pair_is_left_out_with_its_place(folder):
-    with (folder / "islands.jsonl").open("a") as file:
-        file.write('{"sentence_good": "Only one."}\nnot json\n[1]\n')
-    pairs, problems = load_blimp(folder)
-    assert len(pairs) == 4
-    assert problems == [
-        f"islands.jsonl:{line} must hold sentence_good and sentence_bad: pair left out" for line in (2, 3, 4)
-    ]
-
-
-def test_files_without_pairs_are_one_line(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^BLiMP must be a zip file or a folder, got .*, which does not exist: check"
-    ):
-        load_blimp(tmp_path / "none.zip")
-    with pytest.raises(
-        ValueError, match=r"^BLiMP must hold pairs in \.jsonl files, got none in .*: give the release's"
-    ):
-        load_blimp(tmp_path)
-    (tmp_path / "text.zip").write_text("no zip")
-    with pytest.raises(ValueError, match=r"^BLiMP must be a zip file or a folder, got .*: copy it again$"):
-        load_blimp(tmp_path / "text.zip")
-
-
-def test_a_pairs_score_is_its_sentences_total_nll(folder, embedded):
-    model, tokenizer = embedded
-    pairs, _ = load_blimp(folder)
-    scores = score_pairs(model, tokenizer, pairs)
-    alone = score_targets(model, [encode_pair(tokenizer, "", pairs[1].bad)])[0]
-    assert scores[1].bad_nll_nats == pytest.approx(alone.nll_nats, rel=1e-5)
-    assert alone.tokens == len(tokenizer("She sing.")["input_ids"]), "the first token is foretold too"
-    shares = summarize_pairs(scores)["paradigms"]
-    assert list(shares) == ["agreement", "islands"]
-    assert shares["agreement"] == sum(score.right for score in scores[:3]) / 3
 
 
 def make_model(kind: str):
@@ -168,10 +93,3 @@ def test_own_answers_are_the_bases_greedy_answers_and_drift_scores_nothing_else(
     assert tokenizer.decode(greedy).strip().startswith(tokenizer.decode(ids[-scored:]).strip())
     found = measure_drift(base, pieces)
     assert found["chunk_tokens"] == [count for _, count in pieces] and found["kl_nats"] == 0
-
-
-def test_the_identity_of_pairs_is_their_text(folder):
-    pairs, _ = load_blimp(folder)
-    other = [pair._replace(bad=pair.bad + " not") for pair in pairs]
-    one, two, again = (ForgettingPlan(pairs=some).to_json() for some in (pairs, other, list(pairs)))
-    assert one == again != two and one["pairs"] == two["pairs"] == 4

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 
-from locas_peft.evaluation.blimp import PairScore, summarize_pairs
 from locas_peft.evaluation.f1 import abstains, answer_f1
 from locas_peft.evaluation.intervals import mean_interval, rise_interval
 from locas_peft.evaluation.locomo import f1_by_category
@@ -41,11 +40,6 @@ def test_f1_by_category():
 
 def test_categories_without_questions_are_left_out():
     assert f1_by_category(make_records(("x", "x", 4))).keys() == {"single-hop", "answerable"}
-
-
-def test_losses_to_accuracies():
-    scores = [PairScore("p", "f", good, bad) for good, bad in ((1.0, 2.0), (3.0, 2.0), (2.0, 2.0), (2.0, 5.0))]
-    assert summarize_pairs(scores)["accuracy"]["mean"] == 0.5, "a draw is not right"
 
 
 def test_intervals_leave_numpys_random_state_alone():

@@ -42,9 +42,6 @@ def run(tmp_path, monkeypatch, capsys):
     write_samples(tmp_path, make_samples())
     (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
     (tmp_path / "other.txt").write_text("He came from the sea and said nothing of it to her.", encoding="utf-8")
-    pairs = [{"UID": "u", "sentence_good": "She sings.", "sentence_bad": "She sing."}] * 2
-    (tmp_path / "blimp").mkdir()
-    (tmp_path / "blimp" / "u.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
 
     def call(*args) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
@@ -191,9 +188,8 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["locomo", "talks.json", "--method", "none@4"], "error: r has no meaning for the method 'none', got 4"),
         (["locomo", "talks.json", "--method", "lora,lora"], "error: --method must name each once, got 'lora,lora'"),
         (["locomo", "talks.json", "--context", "some"], "error: context must be one of recompute, cache, got 'some'"),
-        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT, --own-answers or"),
-        (["forgetting", "book.txt", "--blimp", "none.zip"], "error: BLiMP must be a zip file or a folder, got "),
-        (["forgetting", "none.txt", "--blimp", "blimp"], "error: text must be an existing file, got 'none.txt'"),
+        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT or --own-answers"),
+        (["forgetting", "none.txt", "--own-answers"], "error: text must be an existing file, got 'none.txt'"),
         (["perplexity"], "error: give either TEXT files or --dataset NAME, one of the two"),
         (["perplexity", "empty"], "error: folder must hold .txt files, got none in 'empty': name another, or a file"),
         (["perplexity", "book.txt", "--long-window", "4096"], "error: --long-window must be within the model's 2048"),
@@ -253,7 +249,7 @@ def test_memories_that_were_studied_are_asked(run, tmp_path):
 
 
 def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_path):
-    args = [*"forgetting book.txt --unread other.txt --own-answers --blimp blimp --out o".split(), *FAST]
+    args = [*"forgetting book.txt --unread other.txt --own-answers --out o".split(), *FAST]
     code, out, _ = run(*args, "--method", "none,lora,locas-glu", "--lr", "0.02")
     assert code == 0 and "equal to before, to the last bit" in out
     figures = read(tmp_path / "o/forgetting.json")
@@ -268,7 +264,6 @@ def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_pa
         difference = found["unread_perplexity"]["other"] - figures["before"]["unread_perplexity"]["other"]
         assert rise["mean"] == pytest.approx(difference)
         assert rise["n"] == 1 or rise["low"] <= rise["mean"] <= rise["high"]
-        assert found["blimp_drop"]["n"] == 2
     stamp = (tmp_path / "o/forgetting/after-lora.json").stat().st_mtime_ns
     code, _, _ = run(*args, "--method", "none,lora,locas-glu,locas-glu@2", "--lr", "0.02")
     assert code == 0
@@ -285,7 +280,7 @@ def test_a_memory_that_was_not_switched_off_would_show(run, tmp_path, monkeypatc
     code, out, _ = run(
         "forgetting", "book.txt", "--unread", "other.txt", "--method", "lora", "--lr", "0.02", "--out", "o", *FAST
     )
-    assert code == 0 and "differs in unread" in out
+    assert code == 0 and "differs in other" in out
     assert read(tmp_path / "o/forgetting.json")["after"]["lora"]["disabled_is_before"] is False
 
 
@@ -321,7 +316,7 @@ def test_the_perplexity_of_text_files_needs_no_extra(run, monkeypatch):
 def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path, monkeypatch, command):
     args = [command, "book.txt", "--method", "locas-glu", *FAST]
     path = {"perplexity": "locas-glu/book.json", "forgetting": "memories/locas-glu.json"}[command]
-    args += ["--blimp", "blimp"] if command == "forgetting" else []
+    args += ["--unread", "other.txt"] if command == "forgetting" else []
     assert run(*args, "--out", "whole")[0] == 0
     memorize, begun = runs.memorize, []
 
@@ -379,12 +374,12 @@ def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
 
 def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, write_report, tmp_path):
     folder, _ = locomo_run
-    run("forgetting", "book.txt", "--unread", "other.txt", "--blimp", "blimp", "--out", "o", *FAST)
+    run("forgetting", "book.txt", "--unread", "other.txt", "--out", "o", *FAST)
     run("perplexity", "book.txt", "--out", "o", *FAST, "--anchor", 0.5, "--scaling", 3)
     written = write_report([folder / "out", tmp_path / "o"], tmp_path / "report.md")
     assert written[0].name == "report.md" and len(written) == 3
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
-    for title in ("## LoCoMo", "## Forgetting", "## Perplexity", "| locas-glu |", "BLiMP"):
+    for title in ("## LoCoMo", "## Forgetting", "## Perplexity", "| locas-glu |"):
         assert title in text
     line = next(line for line in text.splitlines() if "scaling 3.0" in line)
     own = ("learning rate 0.004", "scaling 3.0", "anchor 0.5", "anchor every 4")

@@ -124,42 +124,32 @@ def forgetting(
     unread: tuple[str, ...] | None = None,
     unread_tokens: options.AtLeastTwo = 50_000,
     own_answers: bool = False,
-    blimp: Path | None = None,
-    limit_pairs: options.Count | None = None,
     method: Methods = "lora,locas-glu",
-    batch_tokens: options.Count = 4096,
     unwrap: options.Unwrap = None,
     out: Out = DEFAULT_OUT,
     overwrite: options.Overwrite = False,
     settings: options.ManyMethods = options.READING,
     base: options.BaseGroup = options.BASE,
 ) -> None:
-    """Forgetting: grammar, unread text and drift from the base, before and after a book, and with the memory off.
+    """Forgetting: unread text and drift from the base, before and after a book, and with the memory off.
 
     Args:
         book: a UTF-8 text file, or - for stdin: what the memory reads.
         unread: a text that the memory does not read; may be given again.
         unread_tokens: the first tokens of each unread text.
         own_answers: also measure the base's own answers to 16 everyday questions.
-        blimp: BLiMP's zip file, or a folder with its .jsonl files.
-        limit_pairs: the first pairs of each paradigm.
-        batch_tokens: tokens scored at once, padding included.
     """
-    from locas_peft.evaluation.blimp import load_blimp
     from locas_peft.evaluation.documents import load_documents
     from locas_peft.evaluation.forgetting import ForgettingPlan, run_forgetting
     from locas_peft.text import load_text
 
     consoles = _open(out, base)
-    if not (unread or own_answers or blimp):
-        raise ValueError("something must be measured: give --unread TEXT, --own-answers or --blimp PATH")
-    pairs, problems = ([], []) if blimp is None else load_blimp(blimp, limit_pairs)
-    for problem in problems:
-        consoles[1].print(problem)
+    if not (unread or own_answers):
+        raise ValueError("something must be measured: give --unread TEXT or --own-answers")
     content, others = load_text(book), load_documents(unread or ())
     loaded, methods = _load(base, settings, method)
     texts = {name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()}
-    plan = ForgettingPlan(pairs, texts, own_answers, batch_tokens)
+    plan = ForgettingPlan(texts, own_answers)
     ids = loaded.encode(content, settings.max_tokens, unwrap)
     _run(run_forgetting, (ids, plan), loaded, methods, out, overwrite, consoles)
 

@@ -4,7 +4,6 @@ from typing import Any
 
 from ..tables import Sheet
 from . import forgetting, locomo, perplexity
-from .blimp import load_blimp
 from .conversations import choose_conversations, load_locomo
 from .documents import load_column, load_documents
 from .extraction import measure_extraction
@@ -13,7 +12,7 @@ from .locomo import run_locomo
 from .perplexity import run_perplexity
 from .runs import Run
 
-__all__ = ["Run", "choose_conversations", "load_blimp", "load_column", "load_documents", "load_locomo"]
+__all__ = ["Run", "choose_conversations", "load_column", "load_documents", "load_locomo"]
 __all__ += ["measure_extraction", "run_forgetting", "run_locomo", "run_perplexity", "tabulate_figures"]
 
 PROTOCOLS = {module.NAME: module for module in (locomo, forgetting, perplexity)}
