@@ -13,6 +13,7 @@ from locomo_data import make_samples, write_samples
 
 from locas_command import program as cli
 from locas_peft import backbone, units
+from locas_peft.asking import continuation
 from locas_peft.asking.answers import recite_for
 from locas_peft.asking.prompts import encode_answer
 from locas_peft.asking.scoring import score_targets
@@ -56,8 +57,16 @@ def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def short_recitations():
+    """Passages of 8 tokens: else beam search takes half of this module's time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuation, "_RECITED_TOKENS", 8)
+        yield
+
+
 @pytest.fixture(scope="module")
-def locomo_run(tmp_path_factory):
+def locomo_run(short_recitations, tmp_path_factory):
     """One run of the LoCoMo study that several tests look at."""
     folder = tmp_path_factory.mktemp("locomo")
     data = write_samples(folder, make_samples())
