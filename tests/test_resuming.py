@@ -45,6 +45,9 @@ def test_the_fingerprint_is_that_of_the_base():
     spoil(spoiled, 0)
     assert fingerprint(spoiled) != expected
     assert fingerprint(make_host("llama", torch.bfloat16)) != expected
+    spoiled = make_host("llama")
+    next(spoiled.parameters()).data.view(-1)[20] += 1  # not among the first numbers
+    assert fingerprint(spoiled) != expected
 
 
 @pytest.mark.parametrize(

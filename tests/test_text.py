@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 import locas_peft
-from locas_peft.text import find_start_token, load_text, python_reference, tokenize, unwrap
+from locas_peft.text import digest_tokenizer, find_start_token, load_text, python_reference, tokenize, unwrap
 
 BACKBONE = Path(locas_peft.__file__).parent / "backbone"
 
@@ -149,3 +149,15 @@ def test_tokenize_refuses_what_cannot_be_scored(tokenizer):
         tokenize(tokenizer, "")
     with pytest.raises(ValueError, match="^max_tokens must be at least 2, got 1: raise it, or leave it out$"):
         tokenize(tokenizer, "Call me Ishmael.", max_tokens=1)
+
+
+def test_the_digest_of_a_tokenizer_is_that_of_its_file_whatever_was_called_last(tokenizer):
+    other = AutoTokenizer.from_pretrained(BACKBONE)
+    other.pad_token = other.eos_token or other.unk_token
+    expected = digest_tokenizer(other)
+    other(["one", "two three four"], padding=True, truncation=True, max_length=2)
+    assert digest_tokenizer(other) == expected
+    assert digest_tokenizer(AutoTokenizer.from_pretrained(BACKBONE)) == digest_tokenizer(tokenizer)
+    other.chat_template = "{{ messages }}"
+    assert digest_tokenizer(other) != expected
+    assert digest_tokenizer(SimpleNamespace()) is None

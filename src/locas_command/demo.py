@@ -69,10 +69,8 @@ def demo(
 
     recalls = []
     if can_chat(base.tokenizer):
-        stderr.print(
-            f"Act 1, recall. {base.name} is asked about a page on a lighthouse that does not exist.\nThen it learns "
-            "the page, with locas-glu and with lora, and answers without seeing it."
-        )
+        stderr.print(f"Act 1, recall. {base.name} is asked about a page on a lighthouse that does not exist.")
+        stderr.print("Then it learns the page, with locas-glu and with lora, and answers without seeing it.")
         folder = out / page.RECALL
         with show_progress(stderr) as progress:
             for recalled in page.recall(base.model, base.tokenizer, settings, folder, progress=progress):
@@ -86,15 +84,11 @@ def demo(
         question = page.load_page_questions()[page.SHOWN[0]].question
         stdout.print(f'Next: locas ask "{question}" --memory {folder / "locas-glu"}\n')
     else:
-        stderr.print(
-            f"Act 1, recall, is left out: {base.name} has no chat template, so it cannot answer questions. With "
-            f"{page.CHAT_MODEL} it is shown: {page.INSTALL}"
-        )
+        reason = f"{base.name} has no chat template, so it cannot answer questions"
+        stderr.print(f"Act 1, recall, is left out: {reason}. With {page.CHAT_MODEL} it is shown: {page.INSTALL}")
     trained = "The embedded model was trained on English books alone. " if backbone.is_embedded(base.name) else ""
-    stderr.print(
-        f"Act 2, perplexity. {trained}{base.name} now reads the Python language reference.\nEach chunk is scored "
-        "before it is learned: the lower the perplexity, the better the prediction."
-    )
+    stderr.print(f"Act 2, perplexity. {trained}{base.name} now reads the Python language reference.")
+    stderr.print("Each chunk is scored before it is learned: the lower the perplexity, the better the prediction.")
     input_ids = base.encode(python_reference(), options.max_tokens, unwrap=None)
     readings = []
     for method, each in settings.items():

@@ -169,8 +169,7 @@ def extraction(
 
     Args:
         text: a UTF-8 text file, or - for stdin.
-        unread: a text that no memory has read; may be given again. Where not given, as many tokens that follow
-            --max-tokens in the text.
+        unread: a text that no memory has read; may be given again. Else as many tokens after --max-tokens.
         max_tokens: the first tokens of the text, which the memories have read.
     """
     from locas_peft.evaluation import measure_extraction

@@ -264,22 +264,35 @@ def push(memory: Memory, /, *, repo: str, license: str | None = None, private: b
     stdout.print(f"The memory is at {upload_memory(memory, repo, private=private)}")
 
 
-def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
-    """Describe a memory: base model, layers, width, bytes, norms, slots. Loads no base model."""
-    from locas_peft.memories.loading import describe_memory, tabulate_memory
+def inspect(memory: Memory, /, *, others: tuple[Path, ...] = (), json_file: JsonFile = None) -> None:
+    """Describe a memory: base model, layers, width, bytes, norms, slots, and what is unusual. Loads no base model.
+
+    Args:
+        others: a folder of memories of its base to compare it with; may be given again. Where not given, the folder
+            around it.
+    """
+    from locas_peft.memories.loading import LEAST_OTHERS, describe_memory, find_unusual, tabulate_memory
 
     stdout, _ = open_consoles(json_file)
     found = describe_memory(memory)
+    found |= find_unusual(found, [_open_library(each).folder for each in others])
     for name in ("base", "peft_type", "r", "init", "scaling", "dtype"):
         if found[name] is not None:
             stdout.print(f"{name:11}{printable(str(found[name]))}")
     stdout.print(f"{'size':11}{found['parameters']:,} parameters, {found['bytes']:,} bytes")
+    for name, value in found["digests"].items():
+        stdout.print(printable(f"{name.removesuffix('_sha256'):11}SHA-256 {value}"))
     if found["learned"] is False:
         stdout.print(f"{'learned':11}nothing yet")
     if found["replaces"]:
         stdout.print(f"{'replaces':11}{printable(', '.join(found['replaces']))} of the base")
     if found["layers"]:
         stdout.print(tabulate_memory(found).to_rich())
+        for each in found["unusual"] or ():
+            usual = f"usually {each['low']:.3g} to {each['high']:.3g}"
+            stdout.print(f"{'unusual':11}{printable(each['quantity'])}: {each['value']:.3g}, {usual}")
+        count = f"not known: {LEAST_OTHERS} are needed" if found["unusual"] is None else len(found["unusual"])
+        stdout.print(f"{'unusual':11}{count}, beside {found['others']} other memories of this base")
     write_result(json_file, found)
 
 

@@ -143,10 +143,9 @@ def memorize(
             raise
         chunks = math.ceil(len(input_ids) / complete.training.stride) * complete.training.readings
         if saves and complete.study is None and chunks < FEW_CHUNKS:
-            stderr.print(
-                f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty. Add --study for "
-                "questions about a short text, or --readings and a shorter --window and --stride"
-            )
+            what = f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty"
+            remedy = "Add --study for questions about a short text, or --readings and a shorter --window and --stride"
+            stderr.print(f"{what}. {remedy}")
     show_readings([result], stdout, stderr, None, shown)
     show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())

@@ -123,8 +123,9 @@ def read_each(
         for name, each in settings.items():
             options["out"] = None if out is None else out / name
             on_chunk = then_check(follow(progress(name or each.method.name, len(input_ids) * each.training.readings)))
+            options["tokenizer"] = base.tokenizer
             if each.study is not None:
-                options |= {"on_study": then_check(follow_study(progress)), "tokenizer": base.tokenizer}
+                options["on_study"] = then_check(follow_study(progress))
             readings.append(teaching.memorize(base.model, input_ids, each, on_chunk=on_chunk, **options))
     return readings
 
@@ -138,10 +139,9 @@ def show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console)
     stdout.print(f"asked {studied['asked']}, kept {kept}; wrote {wrote}, learned {learned}")
     if not studied["kept"]:
         samples = " | ".join(printable(sample) for sample in studied["samples"])
-        stderr.print(
-            f"nothing was studied: the model wrote no usable exchange. Samples: {samples or 'none'}. The text was "
-            "read; choose a larger model, one with a chat template, or give --exchanges-file"
-        )
+        what = f"the model wrote no usable exchange. Samples: {samples or 'none'}. The text was read"
+        remedy = "choose a larger model, one with a chat template, or give --exchanges-file"
+        stderr.print(f"nothing was studied: {what}; {remedy}")
 
 
 def show_readings(

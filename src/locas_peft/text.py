@@ -1,13 +1,16 @@
 """Text in, token ids out: the first steps of text -> tokens -> chunks -> memory."""
 
 import hashlib
+import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["digest_ids", "find_start_token", "load_text", "python_reference", "tokenize", "unwrap"]
+__all__ = ["digest_ids", "digest_json", "digest_tokenizer", "find_start_token", "load_text", "python_reference"]
+__all__ += ["tokenize", "unwrap"]
 
 _MARGIN_TOKENS = 256
 
@@ -88,6 +91,17 @@ def find_start_token(tokenizer) -> int | None:
 def digest_ids(input_ids: torch.Tensor) -> str:
     """Return the SHA-256 of token ids [T] as little-endian 64-bit integers: the same on every machine and device."""
     return hashlib.sha256(input_ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()
+
+
+def digest_json(value: Any) -> str:
+    """Return the SHA-256 of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def digest_tokenizer(tokenizer: Any) -> str | None:
+    """Return the SHA-256 of a tokenizer's serialized file and chat template; None for one without such a file."""
+    backend, last_call = getattr(tokenizer, "backend_tokenizer", None), {"truncation": None, "padding": None}
+    return backend and digest_json([json.loads(backend.to_str()) | last_call, tokenizer.chat_template])
 
 
 def _encode(tokenizer, text: str) -> list[int]:

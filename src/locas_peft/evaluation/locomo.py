@@ -19,14 +19,14 @@ from ..checks import check_choice
 from ..files import load_json, write_json
 from ..memories.loading import memory_attached
 from ..tables import Sheet, format_figure, format_mean, format_percent, to_number
-from ..text import tokenize
+from ..text import digest_json, tokenize
 from ..tuner import adapters_disabled
 from ..units import Unit, run_units
 from .conversations import Conversation, dialogue_lines
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, FROM_RECITED, PROMPTS, make_prompts
-from .runs import Run, digest, summarize_reading
+from .runs import Run, summarize_reading
 
 __all__ = ["NAME", "LocomoPlan", "f1_by_category", "run_locomo", "tabulate"]
 
@@ -74,7 +74,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     asked = _list_asked(run, conversations, readings, plan)
     units = [unit for row in readings.values() for unit in row.values()]
     units += [unit for row in asked.values() for unit in row]
-    digests = {one.sample_id: digest(asdict(one)) for one in conversations}
+    digests = {one.sample_id: digest_json(asdict(one)) for one in conversations}
     shared = {name: value for name, value in asdict(plan).items() if name != "settings"}
     head = run.open(NAME, units, conversations=digests, plan=shared)
     run_units(units, run.progress)

@@ -1,6 +1,5 @@
 """Runs of the protocols: where a run's results are, which run they are of, and the unit of a reading."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ..reading.teaching import memorize
 from ..text import digest_ids
 from ..units import Unit, add_needed, is_locked, lock_path, remove_unit
 
-__all__ = ["Run", "describe_text", "digest", "summarize_reading"]
+__all__ = ["Run", "describe_text", "summarize_reading"]
 
 
 @dataclass
@@ -102,11 +101,6 @@ def _join(folder: Path, before: dict[str, Any], record: dict[str, Any], overwrit
                 raise ValueError(difference)
         return {**record, "methods": {**theirs, **ours}, "files": files}
     return record
-
-
-def digest(value: Any) -> str:
-    """Return the SHA-256 of a JSON value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8")).hexdigest()
 
 
 def describe_text(input_ids: Tensor) -> dict[str, Any]:

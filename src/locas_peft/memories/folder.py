@@ -145,10 +145,8 @@ def _describe_loading(model: str) -> str:
         return f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({argument})"
     if is_gguf(model):
         return f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({model!r})"
-    return (
-        "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM\n\n"
-        f"base = AutoModelForCausalLM.from_pretrained({model!r})"
-    )
+    imports = "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM"
+    return f"{imports}\n\nbase = AutoModelForCausalLM.from_pretrained({model!r})"
 
 
 def pack(folder: Path, archive: Path) -> None:

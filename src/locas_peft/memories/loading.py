@@ -1,11 +1,13 @@
 """Load saved memories onto their base, or describe them from their files alone."""
 
 import dataclasses
+import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -20,14 +22,19 @@ from ..checks import first_line, one_line
 from ..files import finish_replacement, is_out_of_memory, load_json
 from ..tables import Sheet, format_figure
 from ..tuner.load_checks import load_memory_file
-from ..tuner.memory_file import PREFIX, WEIGHTS, find_memory_file, load_tensors, split_tensors
+from ..tuner.memory_file import PREFIX, SCALES, find_memory_file, load_tensors, split_tensors
 from ..tuner.modules import remember_modules
-from .folder import MEMORY_CONFIG
+from .folder import MEMORY_CONFIG, READING
 from .signing import check_signature
 
-__all__ = ["add_beside", "describe_memory", "load_memory", "load_memory_config", "memory_attached"]
-__all__ += ["open_memory", "tabulate_memory"]
+__all__ = ["LEAST_OTHERS", "add_beside", "describe_memory", "find_unusual", "load_memory", "load_memory_config"]
+__all__ += ["memory_attached", "open_memory", "tabulate_memory"]
 
+LEAST_OTHERS, MOST_OTHERS = 5, 50
+_DEVIATIONS, _LEAST_FACTOR = 6.0, 2.0
+"""Usual are values within so many standard deviations of the median, or within this factor of it."""
+
+_QUANTITIES = ("r", "tau", "input_scale", "gate", "up", "down")
 _NORMS = (("gate", "mean"), ("up", "mean"), ("down", "mean"), ("down", "max"))
 
 
@@ -148,9 +155,10 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     Returns:
         JSON values: `memory_dir`, `base`, `peft_type`, `r`, `init`, `scaling`, `dtype`, `parameters`, `bytes`
         (of the tensors' file), `host`, `replaces` (the tensors of a LOCAS memory's file that replace weights of the
-        base, by name), `learned` (False for a LOCAS memory without an output; None for other adapters), `layers`: for
-        a LOCAS memory an entry for each FFN with `name`, `r`, `tau`, `slots` (None where no host slots were cloned)
-        and, for `gate` (None in a two-layer memory), `up` and `down`, `mean` and `max` of the slots' norms.
+        base, by name), `learned` (False for a LOCAS memory without an output; None for other adapters), `digests` (of
+        the reading's record), `layers`: for a LOCAS memory an entry for each FFN with `name`, `r`, `tau`,
+        `input_scale`, `slots` (None where no host slots were cloned) and, for `gate` (None in a two-layer memory),
+        `up` and `down`, `mean` and `max` of the slots' norms.
 
     Raises:
         ValueError: there is no memory, or its files hold something that loading refuses.
@@ -160,12 +168,15 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     tensors = load_memory_file(str(path), config)[0] if is_memory else _load_other_tensors(path)
     parts, others = split_tensors(tensors) if is_memory else ({}, [])
     slots, layers = getattr(config, "slots", None) or {}, []
+    record = load_json(path.with_name(READING)) if path.with_name(READING).is_file() else {}
+    if not isinstance(record, dict):
+        raise ValueError(f"{path.with_name(READING)} must be the record of a reading: copy or save the memory again")
     for name in sorted(parts, key=lambda name: [int(number) for number in re.findall(r"\d+", name)]):
-        layer = {"name": name, **dict.fromkeys(("r", "tau", "gate", "up", "down")), "slots": slots.get(name)}
+        layer = {"name": name, "slots": slots.get(name), **dict.fromkeys(_QUANTITIES)}
         for part, tensor in parts[name].items():
-            if part == "locas_tau":
-                layer["tau"] = tensor.item()
-            elif part in WEIGHTS:
+            if part in SCALES:
+                layer[part.removeprefix("locas_")] = tensor.item()
+            else:
                 norms = tensor.float().norm(dim=0 if part == "locas_down" else 1)  # gate, up [R, D]; down [D, R]
                 found = {"mean": norms.mean().item(), "max": norms.max().item()}
                 layer |= {part.removeprefix("locas_"): found, "r": len(norms)}
@@ -181,10 +192,53 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": path.stat().st_size,
         "host": getattr(config, "host", None),
+        "digests": {key: value for key, value in record.items() if key.endswith("_sha256")},
         "replaces": [key.removeprefix(PREFIX) for key in others],
         "learned": any(layer["down"]["max"] > 0 for layer in layers) if is_memory else None,
         "layers": layers,
     }
+
+
+def find_unusual(memory: dict[str, Any], folders: Sequence[str | Path] = ()) -> dict[str, Any]:
+    """Compare slots, scales and norms of a memory, as `describe_memory` returns it, with the latest 50 of its base.
+
+    These are in `folders`, or in the folder around the memory; damaged ones are left out. The standard deviation is
+    that of logarithms, from their median absolute deviation.
+
+    Returns:
+        JSON values: `others`, how many were compared; `unusual`, None for fewer than 5, else for each quantity that is
+        not usual `quantity`, `value`, and the usual range from `low` to `high`.
+    """
+    own, others = Path(memory["memory_dir"]).resolve(), list[dict[str, float]]()
+    places = [Path(folder).resolve() for folder in folders or [own.parent]]
+    configs = {file for place in places for file in place.glob(f"*/{MEMORY_CONFIG}")} - {own / MEMORY_CONFIG}
+    for file in sorted(configs, key=lambda file: -file.stat().st_mtime) if memory["layers"] else ():
+        with suppress(ValueError):
+            if len(others) < MOST_OTHERS and (other := describe_memory(file.parent))["host"] == memory["host"]:
+                others.append(_list_quantities(other))
+    unusual, known = list[dict[str, Any]](), len(others) >= LEAST_OTHERS
+    for name, value in _list_quantities(memory).items() if known else ():
+        logs = [math.log(other[name]) for other in others if name in other] or [math.log(value)]
+        middle = median(logs)
+        width = max(_DEVIATIONS * 1.4826 * median(abs(each - middle) for each in logs), math.log(_LEAST_FACTOR))
+        if abs(math.log(value) - middle) > width:
+            low, high = math.exp(middle - width), math.exp(middle + width)
+            unusual.append({"quantity": name, "value": value, "low": low, "high": high})
+    return {"others": len(others), "unusual": unusual if known else None}
+
+
+def _list_quantities(memory: dict[str, Any]) -> dict[str, float]:
+    """Return the quantities by their names, all positive: medians over the layers, and each layer relative to them."""
+    found = {"scaling": memory["scaling"]}
+    for part in _QUANTITIES:
+        layers = {layer["name"]: layer[part] for layer in memory["layers"] if layer[part] is not None}
+        values = {name: abs(each["mean"] if isinstance(each, dict) else each) for name, each in layers.items()}
+        found[f"{part}, median of the layers"] = middle = median_low(values.values() or [0.0])
+        for name, value in values.items():
+            found[f"{part} in {name} over that median"] = value / (middle or 1.0)
+            if isinstance(layers[name], dict):
+                found[f"{part} in {name}, largest norm over the mean"] = layers[name]["max"] / (value or 1.0)
+    return {name: max(abs(value), 1e-12) for name, value in found.items()}
 
 
 def tabulate_memory(memory: dict[str, Any]) -> Sheet:

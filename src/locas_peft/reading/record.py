@@ -18,7 +18,7 @@ from ..memories.folder import MEMORY_CONFIG, READING, SAMPLE, SIGNATURE, TEXT_SI
 from ..memories.loading import find_files
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, digest_exchanges
-from ..text import digest_ids
+from ..text import digest_ids, digest_json
 from ..ttt import perplexity
 from .settings import FIELDS, CompleteSettings, ReadingSettings
 
@@ -36,7 +36,8 @@ class Reading:
     """What one method made of one text. `to_json` returns the object that `--json` writes.
 
     Attributes:
-        text_sha256: of the token ids.
+        text_sha256, base_sha256, tokenizer_sha256: of the token ids, `fingerprint`, `digest_tokenizer`; `to_json` adds
+            settings_sha256, of the settings as JSON.
         scored_tokens, nll_nats: of the first reading of the text; each token is scored before it is learned.
         perplexity_at: from the number of tokens read to the perplexity so far.
         perplexity_between: from "0-50000" and so on to the perplexity of that segment.
@@ -74,6 +75,8 @@ class Reading:
     stopped: bool = False
     title: str | None = None
     origin: dict[str, Any] | None = None
+    base_sha256: str | None = None
+    tokenizer_sha256: str | None = None
 
     @property
     def method(self) -> str:
@@ -87,16 +90,19 @@ class Reading:
     def to_json(self) -> dict[str, Any]:
         """Return the settings and the figures in one flat dictionary of JSON values."""
         figures = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return {**figures.pop("settings").to_json(), **figures, "tokens_per_second": self.tokens_per_second}
+        settings = figures.pop("settings").to_json()
+        derived = {"settings_sha256": digest_json(settings), "tokens_per_second": self.tokens_per_second}
+        return {**settings, **figures, **derived}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Reading":
         """Undo `to_json`; a missing or unknown key is a `ValueError`. A figure that JSON cannot hold (null) is NaN."""
-        value = {name: item for name, item in value.items() if (name, item) not in _FORMER}
-        value.pop("tokens_per_second", None)
+        derived = ("settings_sha256", "tokens_per_second")
+        value = {name: item for name, item in value.items() if (name, item) not in _FORMER and name not in derived}
         settings = {name: value.pop(name) for name in list(value) if name in FIELDS}
         optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied", "stopped", "title"}
-        value |= {name: _null_to_nan(value[name]) for name in value.keys() - optional - {"origin"}}
+        optional |= {"origin", "base_sha256", "tokenizer_sha256"}
+        value |= {name: _null_to_nan(value[name]) for name in value.keys() - optional}
         try:
             reading = cls(settings=ReadingSettings(**settings).complete(), **value)
         except TypeError as error:

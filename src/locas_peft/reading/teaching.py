@@ -19,12 +19,12 @@ from ..memories.folder import check_vacant
 from ..memories.loading import add_beside, load_memory
 from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct
-from ..text import digest_ids
+from ..text import digest_ids, digest_tokenizer
 from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
 from ..tuner.modules import remember_modules
 from .methods import SHAPE
 from .record import Reading, describe_origin, find_finished, load_reading, save_reading
-from .resuming import Checkpoints, restore
+from .resuming import Checkpoints, fingerprint, restore
 from .settings import CompleteSettings, ReadingSettings
 
 __all__ = ["PeakMemory", "StopReading", "attached", "make_trainer", "memorize", "score"]
@@ -111,6 +111,7 @@ def memorize(
                     return finished
             check_vacant(out, resume=resume, overwrite=overwrite, goes_on=replaces)
         shared = {**settings.to_json(), **origin}
+        digests = {"base_sha256": fingerprint(base), "tokenizer_sha256": digest_tokenizer(tokenizer)}
         earlier = [] if start is None else _load_earlier(start, settings)
         model = stack.enter_context(attached(base, settings, start, beside))
         peak = PeakMemory(base.device)
@@ -144,7 +145,7 @@ def memorize(
             stopped = True
         figures = {"studied": study and study.figures, "stopped": stopped, "title": title}
         figures |= {"memory_dir": None if out is None else str(out), "peak_bytes": peak.read()}
-        figures["origin"] = origin if any(origin.values()) else None
+        figures |= {"origin": origin if any(origin.values()) else None, **digests}
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
             save_reading(model, out, reading, correct(earlier, study.exchanges if study else []) or None, sample)

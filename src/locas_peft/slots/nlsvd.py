@@ -137,10 +137,8 @@ def _check(key: Tensor, value: Tensor, rank: int) -> None:
     if key.dtype != value.dtype:
         raise TypeError(f"key and value must have one dtype, got {key.dtype} and {value.dtype}: convert one of them.")
     if key.dim() < 2 or value.shape != key.mT.shape:
-        raise ValueError(
-            f"key must be [..., D, R] and value [..., R, D], got {list(key.shape)} and {list(value.shape)}: "
-            "transpose one of them."
-        )
+        what = f"key must be [..., D, R] and value [..., R, D], got {list(key.shape)} and {list(value.shape)}"
+        raise ValueError(f"{what}: transpose one of them.")
     check_rank(rank, key.shape[-1])
     if not (key.isfinite().all() and value.isfinite().all()):
         raise ValueError("key and value must be finite, got NaN or infinity: load or write the memory again.")

@@ -118,10 +118,8 @@ class Writer:
 def _find_two_layer_memory(model: nn.Module, adapter_name: str | None) -> tuple[str, list[LocasLayer]]:
     name, layers = find_memory(model, adapter_name, "write into")
     if any(name in layer.locas_gate for layer in layers):
-        raise ValueError(
-            f"the memory {name!r} must have two layers to be written, got gates beside {layers[0].name}: train it, or "
-            "use a host with two-layer FFNs."
-        )
+        what = f"the memory {name!r} must have two layers to be written, got gates beside {layers[0].name}"
+        raise ValueError(f"{what}: train it, or use a host with two-layer FFNs.")
     if any(name in layer.merged_adapters for layer in layers):
         raise ValueError(f"the memory {name!r} must not be merged while it is written: call unmerge_adapter().")
     widths = sorted({layer.locas_up[name].out_features for layer in layers})

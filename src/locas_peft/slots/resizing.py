@@ -90,10 +90,8 @@ def grow(model: nn.Module, rank: int, adapter_name: str | None = None, batches: 
     statistics = [None] * len(layers) if batches is None else observe_host(model, batches, name, layers, rank)
     tokens = min((len(seen.inputs) for seen in statistics if seen is not None), default=rank)
     if strategy.takes_tokens and tokens < rank:  # the same token in two slots with values of zero: they stay equal
-        raise ValueError(
-            f"batches must have at least {rank} tokens for init_strategy={config.init_strategy!r}, got {tokens}: give "
-            "a longer text, or lower rank."
-        )
+        what = f"batches must have at least {rank} tokens for init_strategy={config.init_strategy!r}, got {tokens}"
+        raise ValueError(f"{what}: give a longer text, or lower rank.")
     grown = [_grow_layer(layer, name, rank, seen) for layer, seen in zip(layers, statistics, strict=True)]
     for layer, (weights, slots) in zip(layers, grown, strict=True):
         _replace_weights(layer, name, weights)

@@ -44,14 +44,11 @@ class Anchor:
         if not isinstance(texts, OwnText):
             if not isinstance(texts, Tensor) or texts.dtype != torch.int64:
                 got = texts.dtype if isinstance(texts, Tensor) else type(texts).__name__
-                raise TypeError(
-                    f"anchor texts must be a LongTensor of shape [n, L], got {got}: make it with write_own_text(model)"
-                )
+                what = f"anchor texts must be a LongTensor of shape [n, L], got {got}"
+                raise TypeError(f"{what}: make it with write_own_text(model)")
             if texts.ndim != 2 or not len(texts) or texts.shape[1] < 2:
-                raise ValueError(
-                    f"anchor texts must have the shape [n, L] with n >= 1 and L >= 2, got {list(texts.shape)}: "
-                    "make them with write_own_text(model)"
-                )
+                what = f"anchor texts must have the shape [n, L] with n >= 1 and L >= 2, got {list(texts.shape)}"
+                raise ValueError(f"{what}: make them with write_own_text(model)")
         if not 0 < self.weight < math.inf:
             raise ValueError(f"anchor weight must be a number above 0, got {self.weight}: for none, give no anchor")
         check_whole("anchor every", self.every, 1)
@@ -96,10 +93,8 @@ class Anchor:
         if len(self.known_texts):
             host.check_tokens(self.known_texts, "anchor texts", "write them with this model")
         if host.positions is not None and self.texts.shape[1] > host.positions:
-            raise ValueError(
-                f"anchor texts must be within the model's {host.positions} positions, got {self.texts.shape[1]} "
-                "tokens: write shorter ones"
-            )
+            what = f"anchor texts must be within the model's {host.positions} positions"
+            raise ValueError(f"{what}, got {self.texts.shape[1]} tokens: write shorter ones")
 
 
 class OwnText:
@@ -170,7 +165,5 @@ def _start_of_text(host: CausalLM) -> int:
             token = token[0] if isinstance(token, (list, tuple)) and token else token
             if isinstance(token, int) and 0 <= token < host.vocabulary:  # the config may be of a larger vocabulary
                 return token
-    raise ValueError(
-        "model's config must name a bos_token_id, eos_token_id or pad_token_id to write text from, got none in its "
-        "vocabulary: set one, or give Anchor texts of your own"
-    )
+    what = "model's config must name a bos_token_id, eos_token_id or pad_token_id to write text from"
+    raise ValueError(f"{what}, got none in its vocabulary: set one, or give Anchor texts of your own")

@@ -62,10 +62,9 @@ class Learner:
         if self.optimizer is None:
             self._start(parameters)
         if set(self._held()) != set(parameters):
-            raise ValueError(
-                "model must train the same parameters from the first chunk to the last, got others than the optimizer "
-                "was made for: make a new TestTimeTrainer after switching or adding adapters"
-            )
+            rule = "model must train the same parameters from the first chunk to the last"
+            remedy = "make a new TestTimeTrainer after switching or adding adapters"
+            raise ValueError(f"{rule}, got others than the optimizer was made for: {remedy}")
         self.optimizer.zero_grad(set_to_none=True)
 
     def _held(self) -> list[nn.Parameter]:

@@ -178,29 +178,25 @@ def _check_model(model: nn.Module) -> None:
     config = model.active_peft_config if isinstance(model, PeftModel) else None
     if not isinstance(config, LocasConfig):
         got = type(model).__name__ if config is None else f"one with {config.peft_type.value}"
-        raise ValueError(
-            f"model must be a PEFT model with an active LOCAS memory, got {got}: use get_peft_model(model, "
-            "LocasConfig()), or read one after the other with TestTimeTrainer"
-        )
+        rule = f"model must be a PEFT model with an active LOCAS memory, got {got}"
+        remedy = "use get_peft_model(model, LocasConfig()), or read one after the other with TestTimeTrainer"
+        raise ValueError(f"{rule}: {remedy}")
     if len(model.active_adapters) > 1:
         remedy = "call set_adapter with the one that the memories shall be configured as"
         raise ValueError(f"model must have one active adapter, got {', '.join(model.active_adapters)}: {remedy}")
     for layer in (module for module in model.modules() if isinstance(module, ADAPTER_LAYERS)):
         if not isinstance(layer, LocasLayer):
             kind = f"{type(layer).__module__}.{type(layer).__name__}"
-            raise ValueError(
-                f"model must have LOCAS memories alone, got a layer of {kind}: unload that adapter, or read one after "
-                "the other with TestTimeTrainer"
-            )
+            what = f"model must have LOCAS memories alone, got a layer of {kind}"
+            raise ValueError(f"{what}: unload that adapter, or read one after the other with TestTimeTrainer")
         if layer.merged:
             raise ValueError("model must not have a memory merged into the base: call unmerge_adapter() first")
         if layer.disable_adapters:
             raise ValueError("model must not have its adapters disabled, got disabled ones: enable them first")
     if STRATEGIES[config.init_strategy].written:
-        raise ValueError(
-            f"init_strategy must be one that makes rows, got {config.init_strategy!r}, whose slots are written one "
-            "document at a time: choose 'topk', or read one after the other with TestTimeTrainer"
-        )
+        got = f"{config.init_strategy!r}, whose slots are written one document at a time"
+        remedy = "choose 'topk', or read one after the other with TestTimeTrainer"
+        raise ValueError(f"init_strategy must be one that makes rows, got {got}: {remedy}")
 
 
 def _check_documents(
@@ -213,10 +209,8 @@ def _check_documents(
             raise TypeError(f"documents' names must be strings, got {type(name).__name__}: give each a name")
         # PEFT keeps adapters as attributes of modules.
         if not name or "." in name or name.startswith("__") or hasattr(nn.ModuleDict(), name):
-            raise ValueError(
-                f"documents' names must be names that an adapter can have, got {name!r}: give one without dots that "
-                "is not an attribute of a PyTorch module"
-            )
+            what = f"documents' names must be names that an adapter can have, got {name!r}"
+            raise ValueError(f"{what}: give one without dots that is not an attribute of a PyTorch module")
         if name in checked:
             raise ValueError(f"documents' names must differ, got {name!r} twice: give each its own")
         if name in host.model.peft_config:

@@ -44,9 +44,8 @@ def restore_model_state(model: nn.Module, trained: Iterable[nn.Parameter], state
         for name, tensor in own[kind].items():
             value = state[kind][name]
             if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
-                raise ValueError(
-                    f"{name} is {list(value.shape)} {value.dtype}, expected {list(tensor.shape)} {tensor.dtype}"
-                )
+                expected = f"{list(tensor.shape)} {tensor.dtype}"
+                raise ValueError(f"{name} is {list(value.shape)} {value.dtype}, expected {expected}")
             tensor.copy_(value)
     for name, fields in state["filled"].items():
         for field, value in fields.items():

@@ -71,9 +71,8 @@ class TestTimeTrainer:
             remedy = "give one, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1), or None for AdamW"
             raise TypeError(f"optimizer must be a callable that takes the parameters, got {optimizer!r}: {remedy}")
         if not self._learner.trains and writer is None and self._list_trained():
-            raise ValueError(
-                "learning_rate must be a number above 0 where an adapter is trained, got None: give one, 1e-3 say"
-            )
+            rule = "learning_rate must be a number above 0 where an adapter is trained"
+            raise ValueError(f"{rule}, got None: give one, 1e-3 say")
         if anchor is not None:
             if not self._learner.trains and writer is not None:
                 rule = "anchor must be None for a memory that is written and not trained, got one, which acts on"
@@ -140,16 +139,12 @@ class TestTimeTrainer:
         """
         ids = self._host.check_document(input_ids)
         trained = self._list_trained()
-        if trained and self._loop.writer is None and unwritten_memories(self.model):
-            raise ValueError(
-                f"writer must be given for the memory {unwritten_memories(self.model)[0]!r}, which has no slots to be "
-                "trained: give writer=SlotWriter(model), or another init_strategy"
-            )
+        if trained and self._loop.writer is None and (unwritten := unwritten_memories(self.model)):
+            rule = f"writer must be given for the memory {unwritten[0]!r}, which has no slots to be trained"
+            raise ValueError(f"{rule}: give writer=SlotWriter(model), or another init_strategy")
         if trained and self._host.is_merged():
-            raise ValueError(
-                "model must not have its adapter merged into the base, got a merged one, which cannot learn: "
-                "call unmerge_adapter() first"
-            )
+            what = "model must not have its adapter merged into the base, got a merged one, which cannot learn"
+            raise ValueError(f"{what}: call unmerge_adapter() first")
         text = digest_ids(ids)
         if self._text not in (None, text):
             rule = f"input_ids must be the document begun here (sha256 {self._text[:12]}), got another one"

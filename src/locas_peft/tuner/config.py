@@ -83,10 +83,8 @@ class LocasConfig(PeftConfig):
         for pattern, r in self.rank_pattern.items():
             _check("r", r, f"rank_pattern[{pattern!r}]")
         if self.row_norm > max(1.0, self.max_slot_norm or math.inf):
-            raise ValueError(
-                f"row_norm must be at most max_slot_norm ({self.max_slot_norm}), got {self.row_norm}: the first step "
-                "would clip the rows; raise max_slot_norm, or set it to None."
-            )
+            what = f"row_norm must be at most max_slot_norm ({self.max_slot_norm}), got {self.row_norm}"
+            raise ValueError(f"{what}: the first step would clip the rows; raise max_slot_norm, or set it to None.")
         for name in ("layers_to_transform", "layers_pattern"):
             if isinstance(self.target_modules, str) and getattr(self, name) is not None:
                 raise ValueError(f"{name} cannot be used when target_modules is a regular expression.")

@@ -76,10 +76,8 @@ class HostFFN:
         self.owner, self.parts, self.name = owner, parts, name or type(owner).__name__
         missing = [part for part in parts.projections if not _is_projection(getattr(owner, part, None))]
         if missing:
-            raise ValueError(
-                f"{self.name} ({type(owner).__name__}) has no projection named {', '.join(missing)}: "
-                f"it has {describe_children(owner)}. Name its parts in ffn_parts."
-            )
+            what = f"{self.name} ({type(owner).__name__}) has no projection named {', '.join(missing)}"
+            raise ValueError(f"{what}: it has {describe_children(owner)}. Name its parts in ffn_parts.")
         # A flat FFN: its owner is a decoder layer, which has parameters outside the FFN's parts.
         own = {*parts.projections, *ACTIVATION_NAMES, parts.activation}
         self.is_flat = any(name.split(".")[0] not in own for name, _ in owner.named_parameters())
@@ -88,10 +86,8 @@ class HostFFN:
         width = rows // 2 if parts.gate_up else rows
         expected = [(self.hidden_size, rows)] * (len(shapes) - 1) + [(width, self.hidden_size)]
         if shapes != expected:
-            raise ValueError(
-                f"{self.name}: the projections {', '.join(parts.projections)} map {shapes} (in, out), "
-                f"which is no FFN: expected {expected}. Name its parts in ffn_parts."
-            )
+            mapped = f"the projections {', '.join(parts.projections)} map {shapes} (in, out), which is no FFN"
+            raise ValueError(f"{self.name}: {mapped}: expected {expected}. Name its parts in ffn_parts.")
         self.act = _find_activation(owner, parts)
 
     @property
@@ -297,10 +293,9 @@ def _find_activation(owner: nn.Module, parts: FFNParts) -> Callable[[Tensor], Te
         return found[0]
     if parts.activation in ACT2FN:
         return ACT2FN[parts.activation]
-    raise ValueError(
-        f"{type(owner).__name__} has no activation under {', '.join(names)}: name it in ffn_parts['activation'], "
-        "as an attribute or as one of transformers' activations."
-    )
+    what = f"{type(owner).__name__} has no activation under {', '.join(names)}"
+    remedy = "name it in ffn_parts['activation'], as an attribute or as one of transformers' activations."
+    raise ValueError(f"{what}: {remedy}")
 
 
 def describe_children(module: nn.Module) -> str:
@@ -342,10 +337,8 @@ def forbid_packing(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-                raise ValueError(
-                    f"{name} was packed by bitsandbytes in a forward on the CPU, which cannot be undone exactly: load "
-                    "the base again, and add the memory before its first forward."
-                )
+                what = f"{name} was packed by bitsandbytes in a forward on the CPU, which cannot be undone exactly"
+                raise ValueError(f"{what}: load the base again, and add the memory before its first forward.")
             module.support_avx512bf16_for_cpu = False
 
 

@@ -55,10 +55,8 @@ def to_parts(names: dict[str, str]) -> FFNParts:
     """Return a user's names of an FFN's parts; raise a `ValueError` if they do not make an FFN."""
     unknown = set(names) - {field.name for field in fields(FFNParts)}
     if unknown or "down" not in names or ("up" in names) == ("gate_up" in names):
-        raise ValueError(
-            f"ffn_parts must name down and either up (with gate, if gated) or gate_up, and may name activation; "
-            f"got {dict(names)}."
-        )
+        what = "ffn_parts must name down and either up (with gate, if gated) or gate_up, and may name activation"
+        raise ValueError(f"{what}; got {dict(names)}.")
     return FFNParts(**names)
 
 

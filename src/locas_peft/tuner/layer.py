@@ -257,10 +257,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written there is lost.
         lost = [name for name in waiting if name in self._calibrated]
         if lost:
-            raise ValueError(
-                f"the memory '{lost[0]}' has lost the rows of its calibration, since the model is sharded: "
-                "calibrate(model, batches) before it is (before Trainer, accelerator.prepare or fully_shard)."
-            )
+            problem = f"the memory '{lost[0]}' has lost the rows of its calibration, since the model is sharded"
+            remedy = "calibrate(model, batches) before it is (before Trainer, accelerator.prepare or fully_shard)."
+            raise ValueError(f"{problem}: {remedy}")
         calibrations = {name: self.start_calibration(name) for name in waiting}
         result = self._forward_observed(calibrations.values(), ffn_input, *args, **kwargs)
         for name, calibration in calibrations.items():
@@ -273,15 +272,12 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # Trainer wraps a model in torch.nn.DataParallel on several GPUs. What a replica writes is lost, and its hooks
         # are the original's.
         if self.training and any(map(self.needs_calibration, self._memories(self.active_adapters))):
-            raise ValueError(
-                "a memory cannot calibrate itself under DataParallel: calibrate(model, batches) first, or train with "
-                "DistributedDataParallel (torchrun)."
-            )
+            problem = "a memory cannot calibrate itself under DataParallel"
+            remedy = "calibrate(model, batches) first, or train with DistributedDataParallel (torchrun)."
+            raise ValueError(f"{problem}: {remedy}")
         if self.ffn.is_flat:
-            raise ValueError(
-                f"{self.name} cannot run under DataParallel, since its FFN has no module of its own: train with "
-                "DistributedDataParallel (torchrun), or on one device."
-            )
+            what = f"{self.name} cannot run under DataParallel, since its FFN has no module of its own"
+            raise ValueError(f"{what}: train with DistributedDataParallel (torchrun), or on one device.")
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
         self._ffn_input = args[0]
@@ -324,10 +320,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def check_exportable(self, adapter_name: str) -> None:
         """Raise a `ValueError` if a memory is rescaled, or its host has another adapter."""
         if adapter_name in self.locas_multiplier:
-            raise ValueError(
-                f"the memory '{adapter_name}' cannot be merged inside rescale(), got the multiplier "
-                f"{self.locas_multiplier[adapter_name]}: merge it outside, or set the config's scaling."
-            )
+            rule, got = f"'{adapter_name}' cannot be merged inside rescale()", self.locas_multiplier[adapter_name]
+            remedy = "merge it outside, or set the config's scaling."
+            raise ValueError(f"the memory {rule}, got the multiplier {got}: {remedy}")
         adapter = self.ffn.find_other_adapter()
         if adapter:
             raise ValueError(f"cannot merge into {self.name}: {adapter}.")

@@ -50,10 +50,9 @@ def load_memory_file(path: str, config: LocasConfig) -> tuple[Tensors, dict[str,
     # PEFT loads each of these without a question, also in place of the base's own weights.
     fields = {key: config.field_that_names(key) for key in others}
     for key in (key for key, field in fields.items() if field is None):
-        raise ValueError(
-            f"{path}: {one_line(key)} is a weight of the base and no part of a memory; get the file from a trusted "
-            "source, or name the tensor in the config's saved_embeddings."
-        )
+        what = f"{path}: {one_line(key)} is a weight of the base and no part of a memory"
+        remedy = "get the file from a trusted source, or name the tensor in the config's saved_embeddings."
+        raise ValueError(f"{what}; {remedy}")
     for field in ("modules_to_save", "trainable_token_indices", "saved_embeddings"):
         # A classifier has one of several names, so that one tensor is enough here.
         if getattr(config, field) and field not in fields.values():
@@ -132,10 +131,8 @@ def find_misfit(model: nn.Module, adapter_name: str, config: LocasConfig, tensor
         name = one_line(key)
         if key not in known:
             if key in own and ".locas_" not in key:
-                return (
-                    f"{name} is a weight of the base and no part of a memory; get the file from a trusted source, or "
-                    "name the embedding in the config's saved_embeddings"
-                )
+                remedy = "get the file from a trusted source, or name the embedding in the config's saved_embeddings"
+                return f"{name} is a weight of the base and no part of a memory; {remedy}"
             return f"the model has no layer for {name}; load the base that the memory was made for"
         shape, is_float = list(own[key].shape), own[key].is_floating_point() or key in memory
         if list(tensor.shape) != shape:
@@ -169,20 +166,16 @@ def check_tokens(config: LocasConfig, model: nn.Module) -> None:
             rows = getattr(getattr(module, "weight", None), "shape", None)
             if (module is embeddings or (target is not None and name.endswith(target))) and rows:
                 if max(numbers, default=0) >= rows[0]:
-                    raise ValueError(
-                        f"trainable_token_indices must be below the {rows[0]} rows of {name}, got {max(numbers)}: use "
-                        "ids of this vocabulary."
-                    )
+                    what = f"trainable_token_indices must be below the {rows[0]} rows of {name}, got {max(numbers)}"
+                    raise ValueError(f"{what}: use ids of this vocabulary.")
 
 
 def check_task(config: LocasConfig, model: nn.Module) -> None:
     """Raise a `ValueError` if the model cannot do a memory's task."""
     needed = _TASK_NEEDS.get(config.task_type)
     if needed is not None and not hasattr(model, needed):
-        raise ValueError(
-            f"the memory was made for task_type {str(config.task_type)!r}, which {type(model).__name__} cannot do: "
-            "load the base that it was made for."
-        )
+        what = f"the memory was made for task_type {str(config.task_type)!r}, which {type(model).__name__} cannot do"
+        raise ValueError(f"{what}: load the base that it was made for.")
 
 
 @torch.no_grad()

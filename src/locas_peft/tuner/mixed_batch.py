@@ -14,15 +14,12 @@ if TYPE_CHECKING:
 def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor) -> None:
     """Raise a `ValueError` if the layer has merged memories, or there is not one name for each row of the batch."""
     if layer.merged:
-        raise ValueError(
-            "Cannot pass `adapter_names` when there are merged adapters, please call `unmerge_adapter` first."
-        )
+        rule = "Cannot pass `adapter_names` when there are merged adapters"
+        raise ValueError(f"{rule}, please call `unmerge_adapter` first.")
     inputs, names = len(ffn_input), len(adapter_names)
     if inputs % names or (ffn_input.dim() > 2 and inputs != names):  # the input of a flat FFN is [B * T, D]
-        raise ValueError(
-            f"Length of `adapter_names` should be the same as the number of inputs, but got {names} and {inputs} "
-            "respectively."
-        )
+        rule = "Length of `adapter_names` should be the same as the number of inputs"
+        raise ValueError(f"{rule}, but got {names} and {inputs} respectively.")
 
 
 def add_by_row(layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor, result: Tensor) -> Tensor:

@@ -165,10 +165,8 @@ class HostMixture:
         obstacle = self.find_other_adapter() or next(filter(None, obstacles), None)
         if obstacle is None and self.routing_sum() is None:
             shared = "its shared expert is gated" if self.shared is not None else "it has no shared expert"
-            return (
-                f"the routing weights of its experts do not add up to a constant, and {shared}: keep the memory as "
-                "an adapter"
-            )
+            weights = "the routing weights of its experts do not add up to a constant"
+            return f"{weights}, and {shared}: keep the memory as an adapter"
         return obstacle
 
     def routing_sum(self) -> float | None:

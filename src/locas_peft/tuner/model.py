@@ -59,33 +59,26 @@ class LocasModel(BaseTuner):
             keys = [key for key in {**host, **expected} if key != "weights" and expected.get(key) != host.get(key)]
             if keys:
                 found = ", ".join(f"{key} {expected.get(key)!r}, this base has {host.get(key)!r}" for key in keys)
-                raise ValueError(
-                    f"this memory was made for another base ({one_line(found)}): load the base that it was made "
-                    "for, or make a new memory."
-                )
+                problem = f"this memory was made for another base ({one_line(found)})"
+                raise ValueError(f"{problem}: load the base that it was made for, or make a new memory.")
             if not load_checks.may_be_same_weights(expected.get("weights"), host["weights"]):
-                warnings.warn(
-                    "this memory was made for a base of the same shapes with other weights: its output is not what "
-                    "was learned; load the base that it was made for.",
-                    stacklevel=2,
-                )
+                what = "this memory was made for a base of the same shapes with other weights"
+                remedy = "its output is not what was learned; load the base that it was made for."
+                warnings.warn(f"{what}: {remedy}", stacklevel=2)
         peft_config.host = host
         return peft_config
 
     def _check_all_are_found(self) -> None:
         experts, kind = find_unknown_experts(self.model, self._ffns), type(self.model).__name__
         if experts:
-            raise ValueError(
-                f"{kind} has mixtures of experts of an unknown structure ({experts[0]} and {len(experts) - 1} more): "
-                f"set target_modules to the FFNs that get a memory (found: {self._list_found()})."
-            )
+            what = f"{kind} has mixtures of experts of an unknown structure ({experts[0]} and {len(experts) - 1} more)"
+            remedy = f"set target_modules to the FFNs that get a memory (found: {self._list_found()})."
+            raise ValueError(f"{what}: {remedy}")
         if not self._ffns:
             layers = next((one for one in self.model.modules() if isinstance(one, nn.ModuleList) and len(one)), None)
             parts = describe_children(self.model if layers is None else layers[0])
-            raise ValueError(
-                f"{kind} has no FFN of a known structure; a layer of it has {parts}. "
-                "Set target_modules to its FFNs and ffn_parts to their parts."
-            )
+            what = f"{kind} has no FFN of a known structure; a layer of it has {parts}"
+            raise ValueError(f"{what}. Set target_modules to its FFNs and ffn_parts to their parts.")
 
     def _list_found(self) -> str:
         return ", ".join(map(repr, sorted(_to_suffixes(self._ffns, self.model)))) or "none"
@@ -102,23 +95,20 @@ class LocasModel(BaseTuner):
             ffn, r = self._find_ffn(name, module), peft_config.width_of(name)
             strategy = STRATEGIES[peft_config.init_strategy]
             if ffn.gated and strategy.written:
-                raise ValueError(
-                    f"init_strategy={peft_config.init_strategy!r} needs a two-layer memory, got the gated FFN {name}: "
-                    "use 'topk', or a base with two-layer FFNs."
-                )
+                what = f"init_strategy={peft_config.init_strategy!r} needs a two-layer memory"
+                raise ValueError(f"{what}, got the gated FFN {name}: use 'topk', or a base with two-layer FFNs.")
             if strategy.clones and r > ffn.slots:
-                raise ValueError(
-                    f"r must be at most the host's width where slots are cloned, got r={r} for {name} with "
-                    f"{ffn.slots} slots: lower r, or set init_strategy='gaussian'."
+                rule, got = (
+                    "r must be at most the host's width where slots are cloned",
+                    f"{name} with {ffn.slots} slots",
                 )
+                raise ValueError(f"{rule}, got r={r} for {got}: lower r, or set init_strategy='gaussian'.")
 
     def _find_ffn(self, name: str, module: nn.Module) -> AnyFFN:
         if name in self._ffns:
             return self._ffns[name]
-        raise ValueError(
-            f"target_modules matches {name} ({type(module).__name__}), which is no FFN of a known structure: "
-            f"name FFNs (found: {self._list_found()}), or the parts of this one in ffn_parts."
-        )
+        what = f"target_modules matches {name} ({type(module).__name__}), which is no FFN of a known structure"
+        raise ValueError(f"{what}: name FFNs (found: {self._list_found()}), or the parts of this one in ffn_parts.")
 
     def _create_and_replace(
         self, peft_config: LocasConfig, adapter_name: str, target, target_name, parent, current_key: str, **kwargs: Any
@@ -164,9 +154,8 @@ class LocasModel(BaseTuner):
             if file is None or isinstance(error, ValueError):
                 raise
             reason = one_line(f"{type(error).__name__}: {error}")
-            raise ValueError(
-                f"the memory does not fit the model ({reason}): load the base that it was made for."
-            ) from error
+            what = f"the memory does not fit the model ({reason})"
+            raise ValueError(f"{what}: load the base that it was made for.") from error
         if self._mask_hook is None:
             self._mask_hook = model.register_forward_pre_hook(_set_token_mask, with_kwargs=True)
 
@@ -314,11 +303,8 @@ class LocasModel(BaseTuner):
         if problem:
             raise ValueError(f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}.")
         if not any(tensor.is_meta or tensor.any() for key, tensor in selected.items() if ".locas_up." in key):
-            warnings.warn(
-                f"the memory '{adapter_name}' is saved empty: it has learned nothing yet, and calibrates itself at "
-                "its first training step.",
-                stacklevel=2,
-            )
+            what = f"the memory '{adapter_name}' is saved empty: it has learned nothing yet"
+            warnings.warn(f"{what}, and calibrates itself at its first training step.", stacklevel=2)
         return selected
 
     @classmethod

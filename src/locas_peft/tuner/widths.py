@@ -46,10 +46,9 @@ def widened_config(
     for group in groups:
         for name, ffn in group.ffns.items():
             if name not in rebuilt or rebuilt[name].slots != ffn.slots_at(group.new_width):
-                raise ValueError(
-                    f"no field of {type(config).__name__} makes {name} {group.new_width} wide: in this family a "
-                    "memory can be used, merged and unmerged, but not unloaded into a plain checkpoint."
-                )
+                what = f"no field of {type(config).__name__} makes {name} {group.new_width} wide"
+                family = "in this family a memory can be used, merged and unmerged"
+                raise ValueError(f"{what}: {family}, but not unloaded into a plain checkpoint.")
     return config
 
 
