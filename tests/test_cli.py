@@ -22,7 +22,7 @@ from huggingface_hub.utils import filter_repo_objects
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from locas_command import console, reading
+from locas_command import console
 from locas_command import demo as demo_command
 from locas_command import memories as memory_commands
 from locas_command import program as cli
@@ -42,7 +42,7 @@ FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", 
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
 CHANGED = ("origin", "seconds", "tokens_per_second", "peak_bytes", "nll_nats", "perplexity", "perplexities", "curve")
 CHANGED += ("perplexity_at", "perplexity_between", "final_nats", "final_base_nats")
-COMMANDS = ["demo", "memorize", "compare", "ask", "chat", "generate", "merge", "export", "push", "inspect", "eval"]
+COMMANDS = ["demo", "memorize", "ask", "chat", "generate", "merge", "export", "push", "inspect", "eval"]
 PROTOCOLS = ["perplexity", "locomo", "forgetting", "extraction"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
@@ -127,9 +127,7 @@ def test_the_options_of_a_reading_are_its_settings_and_list_their_choices():
     tables = {"method": METHODS, "preset": PRESETS, "init": STRATEGIES, "update": UPDATES, "context": CONTEXTS}
     for name, choices in tables.items():
         assert set(choices) <= set(re.findall(r"[\w-]+", dict(lines)[name])), name
-    assert all(
-        set(METHODS) >= set(methods.split(",")) for methods in (reading.METHODS, ",".join(demo_command.METHODS))
-    )
+    assert set(METHODS) >= set(demo_command.METHODS)
 
 
 # ---------------------------------------------------------------------- memorize
@@ -283,8 +281,8 @@ REFUSALS = [
     ("memorize text.txt --out m --r 9999999999999999", "r must be at most 281,474,976,710,656, got 9,999,999,999,999"),
     ("memorize text.txt --out m --checkpoint-seconds -1", 'Invalid value "-1.0" for --checkpoint-seconds. Must be >='),
     ("memorize text.txt --out m --exchanges-file e", "--exchanges-file needs --study, got 'e' without it: add "),
-    ("compare text.txt --methods none,none", "--methods must name each once, got 'none,none': drop the "),
-    ("compare text.txt --methods none,lora --init random", "init has no meaning for the methods none, lora: leave it"),
+    ("eval perplexity text.txt --method none,none", "--method must name each once, got 'none,none': drop the "),
+    ("eval perplexity text.txt --method none,lora --init random", "init has no meaning for the methods none, lora: "),
     ("merge memory --out m --pad-to-multiple-of 100000000000", "pad_to_multiple_of must be from 1 to 65536, got 1000"),
     ("demo --seed 9999999999999999999999", 'Invalid value "9999999999999999999999" for --seed. Must be <= '),
     ("generate ' ' --memory none", "PROMPT must not be empty: give the beginning of a text"),
@@ -359,10 +357,10 @@ def test_each_shared_option_arrives_in_the_settings(run):
     }
     given = [word for option, (_, value) in options.items() for word in (option, value)]
     code, stdout, _ = run(
-        "compare", "text.txt", "--methods", "locas-glu", "--layers", "3,4,5", *given, "--device", "cpu", "--json", "-"
+        "memorize", "text.txt", "--out", "m", "--layers", "3,4,5", *given, "--device", "cpu", "--json", "-"
     )
     assert code == 0
-    (value,) = json.loads(stdout)
+    value = json.loads(stdout)
     assert {field: value[field] for field, _ in options.values()} == dict(options.values())
     assert value["layers_to_transform"] == [3, 4, 5]
     assert value["extra_parameters"] == 3 * 3 * 4 * 256, "three of six layers"
@@ -467,62 +465,6 @@ def test_escape_codes_of_a_config_are_not_printed(run, tmp_path, memory):
     (tmp_path / "memory" / "adapter_config.json").write_text(json.dumps(config))
     code, stdout, _ = run("inspect", "memory")
     assert code == 0 and "base       \\x1b[31mred\n" in stdout and "\x1b" not in stdout
-
-
-# ---------------------------------------------------------------------- compare
-
-
-def test_compare_puts_methods_side_by_side(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    code, stdout, stderr = run(
-        "compare",
-        "text.txt",
-        "--methods",
-        "none,locas-glu,lora",
-        "--r",
-        8,
-        "--out",
-        "out",
-        "--json",
-        "r.json",
-        *FAST,
-        *NO_ANCHOR,
-    )
-    assert code == 0
-    values = json.loads((tmp_path / "r.json").read_text())
-    assert [value["method"] for value in values] == ["none", "locas-glu", "lora"]
-    assert [value["r"] for value in values] == [None, 8, 8]
-    assert [value["memory_dir"] for value in values] == [None, "out/locas-glu", "out/lora"]
-    assert values == json.loads((tmp_path / "out" / "readings.json").read_text())
-    assert values[1]["perplexity"] < values[0]["perplexity"]
-    assert values[1]["curve"][0] == pytest.approx(values[0]["curve"][0], rel=1e-5)
-    assert names(tmp_path / "out") == ["locas-glu", "lora", "perplexity.png", "readings.json"]
-    assert "1.00x" in stdout
-
-    for method, held in (("lora", "'out/lora' holds a memory"), ("none", "'out' holds readings.json")):
-        line = refused(run, "compare", "text.txt", "--methods", method, "--out", "out", *FAST)
-        assert line == f"--out {held}: choose another folder, or give --overwrite"
-
-
-def test_compare_takes_widths_and_rates(run, tmp_path):
-    code, stdout, _ = run(
-        "compare", "text.txt", "--methods", "lora@2,lora@4:1e-2", "--out", "out", "--json", "-", *FAST
-    )
-    assert code == 0
-    assert [(value["method"], value["r"], value["learning_rate"]) for value in json.loads(stdout)] == [
-        ("lora", 2, 1e-3),
-        ("lora", 4, 1e-2),
-    ]
-    assert {"lora@2", "lora@4-lr1e-2"} < set(names(tmp_path / "out"))
-
-
-def test_order_does_not_matter(run, tmp_path):
-    figures = []
-    for order in ("locas-glu,lora", "lora,locas-glu"):
-        code, stdout, _ = run("compare", "text.txt", "--methods", order, "--r", 4, "--json", "-", *FAST, *NO_ANCHOR)
-        assert code == 0
-        figures.append({value["method"]: value["nll_nats"] for value in json.loads(stdout)})
-    assert figures[0] == figures[1]
 
 
 # ---------------------------------------------------------------------- with a memory

@@ -43,13 +43,13 @@ def demo(
     from locas_peft import demo as page
     from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory, write_json
-    from locas_peft.memories import load_memory
+    from locas_peft.memories import check_vacant, load_memory
     from locas_peft.model import count_positions
     from locas_peft.reading.settings import ReadingSettings, complete_all
     from locas_peft.reading.teaching import score
     from locas_peft.text import python_reference
 
-    from .running import check_all_vacant, load, make_settings, read_each, show_readings
+    from .running import load, make_settings, read, show_readings
 
     stdout, stderr = open_consoles(json_file)
     name = model or page.choose_model()
@@ -59,7 +59,10 @@ def demo(
     check_output_directory("--out", out)
     own = (out / DEMO_JSON).exists()  # an earlier demo's folder
     folders = [f"{prefix}{method}" for prefix in ("", f"{page.RECALL}/") for method in METHODS if method != "none"]
-    check_all_vacant(out, folders, [PLOT], overwrite=own)
+    for folder in folders:
+        check_vacant(out / folder, overwrite=own)
+    if not own and os.path.lexists(out / PLOT):
+        raise ValueError(f"--out {str(out)!r} holds {PLOT}: choose another folder")
     base = load(BaseOptions(model=name, device=device))
     options = replace(options, window=min(512, count_positions(base.model) or 512), context="cache")
     settings = complete_all(make_settings(options, base), METHODS, base.model, base.tokenizer)
@@ -92,7 +95,7 @@ def demo(
     input_ids = base.encode(python_reference(), options.max_tokens, unwrap=None)
     readings = []
     for method, each in settings.items():
-        readings += read_each(base, input_ids, {method: each}, stderr, out, overwrite=True, title=REFERENCE)
+        readings.append(read(base, input_ids, each, stderr, out=out / method, overwrite=True, title=REFERENCE))
         stdout.print(f"{method}: perplexity {readings[-1].perplexity:.2f}, {readings[-1].seconds:.0f} s")
     rows = page.describe(readings, recalls)
     write_json(out / DEMO_JSON, rows)

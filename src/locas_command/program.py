@@ -1,4 +1,4 @@
-"""The `locas` command: memorize a text, compare methods, generate, merge, inspect, evaluate.
+"""The `locas` command: memorize a text, ask, generate, merge, inspect, evaluate.
 
 Results go to stdout, progress and remarks to stderr. Exit codes: 0; 2 for bad input, with one line on stderr; 130 for
 an interruption, 143 for a termination; 3 where documents of a table failed; 1 for other errors, with the traceback.
@@ -22,7 +22,7 @@ from .demo import demo
 from .evaluate import extraction, forgetting, locomo, perplexity
 from .memories import combine, consolidate, export, forget, inspect, library, merge, push, resize, sign, verify
 from .options import ReadingOptions
-from .reading import compare, memorize
+from .reading import memorize
 
 __all__ = ["app", "main"]
 
@@ -39,7 +39,7 @@ app = App(
 _ABOUT_EVAL = "Measure memories: the protocols, resumable, shared by any number of processes."
 eval_app = App(name="eval", help=_ABOUT_EVAL, sort_key=10)
 _COMMANDS = (
-    *(demo, open_page, memorize, compare, ask, chat, generate, library, forget, consolidate),
+    *(demo, open_page, memorize, ask, chat, generate, library, forget, consolidate),
     *(merge, export, combine, resize, sign, verify, push, inspect),
 )
 _PROTOCOLS = (perplexity, locomo, forgetting, extraction)

@@ -1,4 +1,4 @@
-"""`locas memorize` and `compare`: read a text with one method or several."""
+"""`locas memorize`: read a text, or a table of texts."""
 
 import math
 from dataclasses import replace
@@ -8,8 +8,6 @@ from . import options
 from .console import open_consoles, write_result
 from .options import split_names
 
-COMPARE_JSON, PLOT = "readings.json", "perplexity.png"
-METHODS = "none,lora,locas-glu"
 FEW_CHUNKS = 4
 """Below, a reading is too short to be noticed in what the model writes."""
 
@@ -65,7 +63,7 @@ def memorize(
     from locas_peft.selfstudy import load_exchanges
     from locas_peft.text import load_text
 
-    from .running import load, make_settings, read_each, show_readings, show_study
+    from .running import load, make_settings, read, show_readings, show_study
 
     if (text is None) == (not manifest):
         raise ValueError("give either a TEXT or --manifest, one of the two: see locas memorize --help")
@@ -117,7 +115,7 @@ def memorize(
         check_output_directory("--out", out)
         if not resume:
             check_vacant(out, overwrite=overwrite, goes_on=out == start)
-    title, shown = _name(text)
+    title = None if text == "-" else Path(text).name  # its folder need not be known to who reads the record
     sampled = library is not None or (start is not None and (start / SAMPLE).is_file())
     loaded = load(base)
     if library is not None:
@@ -131,8 +129,8 @@ def memorize(
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
     else:
         try:
-            (result,) = read_each(
-                loaded, input_ids, {"": complete}, stderr, out,
+            result = read(
+                loaded, input_ids, complete, stderr, out=out,
                 checkpoint_dir=folder, checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
                 exchanges=exchanges, title=title, sample=make_sample(content, start) if sampled else None,
                 start=start, beside=others,
@@ -146,7 +144,7 @@ def memorize(
             what = f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty"
             remedy = "Add --study for questions about a short text, or --readings and a shorter --window and --stride"
             stderr.print(f"{what}. {remedy}")
-    show_readings([result], stdout, stderr, None, shown)
+    show_readings([result], stdout, stderr, None, title or "standard input")
     show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
@@ -154,56 +152,3 @@ def memorize(
         then = "locas ask QUESTION" if asks else "locas generate PROMPT"
         where = f"--memory {out}" if library is None else f"--library {library}"
         stdout.print(f"The memory is in {out}. Next: {then} {where}, or locas inspect {out}")
-
-
-def compare(
-    text: options.Text,
-    /,
-    *,
-    methods: str = METHODS,
-    out: options.NamedPath | None = None,
-    overwrite: options.Overwrite = False,
-    plot: options.NamedPath | None = None,
-    unwrap: options.Unwrap = None,
-    json_file: options.JsonFile = None,
-    settings: options.ManyScored = options.READING,
-    base: options.BaseGroup = options.BASE,
-) -> None:
-    """Read one text with several methods, one after the other, and put them side by side.
-
-    Args:
-        text: a UTF-8 text file, or - for stdin.
-        methods: separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both.
-        out: also write a plot, JSON and a folder for each memory there.
-        plot: draw the perplexity so far (PNG).
-    """
-    from locas_peft.files import check_output_directory, check_output_file, write_json
-    from locas_peft.reading.settings import complete_all, label_method
-    from locas_peft.text import load_text
-
-    from .running import check_all_vacant, load, make_settings, read_each, show_readings
-
-    stdout, stderr = open_consoles(json_file)
-    names = split_names(methods, "--methods")
-    if plot is not None:
-        check_output_file("--plot", plot)
-    if out is not None:
-        check_output_directory("--out", out)
-        check_all_vacant(out, map(label_method, names), [COMPARE_JSON, PLOT], overwrite)
-    content = load_text(text)
-    title, name = _name(text)
-    loaded = load(base)
-    input_ids = loaded.encode(content, settings.max_tokens, unwrap)
-    complete = complete_all(make_settings(settings, loaded), names, loaded.model, loaded.tokenizer)
-    readings = read_each(loaded, input_ids, complete, stderr, out, overwrite=overwrite, title=title)
-    rows = [each.to_json() for each in readings]
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_json(out / COMPARE_JSON, rows)
-    show_readings(readings, stdout, stderr, plot or (out and out / PLOT), name)
-    write_result(json_file, rows)
-
-
-def _name(path: str) -> tuple[str | None, str]:
-    """Return a text's name for the record, whose readers need not know its folder, and for the table."""
-    return (None, "standard input") if path == "-" else (Path(path).name, path)

@@ -4,8 +4,7 @@ Importing this module imports torch and PEFT: a command does it when it runs.
 """
 
 import atexit
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,41 +92,20 @@ def make_settings(options: ReadingOptions, base: Base) -> ReadingSettings:
     return ReadingSettings(**vars(options), model=base.name)
 
 
-def check_all_vacant(out: Path, folders: Iterable[str], files: Sequence[str], overwrite: bool) -> None:
-    """Refuse a folder in which memories or files would replace something."""
-    for folder in folders:
-        memories.check_vacant(out / folder, overwrite=overwrite)
-    for name in files:
-        if not overwrite and os.path.lexists(out / name):
-            raise ValueError(f"--out {str(out)!r} holds {name}: choose another folder, or give --overwrite")
-
-
-def read_each(
-    base: Base,
-    input_ids: torch.LongTensor,
-    settings: dict[str, CompleteSettings],
-    stderr: Console,
-    out: Path | None,
-    **options: Any,
-) -> list[Reading]:
-    """Read a text, LongTensor [T], with each method in turn, with a progress bar each (see `teaching.memorize`).
-
-    The settings are by the name of the memory's folder in `out`; "" stands for `out` itself.
-    """
-    readings = []
+def read(
+    base: Base, input_ids: torch.LongTensor, settings: CompleteSettings, stderr: Console, **options: Any
+) -> Reading:
+    """Read a text, LongTensor [T], with a progress bar (see `teaching.memorize`)."""
     with show_progress(stderr) as progress, deferring_signals(stderr) as check:
 
         def then_check(show: Callable[[Any], None]) -> Callable[[Any], None]:
             return lambda step: (show(step), check())
 
-        for name, each in settings.items():
-            options["out"] = None if out is None else out / name
-            on_chunk = then_check(follow(progress(name or each.method.name, len(input_ids) * each.training.readings)))
-            options["tokenizer"] = base.tokenizer
-            if each.study is not None:
-                options["on_study"] = then_check(follow_study(progress))
-            readings.append(teaching.memorize(base.model, input_ids, each, on_chunk=on_chunk, **options))
-    return readings
+        advance = progress(settings.method.name, len(input_ids) * settings.training.readings)
+        options["tokenizer"] = base.tokenizer
+        if settings.study is not None:
+            options["on_study"] = then_check(follow_study(progress))
+        return teaching.memorize(base.model, input_ids, settings, on_chunk=then_check(follow(advance)), **options)
 
 
 def show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console) -> None:
