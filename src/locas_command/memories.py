@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from . import options
 from .console import open_consoles, printable, warnings_as_lines, write_result
@@ -47,19 +47,17 @@ def export(
     /,
     *,
     out: NamedPath,
-    to: Literal["lora"] = "lora",
     no_base: bool = False,
     base_only: bool = False,
     base_name: str | None = None,
     neurons: Count | None = None,
     base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
-    """Export a memory for engines that do not know LOCAS.
+    """Export a memory for engines that serve LoRA; others load what locas merge writes.
 
     Args:
-        out: a new or empty folder.
-        to: lora, for engines that serve LoRA: the base, widened by neurons of zeros, in `base`, and a LoRA adapter in
-            `adapter`. Other engines load what locas merge writes.
+        out: a new or empty folder, which gets the base, widened by neurons of zeros, in `base`, and a LoRA adapter in
+            `adapter`.
         no_base: export the adapter alone, for a base that was exported before with the same --neurons.
         base_only: export the base alone.
         base_name: what the adapter's config calls the exported base, such as the server's --model: engines compare it.

@@ -98,11 +98,8 @@ class LocasModel(BaseTuner):
                 what = f"init_strategy={peft_config.init_strategy!r} needs a two-layer memory"
                 raise ValueError(f"{what}, got the gated FFN {name}: use 'topk', or a base with two-layer FFNs.")
             if strategy.clones and r > ffn.slots:
-                rule, got = (
-                    "r must be at most the host's width where slots are cloned",
-                    f"{name} with {ffn.slots} slots",
-                )
-                raise ValueError(f"{rule}, got r={r} for {got}: lower r, or set init_strategy='gaussian'.")
+                what = f"r must be at most the host's width where slots are cloned, got r={r} for {name}"
+                raise ValueError(f"{what} with {ffn.slots} slots: lower r, or set init_strategy='gaussian'.")
 
     def _find_ffn(self, name: str, module: nn.Module) -> AnyFFN:
         if name in self._ffns:
