@@ -29,9 +29,10 @@ part() {
 
 if [ -n "$tiny" ]; then
     shape=tiny pages=expedition seeds=0 facts=2 small=(--tokens 128 --window 64 --stride 32) rounds=1
+    timed=(--timing-tokens 64 --memory-tokens 32 --window 32 --stride 16)
     model=smollm2
 else
-    shape=qwen3-0.6b pages=expedition,ferry,foundry,garden,theatre seeds=0,1,2 facts=12,50,200 small=() rounds=3
+    shape=qwen3-0.6b pages=expedition,ferry,foundry,garden,theatre seeds=0,1,2 facts=12,50,200 small=() rounds=3 timed=()
     model=smollm2
 fi
 dtype=$([ "$device" = cpu ] && echo float32 || echo bfloat16)
@@ -39,11 +40,11 @@ dtype=$([ "$device" = cpu ] && echo float32 || echo bfloat16)
 # Fast parts first: what the last ones lack of the 40 minutes, the next call gives them.
 part batches 4 python "$here/read_many.py" --shape "$shape" --device "$device" --dtype "$dtype" --rounds "$rounds" \
     --documents "$([ -n "$tiny" ] && echo 2 || echo 8)" "${small[@]}"
+part study_batches 3 python "$here/study_batches.py" --device "$device" --rounds "$([ -n "$tiny" ] && echo 1 || echo 20)"
 part overhead 3 python "$here/overhead.py" --shapes "$shape" --device "$device" --dtype "$dtype" --rounds "$rounds"
 part memories 3 python "$here/many_memories.py" --shape "$shape" --device "$device" --dtype "$dtype" --rounds "$rounds" \
     --memories "$([ -n "$tiny" ] && echo 4 || echo 50)" --steps "$([ -n "$tiny" ] && echo 1 || echo 5)"
-part shapes 4 python "$here/pg19.py" --shapes "$shape" --device "$device" --dtype "$dtype" --out pg19 \
-    $([ -n "$tiny" ] && echo --timing-tokens 64 --memory-tokens 32 --window 32 --stride 16)
+part shapes 4 python "$here/pg19.py" --shapes "$shape" --device "$device" --dtype "$dtype" --out pg19 "${timed[@]}"
 if [ -z "$tiny" ]; then
     part books 8 python "$here/pg19.py" --model "$model" --window 1024 --stride 512 --books "$(realpath "$books")" \
         --table pretrained --quick --device "$device" --out pg19

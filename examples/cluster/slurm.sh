@@ -2,6 +2,7 @@
 # Teach a table on a Slurm cluster: eight tasks share it, in a folder that all nodes see with file locks.
 # A task that is requeued goes on; the same command again finishes what is left.
 #     sbatch examples/cluster/slurm.sh notes.jsonl /shared/users --model smollm2 --study
+# Checked by shellcheck 0.11 and `bash -n`, not on a cluster.
 #SBATCH --job-name=locas
 #SBATCH --array=0-7
 #SBATCH --cpus-per-task=4
