@@ -1,12 +1,13 @@
 """Serve a library with vLLM by the plug-in of this package: a request's `model` names a memory. Cold and warm times.
 
     locas memorize --manifest notes.jsonl --library users --model smollm2 --study
-    locas export "users/user 0" --base-only --neurons 64 --out served
+    locas export users/Ada --base-only --neurons 64 --out served
     python examples/serving/vllm_library.py users served/base --vllm-python ../vllm/bin/python
 
-vLLM's environment has this package too. The first request for each memory is timed alone (cold), then a second one
-(warm). Then all memories and the base are asked at once, with `--max-loras` slots, and each answer is compared with
-the greedy one of transformers, token by token. At last a memory is forgotten while the server runs.
+vLLM's environment has this package too. The first request for each memory is timed alone (cold), then a third one
+(warm), and one after all others were asked (again). Then all memories and the base are asked at once, with
+`--max-loras` slots, and each answer is compared with the greedy one of transformers, token by token. At last a memory
+is forgotten while the server runs.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ def main() -> None:
     with serve(arguments.vllm_python, arguments.base, {}, arguments.max_lora_rank, options) as url:
         ask(url, "base")
         first = {name: [timed(url, name, prompt) for _ in range(3)] for name in names}
+        again = [timed(url, name, prompt) for name in names]  # it is no longer in a slot
         chosen = ["base", *names[: arguments.compared]]
         began = time.perf_counter()
         with ThreadPoolExecutor(len(chosen)) as pool:
@@ -92,6 +94,7 @@ def main() -> None:
     cold, warm = ([times[index] for times in first.values()] for index in (0, -1))
     result = {"memories": len(names), "same": len(chosen) - len(wrong), "of": len(chosen), "refused": refused}
     result |= {"first_cold_s": cold[0], "cold_s": statistics.median(cold), "warm_s": statistics.median(warm)}
+    result |= {"cold_20_s": statistics.median(cold[:20]), "again_s": statistics.median(again)}
     result |= {"tokens_per_second": len(chosen) * arguments.max_tokens / seconds}
     result["differ_from_base"] = sum(expected[name] != expected["base"] for name in chosen)
     print(json.dumps(result))

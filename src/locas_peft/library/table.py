@@ -197,7 +197,7 @@ class _Teacher:
 
 
 def _teach(
-    library: Library, base: PreTrainedModel, tokenizer: Any, document: Document, *, unwrapped: bool, **options: Any
+    library: Library, base: PreTrainedModel, tokenizer, document: Document, *, unwrapped: bool = False, **options: Any
 ) -> str | None:
     """Teach one document, unless its memory is finished; return why that failed, in one line.
 
