@@ -20,7 +20,7 @@ part() {
     [ -e "$out/$name/DONE" ] && return
     mkdir -p "$out/$name"
     echo "$name: $*"
-    if (cd "$out/$name" && timeout "$((minutes * 60))" "$@") > "$out/$name/log.txt" 2>&1; then
+    if (cd "$out/$name" && timeout "$((minutes * 60 * slower))" "$@") > "$out/$name/log.txt" 2>&1; then
         touch "$out/$name/DONE"
     else
         failed+=("$name (exit code $?, see $out/$name/log.txt)")
@@ -30,10 +30,10 @@ part() {
 if [ -n "$tiny" ]; then
     shape=tiny pages=expedition seeds=0 facts=2 small=(--tokens 128 --window 64 --stride 32) rounds=1
     timed=(--timing-tokens 64 --memory-tokens 32 --window 32 --stride 16)
-    model=smollm2
+    model=smollm2 slower=5
 else
     shape=qwen3-0.6b pages=expedition,ferry,foundry,garden,theatre seeds=0,1,2 facts=12,50,200 small=() rounds=3 timed=()
-    model=smollm2
+    model=smollm2 slower=1
 fi
 dtype=$([ "$device" = cpu ] && echo float32 || echo bfloat16)
 

@@ -13,6 +13,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -22,7 +23,7 @@ import locas_peft.library.library as library_module
 from locas_command import program as cli
 from locas_peft import backbone
 from locas_peft.library import Library
-from locas_peft.library.table import FAILURES, load_table, teach_table
+from locas_peft.library.table import FAILURES, RETRIES, load_table, teach_on_ray, teach_table
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
 from locas_peft.reading import ReadingSettings
 from locas_peft.units import share
@@ -538,6 +539,102 @@ def test_the_uv_script_calls_the_command(monkeypatch):
 
 
 # ---------------------------------------------------------------------- on a Ray cluster
+
+
+class ActorError(Exception):
+    """What Ray raises for a document whose actor ended too often."""
+
+
+class NoActorError(ActorError):
+    """What Ray raises for an actor that could not be made."""
+
+
+class DocumentError(Exception):
+    def __init__(self, cause: Exception):
+        self.cause = cause
+
+
+class FakeRay:
+    """Ray's functions without a cluster; `teach` is called with an actor's number and a document's name."""
+
+    exceptions = SimpleNamespace(RayActorError=ActorError, ActorDiedError=NoActorError, RayTaskError=DocumentError)
+
+    def __init__(self, nodes: list[dict], teach):
+        self._nodes, self._teach, self.shares, self.ended = nodes, teach, [], False
+
+    def init(self, *args, **options):
+        pass
+
+    def shutdown(self):
+        self.ended = True
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": each} for each in self._nodes]
+
+    def remote(self, **options):
+        assert options == {"max_restarts": -1, "max_task_retries": RETRIES}
+        return lambda kind: SimpleNamespace(options=self._options)
+
+    def _options(self, **share):
+        return SimpleNamespace(remote=lambda *arguments: self._start(share))
+
+    def _start(self, share):
+        self.shares.append((share["num_cpus"], share["num_gpus"]))
+        number = len(self.shares) - 1
+        # A new object for each call, as Ray's references are.
+        call = SimpleNamespace(remote=lambda document: (number, document.name, object()))
+        return SimpleNamespace(teach=call)
+
+    def wait(self, running):
+        return running[:1], running[1:]
+
+    def get(self, result):
+        return self._teach(*result[:2])
+
+
+@pytest.fixture
+def on_ray(tmp_path, monkeypatch):
+    def teach_three(teach, nodes, **options) -> tuple[FakeRay, list[dict]]:
+        ray = FakeRay(nodes, teach)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        documents = load_table(str(write(tmp_path / "d.jsonl", count=3)), SETTINGS)
+        try:
+            return ray, teach_on_ray(Library(tmp_path / "made"), {}, documents, **options)
+        finally:
+            assert ray.ended
+
+    return teach_three
+
+
+def test_each_gpu_has_an_actor_and_each_other_node_as_many_as_are_asked_for(on_ray):
+    nodes = [{}, {"CPU": 8.0, "GPU": 2.0}, {"CPU": 5.0}, {"CPU": 1.0}]
+    ray, failures = on_ray(lambda actor, name: None, nodes, workers=2)
+    assert ray.shares == [(4, 1), (4, 1), (2, 0), (2, 0), (0.5, 0), (0.5, 0)] and failures == []
+
+
+def test_a_document_that_ends_its_actors_is_listed_and_an_actor_that_cannot_be_made_is_left_out(on_ray):
+    taught = []
+
+    def teach(actor, name):
+        if actor == 1:
+            raise NoActorError("it died because of an error\n\nModuleNotFoundError: No module named 'locas_peft'")
+        if name == "note 1":
+            raise ActorError("the actor is unavailable\nand more")
+        taught.append(name)
+
+    _, (failure,) = on_ray(teach, [{"CPU": 2.0}], workers=2)
+    ended = f"its actor ended {RETRIES + 1} times: the actor is unavailable"
+    assert failure == {"line": 2, "name": "note 1", "error": ended} and {*taught} == {"note 0", "note 2"}
+    with pytest.raises(ValueError, match="^no actor can be made: ModuleNotFoundError: No module named 'locas_peft'$"):
+        on_ray(lambda actor, name: teach(1, name), [{"CPU": 2.0}], workers=2)
+
+
+def test_a_full_disk_of_a_node_ends_the_table(on_ray):
+    def fill(actor, name):
+        raise DocumentError(OSError(errno.ENOSPC, "No space left on device"))
+
+    with pytest.raises(OSError, match="No space left"):
+        on_ray(fill, [{"CPU": 1.0}])
 
 
 def find_teaching_actors(process: subprocess.Popen) -> list[psutil.Process]:
