@@ -493,6 +493,19 @@ def test_the_rate_falls_to_zero(loaded, input_ids):
     assert rates == pytest.approx([1e-3 * up * (1 - step / 5) for step, up in enumerate(warmup)])
 
 
+def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
+    base, tokenizer = loaded
+    usual = math.ceil(learning.LEAST_STEPS * learning.BATCH / len(GIVEN))
+    first = []
+    for passes in (None, usual, 4 * usual):
+        with attached(base, settings_of()) as model:
+            options = {"per_passage": 2, "passes": passes, "learning_rate": 1e-3, "given": GIVEN}
+            study = learning.SelfStudy(model, tokenizer, input_ids, **options)
+            next(study.run())
+            first.append(study._learner.optimizer.param_groups[0]["lr"])
+    assert first[0] == first[1] == 2 * first[2]
+
+
 class Noted:
     """A study whose lessons' losses a test gives."""
 

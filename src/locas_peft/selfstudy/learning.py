@@ -95,6 +95,7 @@ class SelfStudy:
         input_ids: LongTensor [N], the text.
         per_passage: questions wanted about each passage.
         passes: the most times that each exchange is learned; None: `PASSES`, of few exchanges for `LEAST_STEPS` steps.
+            For n times as many the learning rate is divided by the square root of n.
         learning_rate: of AdamW; it falls linearly to 0 with the share of the lessons of all passes that are left.
         window: of the reading, in tokens.
         seed: of the questions and of the order of learning.
@@ -185,12 +186,14 @@ class SelfStudy:
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         self._progress = self._progress or [_Progress() for _ in self._lessons]
-        self._passes = self._passes or max(PASSES, math.ceil(LEAST_STEPS * BATCH / max(len(self._lessons), 1)))
+        usual = max(PASSES, math.ceil(LEAST_STEPS * BATCH / max(len(self._lessons), 1)))
+        self._passes = self._passes or usual
+        rate = min(1.0, (usual / self._passes) ** 0.5)
         whole = len(self._lessons) * self._passes
         while (left := whole - sum(each.due for each in self._progress)) > 0:
             began = time.perf_counter()
             with evaluating(self._model):
-                loss = self._learn(1 - left / whole)
+                loss = self._learn(1 - left / whole, rate)
             self._losses.append(loss)
             self._step += 1
             self._seconds["learn"] += time.perf_counter() - began
@@ -211,8 +214,8 @@ class SelfStudy:
             done = min(BLOCK * self._blocks, len(self._passages))
             yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=tuple(written.exchanges))
 
-    def _learn(self, done: float) -> float:
-        """Take the next step; return its KL, in nats a token of the lessons.
+    def _learn(self, done: float, rate: float) -> float:
+        """Take the next step, at a share `rate` of the learning rate; return its KL, in nats a token of the lessons.
 
         The weight of the pull grows with the share of the study that is done: first the memory learns its own answers,
         then their effect on others is undone.
@@ -227,7 +230,7 @@ class SelfStudy:
         loss = torch.cat(own).mean()
         (loss + weight * torch.cat(others).mean() if weight else loss).backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than the others.
-        if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=1 - done):
+        if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=rate * (1 - done)):
             self.skipped_steps += 1
         self._note(chosen, number, [each.detach() for each in own])
         return loss.item()
