@@ -19,7 +19,7 @@ from ..text import find_start_token
 from ..ttt import TrainingSettings
 from .methods import METHOD_FIELDS, METHODS, PRESETS, Method, check_fields, checked
 
-__all__ = ["CompleteSettings", "ReadingSettings", "StudySettings", "complete_all", "label_method", "parse_method"]
+__all__ = ["CompleteSettings", "ReadingSettings", "StudySettings", "complete_all", "parse_method"]
 
 _SEEN = ("window", "stride", "context", "sinks", "start_token")
 _TRAINING = tuple(field.name for field in dataclasses.fields(TrainingSettings))
@@ -181,7 +181,7 @@ class ReadingSettings(_Given):
 def complete_all(
     settings: ReadingSettings, methods: Sequence[str], base: PreTrainedModel | None = None, tokenizer: Any = None
 ) -> dict[str, CompleteSettings]:
-    """Complete the settings for each of several methods, such as "lora@16:2e-3"; the keys are `label_method`'s.
+    """Complete the settings for each of several methods, such as "lora@16:2e-3", by names such as "lora@16-lr2e-3".
 
     A value is used by the methods that have it. An unknown or repeated method, or a value that none of them has, is a
     `ValueError`. For base and tokenizer see `ReadingSettings.complete`.
@@ -192,21 +192,17 @@ def complete_all(
         has = METHODS[name].presets[settings.preset]
         used |= has.keys() - own.keys()
         values = dict.fromkeys(field for field in METHOD_FIELDS if field not in has)
-        if label_method(spec) in completed:
+        label = spec.replace(":", "-lr")
+        if label in completed:
             raise ValueError(f"methods must name each once, got {spec!r} twice: drop the second one")
         if not has:  # a method that learns nothing
             values |= {"study": False, **dict.fromkeys(_STUDY)}
         each = dataclasses.replace(settings, method=name, **{**values, **own})
-        completed[label_method(spec)] = each.complete(base, tokenizer)
+        completed[label] = each.complete(base, tokenizer)
     for field in METHOD_FIELDS:
         if getattr(settings, field) is not None and field not in used:
             raise ValueError(f"{field} has no meaning for the methods {', '.join(methods)}: leave it out")
     return completed
-
-
-def label_method(spec: str) -> str:
-    """Return the name of a method in tables and folders: "lora@16-lr2e-3" for "lora@16:2e-3"."""
-    return spec.replace(":", "-lr")
 
 
 def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
