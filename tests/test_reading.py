@@ -28,6 +28,7 @@ from locas_peft.memories import (
     READING,
     check_vacant,
     checkpoint,
+    describe_memory,
     load_memory,
     load_memory_config,
     memory_attached,
@@ -35,6 +36,7 @@ from locas_peft.memories import (
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading import teaching as reading
 from locas_peft.reading.record import Reading, find_finished
+from locas_peft.reading.resuming import fingerprint
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
 from locas_peft.reading.teaching import StopReading, attached, memorize, score
 from locas_peft.ttt import anchor, write_own_text
@@ -231,6 +233,25 @@ def test_a_reading_records_what_it_did(base, input_ids):
     assert value.keys() >= CONTRACT
     assert (value["method"], value["model"], value["r"]) == ("locas-glu", "locas_peft/tinybook-glu", 8)
     assert Reading.from_json(json.loads(json.dumps(value))) == reading
+
+
+def test_the_record_names_the_digests_of_text_base_tokenizer_and_settings(base, input_ids, tmp_path):
+    tokenizer = backbone.load()[1]
+    memorize(base, input_ids[:130], small(r=4), out=tmp_path / "one", tokenizer=tokenizer)
+    memorize(base, input_ids[:130], small(r=8), out=tmp_path / "two", tokenizer=tokenizer)
+    one, two = (describe_memory(tmp_path / name)["digests"] for name in ("one", "two"))
+    assert one.keys() == {f"{name}_sha256" for name in ("text", "base", "tokenizer", "settings")}
+    assert {name for name in one if one[name] != two[name]} == {"settings_sha256"}
+    assert one["base_sha256"] == fingerprint(base)
+    assert (one["text_sha256"], one["tokenizer_sha256"]) == (
+        text.digest_ids(input_ids[:130]),
+        text.digest_tokenizer(tokenizer),
+    )
+    (tmp_path / "one" / "reading.json").write_text("[]")
+    with pytest.raises(
+        ValueError, match=r"reading\.json must be the record of a reading: copy or save the memory again$"
+    ):
+        describe_memory(tmp_path / "one")
 
 
 def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):

@@ -286,10 +286,10 @@ def inspect(memory: Memory, /, *, others: tuple[Path, ...] = (), json_file: Json
         stdout.print(f"{'replaces':11}{printable(', '.join(found['replaces']))} of the base")
     if found["layers"]:
         stdout.print(tabulate_memory(found).to_rich())
-        for each in found["unusual"] or ():
+        for each in (marks := found["unusual"]) or ():
             usual = f"usually {each['low']:.3g} to {each['high']:.3g}"
             stdout.print(f"{'unusual':11}{printable(each['quantity'])}: {each['value']:.3g}, {usual}")
-        count = f"not known: {LEAST_OTHERS} are needed" if found["unusual"] is None else len(found["unusual"])
+        count = f"not known: {LEAST_OTHERS} are needed" if marks is None else len(marks) or "nothing"
         stdout.print(f"{'unusual':11}{count}, beside {found['others']} other memories of this base")
     write_result(json_file, found)
 
