@@ -1,15 +1,15 @@
-"""The rule in closed form: a map by ridge regression, in pairs of slots."""
+"""The rule in closed form: a map, or the values of slots, by ridge regression."""
 
 import math
 
 import pytest
 import torch
-from families import make_tokens
+from families import make_host, make_tokens
 from peft import get_peft_model
 from test_writing import TWO_LAYER, downs, make_model, ups
 from training import resume, save
 
-from locas_peft import LocasConfig, RidgeWriter, SlotWriter, TestTimeTrainer, backbone
+from locas_peft import LocasConfig, RidgeWriter, SlotWriter, TestTimeTrainer, ValueWriter, backbone
 from locas_peft.slots.ridge import SHARPNESS
 from locas_peft.text import tokenize, unwrap
 from locas_peft.tuner import list_layers
@@ -23,8 +23,8 @@ def map_of(layer):
     return layer.locas_input_scale["default"] * layer.saved_scale("default") * (up.T @ down.T)
 
 
-def make_trainer(model, window=16, stride=8, brake=False, **arguments):
-    writer = RidgeWriter(model, **{"prior": 0.0, "ridge": 0.3, "rate": 1e-3, **arguments})
+def make_trainer(model, window=16, stride=8, brake=False, rule=RidgeWriter, **arguments):
+    writer = rule(model, **{"prior": 0.0, "ridge": 0.3, "rate": 1e-3, **arguments})
     return TestTimeTrainer(model, window=window, stride=stride, learning_rate=None, writer=writer, brake=brake)
 
 
@@ -78,10 +78,51 @@ def test_another_activation_and_other_slots_are_refused():
             RidgeWriter(make_model(), **{name: value})
 
 
-def test_resuming_is_bit_identical_also_after_it_was_taken_back(tmp_path):
+def make_gated(family="llama", **fields):
+    return get_peft_model(make_host(family), LocasConfig(r=6, init_strategy="gaussian", **fields))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_values_are_the_ridge_regression_on_their_slots_and_rows_stay(family):
+    model, recorded = make_gated(family), {}
+    rows = [module.weight.clone() for layer in list_layers(model) for module in layer.projections("default")[:-1]]
+    trainer = make_trainer(model, window=40, stride=40, rule=ValueWriter, rate=1e-6)
+    writer = trainer._loop.writer
+    take = writer._take
+    writer._take = lambda count: recorded.setdefault("taken", take(count))
+    list(trainer.read(IDS))
+    for layer, a, g in zip(list_layers(model), *recorded["taken"], strict=True):
+        m, g = layer.activate(["default"], a).detach().double(), 39 * g.double()
+        gram = m.T @ m
+        metric = gram + 0.3 * gram.diagonal().mean() * torch.eye(6)
+        expected = m @ (1e-6 / (2 * 16) * torch.linalg.solve(metric, m.T @ g) / g.square().mean())
+        assert expected.any()
+        torch.testing.assert_close(layer.recall(["default"], a).double(), expected, rtol=1e-3, atol=1e-12)
+    after = [module.weight for layer in list_layers(model) for module in layer.projections("default")[:-1]]
+    assert all(map(torch.equal, rows, after))
+    goes_on = ValueWriter(model, rate=1e-12)  # another text's values are added
+    before = downs(model)
+    list(TestTimeTrainer(model, window=16, stride=8, learning_rate=None, writer=goes_on, brake=False).read(IDS[:20]))
+    torch.testing.assert_close(downs(model), before, rtol=1e-3, atol=1e-9)
+
+
+def test_values_stay_within_the_norm_clip_and_rows_may_be_trained_beside():
+    model = make_gated()
+    before = ups(model)
+    writer = ValueWriter(model, rate=1e6, prior=0.0)
+    list(TestTimeTrainer(model, window=16, stride=8, learning_rate=1e-3, writer=writer, brake=False).read(IDS))
+    norms = downs(model).norm(dim=1)
+    assert norms.max() > 0.99 and norms.max() < 1.001
+    assert not torch.equal(ups(model), before)
+
+
+@pytest.mark.parametrize("rule", [RidgeWriter, ValueWriter])
+def test_resuming_is_bit_identical_also_after_it_was_taken_back(rule, tmp_path):
     ids = make_tokens(1, 200)[0]
 
     def make():  # a rate that ruins the memory
+        if rule is ValueWriter:
+            return make_trainer(make_gated(max_slot_norm=None), rule=rule, rate=1e5, brake=True)
         return make_trainer(make_model(), rate=1.0, brake=True)
 
     whole, first, second = make(), make(), make()
@@ -108,22 +149,20 @@ def test_a_memory_goes_on_from_its_own_map():
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("rule", [RidgeWriter, ValueWriter])
 @pytest.mark.parametrize("kind", ["short", "constant", "repeated", "overflow", "no gradient"])
-def test_a_text_that_nothing_can_be_learned_from_stays_finite_and_no_worse(kind):
-    base, tokenizer = backbone.load(name=backbone.MLP_NAME)
+def test_a_text_that_nothing_can_be_learned_from_stays_finite_and_no_worse(kind, rule):
+    base, tokenizer = backbone.load(name=backbone.MLP_NAME if rule is RidgeWriter else backbone.NAME)
     text = tokenize(tokenizer, unwrap("A lamp was lit in the window of the house. " * 20), 240)
     ids = {"short": text[:20], "constant": text, "repeated": text[:1].repeat(240)}.get(kind, text)
     settings = {"window": 64, "stride": 32, "learning_rate": None}
     plain = TestTimeTrainer(base, **settings)
     list(plain.read(ids))
-    model = get_peft_model(base, LocasConfig(r=16, init_strategy="write"))
-    layer = list_layers(model)[2]
+    model = get_peft_model(base, LocasConfig(r=16, init_strategy="write" if rule is RidgeWriter else "topk"))
+    layer, writer = list_layers(model)[2], rule(model)
     if kind == "overflow":  # finite inputs whose squares are not
-        writer = RidgeWriter(model)
         take = writer._take
         writer._take = lambda count: tuple(tensor * 1e30 for tensor in take(count))
-    else:
-        writer = RidgeWriter(model)
     if kind == "no gradient":
 
         def silence(module, args, output):

@@ -85,7 +85,8 @@ def test_a_readings_values_out_of_range_are_named(field, value, error, message):
         ("none", "tuned", {"r": 8}, "for the method 'none'"),
         ("none", "tuned", {"anchor": 1.0}, "for the method 'none'"),
         ("none", "tuned", {"layers_to_transform": "upper"}, "for the method 'none'"),
-        ("locas-glu", "tuned", {"update": "bp"}, "for the method 'locas-glu'"),
+        ("locas-glu", "tuned", {"epsilon": 0.1}, "for the method 'locas-glu'"),
+        ("locas-glu", "tuned", {"update": "ridge", "learning_rate": 0.1}, "with update='ridge'"),
         ("locas-mlp", "paper", {"update": "nlsvd", "learning_rate": 0.1}, "with update='nlsvd'"),
         ("locas-mlp", "paper", {"update": "nlsvd", "anchor": 1}, "with update='nlsvd'"),
         ("locas-mlp", "tuned", {"init": "write", "update": "ridge", "epsilon": 0.1}, "with update='ridge'"),
@@ -101,6 +102,13 @@ def test_values_that_a_method_does_not_have_are_refused(method, preset, given, r
         complete(method, preset, **given)
     field, value = list(given.items())[-1]
     assert str(caught.value) == f"{field} has no meaning {reason}, got {value}: leave it out"
+
+
+def test_a_gated_memory_is_not_written_slot_by_slot():
+    with pytest.raises(ValueError, match="^update must be bp or ridge for the method 'locas-glu', got 'nlsvd': leave"):
+        complete("locas-glu", update="nlsvd")
+    ridge = complete("locas-glu", update="ridge")
+    assert ridge.training.learning_rate is ridge.method.anchor is ridge.method.anchor_every is None
 
 
 def test_presets_fill_in_what_is_not_given():

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..checks import check_choice, check_number, check_whole
-from ..slots import RidgeWriter, SlotWriter, Writer
+from ..slots import RidgeWriter, SlotWriter, ValueWriter, Writer
 from ..slots.writing import Normalization, Tokens
 from ..tuner import STRATEGIES, LocasConfig, find_ffns
 
@@ -24,6 +24,7 @@ __all__ = ["METHODS", "METHOD_FIELDS", "PRESETS", "UPDATES", "Adapter", "Memory"
 PRESETS = ("paper", "tuned")
 UPDATES = ("bp", "nlsvd", "ridge")
 _WRITING = ("epsilon", "tokens", "slots_per_chunk", "normalization")
+_TRAINED = ("learning_rate", "decay_steps", "anchor", "anchor_every")
 SHAPE = ("method", "r", "layers_to_transform", "init", "output_scale", "scaling", "row_norm", "max_slot_norm")
 """The settings that a memory keeps when it goes on with another text."""
 _LEARNING = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
@@ -172,6 +173,7 @@ class Memory(Adapter):
     scaling: float = checked(check_number)
     row_norm: float | None = checked(check_number)
     max_slot_norm: float | None = checked(partial(check_number, may_be_0=True))
+    update: str | None = checked(partial(check_choice, choices=UPDATES))
 
     def make_config(self, base: PreTrainedModel, seed: int) -> LocasConfig:
         if {ffn.gated for ffn in find_ffns(base).values()} == {not self.gated}:
@@ -190,12 +192,22 @@ class LocasGlu(Memory):
 
     name, gated, other = "locas-glu", True, "locas-mlp"
     _ROWS = {"r": 64, "init": "topk", "scaling": 1.0, "row_norm": None, "max_slot_norm": None, "learning_rate": 4e-3}
+    _ROWS |= {"update": "bp"}
     presets = {
         # The paper's tau, divided by r, and the rate of its PG-19 runs.
         "paper": {**_ROWS, "output_scale": "paper", **PAPER},
         # The measured output scale, so that one rate serves all hosts; an anchor, which limits changes on other texts.
         "tuned": {**_ROWS, "output_scale": "measured", **TUNED, "anchor": 0.3},
     }
+
+    @classmethod
+    def list_unused(cls, values: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+        if values["update"] == "nlsvd":
+            raise ValueError(f"update must be bp or ridge for the method {cls.name!r}, got 'nlsvd': leave it out")
+        return [("update", _TRAINED)] if values["update"] == "ridge" else super().list_unused(values)
+
+    def make_writer(self, model: nn.Module) -> Writer | None:
+        return ValueWriter(model) if self.update == "ridge" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +224,6 @@ class LocasMlp(Memory):
         "paper": {**_PAPER, **_ROWS, **PAPER},
         "tuned": {**_TUNED, **_ROWS, **TUNED},
     }
-    update: str | None = checked(partial(check_choice, choices=UPDATES))
     epsilon: float | None = checked(check_number)
     tokens: str | None = checked(partial(check_choice, choices=get_args(Tokens)))
     slots_per_chunk: int | None = checked(partial(check_whole, least=1))
@@ -232,9 +243,9 @@ class LocasMlp(Memory):
             return [("init", ("update", *_WRITING)), *unused]
         if values["tokens"] == "all":
             unused.append(("tokens", ("slots_per_chunk",)))
-        untrained = {"nlsvd": (), "ridge": _WRITING}
+        untrained = {"nlsvd": _TRAINED, "ridge": (*_TRAINED, *_WRITING)}
         if values["update"] in untrained:
-            return [("update", ("learning_rate", "decay_steps", "anchor", *untrained[values["update"]])), *unused]
+            return [("update", untrained[values["update"]]), *unused]
         return unused
 
     def make_writer(self, model: nn.Module) -> Writer | None:

@@ -102,8 +102,7 @@ def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[
         squares, vectors = torch.linalg.eigh(gram)
     squares, vectors = squares.flip(-1)[..., :n], vectors.flip(-1)[..., :n]
     strength = squares.clamp(min=0).sqrt()
-    least = max(threshold, 4 * torch.finfo(weighted.dtype).eps ** 0.5) * strength[..., :1]
-    kept = (strength > least) & (strength > 0)
+    kept = (strength > max(threshold, 4 * torch.finfo(weighted.dtype).eps ** 0.5) * strength[..., :1]) & (strength > 0)
     if not wide:
         # U = K~ W / Sigma. Weak directions are not exactly orthogonal: two steps towards the nearest orthonormal set.
         vectors = torch.nn.functional.normalize(unit @ vectors, dim=-2) * kept.unsqueeze(-2)

@@ -1,4 +1,4 @@
-"""Record a two-layer memory's inputs and gradients in the passes of a reading, for the rules that write it.
+"""Record a memory's inputs and gradients in the passes of a reading, for the rules that write it.
 
 Axes: L layers, N tokens, D hidden size, R slots.
 """
@@ -18,15 +18,17 @@ Moves = dict[nn.Parameter, tuple[int, Tensor]]
 
 
 class Writer:
-    """A rule that changes a two-layer memory from the recorded passes over a chunk. Each rule is a subclass.
+    """A rule that changes a memory from the recorded passes over a chunk. Each rule is a subclass.
 
-    `adapter_name` is the memory, `None` for the active one. It has no gates and one width in all layers.
+    `adapter_name` is the memory, `None` for the active one. It has one width in all layers, and no gates if the rule
+    `needs_two_layers`.
     """
 
     arguments: ClassVar[tuple[str, ...]]
+    needs_two_layers: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, adapter_name: str | None = None) -> None:
-        self.adapter_name, self._layers = _find_two_layer_memory(model, adapter_name)
+        self.adapter_name, self._layers = _find_writable(model, adapter_name, self.needs_two_layers)
         self._inputs: list[Tensor | None] = []  # a layer's A [N, D] of the last recorded pass
         self._gradients: list[Tensor | None] = []  # the gradient of the loss at a layer's output [N, D]
         self._paused = False
@@ -115,9 +117,9 @@ class Writer:
         return [(layer, *(module.weight for module in layer.projections(self.adapter_name))) for layer in self._layers]
 
 
-def _find_two_layer_memory(model: nn.Module, adapter_name: str | None) -> tuple[str, list[LocasLayer]]:
+def _find_writable(model: nn.Module, adapter_name: str | None, two_layers: bool) -> tuple[str, list[LocasLayer]]:
     name, layers = find_memory(model, adapter_name, "write into")
-    if any(name in layer.locas_gate for layer in layers):
+    if two_layers and any(name in layer.locas_gate for layer in layers):
         what = f"the memory {name!r} must have two layers to be written, got gates beside {layers[0].name}"
         raise ValueError(f"{what}: train it, or use a host with two-layer FFNs.")
     if any(name in layer.merged_adapters for layer in layers):

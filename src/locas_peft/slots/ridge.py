@@ -27,6 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_number
+from ..tuner.layer import LocasLayer
+from ..tuner.norm_clip import clip_norms_
 from .recording import Moves, Writer
 
 SHIFT = 5.0
@@ -66,15 +68,12 @@ class RidgeWriter(Writer):
         self.rate, self.ridge, self.prior = rate, ridge, prior
         for name in self.arguments:
             check_number(name, getattr(self, name), may_be_0=name == "prior")
-        act, probe = self._layers[0].ffn.act, torch.linspace(-4.0, 4.0, 9)
-        if not torch.allclose(act(SHARPNESS * probe) / SHARPNESS, probe.relu(), atol=0.01):
-            raise ValueError(f"the host's activation must be like ReLU, GELU or SiLU, got {act}: use SlotWriter")
-        depth, d = len(self._layers), self._layers[0].in_features
-        self._terms = min(self.capacity - 1, d)
-        # A'A and A'G [L, D, D]; the sums over tokens of A [L, D], of mean(G^2) [L], and of 1.
-        self._sums = {"gram": torch.zeros(depth, d, d), "cross": torch.zeros(depth, d, d)}
+        start = self._read_map()
+        depth, d, _ = start.shape
+        # A'A [L, D, D], A'G [L, D, D]; the sums over tokens of A [L, D], of mean(G^2) [L], and of 1.
+        self._sums = {"gram": torch.zeros(depth, d, d), "cross": torch.zeros_like(start)}
         self._sums |= {"total": torch.zeros(depth, d), "power": torch.zeros(depth)}
-        self._sums |= {"tokens": torch.zeros(()), "rate": torch.tensor(float(rate)), "start": self._read_map()}
+        self._sums |= {"tokens": torch.zeros(()), "rate": torch.tensor(float(rate)), "start": start}
 
     @torch.no_grad()
     def write(self, losses: Tensor) -> Moves:
@@ -85,6 +84,7 @@ class RidgeWriter(Writer):
         """
         inputs, gradients = self._take(len(losses))  # [L, N, D]
         gradients = gradients * len(losses)  # of the sum over the tokens
+        inputs = self._observe(inputs)
         sums = {name: tensor.to(inputs) for name, tensor in self._sums.items()}
         sums["gram"] = torch.baddbmm(sums["gram"], inputs.mT, inputs)
         sums["cross"] = torch.baddbmm(sums["cross"], inputs.mT, gradients)
@@ -93,13 +93,10 @@ class RidgeWriter(Writer):
         sums["tokens"] = sums["tokens"] + len(losses)
         if not all(tensor.isfinite().all() for tensor in sums.values()):
             return {}
-        keys, values = self._solve(sums)
-        if keys.isfinite().all() and values.isfinite().all():
+        slots = self._solve(sums)
+        if all(tensor.isfinite().all() for tensor in slots):
             self._sums = sums
-            for (layer, up, down), key, value in zip(self._weights(), keys, values, strict=True):
-                k, tau = layer.locas_input_scale[self.adapter_name], layer.saved_scale(self.adapter_name)
-                up[: self._terms + 1] = SHARPNESS * key.T.to(up.device) / k
-                down[:, : self._terms + 1] = value.T.to(down.device) / (SHARPNESS * tau)
+            self._store(*slots)
         return {}
 
     def take_back(self, rate_factor: float) -> None:
@@ -114,9 +111,22 @@ class RidgeWriter(Writer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._sums = {name: torch.empty_like(tensor).copy_(state[name]) for name, tensor in self._sums.items()}
 
+    def _observe(self, inputs: Tensor) -> Tensor:
+        """Return what the rule multiplies, from A `[L, N, D]`: A itself."""
+        return inputs
+
+    def _store(self, keys: Tensor, values: Tensor) -> None:
+        for (layer, up, down), key, value in zip(self._weights(), keys, values, strict=True):
+            k, tau = layer.locas_input_scale[self.adapter_name], layer.saved_scale(self.adapter_name)
+            up[: self._terms + 1] = SHARPNESS * key.T.to(up.device) / k
+            down[:, : self._terms + 1] = value.T.to(down.device) / (SHARPNESS * tau)
+
     @torch.no_grad()
     def _read_map(self) -> Tensor:
-        """Return the linear map of the slots `[L, D, D]`; a `ValueError` where they hold none."""
+        """Return the linear map of the slots `[L, D, D]`; a `ValueError` where they hold none or cannot hold one."""
+        act, probe = self._layers[0].ffn.act, torch.linspace(-4.0, 4.0, 9)
+        if not torch.allclose(act(SHARPNESS * probe) / SHARPNESS, probe.relu(), atol=0.01):
+            raise ValueError(f"the host's activation must be like ReLU, GELU or SiLU, got {act}: use SlotWriter")
         n, maps = self._terms, []
         for layer, up, down in self._weights():
             values, last = down[:, :n].float(), down[:, n].float()
@@ -127,17 +137,27 @@ class RidgeWriter(Writer):
             maps.append((factor * (up.float().T @ down.float().T)).cpu())
         return torch.stack(maps)
 
-    def _solve(self, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the slots of the cut map: keys `[L, D, n + 1]` and values `[L, n + 1, D]`."""
-        gram, tokens, n = sums["gram"], sums["tokens"], self._terms
+    @property
+    def _terms(self) -> int:
+        return min(self.capacity - 1, self._layers[0].in_features)
+
+    def _normal_equations(self, sums: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the Cholesky factor of C, and C M, both batches of L."""
+        gram, tokens = sums["gram"], sums["tokens"]
         tiny = torch.finfo(gram.dtype).tiny
         size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=tiny)[:, None, None]
         metric = gram + self.ridge * size * torch.eye(gram.shape[-1], device=gram.device)
-        factor = torch.linalg.cholesky_ex(metric).L
         length = sums["rate"] * tokens / (tokens + self.prior) / (sums["power"] / tokens).clamp(min=tiny)
-        target = sums["cross"] * length[:, None, None]  # C M
+        target = sums["cross"] * length[:, None, None]
         if sums["start"].any():
             target += metric @ sums["start"]
+        return torch.linalg.cholesky_ex(metric).L, target
+
+    def _solve(self, sums: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the slots of the cut map: keys `[L, D, n + 1]` and values `[L, n + 1, D]`."""
+        gram, tokens, n = sums["gram"], sums["tokens"], self._terms
+        tiny = torch.finfo(gram.dtype).tiny
+        factor, target = self._normal_equations(sums)
         # The right singular vectors of C^(1/2) M are the eigenvectors of M'C M = target' C^-1 target. Two steps of
         # subspace iteration from the values that are written already: the sums change little from chunk to chunk.
         former = torch.stack([down.float()[:, :n].to(gram) for _, _, down in self._weights()])
@@ -153,3 +173,42 @@ class RidgeWriter(Writer):
         common = common * tokens / (sums["total"][:, None] @ common).clamp(min=tiny)
         keys = torch.cat([keys / size.clamp(min=tiny) + SHIFT * common, common], dim=2)
         return keys, torch.cat([values, -SHIFT * values.sum(dim=1, keepdim=True)], dim=1)
+
+
+class ValueWriter(RidgeWriter):
+    """Write the ridge regression of all tokens so far into the values of any memory, gated or not; its rows stay.
+
+    As `RidgeWriter`, with the activations M `[N, R]` of the slots in place of A, and the values V `[R, D]` in place of
+    the map. Nothing is cut: V = S + C^-1 M'G * (rate / (L D)) N / (N + prior) / g, then the norm clip. The memory may
+    have any values before; `prior` and `adapter_name` are as there. The writer holds L R (R + 2 D) float32 numbers.
+    """
+
+    needs_two_layers = False
+
+    def __init__(self, model: nn.Module, *, rate: float = 500.0, ridge: float = 0.1, **options: Any) -> None:
+        super().__init__(model, rate=rate, ridge=ridge, **options)
+        self._sums["rate"] /= len(self._layers) * self._layers[0].in_features
+
+    def _downs(self) -> list[tuple[LocasLayer, nn.Parameter]]:
+        return [(layer, layer.locas_down[self.adapter_name].weight) for layer in self._layers]
+
+    def _observe(self, inputs: Tensor) -> Tensor:
+        """Return M `[L, N, R]` from A `[L, N, D]`."""
+        layers, names = zip(self._downs(), inputs, strict=True), [self.adapter_name]
+        return torch.stack([one.activate(names, own.to(down.device)).to(own) for (one, down), own in layers])
+
+    @torch.no_grad()
+    def _read_map(self) -> Tensor:
+        """Return the values at the FFNs' outputs `[L, R, D]`."""
+        scaled = [layer.saved_scale(self.adapter_name) * down.float().T for layer, down in self._downs()]
+        return torch.stack([values.cpu() for values in scaled])
+
+    def _solve(self, sums: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        factor, target = self._normal_equations(sums)
+        return (torch.cholesky_solve(target, factor),)
+
+    def _store(self, values: Tensor) -> None:
+        for (layer, down), value in zip(self._downs(), values, strict=True):
+            down.copy_(value.T.to(down.device) / layer.saved_scale(self.adapter_name))
+            if (radius := layer.locas_config[self.adapter_name].max_slot_norm) is not None:
+                clip_norms_([down], [-2], radius)

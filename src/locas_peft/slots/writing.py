@@ -15,20 +15,18 @@ Choices beyond the paper:
 - Units. The stored value is v divided by the memory's output scale, so that a written slot changes the output by the
   formula's amount, in every layer and for every r. The norm clip applies to the stored values.
 - The cycle (appendix, "Expansion-Compression Cycle"). The memory has R = capacity slots from the start; free slots are
-  zero, and training leaves them so. A memory with too few of them for a chunk is first folded, to capacity / 2 by
-  default.
+  zero, and training leaves them so. A memory with too few of them for a chunk is first folded to capacity / 2.
 
 Axes: L layers, N tokens, D hidden size, R slots.
 """
 
-import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_choice, check_whole
+from ..checks import check_choice, check_number, check_whole
 from .nlsvd import nl_svd
 from .recording import Moves, Writer
 from .resizing import refit_slots
@@ -72,8 +70,7 @@ class SlotWriter(Writer):
         threshold: float = 0.0,
         adapter_name: str | None = None,
     ) -> None:
-        if not 0 < epsilon < math.inf:
-            raise ValueError(f"epsilon must be a finite number above 0, got {epsilon}: give 0.01, say.")
+        check_number("epsilon", epsilon)
         check_whole("slots_per_chunk", slots_per_chunk, 1)
         check_choice("tokens", tokens, get_args(Tokens))
         check_choice("normalization", normalization, get_args(Normalization))

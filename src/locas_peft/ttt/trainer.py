@@ -34,7 +34,7 @@ class TestTimeTrainer:
         settings: a `TrainingSettings`; None to make one of `fields`.
         optimizer: makes the optimizer, from the list of parameters, at the first step; None for AdamW at
             `learning_rate`, without weight decay.
-        writer: a `SlotWriter` or `RidgeWriter`, which changes a two-layer LOCAS memory after each chunk, from the
+        writer: a `SlotWriter`, `RidgeWriter` or `ValueWriter`, which changes a LOCAS memory after each chunk, from the
             scoring pass and its gradient, after the optimizer's step. With a writer, neither `learning_rate` nor
             `optimizer` means that the memory is not trained as well.
         anchor: limits how the adapter changes the base's output on other text.
