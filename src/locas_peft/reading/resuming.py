@@ -131,14 +131,14 @@ def _find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: st
 def fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 over the base's frozen parameters: names, shapes, dtypes, and up to 4,096 numbers of each.
 
-    The numbers are evenly spread: a change of others alone is not seen, nor one of weights on the meta device. It is
-    the same with and without adapters.
+    The numbers are evenly spread: a change of others alone is not seen, nor one of weights that are sharded, on the
+    meta device, or of a tensor type of their own. It is the same with and without adapters.
     """
     digest = hashlib.sha256()
     adapted = any(isinstance(module, ADAPTER_LAYERS) for module in model.modules())
     for name, parameter in base_parameters(model):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if not (adapted and parameter.requires_grad) and parameter.device.type != "meta":
+        if type(parameter.data) is torch.Tensor and not (parameter.is_meta or (adapted and parameter.requires_grad)):
             flat = parameter.detach().reshape(-1)
             digest.update(flat[:: -(-len(flat) // 4096) or 1].to("cpu", torch.float64).numpy())
     return digest.hexdigest()
