@@ -29,7 +29,7 @@ part() {
 
 if [ -n "$tiny" ]; then
     shape=tiny pages=expedition seeds=0 facts=2 small=(--tokens 128 --window 64 --stride 32) rounds=1
-    timed=(--timing-tokens 64 --memory-tokens 32 --window 32 --stride 16)
+    timed=(--timing-tokens 512 --memory-tokens 32 --window 32 --stride 16)
     model=smollm2 slower=5
 else
     shape=qwen3-0.6b pages=expedition,ferry,foundry,garden,theatre seeds=0,1,2 facts=12,50,200 small=() rounds=3 timed=()

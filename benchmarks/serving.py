@@ -38,8 +38,9 @@ def measure(model: str, adapter: str | None, rank: int) -> list[dict[str, Any]]:
     options |= {"max_num_seqs": REQUESTS, "enable_prefix_caching": False, "enforce_eager": True}
     options |= {"dtype": "float32", "max_model_len": 1024, "distributed_executor_backend": "uni"}
     engine = LLM(model, **options)
-    draw = random.Random(0)
-    prompts = [{"prompt_token_ids": draw.choices(range(VOCABULARY), k=PROMPT_TOKENS)} for _ in range(REQUESTS)]
+    draw, known = random.Random(0), json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    drawn = range(min(VOCABULARY, known))
+    prompts = [{"prompt_token_ids": draw.choices(drawn, k=PROMPT_TOKENS)} for _ in range(REQUESTS)]
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 
     def generate(requests: list[Any] | None) -> float:

@@ -80,7 +80,7 @@ def main() -> None:
         with ThreadPoolExecutor(len(chosen)) as pool:
             given = dict(zip(chosen, pool.map(lambda name: ask(url, name)[0], chosen), strict=True))
         seconds = time.perf_counter() - began
-        refused = [is_unknown(url, name) for name in ("nobody", "../served", f"{names[0]}/../{names[1]}")]
+        refused = [is_unknown(url, name) for name in ("nobody", "../served", f"{names[0]}/../{names[-1]}")]
         if arguments.forget:
             library.forget(names[-1])
             refused.append(is_unknown(url, names[-1]))
