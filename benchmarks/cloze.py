@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from measuring import make_table
+from plotting import GREY, label_axes, make_figure, save_figure
 from torch import nn
 
 from locas_peft.asking.scoring import encode_pair, score_targets
@@ -33,7 +34,6 @@ from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.files import write_json
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings
-from locas_peft.reading.comparison import GREY, label_axes, make_figure, save_figure
 from locas_peft.reading.settings import complete_all
 from locas_peft.tables import Sheet, format_mean, format_percent, to_number
 from locas_peft.text import digest_json, tokenize

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from measuring import make_table
 from pg19_rows import TUNING
+from plotting import make_figure, save_figure
 
-from locas_peft.reading.comparison import make_figure, save_figure
 from locas_peft.ttt import perplexity
 
 if TYPE_CHECKING:

@@ -1,13 +1,8 @@
-"""Readings side by side: the table, and plots that are whole files."""
+"""Readings side by side, as a table."""
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-
-import pytest
-
-from locas_peft.reading.comparison import plot_readings, tabulate_readings
+from locas_peft.reading.comparison import tabulate_readings
 from locas_peft.reading.record import Reading
 from locas_peft.reading.settings import ReadingSettings
 
@@ -45,29 +40,3 @@ def test_a_mark_at_the_end_is_not_repeated():
     sheet = tabulate_readings([make_reading("lora", 30.0, 5.0, tokens=2000)])
     assert sheet.headers[3:5] == ["ppl at 1K", "perplexity"]
     assert len(sheet.rows[0]) == len(sheet.headers)
-
-
-def test_the_plot_is_a_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plot.png"
-    plot_readings([make_reading("none", 40.0, 2.0), make_reading("locas-glu", 30.0, 5.0)], path, title="a text")
-    assert path.read_bytes().startswith(b"\x89PNG\r\n")
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_plot_survives_overflow(tmp_path):
-    pytest.importorskip("matplotlib")
-    broken = dataclasses.replace(make_reading("lora", 30.0, 5.0), curve=[(250, float("inf")), (500, float("nan"))])
-    plot_readings([broken], tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").exists()
-
-
-def test_without_matplotlib_the_message_names_the_remedy(tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    message = "a plot needs matplotlib: install the extra with pip install 'locas_peft[plot]'"
-    with pytest.raises(ValueError) as raised:
-        plot_readings([make_reading("none", 40.0, 2.0)], tmp_path / "plot.png")
-    assert str(raised.value) == message
-    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ from cyclopts.validators import Number
 from .console import open_consoles, printable, show_progress, write_result
 from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, ReadingOptions, Seed
 
-DEMO_JSON, PLOT = "demo.json", "perplexity.png"
+DEMO_JSON = "demo.json"
 METHODS = ("none", "locas-glu", "lora")
 REFERENCE = "the Python language reference"
 PROMPT = "See also:"
@@ -31,7 +31,7 @@ def demo(
     """Watch a small model learn: a page that it is asked about, and a text that it reads; with Locas and with LoRA.
 
     Args:
-        out: folder for the plot, JSON and memories.
+        out: folder for JSON and memories.
         model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.
         preset: where the settings come from: tuned or paper.
         r: memory width, or LoRA rank.
@@ -61,8 +61,6 @@ def demo(
     folders = [f"{prefix}{method}" for prefix in ("", f"{page.RECALL}/") for method in METHODS if method != "none"]
     for folder in folders:
         check_vacant(out / folder, overwrite=own)
-    if not own and os.path.lexists(out / PLOT):
-        raise ValueError(f"--out {str(out)!r} holds {PLOT}: choose another folder")
     base = load(BaseOptions(model=name, device=device))
     options = replace(options, window=min(512, count_positions(base.model) or 512), context="cache")
     settings = complete_all(make_settings(options, base), METHODS, base.model, base.tokenizer)
@@ -99,7 +97,7 @@ def demo(
         stdout.print(f"{method}: perplexity {readings[-1].perplexity:.2f}, {readings[-1].seconds:.0f} s")
     rows = page.describe(readings, recalls)
     write_json(out / DEMO_JSON, rows)
-    show_readings(readings, stdout, stderr, out / PLOT, REFERENCE)
+    show_readings(readings, stdout, stderr, REFERENCE)
     write_result(json_file, rows)
 
     memory = out / "locas-glu"

@@ -144,7 +144,7 @@ def memorize(
             what = f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty"
             remedy = "Add --study for questions about a short text, or --readings and a shorter --window and --stride"
             stderr.print(f"{what}. {remedy}")
-    show_readings([result], stdout, stderr, None, title or "standard input")
+    show_readings([result], stdout, stderr, title or "standard input")
     show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:

@@ -20,7 +20,7 @@ from locas_peft.bases import loading as base_models
 from locas_peft.library import Library
 from locas_peft.progress import follow, follow_study
 from locas_peft.reading import teaching
-from locas_peft.reading.comparison import plot_readings, tabulate_readings
+from locas_peft.reading.comparison import tabulate_readings
 from locas_peft.reading.record import Reading
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
 
@@ -122,10 +122,8 @@ def show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console)
         stderr.print(f"nothing was studied: {what}; {remedy}")
 
 
-def show_readings(
-    readings: Sequence[Reading], stdout: Console, stderr: Console, plot: Path | None, title: str
-) -> None:
-    """Print a table of readings of one text, and remarks on them; draw their plot into a file."""
+def show_readings(readings: Sequence[Reading], stdout: Console, stderr: Console, title: str) -> None:
+    """Print a table of readings of one text, and remarks on them."""
     stdout.print(tabulate_readings(readings, title).to_rich())
     skipped = sum(each.skipped_chunks for each in readings)
     if skipped:
@@ -135,8 +133,3 @@ def show_readings(
             where = ", ".join(f"{tokens:,}" for tokens in each.taken_back)
             what = f"{each.method} made the text worse than no memory and was taken back to an earlier state"
             stderr.print(f"{what}, after {where} tokens: a lower --lr may learn more")
-    if plot is not None:
-        try:
-            plot_readings(readings, plot, title)
-        except ValueError as error:  # matplotlib is missing
-            stderr.print(f"no plot: {error}")
