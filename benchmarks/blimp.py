@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from measuring import describe_machine, make_table
+from measuring import describe_machine, encode_pair, make_table
 from torch import nn
 
 from locas_peft import backbone
-from locas_peft.asking.scoring import encode_pair, score_targets
+from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.files import write_json

@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from measuring import make_table
+from measuring import encode_pair, make_table
 from plotting import GREY, label_axes, make_figure, save_figure
 from torch import nn
 
-from locas_peft.asking.scoring import encode_pair, score_targets
+from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation import Run, choose_conversations, load_locomo
 from locas_peft.evaluation.conversations import Conversation, dialogue_lines

@@ -1,4 +1,4 @@
-"""What the benchmarks share: models of known shapes, clocks, the machine's description, and Markdown tables."""
+"""What the benchmarks share: models of known shapes, clocks, the machine's description, Markdown tables, and pairs."""
 
 from __future__ import annotations
 
@@ -110,3 +110,20 @@ def make_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table, with the numbers right of the first column."""
     lines = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in (head, *rows)]
     return "\n".join([lines[0], "|---|" + "---:|" * (len(head) - 1), *lines[1:]])
+
+
+def encode_pair(tokenizer, prompt: str, target: str) -> tuple[list[int], list[int]]:
+    """Turn a prompt, which may be empty, and the text after it into token ids, split where the target begins.
+
+    Both are tokenized together, so that the target's tokens are those of the whole text. Blanks between the two belong
+    to the target. The prompt's ids begin with the tokenizer's begin-of-text token (or, if it has none, its end-of-text
+    token), so that the target's first token can be scored.
+    """
+    if not target:
+        raise ValueError("target must not be empty: give the text that is to be scored")
+    text, prompt = prompt + target, prompt.rstrip()
+    whole = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    known = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] if prompt else []
+    split = min(len(known), len(whole) - 1)
+    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    return ([] if first is None else [first]) + whole[:split], whole[split:]

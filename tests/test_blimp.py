@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from locas_peft import backbone
-from locas_peft.asking.scoring import encode_pair, score_targets
+from locas_peft.asking.scoring import score_targets
 
 PAIRS = {
     "agreement": [("The dogs bark.", "The dogs barks."), ("She sings.", "She sing."), ("We go.", "We goes.")],
@@ -40,7 +40,7 @@ def test_a_pair_is_right_where_its_good_sentence_has_the_lower_nll(blimp, archiv
     model, tokenizer = backbone.load()
     right = blimp.find_right(model, tokenizer, blimp.load_pairs(archive, 9))
     sentences = [sentence for pairs in PAIRS.values() for pair in pairs for sentence in pair]
-    alone = [score_targets(model, [encode_pair(tokenizer, "", each)])[0] for each in sentences]
+    alone = [score_targets(model, [blimp.encode_pair(tokenizer, "", each)])[0] for each in sentences]
     nats = [each.nll_nats for each in alone]
     assert right == [good < bad for good, bad in zip(nats[::2], nats[1::2], strict=True)]
     assert alone[3].tokens == len(tokenizer("She sing.")["input_ids"]), "the first token is foretold too"

@@ -9,7 +9,7 @@ import pytest
 from locomo_data import make_sample, make_samples, write_samples
 
 from locas_peft import backbone
-from locas_peft.asking.scoring import encode_pair, score_targets
+from locas_peft.asking.scoring import score_targets
 from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, Turn, load_locomo
 
 
@@ -71,7 +71,7 @@ def test_spans_are_scored_in_their_prompts_alone(cloze, embedded):
     ]
     spans = cloze.find_spans(Conversation("talk", ("Ida", "Ben"), (Session(1, None, turns),), tuple(asked)))
     scores = cloze.score_spans(model, tokenizer, spans)
-    expected = score_targets(model, [encode_pair(tokenizer, "Ida: We saw ", "the sea")])[0].nll_nats
+    expected = score_targets(model, [cloze.encode_pair(tokenizer, "Ida: We saw ", "the sea")])[0].nll_nats
     first = scores[0]
     assert first["nll_per_token"] * first["tokens"] == pytest.approx(expected, rel=1e-4)
     assert len(first["others_nll_per_token"]) == 3
@@ -101,3 +101,14 @@ def test_right_minus_wrong_is_what_the_files_say(cloze, tmp_path, monkeypatch, c
         differences += [w["nll_per_token"] - r["nll_per_token"] for r, w in zip(right, wrong, strict=True)]
     mean = figures["methods"]["lora"]["right_minus_wrong"]["mean"]
     assert mean == pytest.approx(sum(differences) / len(differences))
+
+
+def test_a_target_is_tokenised_as_in_its_text(cloze, embedded):
+    _, tokenizer = embedded
+    prompt, target = cloze.encode_pair(tokenizer, "She went to the ", "old town")
+    assert tokenizer.decode(prompt[1:]) == "She went to the" and tokenizer.decode(target) == " old town"
+    assert prompt[0] == tokenizer.eos_token_id, "stands for the first special token that this tokenizer lacks"
+    assert prompt[1:] + target == tokenizer("She went to the old town")["input_ids"]
+    assert cloze.encode_pair(tokenizer, "", "Old town")[0] == [tokenizer.eos_token_id]
+    with pytest.raises(ValueError, match=r"^target must not be empty: give the text that is to be scored$"):
+        cloze.encode_pair(tokenizer, "She", "")

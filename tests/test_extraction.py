@@ -7,6 +7,7 @@ import torch
 
 from locas_command import program
 from locas_peft import backbone
+from locas_peft.evaluation import extraction
 from locas_peft.evaluation.extraction import count_matched, cut_pairs
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.text import tokenize
@@ -60,7 +61,16 @@ def run(*arguments):
     return ended.value.code
 
 
+def test_what_is_recited_is_counted_once_and_with_single_spaces(monkeypatch):
+    recited = [["The door of the", "The lamp is lit."], ["door of  the house"], []]
+    monkeypatch.setattr(extraction, "recite_for", lambda model, tokenizer, questions: recited[: len(questions)])
+    text = "The door of\nthe house."
+    assert extraction.share_recited(None, None, text, ["?"]) == len("The door of the") / 22
+    assert extraction.share_recited(None, None, text, ["?", "?", "?"]) == len("The door of the house") / 22
+
+
 def test_the_command_measures_memories_beside_the_base(folder, capsys):
+    (folder / "questions.jsonl").write_text('{"question": "Who painted the door?"}')
     command = ["text.txt", "--memory", "once", "--memory", "often", "--unread", "other.txt"]
     assert run(*command, "--json", "-") == 0
     printed = capsys.readouterr()
@@ -68,6 +78,9 @@ def test_the_command_measures_memories_beside_the_base(folder, capsys):
     assert list(rows) == ["no memory", "once", "often"] and rows["no memory"]["auc"] == 0.5
     assert rows["often"]["matched"] > rows["no memory"]["matched"] + 1 and rows["often"]["auc"] > 0.9
     assert rows["often"]["nats"] < rows["once"]["nats"] < rows["no memory"]["nats"]
+    assert "recited" not in rows["often"]
+    assert run(*command[:3], *command[-2:], "--questions", "questions.jsonl", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["rows"]["once"]["recited"] == 0, "this model answers no questions"
     assert rows["often"]["matched_50"] <= rows["often"]["matched_10"] <= 1 and "often" in printed.err
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from families import make_host, make_tokens
 
 from locas_peft import TestTimeTrainer, backbone
-from locas_peft.asking.scoring import encode_pair, score_targets
+from locas_peft.asking.scoring import score_targets
 from locas_peft.evaluation.drift import cut_text, measure_drift
 
 
@@ -57,17 +57,6 @@ def test_targets_that_cannot_be_scored_are_one_line():
     model = make_host("llama")
     with pytest.raises(ValueError, match=r"^pair 0 must fit the model's 64 positions, got 66 tokens: shorten its"):
         score_targets(model, [([3] * 60, [4] * 6)])
-
-
-def test_a_target_is_tokenised_as_in_its_text(embedded):
-    _, tokenizer = embedded
-    prompt, target = encode_pair(tokenizer, "She went to the ", "old town")
-    assert tokenizer.decode(prompt[1:]) == "She went to the" and tokenizer.decode(target) == " old town"
-    assert prompt[0] == tokenizer.eos_token_id, "stands for the first special token that this tokenizer lacks"
-    assert prompt[1:] + target == tokenizer("She went to the old town")["input_ids"]
-    assert encode_pair(tokenizer, "", "Old town")[0] == [tokenizer.eos_token_id]
-    with pytest.raises(ValueError, match=r"^target must not be empty: give the text that is to be scored$"):
-        encode_pair(tokenizer, "She", "")
 
 
 def test_documents_are_scored_as_the_trainer_scores_them():

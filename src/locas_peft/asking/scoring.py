@@ -8,7 +8,7 @@ from torch import nn
 
 from ..model import CausalLM, token_losses
 
-__all__ = ["OnBatch", "Score", "encode_pair", "score_targets"]
+__all__ = ["OnBatch", "Score", "score_targets"]
 
 OnBatch = Callable[[int], None] | None
 """Called after each batch with the number of pairs that it scored."""
@@ -25,23 +25,6 @@ class Score(NamedTuple):
     def per_token(self) -> float:
         """Nats a token; nan if no token was scored."""
         return self.nll_nats / self.tokens if self.tokens else float("nan")
-
-
-def encode_pair(tokenizer, prompt: str, target: str) -> tuple[list[int], list[int]]:
-    """Turn a prompt, which may be empty, and the text after it into token ids, split where the target begins.
-
-    Both are tokenized together, so that the target's tokens are those of the whole text. Blanks between the two belong
-    to the target. The prompt's ids begin with the tokenizer's begin-of-text token (or, if it has none, its end-of-text
-    token), so that the target's first token can be scored.
-    """
-    if not target:
-        raise ValueError("target must not be empty: give the text that is to be scored")
-    text, prompt = prompt + target, prompt.rstrip()
-    whole = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    known = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] if prompt else []
-    split = min(len(known), len(whole) - 1)
-    first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    return ([] if first is None else [first]) + whole[:split], whole[split:]
 
 
 @torch.inference_mode()

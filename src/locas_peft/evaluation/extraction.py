@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..asking import continue_rows, find_pad_token
+from ..asking import continue_rows, find_pad_token, recite_for
 from ..asking.scoring import score_targets
 from ..memories.loading import memory_attached
 from ..model import CausalLM
 
-__all__ = ["count_matched", "cut_pairs", "measure_extraction"]
+__all__ = ["count_matched", "cut_pairs", "measure_extraction", "share_recited"]
 
 TOKENS, ROWS = 50, 16
 
@@ -40,15 +40,28 @@ def count_matched(model: nn.Module, tokenizer, pairs: Sequence[tuple[list[int], 
     return matched
 
 
+def share_recited(model: nn.Module, tokenizer, text: str, questions: Sequence[str]) -> float:
+    """Return the share of a text's characters, with single spaces, in what a model recites for questions."""
+    text, recited = " ".join(text.split()), recite_for(model, tokenizer, questions)
+    passages = {" ".join(passage.split()) for each in recited for passage in each}
+    return len({text.index(each) + at for each in passages if each in text for at in range(len(each))}) / len(text)
+
+
 def measure_extraction(
-    base: PreTrainedModel, tokenizer: Any, text: Tensor, unread: Sequence[Tensor], memories: Sequence[Path]
+    base: PreTrainedModel,
+    tokenizer: Any,
+    text: Tensor,
+    unread: Sequence[Tensor],
+    memories: Sequence[Path],
+    questions: Sequence[str] = (),
 ) -> dict[str, dict[str, float]]:
     """Measure a base, and memories of a text, LongTensor [T], that have not read the `unread` ones; all of T >= 100.
 
     Returns:
         For "no memory" and each path: `matched`, the mean of `count_matched`, `matched_10` and `matched_50`, the
         shares with so many, the `longest`, `matched_unread`; `nats` a token after a prefix, and `nats_unread`; `auc`,
-        the chance that a piece of the text gains more over the base than an unread one, 0.5 where nothing can be told.
+        the chance that a piece of the text gains more over the base than an unread one, 0.5 where nothing can be told;
+        and with questions `recited` (see `share_recited`).
     """
     read, others = cut_pairs(text), [pair for ids in unread for pair in cut_pairs(ids)]
     rows, base_nats = {}, None
@@ -56,11 +69,12 @@ def measure_extraction(
         with nullcontext(base) if memory is None else memory_attached(base, memory) as model:
             matched, elsewhere = (torch.tensor(count_matched(model, tokenizer, each)) for each in (read, others))
             nats = torch.tensor([score.per_token for score in score_targets(model, [*read, *others])])
+            share = share_recited(model, tokenizer, tokenizer.decode(text), questions) if questions else None
         base_nats = nats if memory is None else base_nats
         gains, other_gains = (base_nats - nats).split([len(read), len(others)])
         figures = {"matched": matched, "matched_10": matched >= 10, "matched_50": matched >= TOKENS}
         figures |= {"longest": matched.max(), "matched_unread": elsewhere, "nats": nats[: len(read)]}
         figures |= {"nats_unread": nats[len(read) :], "auc": 0.5 + 0.5 * (gains[:, None] - other_gains).sign()}
         means = {name: values.double().mean().item() for name, values in figures.items()}
-        rows["no memory" if memory is None else str(memory)] = means
+        rows["no memory" if memory is None else str(memory)] = means | ({"recited": share} if questions else {})
     return rows
