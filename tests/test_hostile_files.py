@@ -468,6 +468,12 @@ ATTACKS = {
         r"trainable_token_indices must be below the 64 rows of model.embed_tokens, got \d+: use ids of this",
     )
     for indices in ([10**9], [64], {"embed_tokens": [5, 64]})
+} | {
+    f"norm beside {task}": (
+        {}, lambda t: t.update({"base_model.model.model.norm.weight": ones(16)}), {"task_type": task},
+        rf"model\.norm\.weight {FOREIGN}",
+    )
+    for task in ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 }  # fmt: skip
 
 

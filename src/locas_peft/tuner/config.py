@@ -165,7 +165,8 @@ class LocasConfig(PeftConfig):
         return self._file if self._list_fields_of_file() == self._fields_of_file else None
 
     def _list_fields_of_file(self) -> list[Any]:
-        names = set(self.target_modules or ()), set(self.modules_to_save or ())
+        # Heads of some tasks are added by PEFT after the config was loaded.
+        names = set(self.target_modules or ()), set(self.modules_to_save or ()) - {"classifier", "score", "qa_outputs"}
         tensors = self.trainable_token_indices, self.saved_embeddings
         return [self.r, self.rank_pattern, self.exclude_modules, *names, *tensors]
 
