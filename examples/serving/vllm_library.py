@@ -74,7 +74,7 @@ def main() -> None:
     with serve(arguments.vllm_python, arguments.base, {}, arguments.max_lora_rank, options) as url:
         ask(url, "base")
         first = {name: [timed(url, name, prompt) for _ in range(3)] for name in names}
-        again = [timed(url, name, prompt) for name in names]  # it is no longer in a slot
+        again = [timed(url, name, prompt) for name in names]  # after others took its slot
         chosen = ["base", *names[: arguments.compared]]
         began = time.perf_counter()
         with ThreadPoolExecutor(len(chosen)) as pool:

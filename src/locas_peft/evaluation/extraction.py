@@ -60,7 +60,7 @@ def measure_extraction(
     Returns:
         For "no memory" and each path: `matched`, the mean of `count_matched`, `matched_10` and `matched_50`, the
         shares with so many, the `longest`, `matched_unread`; `nats` a token after a prefix, and `nats_unread`; `auc`,
-        the chance that a piece of the text gains more over the base than an unread one, 0.5 where nothing can be told;
+        the chance that a piece of the text gains more over the base than an unread one does, and 0.5 for the base;
         and with questions `recited` (see `share_recited`).
     """
     read, others = cut_pairs(text), [pair for ids in unread for pair in cut_pairs(ids)]

@@ -150,8 +150,8 @@ def teach_on_ray(
         tally, advance = _Tally(library, documents), progress(f"{len(documents)} documents", len(documents))
         kind, idle = ray.remote(max_restarts=-1, max_task_retries=RETRIES)(_Teacher), []
         for node in (each["Resources"] for each in ray.nodes() if each["Alive"] and "CPU" in each["Resources"]):
-            actors, gpus = int(node.get("GPU", 0)) or workers, node.get("GPU", 0)
-            part = {"num_cpus": node["CPU"] // actors or node["CPU"] / actors, "num_gpus": int(gpus >= 1)}
+            actors = (gpus := int(node.get("GPU", 0))) or workers
+            part = {"num_cpus": node["CPU"] // actors or node["CPU"] / actors, "num_gpus": min(gpus, 1)}
             idle += [kind.options(**part).remote(library.folder.resolve(), base, options) for _ in range(actors)]
         left, running = {each.line: each for each in documents}, {}
         offered = (each for _ in count() for each in list(left.values()) if each.line in left)
