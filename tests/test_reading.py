@@ -35,7 +35,7 @@ from locas_peft.memories import (
 )
 from locas_peft.reading import record as memory_folder
 from locas_peft.reading import teaching as reading
-from locas_peft.reading.record import Reading, find_finished
+from locas_peft.reading.record import Reading, find_finished, load_reading
 from locas_peft.reading.resuming import fingerprint
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
 from locas_peft.reading.teaching import StopReading, attached, memorize, score
@@ -386,6 +386,21 @@ def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
         model.merge_and_unload().save_pretrained(tmp_path / "merged")
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
         torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_values_are_written_in_closed_form_beside_rows_that_stay_or_are_trained(base, input_ids, tmp_path):
+    closed = {"update": "ridge"}
+    ways = {"trained": {}, "alone": {**closed, "anchor": None}, "beside": {**closed, "learning_rate": 4e-3}}
+    for name, given in ways.items():
+        settings = small(**given)
+        memorize(base, input_ids, settings, out=tmp_path / name)
+        assert load_reading(tmp_path / name).settings == settings
+    trained, alone, beside = (load_file(tmp_path / name / WEIGHTS) for name in ways)
+    rows = [key for key in trained if "locas_gate" in key or "locas_up" in key]
+    values = [key for key in trained if "locas_down" in key]
+    assert rows and values
+    assert not any(torch.equal(alone[key], beside[key]) for key in (*rows, *values))
+    assert not any(torch.equal(trained[key], beside[key]) for key in values)
 
 
 # A memory's folder

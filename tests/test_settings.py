@@ -86,7 +86,7 @@ def test_a_readings_values_out_of_range_are_named(field, value, error, message):
         ("none", "tuned", {"anchor": 1.0}, "for the method 'none'"),
         ("none", "tuned", {"layers_to_transform": "upper"}, "for the method 'none'"),
         ("locas-glu", "tuned", {"epsilon": 0.1}, "for the method 'locas-glu'"),
-        ("locas-glu", "tuned", {"update": "ridge", "learning_rate": 0.1}, "with update='ridge'"),
+        ("locas-glu", "tuned", {"update": "ridge", "anchor": 0.1}, "with update='ridge'"),
         ("locas-mlp", "paper", {"update": "nlsvd", "learning_rate": 0.1}, "with update='nlsvd'"),
         ("locas-mlp", "paper", {"update": "nlsvd", "anchor": 1}, "with update='nlsvd'"),
         ("locas-mlp", "tuned", {"init": "write", "update": "ridge", "epsilon": 0.1}, "with update='ridge'"),
@@ -109,6 +109,8 @@ def test_a_gated_memory_is_not_written_slot_by_slot():
         complete("locas-glu", update="nlsvd")
     ridge = complete("locas-glu", update="ridge")
     assert ridge.training.learning_rate is ridge.method.anchor is ridge.method.anchor_every is None
+    joined = complete("locas-glu", update="ridge", learning_rate=2e-3)
+    assert (joined.training.learning_rate, joined.training.decay_steps, joined.method.anchor) == (2e-3, 100, 0.3)
 
 
 def test_presets_fill_in_what_is_not_given():

@@ -43,8 +43,8 @@ class ReadingOptions:
         scaling: multiplies the output scale.
         row_norm: norm of a memory's rows at the start; above 1 its slots are sharper.
         max_slot_norm: radius of the norm clip; 0 for no clip.
-        update: bp trains a memory, ridge writes it in closed form: the values of locas-glu, or with init "write" a
-            linear map. With init "write", bp also writes slots, and nlsvd only writes and folds them.
+        update: bp trains a memory, ridge writes it in closed form: the values of locas-glu, whose rows a learning rate
+            trains beside, or with init "write" a linear map. With init "write", bp also writes slots, nlsvd only that.
         epsilon: length of a written value.
         tokens: which tokens of a chunk are written: highest-loss or all.
         slots_per_chunk: how many tokens with the highest loss.

@@ -81,7 +81,7 @@ class Method:
             if name not in cls.presets[preset]:
                 raise ValueError(f"{name} has no meaning for the method {cls.name!r}, got {value}: leave it out")
         values = {**cls.presets[preset], **given}
-        for field, unused in cls.list_unused(values):
+        for field, unused in cls.list_unused(values, given):
             for name in unused:
                 if name in given:
                     rule = f"{name} has no meaning with {field}={values[field]!r}, got {given[name]}"
@@ -90,7 +90,7 @@ class Method:
         return values
 
     @classmethod
-    def list_unused(cls, values: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    def list_unused(cls, values: dict[str, Any], given: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
         """Return each setting whose value makes others meaningless, with the names of those."""
         return []
 
@@ -121,7 +121,7 @@ class Adapter(Method):
     anchor_every: int | None = checked(partial(check_whole, least=1))
 
     @classmethod
-    def list_unused(cls, values: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    def list_unused(cls, values: dict[str, Any], given: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
         return [] if values["anchor"] else [("anchor", ("anchor_every",))]
 
     def find_layers(self, base: PreTrainedModel) -> list[int] | None:
@@ -201,10 +201,12 @@ class LocasGlu(Memory):
     }
 
     @classmethod
-    def list_unused(cls, values: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    def list_unused(cls, values: dict[str, Any], given: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
         if values["update"] == "nlsvd":
             raise ValueError(f"update must be bp or ridge for the method {cls.name!r}, got 'nlsvd': leave it out")
-        return [("update", _TRAINED)] if values["update"] == "ridge" else super().list_unused(values)
+        if values["update"] == "ridge" and "learning_rate" not in given:  # with a rate the rows are trained beside
+            return [("update", _TRAINED)]
+        return super().list_unused(values, given)
 
     def make_writer(self, model: nn.Module) -> Writer | None:
         return ValueWriter(model) if self.update == "ridge" else None
@@ -237,16 +239,14 @@ class LocasMlp(Memory):
         return values
 
     @classmethod
-    def list_unused(cls, values: dict[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
-        unused = super().list_unused(values)
+    def list_unused(cls, values: dict[str, Any], given: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+        unused = super().list_unused(values, given)
         if values["init"] != "write":
             return [("init", ("update", *_WRITING)), *unused]
         if values["tokens"] == "all":
             unused.append(("tokens", ("slots_per_chunk",)))
-        untrained = {"nlsvd": _TRAINED, "ridge": (*_TRAINED, *_WRITING)}
-        if values["update"] in untrained:
-            return [("update", untrained[values["update"]]), *unused]
-        return unused
+        untrained = {"nlsvd": _TRAINED, "ridge": (*_TRAINED, *_WRITING)}.get(values["update"])
+        return unused if untrained is None else [("update", untrained), *unused]
 
     def make_writer(self, model: nn.Module) -> Writer | None:
         if self.init != "write":
