@@ -263,6 +263,8 @@ REFUSALS = [
     ("memorise text.txt", 'Unknown command "memorise". Did you mean "memorize"?'),
     ("memorize", "give either a TEXT or --manifest, one of the two: see locas memorize --help"),
     ("memorize text.txt --win 3", "Unknown option: --win. Did you mean --window?: see locas memorize --help"),
+    ("memorize --manifest m.jsonl --win 3", "text must be a file, or - for stdin, got the unknown option '--win': "),
+    ("eval perplexity text.txt --win=3", "text must be a file, or - for stdin, got the unknown option '--win=3'"),
     ("memorize text.txt", "--out must name a folder for what locas-glu learns, got none: add --out DIR"),
     ("memorize text.txt --out text.txt", "--out must be a folder, got "),
     ("memorize text.txt --out link", "--out must be a folder, got "),

@@ -210,9 +210,7 @@ def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(library, base, nam
 
 def test_memories_of_two_bases_are_refused(library, base):
     other = SimpleNamespace(complete=lambda *_: SimpleNamespace(model="another", max_tokens=None))
-    with pytest.raises(
-        ValueError, match="of one base, got 'another' beside 'locas_peft/tinybook-glu': use another one"
-    ):
+    with pytest.raises(ValueError, match="of one base, got 'another' beside 'locas_peft/tinybook-glu': use another"):
         library.add(*base, TEXTS["lamp"], "third", other)
     config = library.find("lamp") / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "another"}))

@@ -120,7 +120,7 @@ def test_experts_of_an_unknown_structure_are_named():
         get_peft_model(host, LocasConfig(r=4))
     assert str(error.value) == (
         "LlamaForCausalLM has mixtures of experts of an unknown structure (model.layers.1.mlp.experts and 0 more): "
-        "set target_modules to the FFNs that get a memory (found: 'model.layers.0.mlp')."
+        "set target_modules to FFNs that get a memory (found: 'model.layers.0.mlp')."
     )
     model = get_peft_model(host, LocasConfig(r=4, target_modules=["model.layers.0.mlp"]))
     assert model.base_model.targeted_module_names == ["model.layers.0.mlp"]

@@ -83,12 +83,13 @@ def test_rows_have_texts_or_paths_and_settings_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{broken", "each line must have name, and either text or path: correct or delete it"),
-        ("[1, 2]", "each line must have name, and either text or path"),
-        ({"text": "a b"}, "each line must have name"),
-        ({"name": "x"}, "each line must have name, and either text or path"),
-        ({"name": "x", "text": "a b", "path": "one.txt"}, "and either text or path"),
-        ({"name": "x", "text": 5}, "and either text or path"),
+        ("{broken", "each row must be an object with name and either path or text, not empty: correct it"),
+        ("[1, 2]", "each row must be an object with name"),
+        ({"text": "a b"}, "each row must be an object with name"),
+        ({"name": "x"}, "each row must be an object with name"),
+        ({"name": "x", "text": "a b", "path": "one.txt"}, "and either path or text, not empty"),
+        ({"name": "x", "text": ""}, "and either path or text, not empty"),
+        ({"name": "x", "text": 5}, "and either path or text, not empty"),
         ({"name": "../x", "text": "a b"}, "name must be at most 60 letters, digits, spaces or any of"),
         ({"name": "x", "text": "a b", "colour": 1}, "settings must be those of locas memorize, got 'colour'"),
         ({"name": "x", "text": "a b", "model": "m"}, "settings must be those of locas memorize, got 'model'"),
@@ -340,7 +341,7 @@ def test_the_command_teaches_a_table(run, tmp_path):
     assert code == 3 and out == "2 of 4 are in made. Next: locas ask QUESTION --library made\n"
     lines = err.splitlines()
     assert lines[0].startswith("4 documents 100% 2 done, 2 failed, ")
-    assert lines[1].startswith("line 3: each line must have name, and either text or path")
+    assert lines[1].startswith("line 3: each row must be an object with name")
     assert lines[2].startswith("line 4, x: text must be an existing file, got 'none.txt'")
     assert lines[3:] == ["2 failed: made/failures.jsonl lists them. The same command tries them again"]
     result = json.loads((tmp_path / "r.json").read_text())
@@ -412,7 +413,7 @@ def test_a_library_of_another_base_is_refused(run, tmp_path):
     )
     code, _, err = run("--manifest", "d.jsonl", "--library", "made", "--model", backbone.NAME)
     rule = "error: a library must hold memories of one base, got 'locas_peft/tinybook-glu' beside 'b'"
-    assert (code, err) == (2, f"{rule}: use another one\n")
+    assert (code, err) == (2, f"{rule}: use another\n")
 
 
 def launch(*args, folder: Path) -> subprocess.Popen:

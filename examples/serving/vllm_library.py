@@ -5,9 +5,10 @@
     python examples/serving/vllm_library.py users served/base --vllm-python ../vllm/bin/python
 
 vLLM's environment has this package too. The first request for each memory is timed alone (cold), then a third one
-(warm), and one after all others were asked (again). Then all memories and the base are asked at once, with
-`--max-loras` slots, and each answer is compared with the greedy one of transformers, token by token. At last a memory
-is forgotten while the server runs.
+(warm), one after all others were asked (again), and one after vLLM has unloaded the memory (loaded). Its adapter
+exists by then: cold less loaded is what the plug-in adds to vLLM's own loading. Then all memories and the base are
+asked at once, with `--max-loras` slots, and each answer is compared with the greedy one of transformers, token by
+token. At last a memory is forgotten while the server runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from vllm_server import complete, is_unknown, serve
+from vllm_server import complete, is_unknown, post, serve
 
 from locas_peft.bases import load_base
 from locas_peft.library import Library
@@ -67,18 +68,19 @@ def main() -> None:
     options = ["--max-loras", str(arguments.max_loras), "--max-cpu-loras", str(max(len(names), arguments.max_loras))]
     options += ["--enforce-eager"]  # the server starts in half of the time
 
-    def ask(url: str, name: str) -> tuple[list[int], float]:
-        began = time.perf_counter()
-        return complete(url, name, prompt, arguments.max_tokens), time.perf_counter() - began
-
     with serve(arguments.vllm_python, arguments.base, {}, arguments.max_lora_rank, options) as url:
-        ask(url, "base")
+        complete(url, "base", prompt, arguments.max_tokens)
         first = {name: [timed(url, name, prompt) for _ in range(3)] for name in names}
         again = [timed(url, name, prompt) for name in names]  # after others took its slot
+        loaded = []
+        for name in names:
+            post(f"{url}/v1/unload_lora_adapter", {"lora_name": name})
+            loaded.append(timed(url, name, prompt))
         chosen = ["base", *names[: arguments.compared]]
         began = time.perf_counter()
         with ThreadPoolExecutor(len(chosen)) as pool:
-            given = dict(zip(chosen, pool.map(lambda name: ask(url, name)[0], chosen), strict=True))
+            answers = pool.map(lambda name: complete(url, name, prompt, arguments.max_tokens), chosen)
+            given = dict(zip(chosen, answers, strict=True))
         seconds = time.perf_counter() - began
         refused = [is_unknown(url, name) for name in ("nobody", "../served", f"{names[0]}/../{names[-1]}")]
         if arguments.forget:
@@ -95,6 +97,7 @@ def main() -> None:
     result = {"memories": len(names), "same": len(chosen) - len(wrong), "of": len(chosen), "refused": refused}
     result |= {"first_cold_s": cold[0], "cold_s": statistics.median(cold), "warm_s": statistics.median(warm)}
     result |= {"cold_20_s": statistics.median(cold[:20]), "again_s": statistics.median(again)}
+    result |= {"loaded_s": statistics.median(loaded)}
     result |= {"tokens_per_second": len(chosen) * arguments.max_tokens / seconds}
     result["differ_from_base"] = sum(expected[name] != expected["base"] for name in chosen)
     print(json.dumps(result))

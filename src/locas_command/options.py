@@ -27,6 +27,12 @@ def _parse_path(type_: Any, tokens: Sequence) -> Path:
     return Path(tokens[0].value)
 
 
+def _parse_text(type_: Any, tokens: Sequence) -> str:
+    if len(text := tokens[0].value) > 1 and text.startswith("-"):
+        raise ValueError(f"text must be a file, or - for stdin, got the unknown option {text!r}")
+    return text
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
     """The fields of `ReadingSettings` but those of the base, with their names and forms on the command line.
@@ -147,7 +153,7 @@ ManyScored = Annotated[ReadingOptions, Parameter(name="*", group="Reading", pars
 BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model", parse="^(?!require_signature$)")]
 MemoryBase = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
 BaseOnCpu = Annotated[BaseOnCpuOptions, Parameter(name="*", group="Base model")]
-Text = Annotated[str, Parameter(allow_leading_hyphen=True)]
+Text = Annotated[str, Parameter(converter=_parse_text, allow_leading_hyphen=True)]
 Memory = Annotated[Path, Parameter(help="a memory's folder.")]
 NamedPath = Annotated[Path, Parameter(converter=_parse_path)]
 Start = Annotated[Path, Parameter(name="--from", converter=_parse_path)]

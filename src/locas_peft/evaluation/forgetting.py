@@ -74,7 +74,9 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
     found = {name: {"teaching": summarize_reading(readings[name].load()), **states[name].load()} for name in readers}
     before = found.pop(BASE)
     after = {name: _describe_after(before, state) for name, state in found.items()}
-    figures = {**head, "before": _describe_before(before), "after": after}
+    unread = {name: drift["perplexity"] for name, drift in before["drift"].items()}
+    first = {"book_perplexity": before["teaching"]["perplexity"][0], "unread_perplexity": unread}
+    figures = {**head, "before": first, "after": after}
     write_json(run.out / f"{NAME}.json", figures)
     return figures
 
@@ -87,11 +89,6 @@ def _measure_state(run: Run, texts: dict[str, list[Piece]], name: str, memory: P
             advance = run.progress(f"{name}: {text}", sum(scored for _, scored in pieces))
             found[text] = measure_drift(model, pieces, advance)
     return {"drift": found}
-
-
-def _describe_before(before: dict[str, Any]) -> dict[str, Any]:
-    unread = {name: drift["perplexity"] for name, drift in before["drift"].items()}
-    return {"book_perplexity": before["teaching"]["perplexity"][0], "unread_perplexity": unread}
 
 
 def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:

@@ -241,8 +241,7 @@ class Library:
         some = next(filter(self.__contains__, os.listdir(self.folder)), None)
         held = None if some is None else load_memory_config(self.folder / some).get("base_model_name_or_path")
         if held is not None and held != name:
-            rule = "a library must hold memories of one base"
-            raise ValueError(f"{rule}, got {name!r} beside {held!r}: use another one")
+            raise ValueError(f"a library must hold memories of one base, got {name!r} beside {held!r}: use another")
 
     def attach(self, base: PreTrainedModel, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """Return a context of the base with memories attached (see `memories.memory_attached`), or alone for none."""

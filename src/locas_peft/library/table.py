@@ -73,7 +73,7 @@ def load_table(source: str, settings: ReadingSettings) -> list[Document]:
             given = {_OPTIONS.get(key, key): value for key, value in given.items() if value is not None}
             name, text, file = (given.pop(key, None) for key in ("name", "text", "path"))
             if name is None or not isinstance(text or file, str) or (text is None) == (file is None):
-                raise ValueError("each line must have name, and either text or path: correct or delete it")
+                raise ValueError("each row must be an object with name and either path or text, not empty: correct it")
             if unknown := sorted(given.keys() - set(SETTINGS)):
                 raise ValueError(f"settings must be those of locas memorize, got {unknown[0]!r}: see its --help")
             if given.get("method") == "none":

@@ -72,8 +72,7 @@ class LocasModel(BaseTuner):
         experts, kind = find_unknown_experts(self.model, self._ffns), type(self.model).__name__
         if experts:
             what = f"{kind} has mixtures of experts of an unknown structure ({experts[0]} and {len(experts) - 1} more)"
-            remedy = f"set target_modules to the FFNs that get a memory (found: {self._list_found()})."
-            raise ValueError(f"{what}: {remedy}")
+            raise ValueError(f"{what}: set target_modules to FFNs that get a memory (found: {self._list_found()}).")
         if not self._ffns:
             layers = next((one for one in self.model.modules() if isinstance(one, nn.ModuleList) and len(one)), None)
             parts = describe_children(self.model if layers is None else layers[0])

@@ -51,8 +51,7 @@ def clip_norms_(weights: Sequence[Tensor], dims: Sequence[int], max_norm: float)
 def _norm(weight: Tensor, dim: int) -> Tensor:
     if weight.dim() < 2:
         problem = f"the norm clip needs the whole rows of a memory, got a flattened part of shape {list(weight.shape)}"
-        remedy = "use FSDP2 (fully_shard, or fsdp_version=2 in Accelerate), or max_slot_norm=None."
-        raise ValueError(f"{problem}: {remedy}")
+        raise ValueError(f"{problem}: use FSDP2 (fully_shard, or fsdp_version=2 in Accelerate) or max_slot_norm=None.")
     dtype = torch.promote_types(weight.dtype, torch.float32)
     norm = torch.linalg.vector_norm(weight, dim=dim, keepdim=True, dtype=dtype)
     if isinstance(norm, DTensor):  # FSDP2 spreads a column over the processes: add up what each of them has
