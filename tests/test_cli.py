@@ -747,7 +747,7 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["bread"]
     refusals = [
         (("forget", "notes", "lamp"), "there is no memory 'lamp' in this library: choose one of the list"),
-        (("forget", "none", "lamp"), "a library must be a folder of memories, got 'none': make one with memorize"),
+        (("forget", "none", "lamp"), "a library must be a folder of memories, got 'none': memorize --library"),
         (("ask", "Who?", "--library", "none"), "--library must name a folder, got 'none': make one with memorize"),
         (("ask", "Who?", "--library", "notes", "--memory", "m"), "--library chooses the memory itself, got --memory"),
         (("memorize", "lamp.txt", "--library", "notes", "--out", "o"), "--library saves the memory itself, got --out"),

@@ -174,6 +174,34 @@ def test_a_memory_that_is_being_read_is_not_forgotten(library):
     library.forget("lamp")
 
 
+def test_a_memory_that_another_process_forgets_meanwhile_is_left_out(library, monkeypatch):
+    class Forgetting(Library):
+        def __contains__(self, name):
+            held = super().__contains__(name)
+            shutil.rmtree(self.folder / "lamp", ignore_errors=True)
+            return held
+
+    held = Forgetting(library.folder)
+    monkeypatch.setattr(module.os, "listdir", lambda _: ["lamp", "bread"])
+    assert held.list() == ["bread"]
+    monkeypatch.setattr(held, "list", lambda: ["lamp", "bread"])
+    assert held.route(["Where is the bakery of Hilda Brass?"]) == [("bread",)]
+
+
+def test_a_memory_is_forgotten_while_another_process_opens_the_library(library, monkeypatch):
+    delete = shutil.rmtree
+
+    def delete_too(folder, *args, **kwargs):
+        if files := [file for file in folder.glob("*") if file.is_file()]:
+            files[0].unlink()  # by the other process
+            raise FileNotFoundError(files[0])
+        delete(folder, *args, **kwargs)
+
+    monkeypatch.setattr(module.shutil, "rmtree", delete_too)
+    library.forget("lamp")
+    assert os.listdir(library.folder) == ["bread"]
+
+
 def test_an_unfinished_memory_is_listed_and_forgotten(library, base, capsys):
     def interrupt(chunk):
         raise KeyboardInterrupt

@@ -190,8 +190,7 @@ def chat(
 def _check_recite(recite: bool, without_memory: bool, context: Path | None = None) -> None:
     if recite and (without_memory or context is not None):
         other = "--without-memory" if without_memory else "--context"
-        rule = "--recite needs the memory and nothing else to answer from"
-        raise ValueError(f"{rule}, got {other}: leave one of them out")
+        raise ValueError(f"--recite needs the memory and nothing else to answer from, got {other}: leave one out")
 
 
 def _load_to_ask(

@@ -313,6 +313,5 @@ def _open_library(folder: Path) -> Any:
     from locas_peft.library import Library
 
     if not folder.is_dir():
-        rule = f"a library must be a folder of memories, got {str(folder)!r}"
-        raise ValueError(f"{rule}: make one with memorize --library")
+        raise ValueError(f"a library must be a folder of memories, got {str(folder)!r}: memorize --library makes one")
     return Library(folder)

@@ -58,7 +58,11 @@ def load_gguf(
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"model {str(path)!r} needs the package gguf: pip install gguf")
-    dtype = dtype or (torch.bfloat16 if _is_fast_at_bfloat16(device) else torch.float32)
+    if device.type == "cuda":
+        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        is_fast = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+    dtype = dtype or (torch.bfloat16 if is_fast else torch.float32)
     kept = _find_kept(path, dtype)
     model, tokenizer = _convert(path, dtype) if kept is None else _load_kept(path, dtype, kept)
     model.name_or_path = model.config.name_or_path = str(path)  # not the folder of the kept checkpoint
@@ -135,9 +139,3 @@ def _convert(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTraine
         remedy = "give a whole GGUF file of an architecture that transformers reads"
         raise ValueError(f"model {str(path)!r} cannot be loaded ({reason}): {remedy}") from error
     return model, tokenizer
-
-
-def _is_fast_at_bfloat16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()

@@ -101,8 +101,7 @@ def _check_hub(name: str) -> None:
             return
         HfApi().model_info(name, timeout=_HUB_SECONDS)
     except (RepositoryNotFoundError, HFValidationError):
-        rule = "model must be an existing folder or a name on the hub"
-        raise ValueError(f"{rule}, got {name!r}: check the spelling") from None
+        raise ValueError(f"model must be an existing folder or a name on the hub, got {name!r}: check it") from None
     except GatedRepoError:
         raise ValueError(f"model {name!r} needs its owner's permission: ask for it on the hub and log in") from None
     except Exception as error:  # whatever the network and its libraries raise

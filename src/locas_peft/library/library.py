@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from pathlib import Path
@@ -92,8 +92,11 @@ class Library:
 
     def list(self) -> list[str]:
         """Return the memories' names, the latest first."""
-        names = [entry.name for entry in os.scandir(self.folder) if entry.name in self]
-        return sorted(names, key=lambda name: -(self.folder / name / MEMORY_CONFIG).stat().st_mtime)
+        times = dict[str, float]()
+        for name in filter(self.__contains__, os.listdir(self.folder)):
+            with suppress(FileNotFoundError):  # another process forgot it meanwhile
+                times[name] = (self.folder / name / MEMORY_CONFIG).stat().st_mtime
+        return sorted(times, key=times.get, reverse=True)
 
     def list_unfinished(self) -> list[str]:
         """Return the names of memories whose first reading was interrupted, or is still going on."""
@@ -150,19 +153,19 @@ class Library:
         folder = self.folder / name if name in self.list_unfinished() else self.find(name)
         foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
-            rule = f"memory {name!r} must hold its own files alone"
-            raise ValueError(f"{rule}, got {foreign[0]!r} too: move it away first")
+            raise ValueError(f"memory {name!r} must hold its own files alone, got {foreign[0]!r} too: move it away")
         gone = self.folder / f".{name}.{os.getpid()}{_FORGOTTEN}"
         with locked(folder / CHECKPOINT_FOLDER):
             os.rename(folder, gone)
-        shutil.rmtree(gone)
+        while gone.exists():
+            with suppress(FileNotFoundError):  # a process that opens the library deletes it too
+                shutil.rmtree(gone)
         shutil.rmtree(self.folder / ADAPTERS / name, ignore_errors=True)
 
     def unpack(self, archive: Path, name: str, check: Callable[[Path], None]) -> str:
         """Add a memory out of a zip archive (see `memories.folder.unpack`) and return its name.
 
-        `check` is called with the unpacked folder, and raises a `ValueError` where the memory is refused. Nothing is
-        left of one that is refused.
+        `check` is called with the unpacked folder, and raises a `ValueError` for one of which nothing shall be left.
         """
         with self.new(name) as folder:
             with staged(folder) as unpacked:

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,6 @@ LEAST_CONFIDENCE = 0.78
 """The probability a token of its answer below which a studied memory does not know (`benchmarks/library.py`)."""
 BACKGROUND = 300
 """Documents that stand for other texts: with one memory alone, no word of it would be rare."""
-_FILLER = "\0"
 SAMPLE_LINES, SAMPLE_CHARACTERS = 200, 200
 _WORD = re.compile(r"\b\w\w+\b")
 
@@ -37,9 +37,11 @@ def make_sample(text: str, earlier: str | Path | None = None) -> str:
 
 def list_passages(memory: Path) -> list[str]:
     """Return what a memory is found by: what it has studied, else the lines of its sample."""
-    if (memory / EXCHANGES).is_file():
-        return join_exchanges(load_exchanges(memory / EXCHANGES))
-    return (memory / SAMPLE).read_text(encoding="utf-8").splitlines() if (memory / SAMPLE).is_file() else []
+    with suppress(FileNotFoundError):  # it has no sample, or another process forgets it meanwhile
+        if (memory / EXCHANGES).is_file():
+            return join_exchanges(load_exchanges(memory / EXCHANGES))
+        return (memory / SAMPLE).read_text(encoding="utf-8").splitlines()
+    return []
 
 
 def join_exchanges(exchanges: Iterable[Exchange]) -> list[str]:
@@ -68,7 +70,7 @@ def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) 
     having = Counter(word for document in documents for word in set(document))
     mean_length = max(round(sum(map(len, documents)) / len(documents)), 1)
     index, all_documents = bm25s.BM25(), len(documents) + BACKGROUND
-    index.index([*documents, *[[_FILLER] * mean_length] * BACKGROUND], show_progress=False)
+    index.index([*documents, *[["\0"] * mean_length] * BACKGROUND], show_progress=False)
     own = [set(_WORD.findall(" ".join(each).lower())) for each in passages]
     for row, question, words in zip(scores, questions, bm25s.tokenize(list(questions), **options), strict=True):
         if not words:
