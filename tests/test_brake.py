@@ -164,7 +164,7 @@ def test_resuming_is_bit_identical_after_an_adapter_was_taken_back(kind, english
     assert (resumed.taken_back, resumed.final) == (whole.taken_back, whole.final)
     assert_same(weights_of(resumed.model), weights_of(whole.model))
     state = checkpoint.load(tmp_path)
-    checkpoint.save(tmp_path, {**state, "good": state["good"][1:]})
+    checkpoint.save(tmp_path, {**state, "learner": {**state["learner"], "good": state["learner"]["good"][1:]}})
     with pytest.raises(ValueError, match="^checkpoint must be whole"):
         resume(make_ruinous(kind, context="cache"), tmp_path)
 

@@ -7,6 +7,8 @@ import torch
 from families import make_host, make_tokens
 from peft import get_peft_model
 from test_writing import TWO_LAYER, downs, make_model, ups
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 from training import resume, save
 
 from locas_peft import LocasConfig, RidgeWriter, SlotWriter, TestTimeTrainer, ValueWriter, backbone
@@ -114,6 +116,32 @@ def test_values_stay_within_the_norm_clip_and_rows_may_be_trained_beside():
     norms = downs(model).norm(dim=1)
     assert norms.max() > 0.99 and norms.max() < 1.001
     assert not torch.equal(ups(model), before)
+
+
+@pytest.mark.parametrize("rule", [RidgeWriter, ValueWriter])
+def test_texts_at_once_are_written_as_one_after_the_other_and_padding_enters_no_sum(rule):
+    lengths = (40, 9, 3, 17, 2, 25)
+
+    def write(lengths, batch_size):
+        model = make_model(r=32) if rule is RidgeWriter else make_gated()
+        writer = rule(model, prior=10.0, ridge=0.3, rate=1e-4)
+        rows = [make_tokens(1, length, seed=length)[0] for length in lengths]
+        for start in range(0, len(rows), batch_size):
+            ids = pad_sequence(rows[start : start + batch_size], batch_first=True)
+            labels = pad_sequence(rows[start : start + batch_size], batch_first=True, padding_value=-100)
+            with writer.recording():
+                model(input_ids=ids, attention_mask=(labels != -100).long(), labels=labels).loss.backward()
+            assert writer.add(functional.pad(labels[:, 1:] != -100, (0, 1)))  # no token follows the last one
+            assert not downs(model).any()
+        assert writer.solve() and downs(model).any()
+        # Of RidgeWriter the maps: the keys of weak terms are rounding alone.
+        maps = torch.stack(list(map(map_of, list_layers(model)))) if rule is RidgeWriter else downs(model)
+        return {"maps": maps, **writer.state_dict()}
+
+    alone = write(lengths, 1)
+    assert alone["tokens"] == sum(lengths) - len(lengths)
+    for at_once in (write(lengths, 8), write(lengths[::-1], 3)):
+        torch.testing.assert_close(at_once, alone, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("rule", [RidgeWriter, ValueWriter])

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 
 from locas_peft import LocasConfig, TestTimeTrainer
 from locas_peft.memories import checkpoint
-from locas_peft.reading.resuming import capture, restore
+from locas_peft.reading.resuming import Checkpoints, restore
 from locas_peft.ttt import Chunk
 
 CONTEXTS = ("recompute", "cache")
@@ -48,7 +48,8 @@ def read(trainer: TestTimeTrainer, ids: torch.Tensor) -> list[float]:
 
 def save(trainer: TestTimeTrainer, folder: Path) -> Path:
     """Write a checkpoint, as `memorize` does."""
-    return checkpoint.save(folder, capture(trainer))
+    Checkpoints(folder, 0.0, {}, trainer, None).save()
+    return folder / checkpoint.CHECKPOINT
 
 
 def resume(trainer: TestTimeTrainer, folder: Path) -> None:

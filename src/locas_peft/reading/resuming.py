@@ -19,7 +19,7 @@ from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
 from ..tuner.modules import ADAPTER_LAYERS, base_parameters
 
-__all__ = ["Checkpoints", "capture", "fingerprint", "restore"]
+__all__ = ["Checkpoints", "fingerprint", "restore"]
 
 _logger = logging.getLogger(__name__)
 # "host" describes the base, which is compared by its fingerprint; calibration fills in "slots".
@@ -54,7 +54,7 @@ class Checkpoints:
     def save(self) -> None:
         if self.folder is None:
             return
-        state = capture(self.trainer, self.reading)
+        state = {"run": _describe_run(self.trainer, self.reading), **self.trainer.state_dict()}
         if self.study is not None:
             state["study"] = self.study.state_dict()
         try:
@@ -66,14 +66,6 @@ class Checkpoints:
         self._saved = time.monotonic()
 
 
-def capture(trainer: TestTimeTrainer, reading: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return a trainer's state together with what a continuation must share with its run, as plain values.
-
-    `reading` has the settings and the origin of the reading; None where there are none besides the trainer's settings.
-    """
-    return {"run": _describe_run(trainer, reading), **trainer.state_dict()}
-
-
 def restore(
     directory: str | Path, state: dict[str, Any], trainer: TestTimeTrainer, text_sha256: str, reading: Any = None
 ) -> None:
@@ -81,12 +73,8 @@ def restore(
 
     Of an adapter's configuration, the fields that change its arithmetic must be the same. The fields that calibration
     fills in are restored. A checkpoint that is damaged, or of another model, adapter, setting or text, is a
-    `ValueError`; the trainer, its model and torch's random state are then as before.
-
-    Args:
-        directory: the checkpoint's folder, for messages.
-        text_sha256: of the document that will be read (see `text.digest_ids`).
-        reading: as for `capture`.
+    `ValueError`; the trainer, its model and torch's random state are then as before. Messages name `directory`;
+    `text_sha256` is of the document that will be read (`text.digest_ids`), `reading` its settings and origin, if any.
     """
     try:
         difference = _find_difference(_describe_run(trainer, reading), state["run"], directory)

@@ -61,8 +61,7 @@ def nl_svd(
             activation, use the norm of the memory's inputs.
         threshold: the paper's epsilon: directions at most this strong, relative to the strongest, are zeros too.
 
-    Raises:
-        TypeError, ValueError: arguments of another dtype or shape, or values that are zero or not finite.
+    Another dtype or shape, and values that are zero or not finite, are a `TypeError` or `ValueError`.
     """
     _check(key, value, rank)
     unit = activation(key.new_tensor(float(probe_norm)))

@@ -114,7 +114,7 @@ class Writer:
 
     def _weights(self) -> list[tuple[LocasLayer, nn.Parameter, nn.Parameter]]:
         """Return each layer with its up `[R, D]`, the keys, and its down `[D, R]`, the stored values."""
-        return [(layer, *(module.weight for module in layer.projections(self.adapter_name))) for layer in self._layers]
+        return [(one, *(part.weight for part in one.projections(self.adapter_name)[-2:])) for one in self._layers]
 
 
 def _find_writable(model: nn.Module, adapter_name: str | None, two_layers: bool) -> tuple[str, list[LocasLayer]]:

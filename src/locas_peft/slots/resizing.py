@@ -34,8 +34,7 @@ def compress(model: nn.Module, rank: int, adapter_name: str | None = None, batch
         adapter_name: the memory; `None` for the active one.
         batches: the text, as for `calibrate`.
 
-    Raises:
-        TypeError, ValueError: a rank out of range, or a memory that cannot be reduced; the memory is unchanged.
+    A rank out of range, or a memory that cannot be reduced, is a `TypeError` or `ValueError`; it is unchanged.
     """
     name, layers = find_memory(model, adapter_name, "compress")
     if batches is None and any(layer.ffn.gated for layer in layers):
@@ -67,8 +66,7 @@ def grow(model: nn.Module, rank: int, adapter_name: str | None = None, batches: 
         rank: the new width, above the memory's widest layer's.
         batches: the text that the rows are made from, as for `calibrate`; "gaussian" and "random" need none.
 
-    Raises:
-        TypeError, ValueError: a rank out of range, or a memory that cannot grow; the memory is unchanged.
+    A rank out of range, or a memory that cannot grow, is a `TypeError` or `ValueError`; it is unchanged.
     """
     name, layers = find_memory(model, adapter_name, "grow")
     config = layers[0].locas_config[name]

@@ -6,17 +6,13 @@ output, a layer's map is
     M = S + C^-1 A'G * rate N / (N + prior) / g,    C = A'A + ridge d I
 
 with d the mean of the diagonal of A'A, g the mean square of the elements of G, and S the map that the slots had before
-(usually 0). Divided by g, it is a damped Newton step, in the same units in every layer of every host. G is taken under
-the memory as it is, so that the sums go on to correct M. The prior keeps M short while there are few tokens.
-
-M is cut to n terms p v', the first in the singular value decomposition of C^(1/2) M, with p scaled so that p A has a
-mean square of 1. All inputs share a direction m, with m A about 1. It keeps the slot of each term on, and one more
-slot takes the constant away again:
+(usually 0). docs/ideas/ridge.md has the reasons. M is cut to n terms p v', the first in the singular value
+decomposition of C^(1/2) M, with p scaled so that p A has a mean square of 1. All inputs share a direction m, with m A
+about 1. It keeps the slot of each term on, and one more slot takes the constant away again:
 
     sum_j f((p_j + SHIFT m) A) v_j - f(m A) SHIFT sum_j v_j = sum_j (p_j A) v_j    where f(x) = x for x > 0
 
-m = C^-1 (sum of A), scaled, is the least-squares fit of a constant 1. Keys times SHARPNESS and values divided by it
-let GELU and SiLU act as ReLU. The paper has no such rule; its own is `SlotWriter`.
+Keys times SHARPNESS and values divided by it let GELU and SiLU act as ReLU. The paper has no such rule.
 
 Axes: L layers, N tokens, D hidden size, R slots, n = R - 1 terms, D at most.
 """
@@ -27,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import check_number
-from ..tuner.layer import LocasLayer
 from ..tuner.norm_clip import clip_norms_
 from .recording import Moves, Writer
 
@@ -75,29 +70,46 @@ class RidgeWriter(Writer):
         self._sums |= {"total": torch.zeros(depth, d), "power": torch.zeros(depth)}
         self._sums |= {"tokens": torch.zeros(()), "rate": torch.tensor(float(rate)), "start": start}
 
-    @torch.no_grad()
     def write(self, losses: Tensor) -> Moves:
         """Add the last recorded passes to the sums, and write their map in place of the former one.
 
         The mean of the losses must have been differentiated. A chunk after which a sum or the map is not finite is
         left out.
         """
-        inputs, gradients = self._take(len(losses))  # [L, N, D]
-        gradients = gradients * len(losses)  # of the sum over the tokens
+        before = self._sums
+        if self.add(torch.ones_like(losses, dtype=torch.bool)) and not self.solve():
+            self._sums = before
+        return {}
+
+    @torch.no_grad()
+    def add(self, counted: Tensor) -> bool:
+        """Add the last recorded passes, of one text or of several rows, to the sums alone. `solve` writes their map.
+
+        `counted`, BoolTensor of N elements, tells which of the last N recorded tokens predict one that counts: the
+        mean of those losses must have been differentiated. The others, such as padding, enter no sum. Return False,
+        without a change, if a sum is not finite.
+        """
+        counted = counted.flatten()
+        inputs, gradients = (each[:, counted.to(each.device)] for each in self._take(len(counted)))  # [L, N, D]
+        gradients = gradients * inputs.shape[1]  # of the sum over the tokens
         inputs = self._observe(inputs)
         sums = {name: tensor.to(inputs) for name, tensor in self._sums.items()}
         sums["gram"] = torch.baddbmm(sums["gram"], inputs.mT, inputs)
         sums["cross"] = torch.baddbmm(sums["cross"], inputs.mT, gradients)
         sums["total"] = sums["total"] + inputs.sum(dim=1)
         sums["power"] = sums["power"] + gradients.square().mean(dim=2).sum(dim=1)
-        sums["tokens"] = sums["tokens"] + len(losses)
-        if not all(tensor.isfinite().all() for tensor in sums.values()):
-            return {}
-        slots = self._solve(sums)
-        if all(tensor.isfinite().all() for tensor in slots):
+        sums["tokens"] = sums["tokens"] + inputs.shape[1]
+        if finite := all(tensor.isfinite().all() for tensor in sums.values()):
             self._sums = sums
+        return finite
+
+    @torch.no_grad()
+    def solve(self) -> bool:
+        """Write the map of the sums in place of the former one; return False, without a change, if not finite."""
+        slots = self._solve(self._sums)
+        if finite := all(tensor.isfinite().all() for tensor in slots):
             self._store(*slots)
-        return {}
+        return finite
 
     def take_back(self, rate_factor: float) -> None:
         """Go on from the map that the slots have now, without the gradients so far, at a lower rate."""
@@ -189,18 +201,15 @@ class ValueWriter(RidgeWriter):
         super().__init__(model, rate=rate, ridge=ridge, **options)
         self._sums["rate"] /= len(self._layers) * self._layers[0].in_features
 
-    def _downs(self) -> list[tuple[LocasLayer, nn.Parameter]]:
-        return [(layer, layer.locas_down[self.adapter_name].weight) for layer in self._layers]
-
     def _observe(self, inputs: Tensor) -> Tensor:
         """Return M `[L, N, R]` from A `[L, N, D]`."""
-        layers, names = zip(self._downs(), inputs, strict=True), [self.adapter_name]
-        return torch.stack([one.activate(names, own.to(down.device)).to(own) for (one, down), own in layers])
+        layers, names = zip(self._weights(), inputs, strict=True), [self.adapter_name]
+        return torch.stack([one.activate(names, own.to(up.device)).to(own) for (one, up, _), own in layers])
 
     @torch.no_grad()
     def _read_map(self) -> Tensor:
         """Return the values at the FFNs' outputs `[L, R, D]`."""
-        scaled = [layer.saved_scale(self.adapter_name) * down.float().T for layer, down in self._downs()]
+        scaled = [layer.saved_scale(self.adapter_name) * down.float().T for layer, _, down in self._weights()]
         return torch.stack([values.cpu() for values in scaled])
 
     def _solve(self, sums: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -208,7 +217,7 @@ class ValueWriter(RidgeWriter):
         return (torch.cholesky_solve(target, factor),)
 
     def _store(self, values: Tensor) -> None:
-        for (layer, down), value in zip(self._downs(), values, strict=True):
+        for (layer, _, down), value in zip(self._weights(), values, strict=True):
             down.copy_(value.T.to(down.device) / layer.saved_scale(self.adapter_name))
             if (radius := layer.locas_config[self.adapter_name].max_slot_norm) is not None:
                 clip_norms_([down], [-2], radius)

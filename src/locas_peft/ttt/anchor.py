@@ -136,15 +136,13 @@ class OwnText:
 def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: int = 0) -> Tensor:
     """Sample texts, LongTensor [n, L], from the base's own distribution, from its start-of-text token on.
 
-    The temperature is 1. Adapters are disabled during the call; torch's random state is not used.
+    The temperature is 1. Adapters are disabled during the call; torch's random state is not used. A model whose config
+    names no token that a text could start with is a `ValueError`.
 
     Args:
         model: a causal language model, plain or with adapters.
         texts: n; all are sampled in one batch, by `seed`.
         tokens: L, the first token included; within the model's positions.
-
-    Raises:
-        ValueError: the model's config names no token that a text could start with.
     """
     check_whole("texts", texts, 1)
     check_whole("tokens", tokens, 2)

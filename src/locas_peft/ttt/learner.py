@@ -23,6 +23,7 @@ class Learner:
         trains: whether there are steps: False where neither a rate nor an optimizer was given.
         steps: how many steps were taken since the start, or since the parameters were last taken back.
         good: copies of the parameters in their last good state (`brake.py`), or None.
+        mean: a number of readings, and the mean of the parameters over their ends.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Learner:
         self.steps = self._earlier_steps = 0
         self._snapshot: Any = None
         self.good: list[Tensor] | None = None
+        self.mean: tuple[int, list[Tensor]] = (0, [])
 
     def _make_adamw(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         # One fused kernel: unfused, a step over many small matrices takes a tenth of a chunk's time on a CPU.
@@ -96,54 +98,69 @@ class Learner:
                     entry.copy_(gathered.index_fill_(dim, (former < 0).nonzero().squeeze(1), 0.0))
 
     @torch.no_grad()
+    def _load(self, values: list[Tensor]) -> None:
+        for parameter, value in zip(self.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+    def _copy(self) -> list[Tensor]:
+        return [parameter.detach().clone() for parameter in self.parameters()]
+
     def take_snapshot(self) -> None:
         """Copy parameters and optimizer state, for `restore_snapshot`."""
-        values = [(parameter, parameter.clone()) for parameter in self.parameters()]
         state = None if self.optimizer is None else copy.deepcopy(self.optimizer.state_dict())
-        self._snapshot = values, self.optimizer, self.steps, state
+        self._snapshot = self._copy(), self.optimizer, self.steps, state
 
-    @torch.no_grad()
     def restore_snapshot(self) -> None:
         """Restore parameters and optimizer from the last snapshot."""
         values, self.optimizer, self.steps, state = self._snapshot
-        for parameter, value in values:
-            parameter.copy_(value)
+        self._load(values)
         if self.optimizer is not None:
             self.optimizer.load_state_dict(state)
 
     @torch.no_grad()
+    def average(self, readings: int, last: bool) -> None:
+        """Add the parameters after so many readings to the mean over readings; load the mean after the last one."""
+        if readings > self.mean[0]:  # else in the mean already, of a reading that was resumed
+            own = self._copy()
+            mean = [former.lerp(new, 1 / readings) for former, new in zip(self.mean[1] or own, own, strict=True)]
+            self.mean = readings, mean
+            if last:
+                self._load(mean)
+
     def keep_good(self) -> None:
         """Copy the parameters; `take_back` returns to this copy."""
-        self.good = [parameter.detach().clone() for parameter in self.parameters()]
+        self.good = self._copy()
 
-    @torch.no_grad()
     def take_back(self, rate_factor: float) -> None:
         """Restore the parameters from the good state; the next step makes a new optimizer, with lower rates."""
-        for parameter, value in zip(self.parameters(), self.good, strict=True):
-            parameter.copy_(value)
+        self._load(self.good)
         self._earlier_steps += self.steps
         self.optimizer, self.steps, self._rate_factor = None, 0, self._rate_factor * rate_factor
 
-    def load_good(self, good: list[Tensor] | None) -> None:
-        """Load a good state; raise a `ValueError` where its tensors have other shapes than the parameters."""
+    def _fit(self, values: list[Tensor]) -> list[Tensor]:
+        """Return saved values as the parameters are; raise a `ValueError` where they have other shapes."""
         parameters = self.parameters()
-        if good is not None and [value.shape for value in good] != [value.shape for value in parameters]:
-            raise ValueError("the good state has other shapes than the parameters")
-        self.good = good and [value.to(own) for value, own in zip(good, parameters, strict=True)]
+        if [value.shape for value in values] != [value.shape for value in parameters]:
+            raise ValueError("the good state or the mean has other shapes than the parameters")
+        return [value.to(own) for value, own in zip(values, parameters, strict=True)]
 
     def release(self) -> None:
-        """Drop the optimizer, the snapshot and the good state: several copies of the parameters."""
+        """Drop the optimizer, the snapshot, the good state and the mean: several copies of the parameters."""
         self.optimizer = self._snapshot = self.good = None
+        self.mean = 0, []
 
     def state_dict(self) -> dict[str, Any]:
         optimizer = None if self.optimizer is None else self.optimizer.state_dict()
         steps = {"steps": self.steps, "earlier_steps": self._earlier_steps}
-        return {**steps, "rate_factor": self._rate_factor, "optimizer": optimizer}
+        state = {**steps, "rate_factor": self._rate_factor, "optimizer": optimizer}
+        return {**state, "good": self.good, "mean": self.mean}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raise a `ValueError` where it does not fit the parameters."""
         self.steps, self._earlier_steps = int(state["steps"]), int(state["earlier_steps"])
         self._rate_factor = float(state["rate_factor"])
+        self.good = state["good"] and self._fit(state["good"])
+        self.mean = int(state["mean"][0]), state["mean"][1] and self._fit(state["mean"][1])
         if state["optimizer"] is None:
             self.optimizer = None
             return

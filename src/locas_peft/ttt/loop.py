@@ -26,6 +26,8 @@ from .chunks import Chunk, ChunkBounds, cut, perplexity_of
 from .learner import Learner
 from .settings import TrainingSettings
 
+AVERAGED = 6  # chunks of a reading; a text of fewer is read again to learn it at all
+
 
 @dataclass(eq=False)
 class Row:
@@ -111,10 +113,9 @@ class Loop:
         if settings.context == "cache":
             host.check_cache()
             if settings.window > (host.rope_positions or sys.maxsize):
-                raise ValueError(
-                    f"context must be 'recompute' with a window above {host.rope_positions}, where {host.kind} "
-                    f"changes its positions' frequencies, got 'cache' with {settings.window}: give it, or lower window"
-                )
+                reason = f"where {host.kind} changes its positions' frequencies"
+                rule = f"context must be 'recompute' with a window above {host.rope_positions}, {reason}"
+                raise ValueError(f"{rule}, got 'cache' with {settings.window}: give it, or lower window")
 
     def find_start_token(self, documents: Iterable[Tensor]) -> None:
         """Take the start token from documents, LongTensor [T] each, unless the settings give it.
@@ -181,6 +182,15 @@ class Loop:
             figures = {**vars(outcome), "seconds": seconds, "learned": learned, "reading": reading}
             row.chunks.append(Chunk(index, bounds.start, bounds.stop, bounds.scored, **figures))
         return batches
+
+    def end_reading(self, row: Row, reading: int) -> None:
+        """Average the trained weights over the ends of several readings, and `finish` after the last one."""
+        last = reading + 1 == self.settings.readings
+        written = self.writer is not None  # the mean of two maps' slots is no map
+        if self.settings.readings > 1 and not written and len(row.ids) > (AVERAGED - 1) * self.settings.stride:
+            row.learner.average(reading + 1, last)
+        if last:
+            self.finish(row)
 
     def finish(self, row: Row) -> None:
         """Compare the adapter that is left with the base on a chunk, once; take it back where it is worse.
@@ -323,9 +333,6 @@ class Loop:
 
 
 def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:
-    """Calibrate the memories that are still empty, or one of them, on the first chunk, a LongTensor [B, N].
-
-    That is the first chunk that they take part in: later tokens would leak into scores that are still to be taken.
-    """
+    """Calibrate empty memories, or one, on their first chunk, a LongTensor [B, N]: later tokens leak into scores."""
     for name in empty_memories(model, adapter_name):
         calibrate(model, [input_ids], name, across_processes=False)

@@ -44,11 +44,8 @@ def read_many(
             differ. All are in one batch.
         settings, anchor, fields: as for `TestTimeTrainer`.
 
-    Returns:
-        An iterator that yields, for each chunk, the records of the documents that have it, by name.
-
-    Raises:
-        TypeError, ValueError: at the call, in one line; the model is as it was.
+    The iterator yields, for each chunk, the records of the documents that have it, by name. A `TypeError` or
+    `ValueError` at the call leaves the model as it was.
 
     Example:
         >>> reading = read_many(model, {"emma": emma, "persuasion": persuasion}, window=512, stride=256,
@@ -124,8 +121,8 @@ class ManyReading:
                     read = [row for batch in batches for row in batch.rows]
                     batches = [after for batch in batches for after in self._step(batch, start, reading)]
                     yield {name: row.chunks[-1] for name, row in self._rows.items() if row in read}
-            for row in self._rows.values():
-                self._loop.finish(row)
+                for row in self._rows.values():
+                    self._loop.end_reading(row, reading)
         finally:
             for name, row in self._rows.items():
                 row.learner.release()

@@ -19,7 +19,8 @@ class TrainingSettings:
         learning_rate: the rate after the warm-up. None where nothing is trained, or for a callable optimizer, which
             brings its own rates.
         epochs: optimizer steps a chunk. The first uses the forward pass that scores; each further one runs it again.
-        readings: how often the document is read from its beginning to its end.
+        readings: how often the document is read. With 6 chunks or more an adapter without a writer is then the mean of
+            its weights after each, since the last ones lose what carries over to other text.
         context: "recompute" feeds each chunk's context again, as in the paper; gradients flow through it. "cache"
             takes it from a detached key/value cache that slides with the text, and feeds it again each time the
             positions reach two windows.

@@ -40,9 +40,6 @@ class TestTimeTrainer:
         anchor: limits how the adapter changes the base's output on other text.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
 
-    Raises:
-        TypeError, ValueError: in one line that names the argument, its rule, its value and the remedy.
-
     Example:
         >>> model = get_peft_model(base, LocasConfig(r=64))
         >>> trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=4e-3)
@@ -131,11 +128,8 @@ class TestTimeTrainer:
         The caller may stop at any record: adapter, optimizer and position are then as after that chunk, and another
         `read` of the same document goes on with the next one.
 
-        Args:
-            input_ids: LongTensor [T] or [1, T], T >= 2, on any device.
-
-        Raises:
-            TypeError, ValueError: at the call, for ids that are no document or not the one begun, or a merged memory.
+        `input_ids` is a LongTensor [T] or [1, T], T >= 2, on any device. Ids that are no document or not the one
+        begun, or a merged memory, are a `TypeError` or `ValueError` at the call.
         """
         ids = self._host.check_document(input_ids)
         trained = self._list_trained()
@@ -157,7 +151,7 @@ class TestTimeTrainer:
 
     def rewind(self) -> None:
         """Forget the document, its records and its context; the adapter and the optimizer stay as they are."""
-        self._text = None
+        self._text, self._learner.mean = None, (0, [])
         self._row = Row(torch.empty(0, dtype=torch.long), self._learner)
         self._batch = self._loop.make_batch([self._row])
 
@@ -166,10 +160,10 @@ class TestTimeTrainer:
         while True:
             position, reading = self.position, self.chunks[-1].reading if self.chunks else 0
             if position == len(ids):
+                self._loop.end_reading(self._row, reading)
                 position, reading = 0, reading + 1
                 self._batch = self._loop.make_batch([self._row])
             if reading == self.settings.readings:
-                self._loop.finish(self._row)
                 return
             bounds = next(cut(len(ids), self.settings.window, self.settings.stride, position))
             (self._batch,) = self._loop.step(self._batch, bounds, reading)
@@ -198,7 +192,6 @@ class TestTimeTrainer:
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
             "final": self.final,
-            "good": self._learner.good,
             "model": model_state(self.model, self._list_trained()),
             "learner": self._learner.state_dict(),
             "writer": {} if self._loop.writer is None else self._loop.writer.state_dict(),
@@ -214,10 +207,7 @@ class TestTimeTrainer:
         """Load what `state_dict` returned, of a trainer whose model is the same and whose `describe` is equal.
 
         `read` of the same document then goes on where that trainer was. The adapter's weights, the anchor's texts and
-        torch's random state are replaced. Where the state is refused, all of these are as before.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError, RuntimeError: the state does not fit.
+        torch's random state are replaced. A state that does not fit is an error, and all of these are as before.
         """
         before = self.state_dict()
         try:
@@ -231,7 +221,6 @@ class TestTimeTrainer:
         _check_records(chunks, self.settings)
         restore_model_state(self.model, self._list_trained(), state["model"])
         self._learner.load_state_dict(state["learner"])
-        self._learner.load_good(state["good"])
         if self._loop.writer is not None:
             self._loop.writer.load_state_dict(state["writer"])
         self._loop.start_token = state["start_token"]

@@ -32,9 +32,8 @@ def calibrate(
         across_processes: under torch.distributed, whether the text is that of all processes together, which train one
             memory; else each process has a memory of its own.
 
-    Raises:
-        ValueError: there is no such memory, it has learned already, is merged or sharded, or the text has no tokens or
-            gives values that are not finite; the memory is unchanged.
+    A memory that is missing, has learned already, is merged or sharded, and a text without tokens or with values that
+    are not finite, are a `ValueError`; the memory is unchanged.
     """
     memories = {name: list_layers(model, name) for name in names_or_active(model, adapter_name)}
     if not any(memories.values()):

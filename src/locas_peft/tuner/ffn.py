@@ -227,12 +227,10 @@ class HostFFN:
             output = self._forward(token)
         is_tensor = isinstance(expected, Tensor)
         if not is_tensor or (expected - output).float().norm() > 0.02 * expected.float().norm():
-            raise ValueError(
-                f"{self.name} ({type(self.owner).__name__}) computes something other than "
-                f"{'down(act(gate) * up)' if self.gated else 'down(act(up))'} of its parts "
-                f"{', '.join(self.parts.projections)}: a memory could not be merged into it. "
-                "Name its parts in ffn_parts, or exclude it with exclude_modules."
-            )
+            formula = "down(act(gate) * up)" if self.gated else "down(act(up))"
+            what = f"{self.name} ({type(self.owner).__name__}) computes something other than {formula} of its parts"
+            remedy = "Name its parts in ffn_parts, or exclude it with exclude_modules."
+            raise ValueError(f"{what} {', '.join(self.parts.projections)}: a memory could not be merged. {remedy}")
 
     def _forward(self, hidden_states: Tensor) -> Tensor:
         down = getattr(self.owner, self.parts.down)

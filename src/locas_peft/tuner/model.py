@@ -290,10 +290,9 @@ class LocasModel(BaseTuner):
         # Leave out other tuners' weights under the same adapter name.
         selected = {key: tensor for key, tensor in selected.items() if f".{cls.prefix}" in key}
         if any(isinstance(tensor, DTensor) for tensor in selected.values()):
-            raise ValueError(
-                f"the memory '{adapter_name}' is sharded across processes: save_pretrained(folder, state_dict=state), "
-                "with the whole state of get_model_state_dict or accelerator.get_state_dict."
-            )
+            remedy = "with the whole state of get_model_state_dict or accelerator.get_state_dict"
+            what = f"the memory '{adapter_name}' is sharded across processes"
+            raise ValueError(f"{what}: save_pretrained(folder, state_dict=state), {remedy}.")
         named = {cls._remove_adapter_name_from_key(key, adapter_name): tensor for key, tensor in selected.items()}
         problem = load_checks.find_divergence(named, config)
         if problem:
