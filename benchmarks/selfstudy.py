@@ -13,8 +13,8 @@ base's own answers to questions about other things. A page with results is not r
     python benchmarks/selfstudy.py --seeds 0,1,2 --pages expedition,ferry,foundry,garden,theatre --out fresh.json
 
 With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
-asked. Beside it stand the page in context and BM25: its best sentence as the answer, and its best three in the base's
-context.
+asked: directly, and reranked, where the best of ten recited passages is the answer. Beside it stand the page in
+context and BM25: its best sentence as the answer, and its best three in the base's context.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from locas_peft.asking import (
     Question,
     ask,
     ask_by_reciting,
+    ask_by_reranking,
     count_right,
     encode_answer,
     encode_question,
     load_questions,
-    recite_for,
 )
+from locas_peft.asking.answers import recite_for
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
@@ -192,8 +193,17 @@ def repeat_study(base, tokenizer, page: Page, seed: int) -> dict[str, Any]:
         reading = memorize(base, page.ids, settings, out=Path(folder) / "memory", tokenizer=tokenizer)
         seconds = time.process_time() - began
         with memory_attached(base, Path(folder) / "memory") as model:
-            right = ask_page(model, tokenizer, page)
-    return {"right": right, "cpu_seconds": seconds, "kept": reading.studied["kept"], "steps": reading.studied["steps"]}
+            began, right = time.process_time(), ask_page(model, tokenizer, page)
+            halfway, (reranked, _) = time.process_time(), ask_by_reranking(model, tokenizer, page.questions)
+            ended = time.process_time()
+    return {
+        "right": right,
+        "right_reranked": count_right(reranked, page.questions),
+        "cpu_seconds": seconds,
+        "asking_cpu_seconds": [halfway - began, ended - halfway],
+        "kept": reading.studied["kept"],
+        "steps": reading.studied["steps"],
+    }
 
 
 def measure_retrieval(base, tokenizer, page: Page) -> dict[str, int]:
@@ -257,7 +267,9 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     head = [
         "page",
         "studied, a seed",
-        "mean",
+        "reranked, a seed",
+        "mean, studied",
+        "mean, reranked",
         "in context",
         "BM25's sentence",
         "BM25's three in context",
@@ -267,16 +279,17 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     rows, figures = [], []
     for name, page in pages.items():
         runs = list(page["seeds"].values())
-        right = [run["right"] for run in runs]
+        both = [[run[key] for run in runs] for key in ("right", "right_reranked")]
         mean = [
-            sum(right) / len(right),
+            *(sum(right) / len(right) for right in both),
             *(page[key] for key in keys),
             sum(run["cpu_seconds"] for run in runs) / len(runs),
         ]
         figures.append(mean)
-        rows.append([name, ", ".join(map(str, right)), f"{mean[0]:.1f}", *map(str, mean[1:4]), f"{mean[4]:.0f}"])
+        seeds = (", ".join(map(str, right)) for right in both)
+        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:2]), *map(str, mean[2:5]), f"{mean[5]:.0f}"])
     means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
-    rows.append(["mean", "", *(f"{mean:.1f}" for mean in means[:4]), f"{means[4]:.0f}"])
+    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:5]), f"{means[5]:.0f}"])
     return make_table(head, rows)
 
 

@@ -426,21 +426,6 @@ def test_the_visitor_who_was_longest_away_is_forgotten_unless_it_reads(visitors,
     assert not away.downloads.exists() and visitors.find(away.key).key != away.key
 
 
-def test_what_is_made_of_memories_leaves_the_model_as_it_is(model, loaded, visitors, made, tmp_path):
-    base, tokenizer = loaded
-    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    config = base.config.to_dict()
-    folder = visitors.find(None).shelf
-    for name in ("one", "two"):
-        put(folder, made, name)
-    both = folder.find(model.combine(folder, ["one", "two"]))
-    assert base.config.to_dict() == config
-    assert all(torch.equal(before[name], tensor) for name, tensor in base.state_dict().items())
-    assert folder.list()[0] == "one and two" and describe_memory(both)["r"] == 4
-    with pytest.raises(ValueError, match="two or more memories must be chosen to be combined, got 1: choose more"):
-        model.combine(folder, ["one"])
-
-
 def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
     with pytest.raises(SystemExit, match="2"):

@@ -5,7 +5,7 @@ import math
 import evaluate
 import pytest
 
-from locas_peft.asking import is_exact
+from locas_peft.asking.answers import is_exact
 from locas_peft.evaluation.f1 import answer_f1
 from locas_peft.evaluation.metrics import ExactMatch, LocomoF1, Perplexity, Recall
 

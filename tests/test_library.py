@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import locas_peft.library.library as module
 from locas_command.memories import library as list_memories
 from locas_peft import backbone
-from locas_peft.asking import Question, encode_answer, encode_question
+from locas_peft.asking import Question, ask_by_reciting, encode_answer, encode_question
 from locas_peft.asking.answers import measure_confidence
 from locas_peft.library import Library, make_sample, score_by_words
 from locas_peft.library.routing import list_passages
@@ -69,7 +69,7 @@ def test_a_question_is_answered_with_the_memory_that_it_is_about(library, base):
         (with_lamp,) = module.ask(model, base[1], asked[:1], max_new_tokens=8)
     (alone,) = module.ask(*base, asked[1:2], max_new_tokens=8)
     assert (answers[0].answer, answers[1].answer) == (with_lamp, alone)
-    (recited,) = library.ask(*base, asked[:1], recite=True, max_new_tokens=8)
+    (recited,) = library.ask(*base, asked[:1], by=ask_by_reciting, max_new_tokens=8)
     assert recited.recited and recited.memories == ("lamp",)
 
 
@@ -88,7 +88,7 @@ def test_a_studied_memory_that_is_not_sure_leaves_the_question_to_the_base(libra
     answers = library.ask(*base, asked, max_new_tokens=8)
     assert [each.memories for each in answers] == [(), ("bread",)] and len(confidences) == 1
     assert answers[0].answer == module.ask(*base, asked[:1], max_new_tokens=8)[0]
-    (recited,) = library.ask(*base, asked[:1], recite=True, max_new_tokens=8)
+    (recited,) = library.ask(*base, asked[:1], by=ask_by_reciting, max_new_tokens=8)
     assert (recited.memories, recited.recited, recited.answer) == ((), (), answers[0].answer)
     monkeypatch.setattr(module, "LEAST_CONFIDENCE", 0.4)
     assert library.ask(*base, asked[:1], max_new_tokens=8)[0].memories == ("lamp",)

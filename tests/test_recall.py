@@ -5,10 +5,24 @@ from __future__ import annotations
 import pytest
 
 from locas_peft import backbone, demo
-from locas_peft.asking import SHORT_PROMPT, Question, ask, ask_by_reciting, encode_question, is_right, load_questions
+from locas_peft.asking import (
+    SHORT_PROMPT,
+    Question,
+    ask,
+    ask_by_reciting,
+    ask_by_reranking,
+    encode_answer,
+    encode_prompt,
+    encode_question,
+    is_right,
+    load_questions,
+)
 from locas_peft.asking import answer as answer_all
 from locas_peft.asking.answers import MOST_RECITED
+from locas_peft.asking.continuation import recite
+from locas_peft.asking.scoring import score_targets
 from locas_peft.memories import memory_attached
+from locas_peft.model import CausalLM
 from locas_peft.reading.settings import ReadingSettings, StudySettings
 from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import Exchange
@@ -124,3 +138,27 @@ def test_each_method_of_the_demo_has_a_line_and_a_row():
     ]
     assert demo.describe([], recalls) == [{"method": "in-context", "recall_right": 1, "recall_asked": 2}]
     assert demo.describe([], []) == []
+
+
+def test_the_best_recited_passage_explains_the_question_too(tmp_path, monkeypatch):
+    base, tokenizer = backbone.load()
+    passages = ["The keeper of the old house was Anna.", "The garden of the old house was small."]
+    given = [Exchange("Who was the keeper?", passages[0]), Exchange("What was small?", passages[1])]
+    settings = ReadingSettings(r=16, anchor=0.0, study=True, passes=40, learning_rate=1e-2).complete(base)
+    text = tokenize(tokenizer, " ".join(passages))
+    memorize(base, text, settings, out=tmp_path / "m", tokenizer=tokenizer, exchanges=given)
+    asked = [Question("What of the Old House was small?")]
+    prompt = encode_question(tokenizer, asked[0].question)
+    with memory_attached(base, tmp_path / "m") as model:
+        recited = recite(model, tokenizer, [prompt], MOST_RECITED)
+        with monkeypatch.context() as patched:
+            patched.setattr(CausalLM, "can_cache", lambda host: False)
+            assert recite(model, tokenizer, [prompt], MOST_RECITED) == recited
+        (answer,), (ranked,) = ask_by_reranking(model, tokenizer, asked)
+        after_question = [(prompt, encode_answer(tokenizer, passage)) for passage in ranked]
+        nats = [score.nll_nats for score in score_targets(model, after_question)]
+    target = encode_answer(tokenizer, asked[0].question)
+    requests = [f"Old House\n\n{passage}\n\nWrite a question about this text." for passage in ranked]
+    channel = score_targets(base, [(encode_prompt(tokenizer, request), target) for request in requests])
+    sums = [own + other.nll_nats for own, other in zip(nats, channel, strict=True)]
+    assert sums == sorted(sums) and answer == ranked[0] and sorted(ranked) == sorted(recited[0]) and len(ranked) > 1

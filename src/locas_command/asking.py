@@ -63,6 +63,7 @@ def ask(
     context: Path | None = None,
     without_memory: bool = False,
     recite: bool = False,
+    rerank: bool = False,
     max_new_tokens: Count = 64,
     json_file: JsonFile = None,
     base: MemoryBase = BASE,
@@ -77,27 +78,30 @@ def ask(
         without_memory: ask the base model alone; --memory then only names it.
         recite: the memory recites passages for each question, and the base answers from them in a few words. For
             texts with many similar passages, such as dialogues.
+        rerank: the memory recites passages for each question, and the one that explains the question best is the
+            answer. For studied memories; more answers are right, and they take about five times as long.
         max_new_tokens: the longest answer, in tokens.
     """
-    from locas_peft.asking import Question, ask_by_reciting, is_right, load_questions
+    from locas_peft.asking import Question, ask_by_reciting, ask_by_reranking, is_right, load_questions
     from locas_peft.asking import ask as ask_questions
     from locas_peft.text import load_text
 
     stdout, _ = open_consoles(json_file)
-    _check_recite(recite, without_memory, context)
+    _check_recite(recite=recite, rerank=rerank, without_memory=without_memory, context=context)
     asked = [Question(text) for text in question]
     asked += [] if questions is None else load_questions(questions)
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
     text = None if context is None else load_text(context)
-    options = {"max_new_tokens": max_new_tokens} | ({} if recite else {"context": text})
+    by = ask_by_reranking if rerank else ask_by_reciting if recite else ask_questions
+    options = {"max_new_tokens": max_new_tokens} | ({"context": text} if by is ask_questions else {})
     recited, routed = [[] for _ in asked], None
     loaded, model, found = _load_to_ask(memory, library, without_memory, base)
     if found is not None:
-        given = found.ask(loaded.model, loaded.tokenizer, asked, recite=recite, **options)
+        given = found.ask(loaded.model, loaded.tokenizer, asked, by=by, **options)
         answers, recited, routed = zip(*((each.answer, each.recited, each.memories) for each in given), strict=True)
-    elif recite:
-        answers, recited = ask_by_reciting(model, loaded.tokenizer, asked, **options)
+    elif by is not ask_questions:
+        answers, recited = by(model, loaded.tokenizer, asked, **options)
     else:
         answers = ask_questions(model, loaded.tokenizer, asked, **options)
     records = [
@@ -106,7 +110,7 @@ def ask(
             "answer": answer,
             "gold": item.answer,
             "right": None if item.answer is None else is_right(answer, item.answer),
-            **({"recited": list(passages)} if recite else {}),
+            **({} if by is ask_questions else {"recited": list(passages)}),
             **({} if routed is None else {"memories": list(routed[number])}),
         }
         for number, (item, answer, passages) in enumerate(zip(asked, answers, recited, strict=True))
@@ -145,13 +149,14 @@ def chat(
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: of the tokens that are drawn.
     """
-    from locas_peft.asking import Question, can_chat, check_room, continue_texts, fit_turns, recite_for
+    from locas_peft.asking import Question, can_chat, check_room, continue_texts, fit_turns
+    from locas_peft.asking.answers import recite_for
     from locas_peft.asking.prompts import encode_question, put_before
     from locas_peft.model import count_positions
     from locas_peft.tuner import adapters_disabled
 
     stdout, stderr = open_consoles()
-    _check_recite(recite, without_memory)
+    _check_recite(recite=recite, without_memory=without_memory)
     loaded, model, found = _load_to_ask(memory, library, without_memory, base)
     if not can_chat(loaded.tokenizer):
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
@@ -187,10 +192,10 @@ def chat(
         stdout.print(reply)
 
 
-def _check_recite(recite: bool, without_memory: bool, context: Path | None = None) -> None:
-    if recite and (without_memory or context is not None):
-        other = "--without-memory" if without_memory else "--context"
-        raise ValueError(f"--recite needs the memory and nothing else to answer from, got {other}: leave one out")
+def _check_recite(**options: Any) -> None:
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
+    if len(given) > 1 and given[0] in ("--recite", "--rerank"):
+        raise ValueError(f"{given[0]} needs the memory and nothing else to answer from, got {given[1]}: leave one out")
 
 
 def _load_to_ask(

@@ -74,7 +74,6 @@ def locomo(
     wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True,
     max_new_tokens: options.Count = 32,
     batch_size: options.Count = 16,
-    batch_tokens: options.Count = 4096,
     out: Out = DEFAULT_OUT,
     overwrite: options.Overwrite = False,
     settings: options.ManyMethods = options.READING,
@@ -93,14 +92,13 @@ def locomo(
         wrong_memory: also ask each conversation with another one's memory.
         max_new_tokens: the most tokens of an answer.
         batch_size: questions at once.
-        batch_tokens: tokens scored at once, padding included.
     """
     from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
     from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
 
     consoles = _open(out, base)
     names = split_names(setting, "--setting")
-    sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size, "batch_tokens": batch_tokens}
+    sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
     plan = LocomoPlan(names, **sizes, wrong_memory=wrong_memory)
     found, problems = load_locomo(data)
     for problem in problems:

@@ -121,7 +121,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 chosen = gr.CheckboxGroup([], label="Memories", elem_id="memories")
                 about = gr.HTML(_about(None, []))
                 with gr.Row(elem_classes="small"):
-                    download, combine = [gr.Button(label, interactive=False) for label in ("Download", "Combine")]
+                    download = gr.Button("Download", interactive=False)
                     delete = gr.Button("Delete", variant="stop", interactive=False)
                 with gr.Row(visible=False, elem_classes="confirm") as confirm:
                     question = gr.HTML("")
@@ -239,12 +239,12 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
         for trigger in (clear.click, memory.change):
             on(trigger, [], chat_view)(lambda visitor: [[], [], [[], []]])
 
-        @on(chosen.change, [chosen], [about, new_name, confirm, combine, delete, download])
+        @on(chosen.change, [chosen], [about, new_name, confirm, delete, download])
         def choose(visitor: Visitor, chosen: list[str]) -> list:
-            one, several = len(chosen) == 1, gr.Button(interactive=len(chosen) > 1)
+            one = len(chosen) == 1
             name = gr.Textbox(chosen[0] if one else "", visible=one)
             single = [gr.Button(interactive=one) for _ in (delete, download)]
-            return [_about(visitor.shelf, chosen), name, gr.Row(visible=False), several, *single]
+            return [_about(visitor.shelf, chosen), name, gr.Row(visible=False), *single]
 
         @on(delete.click, [chosen], [confirm, question])
         def ask_back(visitor: Visitor, chosen: list[str]) -> list:
@@ -252,17 +252,15 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
         on(cancel.click, [], [confirm])(lambda visitor: gr.Row(visible=False))
 
-        def change(trigger: Callable, inputs: list, act: Callable[..., str | None], progress: str = "hidden") -> None:
-            """Register a function of the shelf, the memories chosen and the inputs, which returns a new one's name."""
+        @on(new_name.submit, [chosen, new_name], shelf_view)
+        def rename(visitor: Visitor, chosen: list[str], name: str) -> list:
+            name = visitor.shelf.rename(_only(chosen), name)
+            return show_shelf(visitor, name, [name])
 
-            @on(trigger, [memory, chosen, *inputs], shelf_view, progress)
-            def change_shelf(visitor: Visitor, asked: str | None, chosen: list[str], *values: Any) -> list:
-                name = act(visitor.shelf, chosen, *values)
-                return show_shelf(visitor, name or asked, [name])
-
-        change(new_name.submit, [new_name], lambda shelf, chosen, name: shelf.rename(_only(chosen), name))
-        change(confirmed.click, [], lambda shelf, chosen: shelf.forget(_only(chosen)))
-        change(combine.click, [], model.combine, "minimal")
+        @on(confirmed.click, [memory, chosen], shelf_view)
+        def forget(visitor: Visitor, asked: str | None, chosen: list[str]) -> list:
+            visitor.shelf.forget(_only(chosen))
+            return show_shelf(visitor, asked)
 
         @on(upload.upload, [upload], [upload, *shelf_view], "minimal")
         def put_on_shelf(visitor: Visitor, path: str) -> Iterator[list]:
@@ -364,11 +362,9 @@ def _show_exchanges(job: Job) -> gr.HTML:
 
 
 def _about(shelf: Library | None, chosen: list[str]) -> str:
-    """Return a line about the memories that are chosen on the shelf."""
-    if shelf is None or not chosen:
-        return "<p class='line'>Choose one memory to rename, download or delete it, or several to combine them.</p>"
-    if len(chosen) > 1:
-        return f"<p class='line'>{len(chosen)} memories: together they add what each of them adds.</p>"
+    """Return a line about the memory that is chosen on the shelf."""
+    if shelf is None or len(chosen) != 1:
+        return "<p class='line'>Choose one memory to rename, download or delete it.</p>"
     found = describe_memory(shelf.find(chosen[0]))
     layers = f"{found['r']} slots beside each of {len(found['layers'])} FFNs of {found['base']}"
     return f"<p class='line'>{escape(layers)}: {found['parameters']:,} parameters, {found['bytes'] / 1e6:.1f} MB</p>"

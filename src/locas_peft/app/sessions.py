@@ -24,7 +24,7 @@ from .. import backbone
 from ..asking import Question, can_chat, check_room, continue_texts, fit_turns
 from ..library import Library
 from ..library.routing import make_sample
-from ..memories import conversion, load_memory, load_memory_config, share_weights
+from ..memories import load_memory, load_memory_config, share_weights
 from ..model import count_positions
 from ..reading import CompleteSettings, ReadingSettings, StopReading, memorize
 from ..selfstudy import Exchange, StudyStep
@@ -148,21 +148,12 @@ class SharedModel:
         """
         return self._submit(self._answers, lambda: self._answer(shelf, name, chats, on_text))
 
-    def combine(self, shelf: Library, names: Sequence[str]) -> str:
-        """Put on a shelf one memory that adds what the sum of others adds, and return its name."""
-        if len(names) < 2:
-            raise ValueError(f"two or more memories must be chosen to be combined, got {len(names)}: choose more")
-        memories, weights = [shelf.find(name) for name in names], [1.0] * len(names)
-        with shelf.new(" and ".join(name[:24].rstrip() for name in names[:2])) as out:
-            self._wait(lambda base: conversion.combine_memories(base, self.name, memories, weights, out))
-        return out.name
-
     def check(self, memory: Path) -> None:
         """Raise a `ValueError` unless a folder holds a LOCAS memory for this base."""
         kind = load_memory_config(memory)["peft_type"]
         if kind != "LOCAS":
             raise ValueError(f"memory must be of type LOCAS, got {kind!r}: upload one that locas has made")
-        self._wait(lambda base: load_memory(base, memory))
+        self._submit(self._answers, lambda: load_memory(share_weights(self._base), memory)).result()
 
     def close(self) -> None:
         """Stop all readings, keeping what was learned, and wait for their end."""
@@ -188,9 +179,6 @@ class SharedModel:
                 raise ValueError(f"at most {MOST_WAITING} readings and questions can wait: try again later")
             self._waiting.append(executor.submit(run))
             return self._waiting[-1]
-
-    def _wait(self, work: Callable[[PreTrainedModel], Any]) -> None:
-        self._submit(self._answers, lambda: work(share_weights(self._base))).result()
 
     def _answer_waiting(self) -> None:
         """Leave the model to the questions that wait now, between two steps of a reading, which are timed alone."""

@@ -10,13 +10,14 @@ from typing import Any
 from torch import nn
 
 from ..files import load_json_lines
+from ..text import NAME
 from ..tuner import adapters_disabled
 from .continuation import answer, recite
-from .prompts import SHORT_PROMPT, encode_answer, encode_question
+from .prompts import SHORT_PROMPT, WRITE_PROMPT, encode_answer, encode_prompt, encode_question
 from .scoring import score_targets
 
-__all__ = ["MOST_RECITED", "Question", "answer_all", "ask", "ask_by_reciting", "count_right", "is_exact", "is_right"]
-__all__ += ["load_questions", "measure_confidence", "recite_for"]
+__all__ = ["MOST_RECITED", "Question", "answer_all", "ask", "ask_by_reciting", "ask_by_reranking", "count_right"]
+__all__ += ["is_exact", "is_right", "load_questions", "measure_confidence", "recite_for"]
 
 MOST_RECITED = 10
 """The most passages that a memory recites for a question."""
@@ -75,6 +76,29 @@ def ask_by_reciting(
     prompts = [encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both]
     with adapters_disabled(model):
         return answer_all(model, tokenizer, prompts, max_new_tokens), recited
+
+
+def ask_by_reranking(
+    model: nn.Module, tokenizer, questions: Sequence[Question], *, max_new_tokens: int = 64
+) -> tuple[list[str], list[list[str]]]:
+    """Answer each question with the best of the passages that the memory recites for it; return these, ranked, too.
+
+    The score of a passage is its log-probability after the question, by the memory, and that of the question after
+    the passage, by the base: a noisy channel (Yee et al., 2019, arXiv:1908.05731). In the second the names of the
+    question stand above the passage, since a passage seldom repeats the name of its subject.
+    """
+    prompts, ranked = [encode_question(tokenizer, each.question) for each in questions], []
+    recited = recite(model, tokenizer, prompts, MOST_RECITED, max_new_tokens)
+    for question, prompt, passages in zip((each.question for each in questions), prompts, recited, strict=True):
+        target = encode_answer(tokenizer, question)
+        own = score_targets(model, [(prompt, encode_answer(tokenizer, passage)) for passage in passages])
+        names = ", ".join(dict.fromkeys(NAME.findall(question)))
+        requests = [f"{names}\n\n{WRITE_PROMPT.format(passage=passage)}".strip() for passage in passages]
+        with adapters_disabled(model):
+            channel = score_targets(model, [(encode_prompt(tokenizer, request), target) for request in requests])
+        nats = [one.nll_nats + other.nll_nats for one, other in zip(own, channel, strict=True)]
+        ranked.append([passages[number] for number in sorted(range(len(passages)), key=nats.__getitem__)])
+    return [passages[0] if passages else "" for passages in ranked], ranked
 
 
 def measure_confidence(

@@ -26,7 +26,6 @@ Groups = Sequence[tuple[int, range]]
 
 _WORTH_KEEPING = 64
 """A beginning that all prompts share is computed once where it has at least this many tokens."""
-_RECITED_TOKENS = 64
 
 
 def pad_left(rows: Rows, pad: int, device: torch.device) -> dict[str, Tensor]:
@@ -207,20 +206,24 @@ def answer(
 
 
 @torch.inference_mode()
-def recite(model: nn.Module, tokenizer, prompts: Rows, count: int) -> list[list[str]]:
+def recite(model: nn.Module, tokenizer, prompts: Rows, count: int, max_new_tokens: int = 64) -> list[list[str]]:
     """Return for each prompt the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
 
     A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
     has two beams an answer, and orders answers by their mean log-probability a token. Errors are those of `answer`.
     """
-    pad, recited = find_pad_token(tokenizer), {}
-    for batch in _make_batches(model, prompts, _RECITED_TOKENS, batch_size=4):
-        inputs = pad_left([prompts[number] for number in batch], pad, CausalLM(model).device)
+    pad, host, recited = find_pad_token(tokenizer), CausalLM(model, cpu_attention=False), {}
+    for batch in _make_batches(model, prompts, max_new_tokens, batch_size=4):
+        inputs = pad_left([prompts[number] for number in batch], pad, host.device)
         ids = inputs["ids"]
-        options = {"max_new_tokens": _RECITED_TOKENS, "num_beams": 2 * count, "num_return_sequences": count}
+        options = {"max_new_tokens": max_new_tokens, "num_beams": 2 * count, "num_return_sequences": count}
         # What the call leaves open, `generate` takes from the model's generation config.
         options |= {"do_sample": False, **dict.fromkeys(("temperature", "top_p", "top_k")), "pad_token_id": pad}
         options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "attention_mask": inputs["attention_mask"]}
+        if host.can_cache() and ids.shape[1] > 1:  # else `generate` computes a prompt once a beam
+            begun = host.outputs(**{name: each[:, :-1] for name, each in inputs.items()}, count=1, use_cache=True)
+            begun.past_key_values.batch_repeat_interleave(2 * count)
+            options["past_key_values"] = begun.past_key_values
         output = model.generate(input_ids=ids, **options)
         texts = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
         for row, number in enumerate(batch):

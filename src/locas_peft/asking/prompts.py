@@ -2,12 +2,15 @@
 
 from collections.abc import Sequence
 
-__all__ = ["SENTENCE_PROMPT", "SHORT_PROMPT", "can_chat", "decode_after", "encode_answer", "encode_prompt"]
-__all__ += ["encode_question", "encode_turns", "find_pad_token", "fit_turns", "list_stops", "put_before"]
+__all__ = ["SENTENCE_PROMPT", "SHORT_PROMPT", "WRITE_PROMPT", "can_chat", "decode_after", "encode_answer"]
+__all__ += ["encode_prompt", "encode_question", "encode_turns", "find_pad_token", "fit_turns", "list_stops"]
+__all__ += ["put_before"]
 
 SENTENCE_PROMPT = "{context}{question} Answer in one sentence."
 SHORT_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
 """The forms of a question's prompt; `context` is empty, or a text and a blank line."""
+WRITE_PROMPT = "{passage}\n\nWrite a question about this text."
+"""A prompt whose reply is a question about a passage."""
 
 
 def can_chat(tokenizer) -> bool:

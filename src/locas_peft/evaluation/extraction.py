@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..asking import continue_rows, find_pad_token, recite_for
+from ..asking import continue_rows, find_pad_token
+from ..asking.answers import recite_for
 from ..asking.scoring import score_targets
 from ..memories.loading import memory_attached
 from ..model import CausalLM

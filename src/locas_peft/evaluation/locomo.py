@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from ..asking import answer, encode_answer, recite_for
+from ..asking import answer, encode_answer
+from ..asking.answers import recite_for
 from ..asking.scoring import score_targets
 from ..checks import check_choice
 from ..files import load_json, write_json
@@ -38,15 +39,13 @@ BASE = "none"
 class LocomoPlan:
     """What is asked, and how; a setting that is not in `ANSWERED` is a `ValueError`.
 
-    `batch_size` counts answers, `batch_tokens` is for the gold answers. With `wrong_memory` each conversation is
-    also asked with another one's memory.
+    `batch_size` counts answers. With `wrong_memory` each conversation is also asked with another one's memory.
     """
 
     settings: tuple[str, ...] = ANSWERED
     prompts: dict[str, str] = field(default_factory=lambda: dict(PROMPTS))
     max_new_tokens: int = 32
     batch_size: int = 16
-    batch_tokens: int = 4096
     wrong_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -145,7 +144,7 @@ def _answer_questions(
     with adapters_disabled(model) if setting == FROM_RECITED else nullcontext():
         for batch, texts in answer(model, tokenizer, prompts, **options):
             golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
-            scores = score_targets(model, golds, batch_tokens=plan.batch_tokens)
+            scores = score_targets(model, golds)
             for number, text, score in zip(batch, texts, scores, strict=True):
                 asked = questions[number]
                 records[asked.index] = {

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
-from ..asking import is_exact, is_right
+from ..asking.answers import is_exact, is_right
 from ..checks import import_extra
 from ..ttt.chunks import perplexity
 from .f1 import CATEGORIES, answer_f1

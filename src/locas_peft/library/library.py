@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..asking import Question, ask, ask_by_reciting, encode_question
+from ..asking import Question, ask, encode_question
 from ..asking.answers import measure_confidence
 from ..files import finish_replacement, staged, write_json
 from ..memories import FILES, MEMORY_CONFIG, READING, check_vacant, load_memory_config, memory_attached
@@ -261,17 +261,17 @@ class Library:
         return [(names[row.argmax()],) if len(row) and row.max() >= 1 else () for row in scores]
 
     def ask(
-        self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], *, recite: bool = False, **options: Any
+        self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], *, by: Callable = ask, **options: Any
     ) -> list[RoutedAnswer]:
-        """Answer each question in one sentence (see `answer`); with `recite`, as `asking.ask_by_reciting` does.
+        """Answer each question in one sentence (see `answer`), a memory `by` a function like `asking.ask_by_reciting`.
 
         With a `context` the memory is not asked whether it is sure. Options and errors are those of `asking.ask`.
         """
 
         def write(model: nn.Module, names: tuple[str, ...], numbers: list[int]) -> Iterable:
             group, recited = [questions[number] for number in numbers], [[] for _ in numbers]
-            if names and recite:
-                given, recited = ask_by_reciting(model, tokenizer, group, **options)
+            if names and by is not ask:
+                given, recited = by(model, tokenizer, group, **options)
             else:
                 given = ask(model, tokenizer, group, **options)
             measured = not options.get("context")

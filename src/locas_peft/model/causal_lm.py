@@ -131,12 +131,6 @@ class CausalLM:
         window = getattr(self._config, "sliding_window", None)
         return self._config.model_type != "mpt" and (not isinstance(window, int) or length <= window)
 
-    def check_cache(self) -> None:
-        """Raise a `ValueError` where `can_cache` is False."""
-        if not self.can_cache():
-            remedy = "its layers keep more than keys and values that could slide with the text"
-            raise ValueError(f"context must be 'recompute' for {self._config.model_type}, got 'cache': {remedy}")
-
     def has_adapter(self) -> bool:
         modules = self.model.modules()
         return isinstance(self.model, PeftModel) or any(isinstance(module, ADAPTER_LAYERS) for module in modules)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import load_json_lines, staged_file
+from ..text import NAME
 
 __all__ = ["EXCHANGES", "LONGEST_PASSAGE", "REPORTED", "Exchange", "Passage", "correct", "digest_exchanges"]
 __all__ += ["load_exchanges", "save_exchanges", "split_passages"]
@@ -26,7 +27,6 @@ _LONGEST_SUBJECT = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
 _DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
 _ABBREVIATION = "".join(rf"(?<!\b{each}\.)" for each in ("[A-Z]", "Dr", "Mr", "Mrs", "Ms", "St", "Prof", "vs"))
-_NAME = re.compile(r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*")
 _SENTENCE = re.compile(rf"\n+|(?<=[.!?…]){_ABBREVIATION}[\"')\]»”’]*\s+|(?<=[。！？])")
 
 
@@ -86,7 +86,7 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
 
 def _find_subject(text: str) -> str:
     first = next(iter(_list_sentences(text)), "")
-    name = _NAME.search(first)
+    name = NAME.search(first)
     return first[: name.end()] if name and len(first[: name.end()].split()) <= _LONGEST_SUBJECT else ""
 
 

@@ -85,10 +85,7 @@ class SelfStudy:
     passage, from the question alone (see `lessons`). The parameters that require gradients are changed in place; the
     base is not. `state_dict` and the adapter's weights are all that a continuation needs.
 
-    The forward pass of a lesson shows which tokens of its answer are known already. The next lesson on the same
-    passage leaves out the tokens after the last unknown one, except every fifth time. A lesson that is wholly known
-    skips the next pass, and one more for each time that it was known before; known in each wording, in a row, it
-    leaves. The study ends when all lessons have left.
+    What is known is not learned again (`_Progress`); the study ends when all lessons are known in each wording.
 
     Args:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..asking import continue_rows, encode_prompt, find_pad_token, share_prefixes
-from ..asking.prompts import decode_after, list_stops
+from ..asking.prompts import WRITE_PROMPT, decode_after, list_stops
 from ..model.causal_lm import CausalLM
 from ..tuner import adapters_disabled, evaluating
 from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
@@ -31,8 +31,6 @@ _CANDIDATES = 64
 _QUESTION_TOKENS, _ROWS = 24, 128
 _DUPLICATE = 0.8
 _MARGIN_TOKENS = 128
-_ASK = "{passage}\n\nWrite a question about this text."
-_ASK_NAMED = "{subject}\n\n{passage}\n\nWrite a question about this text."
 _NAME = "{passage}\n\nWhat is this text about? Answer with a name."
 _BEGINNINGS = ("Who", "What", "When", "Where", "How many", "Which", "Why")
 _ABOUT = ("Can you tell me about {}?", "What does the text say about {}?", "What do you know about {}?")
@@ -40,9 +38,9 @@ _PHRASE_WORDS = 3
 _WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
 _CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
 KINDS: tuple[tuple[str, str, str], ...] = (
-    *((_ASK_NAMED, begin, "{}") for begin in _BEGINNINGS),
+    *(("{subject}\n\n" + WRITE_PROMPT, begin, "{}") for begin in _BEGINNINGS),
     (_NAME, "", "Can you tell me about {}?"),
-    *((_ASK, begin, "{}") for begin in _BEGINNINGS),
+    *((WRITE_PROMPT, begin, "{}") for begin in _BEGINNINGS),
 )
 """The kinds of exchanges: the request, the first words of the model's reply, and the question made of the reply."""
 

@@ -111,7 +111,9 @@ class Loop:
             rule = f"stride must be below a window of all {host.positions} positions, got {settings.stride}"
             raise ValueError(f"{rule}: lower it, since the start token takes one")
         if settings.context == "cache":
-            host.check_cache()
+            if not host.can_cache():
+                name, remedy = host.base.config.model_type, "its layers keep more than keys and values that slide"
+                raise ValueError(f"context must be 'recompute' for {name}, got 'cache': {remedy}")
             if settings.window > (host.rope_positions or sys.maxsize):
                 reason = f"where {host.kind} changes its positions' frequencies"
                 rule = f"context must be 'recompute' with a window above {host.rope_positions}, {reason}"

@@ -46,13 +46,6 @@ def read_many(
 
     The iterator yields, for each chunk, the records of the documents that have it, by name. A `TypeError` or
     `ValueError` at the call leaves the model as it was.
-
-    Example:
-        >>> reading = read_many(model, {"emma": emma, "persuasion": persuasion}, window=512, stride=256,
-        ...                     learning_rate=2e-3, context="cache")
-        >>> for records in reading:
-        ...     print({name: reading.perplexity(name) for name in records})
-        >>> model.save_pretrained("memories", selected_adapters=["emma"])
     """
     host = CausalLM(model)
     settings = TrainingSettings(**fields) if settings is None else replace(settings, **fields)

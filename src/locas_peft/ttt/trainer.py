@@ -39,12 +39,6 @@ class TestTimeTrainer:
             `optimizer` means that the memory is not trained as well.
         anchor: limits how the adapter changes the base's output on other text.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
-
-    Example:
-        >>> model = get_peft_model(base, LocasConfig(r=64))
-        >>> trainer = TestTimeTrainer(model, window=512, stride=256, learning_rate=4e-3)
-        >>> for chunk in trainer.read(input_ids):
-        ...     print(chunk.stop, trainer.perplexity)
     """
 
     __test__ = False  # the name starts with Test: pytest would collect it
