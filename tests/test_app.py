@@ -135,7 +135,7 @@ def test_memories_are_renamed_and_deleted_and_names_stay_apart(tmp_path, made):
     assert folder.rename("Zwei ü (3)", " ONE ") == "ONE 3"  # file systems that ignore case
     assert folder.rename("one", "one") == "one"
     (tmp_path / "one" / "notes.txt").write_text("not ours")
-    with pytest.raises(ValueError, match="got 'notes.txt' too: move it away first"):
+    with pytest.raises(ValueError, match="got 'notes.txt' too: move it away"):
         folder.forget("one")
     assert sorted(folder.list()) == ["ONE 3", "one", "one 2"]
     (tmp_path / "one" / "notes.txt").unlink()

@@ -295,6 +295,8 @@ REFUSALS = [
     ("chat --memory memory", "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas "),
     ("chat --memory memory --recite --without-memory", "--recite needs the memory and nothing else to answer from, "),
     ("ask Who? --memory memory --recite --context text.txt", "--recite needs the memory and nothing else to answer "),
+    ("ask Who? --memory memory --rerank --context text.txt", "--rerank needs the memory and nothing else to answer "),
+    ("ask Who? --memory memory --recite --rerank", "--recite needs the memory and nothing else to answer from, got "),
     ("ask --memory memory", "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
     ("ask ' ' --memory memory", "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
     ("ask Who?", "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with "),
@@ -513,7 +515,7 @@ def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch)
         return ["Fine."]
 
     monkeypatch.setattr(asking, "continue_texts", reply)
-    monkeypatch.setattr(asking, "recite_for", lambda m, t, asked: [[f"About {asked[0]}", "More."]])
+    monkeypatch.setattr(asking.answers, "recite_for", lambda m, t, asked: [[f"About {asked[0]}", "More."]])
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\nAnd you?\n"))
     arguments = ("chat", "--recite", "--memory", memory, "--model", chat_model, "--device", "cpu")
     assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
@@ -735,8 +737,9 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
     asked = ("ask", "Who lit the lamp at Skarn?", "Who wrote Hamlet?", "--library", "notes", "--max-new-tokens", 4)
     records = json.loads(run(*asked, "--json", "-")[1])
     assert [record["memories"] for record in records] == [["lamp"], []]
-    code, stdout, _ = run(*asked, "--recite")
-    assert code == 0 and "[lamp]" in stdout and "[no memory]" in stdout
+    for option in ("--recite", "--rerank"):
+        code, stdout, _ = run(*asked, option)
+        assert code == 0 and "[lamp]" in stdout and "[no memory]" in stdout
     assert {row["name"] for row in json.loads(run("library", "notes", "--json", "-")[1])} == {"lamp", "bread"}
     assert run("memorize", "lamp.txt", "--library", "notes", "--from", "bread", *FAST, *NO_ANCHOR)[0] == 0
     sample = (tmp_path / "notes/bread/sample.txt").read_text()
@@ -834,6 +837,8 @@ def test_ask_recites_passages_and_answers_from_them(run, memory):
     code, stdout, _ = run(*arguments)
     shown = [" ".join(passage.split()) for passage in [record["answer"], *record["recited"]]]
     assert code == 0 and " ".join(stdout.split()) == " ".join(["Who?", *shown])
+    (ranked,) = json.loads(run("ask", "Who?", "--memory", memory, "--rerank", "--max-new-tokens", 8, "--json", "-")[1])
+    assert ranked["answer"] == ranked["recited"][0] and len(ranked["recited"]) > 1
 
 
 def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory, tmp_path):

@@ -78,8 +78,8 @@ def ask(
         without_memory: ask the base model alone; --memory then only names it.
         recite: the memory recites passages for each question, and the base answers from them in a few words. For
             texts with many similar passages, such as dialogues.
-        rerank: the memory recites passages for each question, and the one that explains the question best is the
-            answer. For studied memories; more answers are right, and they take about five times as long.
+        rerank: the memory recites passages for each question, and the one that also explains the question is the
+            answer. Of a studied memory more answers are right, and each takes longer.
         max_new_tokens: the longest answer, in tokens.
     """
     from locas_peft.asking import Question, ask_by_reciting, ask_by_reranking, is_right, load_questions
