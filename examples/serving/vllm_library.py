@@ -1,7 +1,7 @@
 """Serve a library with vLLM by the plug-in of this package: a request's `model` names a memory. Cold and warm times.
 
     locas memorize --manifest notes.jsonl --library users --model smollm2 --study
-    locas export users/Ada --base-only --neurons 64 --out served
+    locas export users/Ada --base-only --neurons 64 --dtype float32 --out served
     python examples/serving/vllm_library.py users served/base --vllm-python ../vllm/bin/python
 
 vLLM's environment has this package too. The first request for each memory is timed alone (cold), then a third one
