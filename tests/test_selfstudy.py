@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from locas_peft import text
 from locas_peft.asking import continue_rows, draw, encode_prompt
+from locas_peft.asking.prompts import WRITE_PROMPT
 from locas_peft.bases import loading
 from locas_peft.memories import CHECKPOINT_FOLDER, checkpoint
 from locas_peft.model import CausalLM
@@ -287,7 +288,7 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
         return [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
 
     monkeypatch.setattr(writing, "continue_rows", reply)
-    monkeypatch.setattr(writing, "KINDS", ((writing._ASK, "Who", "{}"),))
+    monkeypatch.setattr(writing, "KINDS", ((WRITE_PROMPT, "Who", "{}"),))
     written = writing.WrittenBlock(2)
     questions = writing._ask(None, tokenizer, [first, second], 2, None, written)
     assert questions == [

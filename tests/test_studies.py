@@ -13,7 +13,7 @@ from locomo_data import make_samples, write_samples
 
 from locas_command import program as cli
 from locas_peft import backbone, units
-from locas_peft.asking import continuation
+from locas_peft.asking import answers, continuation
 from locas_peft.asking.answers import recite_for
 from locas_peft.asking.prompts import encode_answer
 from locas_peft.asking.scoring import score_targets
@@ -61,7 +61,7 @@ def read(path):
 def short_recitations():
     """Passages of 8 tokens: else beam search takes half of this module's time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuation, "_RECITED_TOKENS", 8)
+        patch.setattr(answers, "recite", partial(continuation.recite, max_new_tokens=8))
         yield
 
 

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 
 import torch
 from peft import PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..tuner.modules import ADAPTER_LAYERS
@@ -134,6 +133,3 @@ class CausalLM:
     def has_adapter(self) -> bool:
         modules = self.model.modules()
         return isinstance(self.model, PeftModel) or any(isinstance(module, ADAPTER_LAYERS) for module in modules)
-
-    def is_merged(self) -> bool:
-        return any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer))

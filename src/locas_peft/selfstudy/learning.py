@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..asking import begin_rows, encode_question
 from ..model.causal_lm import CausalLM
+from ..ttt.anchor import Anchor, OwnText
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..tuner import evaluating, trained_parameters
@@ -32,7 +33,7 @@ PASSES, LEAST_STEPS = 4, 100
 SORTED = 32
 """A batch takes lessons of about one length from so many."""
 PULL_EVERY = 4
-"""Every n-th step also limits the change of other answers, with n times the weight."""
+"""Every n-th step also limits the change of other answers and of other text, with n times the weight."""
 BETA = 0.98
 """Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall."""
 WHOLE_EVERY = 5
@@ -96,15 +97,14 @@ class SelfStudy:
         learning_rate: of AdamW; it falls linearly to 0 with the share of the lessons of all passes that are left.
         window: of the reading, in tokens.
         seed: of the questions and of the order of learning.
-        anchor: weight of the KL from the base on its answers to other questions at the end; it grows from 0 as the
-            rate falls. 0 for none.
+        anchor: weight of the KL from the base on its answers to other questions and on its own text at the end; it
+            grows from 0 as the rate falls. 0 for none.
         given: the exchanges that are learned, in place of written ones.
         earlier: those that the memory has learned before; they are learned again as far as they are lost. One whose
             question a new exchange asks in the same words leaves: the new answer corrects it.
 
-    Raises:
-        ValueError: the text is shorter than a passage, the window leaves no room for one, or a given exchange is
-            longer than the model's positions.
+    A text shorter than a passage, a window without room for one, and a given exchange longer than the model's
+    positions are a `ValueError`.
     """
 
     def __init__(
@@ -126,6 +126,7 @@ class SelfStudy:
         self._text = input_ids[:window].to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others: list[Lesson] = []  # written at the first pull
+        self._free = Anchor(OwnText(model, texts=16, seed=seed), every=1) if anchor else None
         self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA)
         self.exchanges, self._earlier = list(given or ()), list(earlier)
         self._lessons: list[Lesson] = []  # made of the exchanges when all are written
@@ -224,8 +225,11 @@ class SelfStudy:
         self._learner.begin()
         losses = self._distill(rows + (self._encode_others() if weight else []))
         own, others = losses[: len(rows)], losses[len(rows) :]
-        loss = torch.cat(own).mean()
-        (loss + weight * torch.cat(others).mean() if weight else loss).backward()
+        loss = pulled = torch.cat(own).mean()
+        if weight:
+            text = self._free.text_of(self._step // PULL_EVERY)
+            pulled = loss + weight * (torch.cat(others).mean() + self._free.losses(self._host, text).mean())
+        pulled.backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than the others.
         if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=rate * (1 - done)):
             self.skipped_steps += 1

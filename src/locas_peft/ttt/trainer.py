@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..model.causal_lm import CausalLM
@@ -130,7 +131,7 @@ class TestTimeTrainer:
         if trained and self._loop.writer is None and (unwritten := unwritten_memories(self.model)):
             rule = f"writer must be given for the memory {unwritten[0]!r}, which has no slots to be trained"
             raise ValueError(f"{rule}: give writer=SlotWriter(model), or another init_strategy")
-        if trained and self._host.is_merged():
+        if trained and any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer)):
             what = "model must not have its adapter merged into the base, got a merged one, which cannot learn"
             raise ValueError(f"{what}: call unmerge_adapter() first")
         text = digest_ids(ids)
