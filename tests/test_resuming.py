@@ -24,7 +24,7 @@ from training import (
 
 from locas_peft import LocasConfig
 from locas_peft.memories import checkpoint
-from locas_peft.reading.resuming import fingerprint
+from locas_peft.model import fingerprint
 from locas_peft.ttt import TestTimeTrainer
 
 

@@ -100,10 +100,9 @@ def ask(
     if found is not None:
         given = found.ask(loaded.model, loaded.tokenizer, asked, by=by, **options)
         answers, recited, routed = zip(*((each.answer, each.recited, each.memories) for each in given), strict=True)
-    elif by is not ask_questions:
-        answers, recited = by(model, loaded.tokenizer, asked, **options)
     else:
-        answers = ask_questions(model, loaded.tokenizer, asked, **options)
+        given = by(model, loaded.tokenizer, asked, **options)
+        answers, recited = (given, recited) if by is ask_questions else given
     records = [
         {
             "question": item.question,

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 __all__ = ["NAME", "digest_ids", "digest_json", "digest_tokenizer", "find_start_token", "load_text"]
-__all__ += ["python_reference"]
-__all__ += ["tokenize", "unwrap"]
+__all__ += ["python_reference", "tokenize", "unwrap"]
 
 NAME = re.compile(r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*")
 """A name in a text: words with a capital that do not begin it."""

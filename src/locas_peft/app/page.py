@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -118,8 +118,8 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                     samples = [gr.Button(each, size="sm") for each in about_page if model.can_chat]
                     clear = gr.Button("New chat", size="sm")
             with gr.Tab("Shelf", id="shelf") as shelf_tab:
-                chosen = gr.CheckboxGroup([], label="Memories", elem_id="memories")
-                about = gr.HTML(_about(None, []))
+                chosen = gr.Radio([], label="Memories", elem_id="memories")
+                about = gr.HTML(_about(None, None))
                 with gr.Row(elem_classes="small"):
                     download = gr.Button("Download", interactive=False)
                     delete = gr.Button("Delete", variant="stop", interactive=False)
@@ -153,13 +153,13 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
             return register
 
-        def show_shelf(visitor: Visitor, asked: str | None = None, chosen: Sequence[str | None] = ()) -> list:
+        def show_shelf(visitor: Visitor, asked: str | None = None, chosen: str | None = None) -> list:
             names = visitor.shelf.list()
             labels = [(f"{name}  ·  {visitor.shelf.bytes_of(name) / 1e6:.1f} MB", name) for name in names]
             asked = asked if asked in names else ROUTED if names else None
-            chosen = [name for name in chosen if name in names]
+            chosen = chosen if chosen in names else None
             choices = names and [("the one that the question is about", ROUTED), *((name, name) for name in names)]
-            return [gr.Dropdown(choices=choices, value=asked), gr.CheckboxGroup(choices=labels, value=chosen)]
+            return [gr.Dropdown(choices=choices, value=asked), gr.Radio(choices=labels, value=chosen)]
 
         def show_job(visitor: Visitor, before: Any) -> list:
             job = visitor.job
@@ -176,7 +176,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             return [visitor.key, *show_shelf(visitor), *show_job(visitor, None)]
 
         @on(timer.tick, [seen, *shelf_view], [*job_view, *shelf_view])
-        def tick(visitor: Visitor, before: Any, asked: str | None, chosen: list[str]) -> list:
+        def tick(visitor: Visitor, before: Any, asked: str | None, chosen: str | None) -> list:
             ended = visitor.job is not None and visitor.job.ended
             shown = show_shelf(visitor, visitor.job.memory or asked, chosen) if ended else [gr.skip(), gr.skip()]
             return [*show_job(visitor, before), *shown]
@@ -240,37 +240,36 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
             on(trigger, [], chat_view)(lambda visitor: [[], [], [[], []]])
 
         @on(chosen.change, [chosen], [about, new_name, confirm, delete, download])
-        def choose(visitor: Visitor, chosen: list[str]) -> list:
-            one = len(chosen) == 1
-            name = gr.Textbox(chosen[0] if one else "", visible=one)
-            single = [gr.Button(interactive=one) for _ in (delete, download)]
-            return [_about(visitor.shelf, chosen), name, gr.Row(visible=False), *single]
+        def choose(visitor: Visitor, chosen: str | None) -> list:
+            buttons = [gr.Button(interactive=chosen is not None) for _ in (delete, download)]
+            name = gr.Textbox(chosen or "", visible=chosen is not None)
+            return [_about(visitor.shelf, chosen), name, gr.Row(visible=False), *buttons]
 
         @on(delete.click, [chosen], [confirm, question])
-        def ask_back(visitor: Visitor, chosen: list[str]) -> list:
-            return [gr.Row(visible=True), f"Delete <b>{escape(_only(chosen))}</b>? It cannot be brought back."]
+        def ask_back(visitor: Visitor, chosen: str) -> list:
+            return [gr.Row(visible=True), f"Delete <b>{escape(chosen)}</b>? It cannot be brought back."]
 
         on(cancel.click, [], [confirm])(lambda visitor: gr.Row(visible=False))
 
         @on(new_name.submit, [chosen, new_name], shelf_view)
-        def rename(visitor: Visitor, chosen: list[str], name: str) -> list:
-            name = visitor.shelf.rename(_only(chosen), name)
-            return show_shelf(visitor, name, [name])
+        def rename(visitor: Visitor, chosen: str, name: str) -> list:
+            name = visitor.shelf.rename(chosen, name)
+            return show_shelf(visitor, name, name)
 
         @on(confirmed.click, [memory, chosen], shelf_view)
-        def forget(visitor: Visitor, asked: str | None, chosen: list[str]) -> list:
-            visitor.shelf.forget(_only(chosen))
+        def forget(visitor: Visitor, asked: str | None, chosen: str) -> list:
+            visitor.shelf.forget(chosen)
             return show_shelf(visitor, asked)
 
         @on(upload.upload, [upload], [upload, *shelf_view], "minimal")
         def put_on_shelf(visitor: Visitor, path: str) -> Iterator[list]:
             yield [None, gr.skip(), gr.skip()]  # the field is empty again, also where the memory is refused
             name = visitor.shelf.unpack(Path(path), _propose_name(path), model.check)
-            yield [None, *show_shelf(visitor, name, [name])]
+            yield [None, *show_shelf(visitor, name, name)]
 
         @on(download.click, [chosen], [packed])
-        def offer(visitor: Visitor, chosen: list[str]) -> gr.File:
-            folder = visitor.shelf.find(_only(chosen))
+        def offer(visitor: Visitor, chosen: str) -> gr.File:
+            folder = visitor.shelf.find(chosen)
             for former in visitor.downloads.iterdir():
                 former.unlink()
             pack(folder, archive := visitor.downloads / f"{folder.name}.zip")
@@ -282,12 +281,6 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 def _show_chat(chat: list[dict[str, str]]) -> list[dict[str, str]]:
     """Return the turns of a conversation as they are shown: a routed answer below the memory that gave it."""
     return [{"role": turn["role"], "content": turn.get("head", "") + turn["content"]} for turn in chat]
-
-
-def _only(chosen: list[str]) -> str:
-    if len(chosen) != 1:
-        raise ValueError(f"one memory must be chosen, got {len(chosen)}: choose one of the list")
-    return chosen[0]
 
 
 def _load_upload(path: str) -> str:
@@ -361,10 +354,10 @@ def _show_exchanges(job: Job) -> gr.HTML:
     return gr.HTML(f"{title}<ul class='exchanges'>{items}</ul>", visible=True)
 
 
-def _about(shelf: Library | None, chosen: list[str]) -> str:
+def _about(shelf: Library | None, chosen: str | None) -> str:
     """Return a line about the memory that is chosen on the shelf."""
-    if shelf is None or len(chosen) != 1:
-        return "<p class='line'>Choose one memory to rename, download or delete it.</p>"
-    found = describe_memory(shelf.find(chosen[0]))
+    if shelf is None or chosen is None:
+        return "<p class='line'>Choose a memory to rename, download or delete it.</p>"
+    found = describe_memory(shelf.find(chosen))
     layers = f"{found['r']} slots beside each of {len(found['layers'])} FFNs of {found['base']}"
     return f"<p class='line'>{escape(layers)}: {found['parameters']:,} parameters, {found['bytes'] / 1e6:.1f} MB</p>"

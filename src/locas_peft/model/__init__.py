@@ -1,6 +1,7 @@
 """A causal language model as the rooms above use it: its limits, its adapter, its logits."""
 
+from .base_weights import compute_once, fingerprint
 from .causal_lm import CausalLM, check_window, count_positions
 from .losses import divergences, token_losses
 
-__all__ = ["CausalLM", "check_window", "count_positions", "divergences", "token_losses"]
+__all__ = ["CausalLM", "check_window", "compute_once", "count_positions", "divergences", "fingerprint", "token_losses"]

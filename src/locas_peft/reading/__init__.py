@@ -6,5 +6,4 @@ from .settings import CompleteSettings, ReadingSettings, StudySettings, complete
 from .teaching import PeakMemory, StopReading, attached, make_trainer, memorize, score
 
 __all__ = ["METHODS", "PRESETS", "CompleteSettings", "PeakMemory", "Reading", "ReadingSettings", "StopReading"]
-__all__ += ["StudySettings", "attached", "complete_all", "make_trainer", "memorize", "parse_method"]
-__all__ += ["score"]
+__all__ += ["StudySettings", "attached", "complete_all", "make_trainer", "memorize", "parse_method", "score"]

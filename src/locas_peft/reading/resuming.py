@@ -1,6 +1,5 @@
 """The checkpoints of a reading: when its state is saved, and whether a saved state is of the same run."""
 
-import hashlib
 import json
 import logging
 import time
@@ -9,17 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from ..checks import describe_difference
 from ..memories import checkpoint
+from ..model import fingerprint
 from ..selfstudy import SelfStudy
 from ..ttt import TestTimeTrainer
 from ..ttt.model_state import active_configs
-from ..tuner.modules import ADAPTER_LAYERS, base_parameters
 
-__all__ = ["Checkpoints", "fingerprint", "restore"]
+__all__ = ["Checkpoints", "restore"]
 
 _logger = logging.getLogger(__name__)
 # "host" describes the base, which is compared by its fingerprint; calibration fills in "slots".
@@ -114,19 +110,3 @@ def _find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: st
     if ours["base"] != theirs["base"]:
         return f"model must be the one of {where}, got other base weights: load that model in the same dtype, {other}"
     return None
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return the SHA-256 over the base's frozen parameters: names, shapes, dtypes, and up to 4,096 numbers of each.
-
-    The numbers are evenly spread: a change of others alone is not seen, nor one of weights that are sharded, on the
-    meta device, or of a tensor type of their own. It is the same with and without adapters.
-    """
-    digest = hashlib.sha256()
-    adapted = any(isinstance(module, ADAPTER_LAYERS) for module in model.modules())
-    for name, parameter in base_parameters(model):
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if type(parameter.data) is torch.Tensor and not (parameter.is_meta or (adapted and parameter.requires_grad)):
-            flat = parameter.detach().reshape(-1)
-            digest.update(flat[:: -(-len(flat) // 4096) or 1].to("cpu", torch.float64).numpy())
-    return digest.hexdigest()

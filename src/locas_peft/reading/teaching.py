@@ -17,6 +17,7 @@ from ..checks import describe_difference
 from ..memories import checkpoint
 from ..memories.folder import check_vacant
 from ..memories.loading import add_beside, load_memory
+from ..model import fingerprint
 from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct
 from ..text import digest_ids, digest_tokenizer
@@ -24,7 +25,7 @@ from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_mark
 from ..tuner.modules import remember_modules
 from .methods import SHAPE
 from .record import Reading, describe_origin, find_finished, load_reading, save_reading
-from .resuming import Checkpoints, fingerprint, restore
+from .resuming import Checkpoints, restore
 from .settings import CompleteSettings, ReadingSettings
 
 __all__ = ["PeakMemory", "StopReading", "attached", "make_trainer", "memorize", "score"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..asking import begin_rows, encode_question
-from ..model.causal_lm import CausalLM
+from ..model import CausalLM, compute_once
 from ..ttt.anchor import Anchor, OwnText
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
@@ -126,7 +126,7 @@ class SelfStudy:
         self._text = input_ids[:window].to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._others: list[Lesson] = []  # written at the first pull
-        self._free = Anchor(OwnText(model, texts=16, seed=seed), every=1) if anchor else None
+        self._free = Anchor(OwnText(model, texts=16, seed=seed, batch_size=16), every=1) if anchor else None
         self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA)
         self.exchanges, self._earlier = list(given or ()), list(earlier)
         self._lessons: list[Lesson] = []  # made of the exchanges when all are written
@@ -257,7 +257,8 @@ class SelfStudy:
 
     def _encode_others(self) -> list[Row]:
         """Return the other questions that this step pulls back to the base's answers."""
-        self._others = self._others or write_replay_lessons(self._model, self._tokenizer, self._seed)
+        written = self._model, write_replay_lessons, self._tokenizer, self._seed
+        self._others = self._others or compute_once(*written)
         first = self._step // PULL_EVERY * BATCH
         chosen = (self._others[(first + row) % len(self._others)] for row in range(BATCH))
         return [(encode_question(self._tokenizer, *each.word(0)), each, each.answer) for each in chosen]
@@ -294,7 +295,6 @@ class SelfStudy:
             "given": self._given,
             "learner": self._learner.state_dict(),
             "progress": [list(vars(each).values()) for each in self._progress],
-            "others": [vars(lesson) for lesson in self._others],
             "exchanges": [asdict(exchange) for exchange in self.exchanges],
         }
 
@@ -308,7 +308,6 @@ class SelfStudy:
             rule = "exchanges must be those that the checkpoint was begun with, got others"
             raise ValueError(f"{rule}: give the former file, or start afresh with --overwrite")
         self.exchanges = [Exchange(**each) for each in state["exchanges"]]
-        self._others = [Lesson(**{**each, "forms": tuple(each["forms"])}) for each in state["others"]]
         self._progress = [_Progress(*each) for each in state["progress"]]
         for name in _PLAIN_STATE:
             setattr(self, name, copy.copy(state[name]))

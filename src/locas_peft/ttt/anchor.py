@@ -6,11 +6,10 @@ tokens that the base generated. This is our addition; the paper's only bound is 
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 
 from ..asking import continue_rows, draw
 from ..checks import check_whole
-from ..model import CausalLM, divergences
+from ..model import CausalLM, compute_once, divergences
+from ..text import digest_ids
 from ..tuner import adapters_disabled, evaluating
 
 _logger = logging.getLogger(__name__)
@@ -69,36 +69,21 @@ class Anchor:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a resumed reading must share; the texts themselves are part of its checkpoint."""
-        return {"weight": self.weight, "every": self.every, "texts": list(self.texts.shape)}
-
-    @property
-    def known_texts(self) -> Tensor:
-        """The texts, LongTensor [k, L]: of an `OwnText` those that were written so far, else all."""
-        return self.texts.written if isinstance(self.texts, OwnText) else self.texts
-
-    def with_texts(self, texts: Tensor) -> Anchor:
-        """Return an anchor with the known texts of another one; raise a `TypeError` where their shape is another."""
-        count, length = self.texts.shape
-        lazy = isinstance(self.texts, OwnText)
-        if texts.ndim != 2 or texts.shape[1] != length or not (len(texts) == count or (lazy and len(texts) < count)):
-            raise TypeError(f"anchor texts of shape {list(texts.shape)}")
-        known, own = texts.to(self.known_texts), copy.copy(self.texts)
-        if lazy:
-            own.written = known
-        return replace(self, texts=own if lazy else known)
+        """What a resumed reading must share, as plain values."""
+        texts = self.texts.settings if isinstance(self.texts, OwnText) else {"sha256": digest_ids(self.texts)}
+        return {"weight": self.weight, "every": self.every, "texts": texts}
 
     def check(self, host: CausalLM) -> None:
         """Raise a `ValueError` where the texts do not fit a model's vocabulary or positions."""
-        if len(self.known_texts):
-            host.check_tokens(self.known_texts, "anchor texts", "write them with this model")
+        if not isinstance(self.texts, OwnText):
+            host.check_tokens(self.texts, "anchor texts", "write them with this model")
         if host.positions is not None and self.texts.shape[1] > host.positions:
             what = f"anchor texts must be within the model's {host.positions} positions"
             raise ValueError(f"{what}, got {self.texts.shape[1]} tokens: write shorter ones")
 
 
 class OwnText:
-    """Texts of `write_own_text`, each written at its first use: a short reading writes none that it does not use.
+    """Texts of `write_own_text`, each written at its first use, and once in a process (see `compute_once`).
 
     Args:
         texts, tokens: n and L.
@@ -111,10 +96,9 @@ class OwnText:
     def __init__(self, model: nn.Module, texts: int = 32, tokens: int = 128, seed: int = 0, batch_size: int = 4):
         for name, value, least in (("texts", texts, 1), ("tokens", tokens, 2), ("batch_size", batch_size, 1)):
             check_whole(name, value, least)
-        host = CausalLM(model)
-        _start_of_text(host)
-        self._model, self._seed, self._batch_size = model, seed, batch_size
-        self.shape = torch.Size((texts, tokens))
+        _start_of_text(host := CausalLM(model))
+        self._model, self.shape = model, torch.Size((texts, tokens))
+        self.settings = {"texts": texts, "tokens": tokens, "seed": seed, "batch_size": batch_size}
         self.written = torch.empty(0, tokens, dtype=torch.long, device=host.device)
 
     def __len__(self) -> int:
@@ -122,13 +106,12 @@ class OwnText:
 
     def __getitem__(self, index: int) -> Tensor:
         """Return a text, LongTensor [L]; write it, and those before it, where they are missing."""
-        count, length = self.shape
-        while len(self.written) <= index:
-            wanted = min(self._batch_size, count - len(self.written))
-            level = logging.DEBUG if len(self.written) else logging.INFO
-            _logger.log(level, "the base writes texts for the anchor, %d of %d tokens at a time", wanted, length)
-            batch = write_own_text(self._model, wanted, length, self._seed + len(self.written) // self._batch_size)
-            self.written = torch.cat([self.written, batch])
+        count, length, seed, most = self.settings.values()
+        while (begun := len(self.written)) <= index:
+            wanted, level = min(most, count - begun), logging.DEBUG if begun else logging.INFO
+            _logger.log(level, "the anchor uses texts of the base, written %d of %d tokens at a time", wanted, length)
+            batch = compute_once(self._model, write_own_text, wanted, length, seed + begun // most)
+            self.written = torch.cat([self.written, batch.to(self.written.device)])
         return self.written[index]
 
 

@@ -188,7 +188,7 @@ class Loop:
     def end_reading(self, row: Row, reading: int) -> None:
         """Average the trained weights over the ends of several readings, and `finish` after the last one."""
         last = reading + 1 == self.settings.readings
-        written = self.writer is not None  # the mean of two maps' slots is no map
+        written = self.writer is not None  # two maps may have other slots, whose mean is neither map
         if self.settings.readings > 1 and not written and len(row.ids) > (AVERAGED - 1) * self.settings.stride:
             row.learner.average(reading + 1, last)
         if last:

@@ -40,6 +40,8 @@ class TestTimeTrainer:
             `optimizer` means that the memory is not trained as well.
         anchor: limits how the adapter changes the base's output on other text.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
+
+    An argument that does not fit is a `TypeError` or `ValueError` in one line, which names it and the remedy.
     """
 
     __test__ = False  # the name starts with Test: pytest would collect it
@@ -191,7 +193,6 @@ class TestTimeTrainer:
             "learner": self._learner.state_dict(),
             "writer": {} if self._loop.writer is None else self._loop.writer.state_dict(),
             "cache": self._batch.cache.state_dict(),
-            "anchor": None if self.anchor is None else self.anchor.known_texts,
             "random": {"cpu": torch.get_rng_state()},
         }
         if self._host.device.type == "cuda":
@@ -201,8 +202,8 @@ class TestTimeTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned, of a trainer whose model is the same and whose `describe` is equal.
 
-        `read` of the same document then goes on where that trainer was. The adapter's weights, the anchor's texts and
-        torch's random state are replaced. A state that does not fit is an error, and all of these are as before.
+        `read` of the same document then goes on where that trainer was. The adapter's weights and torch's random state
+        are replaced. A state that does not fit is an error, and both are as before.
         """
         before = self.state_dict()
         try:
@@ -225,9 +226,6 @@ class TestTimeTrainer:
         # Compared again, an adapter that has studied since could be taken back to its state before.
         self._row.final = None if state["final"] is None else (float(state["final"][0]), float(state["final"][1]))
         self._text = state["text"]
-        if self.anchor is not None:
-            self._loop.anchor = self.anchor.with_texts(state["anchor"])
-            self.anchor.check(self._host)
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"] and self._host.device.type == "cuda":
             torch.cuda.set_rng_state(state["random"]["cuda"], self._host.device)

@@ -1,0 +1,46 @@
+"""The base's weights: their digest, and what was computed of them alone, so that it is computed once."""
+
+import hashlib
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..tuner.modules import ADAPTER_LAYERS, adapters_disabled, base_parameters, used_modules
+
+MOST_KNOWN = 256
+_KNOWN: dict[Hashable, Any] = {}
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Return the SHA-256 over the base's frozen parameters: names, shapes, dtypes, and up to 4,096 numbers of each.
+
+    The numbers are evenly spread: a change of others alone is not seen, nor one of weights that are sharded, on the
+    meta device, or of a tensor type of their own. It is the same with and without adapters.
+    """
+    digest = hashlib.sha256()
+    adapted = any(isinstance(module, ADAPTER_LAYERS) for module in model.modules())
+    for name, parameter in base_parameters(model):
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        if type(parameter.data) is torch.Tensor and not (parameter.is_meta or (adapted and parameter.requires_grad)):
+            flat = parameter.detach().reshape(-1)
+            digest.update(flat[:: -(-len(flat) // 4096) or 1].to("cpu", torch.float64).numpy())
+    return digest.hexdigest()
+
+
+def compute_once(model: nn.Module, compute: Callable[..., Any], *arguments: Hashable) -> Any:
+    """Return `compute(model, *arguments)`, which depends on the base alone: once for each base and its arguments.
+
+    A base is known by its name and fingerprint. Where frozen adapters stay on as part of the base (see
+    `adapters_disabled`), it is computed each time. The caller must not change the result.
+    """
+    with adapters_disabled(model):
+        if any(isinstance(each, ADAPTER_LAYERS) and not each._disable_adapters for each in used_modules(model)):
+            return compute(model, *arguments)
+    key = model.config.name_or_path, fingerprint(model), compute, arguments
+    if key not in _KNOWN:
+        if len(_KNOWN) == MOST_KNOWN:
+            _KNOWN.clear()
+        _KNOWN[key] = compute(model, *arguments)
+    return _KNOWN[key]
