@@ -183,7 +183,7 @@ class TestTimeTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a bit-identical continuation needs: copies of tensors on the CPU, and plain values."""
-        state = {
+        state: dict[str, Any] = {
             "text": self._text,
             "start_token": self._loop.start_token,
             "chunks": [asdict(chunk) for chunk in self.chunks],
