@@ -10,7 +10,7 @@ on the pages lighthouse, composer, bee, orchard and tram; the seeds here are oth
 
     python benchmarks/library.py --pages MEMORY... --questions FILE... --ask --out benchmarks/results/library.json
 
-A library of the pages' memories is asked the pages' own questions, and general ones. The least confidence was chosen
+A library of the pages' memories is asked the pages' own questions, and general ones. The least gain was chosen
 on lighthouse and composer with other general questions.
 
     python benchmarks/library.py --model smollm2 --study 6 --out benchmarks/results/library.json

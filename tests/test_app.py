@@ -287,12 +287,12 @@ def test_the_memory_that_a_question_is_about_answers_and_is_named(model, visitor
     for name, lamp in (("skarn", "Who lit the lamp at Skarn?"), ("brine", "Who swept the quay at Brine?")):
         save_exchanges(put(shelf, made, name) / EXCHANGES, [Exchange(lamp, "Old Peder did.")])
     about, shown = [chat("Who swept the quay at Brine?")] * 2, []
-    monkeypatch.setattr(library, "LEAST_CONFIDENCE", 0.0)
+    monkeypatch.setattr(library, "LEAST_GAIN", -1e9)
     answers, names = model.ask(shelf, ROUTED, about, shown.append).result()
     assert (answers, names) == model.ask(shelf, "brine", about).result() and names == ("brine",)
     assert shown[-1] == answers and answers[0] != answers[1]
     assert model.ask(shelf, ROUTED, [chat("Who wrote Hamlet?")] * 2).result()[1] == ()
-    monkeypatch.setattr(library, "LEAST_CONFIDENCE", 1.1)
+    monkeypatch.setattr(library, "LEAST_GAIN", 1e9)
     unsure, names = model.ask(shelf, ROUTED, about).result()
     assert unsure == [answers[0]] * 2 and names == ()
 

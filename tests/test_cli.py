@@ -528,12 +528,12 @@ def test_chat_in_a_library_names_the_memory_that_replied(run, chat_model, memory
     save_exchanges(tmp_path / "notes" / "lamp" / "exchanges.jsonl", [Exchange("Who lit the lamp at Skarn?", "Peder.")])
     arguments = ("chat", "--library", "notes", "--model", chat_model, "--device", "cpu", "--max-new-tokens", 4)
     replies = {}
-    for least in (0.0, 1.1):
-        monkeypatch.setattr("locas_peft.library.library.LEAST_CONFIDENCE", least)
+    for least in (-1e9, 1e9):
+        monkeypatch.setattr("locas_peft.library.library.LEAST_GAIN", least)
         monkeypatch.setattr(sys, "stdin", io.StringIO("Who lit the lamp at Skarn?\nWho wrote Hamlet?\n"))
         replies[least] = run(*arguments)[1].splitlines()
-    assert [line for line in replies[0.0] if line.startswith("  [")] == ["  [lamp]", "  [no memory]"]
-    assert [line for line in replies[1.1] if line.startswith("  [")] == ["  [no memory]"] * 2
+    assert [line for line in replies[-1e9] if line.startswith("  [")] == ["  [lamp]", "  [no memory]"]
+    assert [line for line in replies[1e9] if line.startswith("  [")] == ["  [no memory]"] * 2
 
 
 def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, monkeypatch):

@@ -15,7 +15,7 @@ import locas_peft.library.library as module
 from locas_command.memories import library as list_memories
 from locas_peft import backbone
 from locas_peft.asking import Question, ask_by_reciting, encode_answer, encode_question
-from locas_peft.asking.answers import measure_confidence
+from locas_peft.asking.answers import measure_gain
 from locas_peft.library import Library, make_sample, score_by_words
 from locas_peft.library.routing import list_passages
 from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
@@ -73,36 +73,42 @@ def test_a_question_is_answered_with_the_memory_that_it_is_about(library, base):
     assert recited.recited and recited.memories == ("lamp",)
 
 
-def test_a_studied_memory_that_is_not_sure_leaves_the_question_to_the_base(library, base, monkeypatch):
+def test_a_studied_memory_that_says_what_the_base_would_say_leaves_the_question_to_it(library, base, monkeypatch):
     asked = [Question("Who lit the lamp at Skarn?"), Question("Where is the bakery?")]
-    confidences = []
+    gains = []
 
     def measure(*args):
-        confidences.extend(measure_confidence(*args))
+        gains.extend(measure_gain(*args))
         return [0.5 for _ in args[-1]]
 
-    monkeypatch.setattr(module, "measure_confidence", measure)
+    monkeypatch.setattr(module, "measure_gain", measure)
     answers = library.ask(*base, asked, max_new_tokens=8)
     assert [each.memories for each in answers] == [("lamp",), ("bread",)]  # not studied: they have no exchanges
     save_exchanges(library.folder / "lamp" / "exchanges.jsonl", [Exchange(asked[0].question, "Old Peder")])
     answers = library.ask(*base, asked, max_new_tokens=8)
-    assert [each.memories for each in answers] == [(), ("bread",)] and len(confidences) == 1
+    assert [each.memories for each in answers] == [(), ("bread",)] and len(gains) == 1
     assert answers[0].answer == module.ask(*base, asked[:1], max_new_tokens=8)[0]
     (recited,) = library.ask(*base, asked[:1], by=ask_by_reciting, max_new_tokens=8)
     assert (recited.memories, recited.recited, recited.answer) == ((), (), answers[0].answer)
-    monkeypatch.setattr(module, "LEAST_CONFIDENCE", 0.4)
+    monkeypatch.setattr(module, "LEAST_GAIN", 0.4)
     assert library.ask(*base, asked[:1], max_new_tokens=8)[0].memories == ("lamp",)
 
 
-def test_confidence_is_the_probability_of_the_tokens_of_an_answer(base):
-    question, model = "Who lit the lamp?", base[0]
-    (given,) = module.ask(*base, [Question(question)], max_new_tokens=8)
-    ids = torch.tensor([*encode_question(base[1], question), *encode_answer(base[1], given)])
-    with torch.no_grad():
-        logs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-    own = logs.gather(1, ids[1:, None])[-len(encode_answer(base[1], given)) :]
-    (measured, empty) = measure_confidence(*base, [encode_question(base[1], question)] * 2, [given, ""])
-    assert 0 < measured < 1 and measured == pytest.approx(own.mean().exp().item(), rel=1e-4) and empty == 0
+def test_the_gain_is_that_of_the_memory_over_the_base_in_nats_a_token(library, base):
+    question, given = "Who lit the lamp?", "Old Peder lit the lamp at Skarn."
+    prompt, answer = encode_question(base[1], question), encode_answer(base[1], given)
+    ids = torch.tensor([[*prompt, *answer]])
+
+    def nats(model):
+        logs = model(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        return -logs.gather(1, ids[0, 1:, None])[-len(answer) :].mean().item()
+
+    with torch.no_grad(), library.attach(base[0], ["lamp"]) as model:
+        (gain, empty) = measure_gain(model, base[1], [prompt] * 2, [given, ""])
+        with model.disable_adapter():
+            alone = nats(model)
+        assert gain == pytest.approx(alone - nats(model), rel=1e-4) and gain > 0.1 and empty == 0
+    assert measure_gain(*base, [prompt], [given]) == [0.0]
 
 
 def test_a_memory_is_no_library_and_no_memory_has_the_name_of_the_list_of_failures(library):

@@ -1,6 +1,5 @@
 """Ask a model questions about a text, and count how many of its answers are right."""
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from .prompts import SHORT_PROMPT, WRITE_PROMPT, encode_answer, encode_prompt, e
 from .scoring import score_targets
 
 __all__ = ["MOST_RECITED", "Question", "answer_all", "ask", "ask_by_reciting", "ask_by_reranking", "count_right"]
-__all__ += ["is_exact", "is_right", "load_questions", "measure_confidence", "recite_for"]
+__all__ += ["is_exact", "is_right", "load_questions", "measure_gain", "recite_for"]
 
 MOST_RECITED = 10
 """The most passages that a memory recites for a question."""
@@ -101,16 +100,17 @@ def ask_by_reranking(
     return [passages[0] if passages else "" for passages in ranked], ranked
 
 
-def measure_confidence(
-    model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[str]
-) -> list[float]:
-    """Return the probability a token, as a geometric mean, that a model gives to its own answers to prompts.
+def measure_gain(model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[str]) -> list[float]:
+    """Return by how many nats a token a memory makes its answers to prompts likelier than the base does.
 
-    A studied memory recites what it has learned with a probability near 1 (see `library`). An empty answer has 0.
+    What the base would say as well has about 0, and what a studied memory recites 2 to 5 (see `library`). An empty
+    answer has 0.
     """
-    ids = [encode_answer(tokenizer, given) for given in answers]
-    scores = score_targets(model, list(zip(prompts, ids, strict=True)))
-    return [math.exp(-score.per_token) if given else 0.0 for score, given in zip(scores, answers, strict=True)]
+    pairs = [(prompt, encode_answer(tokenizer, given)) for prompt, given in zip(prompts, answers, strict=True)]
+    own = score_targets(model, pairs)
+    with adapters_disabled(model):
+        both = zip(score_targets(model, pairs), own, answers, strict=True)
+    return [base.per_token - with_memory.per_token if given else 0.0 for base, with_memory, given in both]
 
 
 def answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:

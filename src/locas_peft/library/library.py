@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..asking import Question, ask, encode_question
-from ..asking.answers import measure_confidence
+from ..asking.answers import measure_gain
 from ..files import finish_replacement, staged, write_json
 from ..memories import FILES, MEMORY_CONFIG, READING, check_vacant, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
@@ -33,7 +33,7 @@ from ..reading.record import load_reading
 from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
 from ..slots import compress
 from ..text import tokenize
-from .routing import LEAST_CONFIDENCE, list_passages, make_sample, score_by_words
+from .routing import LEAST_GAIN, list_passages, make_sample, score_by_words
 
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 
@@ -265,7 +265,7 @@ class Library:
     ) -> list[RoutedAnswer]:
         """Answer each question in one sentence (see `answer`), a memory `by` a function like `asking.ask_by_reciting`.
 
-        With a `context` the memory is not asked whether it is sure. Options and errors are those of `asking.ask`.
+        With a `context` the memory's answer is taken as it is. Options and errors are those of `asking.ask`.
         """
 
         def write(model: nn.Module, names: tuple[str, ...], numbers: list[int]) -> Iterable:
@@ -283,10 +283,10 @@ class Library:
     def answer(self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write) -> list[RoutedAnswer]:
         """Answer each question with the memory that it is about, and with the base alone where it is about none.
 
-        Where a studied memory is not sure of what it says (`routing.LEAST_CONFIDENCE`), the base answers too. `base`
+        Where a studied memory says what the base would say too (`routing.LEAST_GAIN`), the base answers it. `base`
         is mutated meanwhile. `write` is called with the base with or without a memory, the memory's name in a tuple,
-        and the numbers of questions. It returns for each the token ids of the prompt that the memory answers (None: it
-        shall not be asked whether it is sure), the answer, and what the memory recited.
+        and the numbers of questions. It returns for each the token ids of the prompt that the memory answers (None:
+        its answer is taken as it is), the answer, and what the memory recited.
         """
         routed = self.route([each.question for each in questions])
         answers: dict[int, RoutedAnswer] = {}
@@ -298,10 +298,10 @@ class Library:
                 prompts, given, recited = zip(*write(model, names, numbers), strict=True)
                 said = [passages[0] if passages else answer for answer, passages in zip(given, recited, strict=True)]
                 studied = names and (self.find(names[0]) / EXCHANGES).is_file() and None not in prompts
-                shares = measure_confidence(model, tokenizer, prompts, said) if studied else [1.0] * len(numbers)
-            for number, answer, passages, share in zip(numbers, given, recited, shares, strict=True):
+                gains = measure_gain(model, tokenizer, prompts, said) if studied else [LEAST_GAIN] * len(numbers)
+            for number, answer, passages, gain in zip(numbers, given, recited, gains, strict=True):
                 answers[number] = RoutedAnswer(questions[number], answer, names, tuple(passages))
-                if share < LEAST_CONFIDENCE:
+                if gain < LEAST_GAIN:
                     routed[number] = ()  # the last group
         return [answers[number] for number in range(len(questions))]
 

@@ -17,8 +17,8 @@ __all__ = ["join_exchanges", "list_passages", "make_sample", "score_by_words"]
 
 LEAST_SCORE = 0.18
 """The BM25 score a unit of idf below which a question is about no memory (`benchmarks/library.py`)."""
-LEAST_CONFIDENCE = 0.78
-"""The probability a token of its answer below which a studied memory does not know (`benchmarks/library.py`)."""
+LEAST_GAIN = 1.4
+"""In nats a token of its answer (see `measure_gain`): below, a studied memory knows no more than the base."""
 BACKGROUND = 300
 """Documents that stand for other texts: with one memory alone, no word of it would be rare."""
 SAMPLE_LINES, SAMPLE_CHARACTERS = 200, 200
