@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -556,7 +557,10 @@ class DocumentError(Exception):
 
 
 class FakeRay:
-    """Ray's functions without a cluster; `teach` is called with an actor's number and a document's name."""
+    """Ray's functions without a cluster; `teach` is called with an actor's number and a document's name.
+
+    The name is None where the call only waits until the actor is ready.
+    """
 
     exceptions = SimpleNamespace(RayActorError=ActorError, ActorDiedError=NoActorError, RayTaskError=DocumentError)
 
@@ -573,7 +577,7 @@ class FakeRay:
         return [{"Alive": True, "Resources": each} for each in self._nodes]
 
     def remote(self, **options):
-        assert options == {"max_restarts": -1, "max_task_retries": RETRIES}
+        assert options == {"max_restarts": -1}
         return lambda kind: SimpleNamespace(options=self._options)
 
     def _options(self, **share):
@@ -584,7 +588,7 @@ class FakeRay:
         number = len(self.shares) - 1
         # A new object for each call, as Ray's references are.
         call = SimpleNamespace(remote=lambda document: (number, document.name, object()))
-        return SimpleNamespace(teach=call)
+        return SimpleNamespace(teach=call, __ray_ready__=SimpleNamespace(remote=lambda: (number, None, object())))
 
     def wait(self, running):
         return running[:1], running[1:]
@@ -598,6 +602,7 @@ def on_ray(tmp_path, monkeypatch):
     def teach_three(teach, nodes, **options) -> tuple[FakeRay, list[dict]]:
         ray = FakeRay(nodes, teach)
         monkeypatch.setitem(sys.modules, "ray", ray)
+        monkeypatch.setattr("locas_peft.library.table.POLL_SECONDS", 0.0)
         documents = load_table(str(write(tmp_path / "d.jsonl", count=3)), SETTINGS)
         try:
             return ray, teach_on_ray(Library(tmp_path / "made"), {}, documents, **options)
@@ -621,13 +626,26 @@ def test_a_document_that_ends_its_actors_is_listed_and_an_actor_that_cannot_be_m
             raise NoActorError("it died because of an error\n\nModuleNotFoundError: No module named 'locas_peft'")
         if name == "note 1":
             raise ActorError("the actor is unavailable\nand more")
-        taught.append(name)
+        taught.extend([name] if name else [])
 
     _, (failure,) = on_ray(teach, [{"CPU": 2.0}], workers=2)
     ended = f"its actor ended {RETRIES + 1} times: the actor is unavailable"
     assert failure == {"line": 2, "name": "note 1", "error": ended} and {*taught} == {"note 0", "note 2"}
     with pytest.raises(ValueError, match="^no actor can be made: ModuleNotFoundError: No module named 'locas_peft'$"):
         on_ray(lambda actor, name: teach(1, name), [{"CPU": 2.0}], workers=2)
+
+
+def test_documents_of_a_lost_node_are_taught_by_the_others(on_ray):
+    """Ray notices a lost node late, and until then each call of its actor fails at once."""
+    calls = Counter()
+
+    def teach(actor, name):
+        calls[actor, bool(name)] += 1
+        if actor == 1:
+            raise ActorError("the actor is temporarily unavailable")
+
+    _, failures = on_ray(teach, [{"CPU": 1.0}, {"CPU": 1.0}])
+    assert failures == [] and calls[0, True] == 3 and calls[1, True] == 1 and calls[1, False] >= 1
 
 
 def test_a_full_disk_of_a_node_ends_the_table(on_ray):
@@ -673,13 +691,15 @@ def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_proces
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["auto", "127.0.0.1:9", "ray://127.0.0.1:9", "nowhere"])
+@pytest.mark.parametrize("address", ["auto", "127.0.0.1:9", "ray://127.0.0.1:9", "nowhere", ":6379", "a:b", "other"])
 def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, run, tmp_path):
     pytest.importorskip("ray")
     write(tmp_path / "d.jsonl", count=1)
     began = time.monotonic()
-    code, out, err = run("--manifest", "d.jsonl", "--library", "made", "--ray", address, *FAST)
+    with socket.create_server(("127.0.0.1", 0)) as other:  # a server that never answers
+        address = address.replace("other", f"127.0.0.1:{other.getsockname()[1]}")
+        code, out, err = run("--manifest", "d.jsonl", "--library", "made", "--ray", address, *FAST)
     assert (code, out) == (2, "") and err.startswith(
         f"error: --ray must be a cluster that can be reached, got '{address}' ("
     )
-    assert err.count("\n") == 1 and not os.listdir(tmp_path / "made") and time.monotonic() < began + 30
+    assert err.count("\n") == 1 and not os.listdir(tmp_path / "made") and time.monotonic() < began + 15

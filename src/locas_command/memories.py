@@ -8,8 +8,7 @@ from . import options
 from .console import open_consoles, printable, warnings_as_lines, write_result
 from .options import BASE_ON_CPU, AtLeastTwo, BaseOnCpu, Count, JsonFile, Memory, NamedPath, Overwrite, Text
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values that vLLM's --max-lora-rank can have."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank can have
 
 
 def merge(

@@ -8,8 +8,7 @@ from . import options
 from .console import open_consoles, write_result
 from .options import split_names
 
-FEW_CHUNKS = 4
-"""Below, a reading is too short to be noticed in what the model writes."""
+FEW_CHUNKS = 4  # below, a reading is too short to be noticed in what the model writes
 
 
 def memorize(

@@ -25,8 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 QUANTIZATIONS = ("nf4", "int8")
 _PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}
 """From Accelerate's mixed precision to a dtype."""
-_SHARE = 0.8
-"""Of a device's free memory that weights may take; the rest is for a chunk's activations."""
+_SHARE = 0.8  # of a device's free memory that weights may take; the rest is for a chunk's activations
 _HUB_SECONDS = 10.0
 
 

@@ -274,8 +274,7 @@ class Library:
                 given, recited = by(model, tokenizer, group, **options)
             else:
                 given = ask(model, tokenizer, group, **options)
-            measured = not options.get("context")
-            prompts = [encode_question(tokenizer, each.question) if measured else None for each in group]
+            prompts = [None if options.get("context") else encode_question(tokenizer, each.question) for each in group]
             return zip(prompts, given, recited, strict=True)
 
         return self.answer(base, tokenizer, questions, write)

@@ -6,6 +6,8 @@ What is finished is skipped, what was interrupted goes on, and what fails is lis
 import json
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -34,8 +36,7 @@ __all__ = ["FAILURES", "Document", "load_rows", "load_table", "teach_on_ray", "t
 SETTINGS = tuple(name for name in vars(ReadingSettings()) if name not in ("model", "dtype"))
 _OPTIONS = {"lr": "learning_rate", "layers": "layers_to_transform", "width": "r"}
 _FORMATS = {".csv": "csv", ".json": "json", ".parquet": "parquet"}
-RETRIES = 3
-"""How often a document is tried again whose actor ended: one that needs too much memory would end all of them."""
+RETRIES = 3  # of a document whose actor ended: one that needs too much memory would end all of them
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,9 @@ def teach_table(
 ) -> list[dict[str, Any]]:
     """Teach each document into a memory of its name; return the rows of `FAILURES`.
 
-    Processes that do this with the same documents at once share them. A full disk ends it with its `OSError`.
-
-    With `unwrapped`, hard-wrapped lines are joined to paragraphs first. The progress has one line for all documents.
-    The other options are those of `reading.memorize`; `overwrite` replaces what was made of other texts or settings.
+    Processes that do this with the same documents at once share them. A full disk ends it with its `OSError`. With
+    `unwrapped`, hard-wrapped lines are joined to paragraphs first. The other options are those of `reading.memorize`;
+    `overwrite` replaces what was made of other texts or settings.
     """
     tally = _Tally(library, documents)
     teach = partial(_teach, library, base, tokenizer, unwrapped=unwrapped, **options)
@@ -138,17 +138,15 @@ def teach_on_ray(
 
     All nodes have this package, and see the library's folder, with file locks, and the documents' files. A document
     whose actor ended `RETRIES + 1` times has failed. At the end, idle actors wait for the documents of others, whose
-    locks are free where their node is lost.
-
-    `base` has the arguments of `load_base`, `options` are `unwrapped`, `overwrite` and `checkpoint_seconds`. `address`
-    is HOST:PORT or "auto"; None starts a Ray on this machine, which ends with the table. A cluster that cannot be
-    reached, and a base that cannot be loaded, are `ValueError`s.
+    locks are free where their node is lost. `base` has the arguments of `load_base`, `options` are `unwrapped`,
+    `overwrite` and `checkpoint_seconds`. `address` is HOST:PORT or "auto"; None starts a Ray on this machine, which
+    ends with the table. A cluster that cannot be reached, and a base that cannot be loaded, are `ValueError`s.
     """
     ray = import_extra("ray", "ray", "--ray")
     _connect(ray, address)
     try:
         tally, advance = _Tally(library, documents), progress(f"{len(documents)} documents", len(documents))
-        kind, idle = ray.remote(max_restarts=-1, max_task_retries=RETRIES)(_Teacher), []
+        kind, idle, ends = ray.remote(max_restarts=-1)(_Teacher), [], Counter()
         for node in (each["Resources"] for each in ray.nodes() if each["Alive"] and "CPU" in each["Resources"]):
             actors = (gpus := int(node.get("GPU", 0))) or workers
             part = {"num_cpus": node["CPU"] // actors or node["CPU"] / actors, "num_gpus": min(gpus, 1)}
@@ -159,21 +157,27 @@ def teach_on_ray(
             while idle:
                 actor, document = idle.pop(), next(offered)
                 text = document.text if isinstance(document.text, str) else document.text.resolve()
-                running[actor.teach.remote(replace(document, text=text))] = actor, document
+                running[actor.teach.remote(replace(document, text=text))] = actor, document.line
             (result,), _ = ray.wait(list(running))
-            actor, document = running.pop(result)
+            actor, line = running.pop(result)
             try:
                 error = ray.get(result)
             except ray.exceptions.ActorDiedError as died:  # it could not be made
                 if not running:
                     raise ValueError(f"no actor can be made: {str(died).strip().splitlines()[-1]}") from None
                 continue
-            except ray.exceptions.RayActorError as ended:
+            except ray.exceptions.RayActorError as ended:  # or its node: it gets no document before it is back
+                time.sleep(POLL_SECONDS)
+                running[actor.__ray_ready__.remote()] = actor, None
+                ends[line] += 1
+                if ends[line] <= RETRIES:
+                    continue
                 error = f"its actor ended {RETRIES + 1} times: {first_line(ended)}"
             except ray.exceptions.RayTaskError as raised:
                 raise raised.cause from None
-            idle.append(actor)
-            if left.pop(document.line, None):
+            else:
+                idle.append(actor)
+            if document := left.pop(line, None):
                 advance(1, tally.note(document, error))
     finally:
         ray.shutdown()
@@ -250,15 +254,21 @@ class _Tally:
 
 def _connect(ray: Any, address: str | None) -> None:
     """Connect to a cluster, or start one on this machine; one that does not answer in 10 s is a `ValueError`."""
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     own = {} if address else {"object_store_memory": 80 * 2**20, "include_dashboard": False}
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        if host:  # Ray would try for minutes
-            socket.create_connection((host, int(port)), 10.0).close()
+        if colon:
+            socket.create_connection((host, int(port)), 5.0).close()
+        if address not in (None, "local"):  # Ray prints, and tries for minutes, where another server listens
+            probe = [sys.executable, "-c", "import sys, ray; ray.init(sys.argv[1])", address]
+            asked = subprocess.run(probe, capture_output=True, text=True, timeout=10.0)
+            if asked.returncode:
+                raise ValueError(asked.stderr.strip().rpartition("\n")[2])
         ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **own)
         with suppress(ValueError):  # this is not the main thread
             signal.signal(signal.SIGTERM, handler)  # Ray's own one ends the process with another exit code
-    except (OSError, ValueError, RuntimeError) as error:
-        rule = f"--ray must be a cluster that can be reached, got {address or 'local'!r} ({first_line(error)})"
+    except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
+        reason = "no answer in 10 s" if isinstance(error, subprocess.TimeoutExpired) else first_line(error)
+        rule = f"--ray must be a cluster that can be reached, got {address or 'local'!r} ({reason})"
         raise ValueError(f"{rule}: correct the address, or start the cluster") from None

@@ -35,8 +35,7 @@ SIGNATURE, TEXT_SIGNATURE = "model.sig", "model-and-text.sig"
 """The files in a memory's folder that hold its signatures (see `signing`)."""
 FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES, SAMPLE, SIGNATURE, TEXT_SIGNATURE)
 """The files of a memory; no other is packed, unpacked or deleted."""
-MOST_BYTES = 2**30
-"""The most bytes that an archive unpacks to."""
+MOST_BYTES = 2**30  # the most that an archive unpacks to
 _MOST_LISTED_BYTES = 2**20
 
 
