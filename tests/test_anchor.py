@@ -90,7 +90,7 @@ def test_texts_are_written_when_they_are_needed_and_then_kept(caplog):
         third = texts[2]
     assert texts.written.shape == (4, 10)
     messages = [record.message for record in caplog.records if record.name.startswith("locas_peft")]
-    assert messages == ["the anchor uses texts of the base, written 2 of 10 tokens at a time"]
+    assert messages == ["the base writes texts for the anchor, 2 of 10 tokens at a time"]
     assert torch.equal(third, write_own_text(model, texts=2, tokens=10, seed=5)[0])
     assert torch.equal(texts[2], third) and texts.written.shape == (4, 10)
     assert torch.equal(texts[4], write_own_text(model, texts=1, tokens=10, seed=6)[0])

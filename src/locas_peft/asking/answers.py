@@ -18,8 +18,7 @@ from .scoring import score_targets
 __all__ = ["MOST_RECITED", "Question", "answer_all", "ask", "ask_by_reciting", "ask_by_reranking", "count_right"]
 __all__ += ["is_exact", "is_right", "load_questions", "measure_gain", "recite_for"]
 
-MOST_RECITED = 10
-"""The most passages that a memory recites for a question."""
+MOST_RECITED = 10  # passages for a question
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,7 @@ Rows = Sequence[Sequence[int]]
 Groups = Sequence[tuple[int, range]]
 """Rows that begin alike: how many tokens they share, and their numbers (see `share_prefixes`)."""
 
-_WORTH_KEEPING = 64
-"""A beginning that all prompts share is computed once where it has at least this many tokens."""
+_WORTH_KEEPING = 64  # a beginning that all prompts share is computed once where it has so many tokens
 
 
 def pad_left(rows: Rows, pad: int, device: torch.device) -> dict[str, Tensor]:

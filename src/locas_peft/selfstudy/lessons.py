@@ -25,10 +25,8 @@ TOPICS = (
     *("health", "books", "films", "weather", "money", "school", "computers", "art", "nature", "language"),
 )
 BEGINNINGS = ("What", "Who", "When", "Where")
-ANSWER_TOKENS = 16
-"""The first tokens of other answers, which are kept."""
-CANDIDATES = 64
-"""K: the likeliest tokens, whose probabilities are kept."""
+ANSWER_TOKENS = 16  # of other answers: the first ones are kept
+CANDIDATES = 64  # K: the likeliest tokens, whose probabilities are kept
 
 
 @dataclass(frozen=True, eq=False)

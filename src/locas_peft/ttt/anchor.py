@@ -108,11 +108,15 @@ class OwnText:
         """Return a text, LongTensor [L]; write it, and those before it, where they are missing."""
         count, length, seed, most = self.settings.values()
         while (begun := len(self.written)) <= index:
-            wanted, level = min(most, count - begun), logging.DEBUG if begun else logging.INFO
-            _logger.log(level, "the anchor uses texts of the base, written %d of %d tokens at a time", wanted, length)
-            batch = compute_once(self._model, write_own_text, wanted, length, seed + begun // most)
+            shape = min(most, count - begun), length, seed + begun // most
+            batch = compute_once(self._model, _write_batch, *shape, logging.DEBUG if begun else logging.INFO)
             self.written = torch.cat([self.written, batch.to(self.written.device)])
         return self.written[index]
+
+
+def _write_batch(model: nn.Module, texts: int, tokens: int, seed: int, level: int) -> Tensor:
+    _logger.log(level, "the base writes texts for the anchor, %d of %d tokens at a time", texts, tokens)
+    return write_own_text(model, texts, tokens, seed)
 
 
 @torch.no_grad()
