@@ -1,6 +1,6 @@
 #!/bin/bash
-# All rows of the README, the serving table and batches on one GPU, in 40 minutes. The same command goes on with what is
-# left: a part that has finished has a file DONE, and one that ran out of time goes on from its own results.
+# The README's books, pages and facts, the serving table and batches on one GPU, in 40 minutes. The same command goes on
+# with what is left: a part that has finished has a file DONE, and one that ran out of time goes on from its own results.
 #
 #     benchmarks/gpu_day.sh gpu-day                                    # a GPU; VLLM=../vllm/bin/python for the serving table
 #     TINY=1 DEVICE=cpu benchmarks/gpu_day.sh gpu-day-tiny             # a rehearsal on a CPU with tiny sizes
