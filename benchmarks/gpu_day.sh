@@ -1,6 +1,6 @@
 #!/bin/bash
-# The README's books, pages and facts, the serving table and batches on one GPU, in 40 minutes. The same command goes on
-# with what is left: a part that has finished has a file DONE, and one that ran out of time goes on from its own results.
+# The rows of the README, the serving table and batches on one GPU, in 40 minutes. The same command goes on with what is
+# left: a part that has finished has a file DONE, and one that ran out of time goes on from its own results.
 #
 #     benchmarks/gpu_day.sh gpu-day                                    # a GPU; VLLM=../vllm/bin/python for the serving table
 #     TINY=1 DEVICE=cpu benchmarks/gpu_day.sh gpu-day-tiny             # a rehearsal on a CPU with tiny sizes
@@ -32,7 +32,8 @@ if [ -n "$tiny" ]; then
     timed=(--timing-tokens 512 --memory-tokens 32 --window 32 --stride 16)
     model=smollm2 slower=5
 else
-    shape=qwen3-0.6b pages=expedition,ferry,foundry,garden,theatre seeds=0,1,2 facts=12,50,200 small=() rounds=3 timed=()
+    shape=qwen3-0.6b pages=lighthouse,expedition,ferry,foundry,garden,theatre seeds=0,1,2 facts=12,50,200
+    small=() rounds=3 timed=()
     model=smollm2 slower=1
 fi
 dtype=$([ "$device" = cpu ] && echo float32 || echo bfloat16)
@@ -45,7 +46,11 @@ part overhead 3 python "$here/overhead.py" --shapes "$shape" --device "$device" 
 part memories 3 python "$here/many_memories.py" --shape "$shape" --device "$device" --dtype "$dtype" --rounds "$rounds" \
     --memories "$([ -n "$tiny" ] && echo 4 || echo 50)" --steps "$([ -n "$tiny" ] && echo 1 || echo 5)"
 part shapes 4 python "$here/pg19.py" --shapes "$shape" --device "$device" --dtype "$dtype" --out pg19 "${timed[@]}"
-if [ -z "$tiny" ]; then
+rule=(--model locas_peft/tinybook-mlp --method none,locas-mlp --init write --update ridge --device "$device" --out rule)
+if [ -n "$tiny" ]; then
+    part rule 2 python -m locas_peft eval perplexity "$here/pages/expedition.txt" "${rule[@]}" --max-tokens 200
+else
+    part rule 4 python -m locas_peft eval perplexity "$(realpath "$books")" "${rule[@]}" --max-tokens 30000
     part books 8 python "$here/pg19.py" --model "$model" --window 1024 --stride 512 --books "$(realpath "$books")" \
         --table pretrained --quick --device "$device" --out pg19
     part pages 10 python "$here/selfstudy.py" --model "$model" --seeds "$seeds" --pages "$pages" --out pages.json
