@@ -5,7 +5,7 @@
 Each session is studied into a memory of its own in a library. A question is then asked with the memory that the
 library finds, with that of the session that holds its evidence, and of the base with as many passages as a memory
 recites, by BM25 over all sessions. The base answers in a few words from the passages (`ask_by_reciting`). Separate
-memories do not change: each question is asked once, and routed among the memories of all sessions.
+memories do not change: the questions are asked once, after the last session.
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json --goes-on 10 --every 5
 
@@ -54,6 +54,11 @@ def text_of(talk: Conversation, session: Session) -> str:
     return "\n".join(dialogue_lines(replace(talk, sessions=(session,))))
 
 
+def lines_of(talk: Conversation) -> dict[str, str]:
+    """Return the text of each turn on one line, by the turn's id."""
+    return {turn.dia_id: " ".join(turn.text.split()) for turn in talk.turns.values()}
+
+
 def list_questions(talk: Conversation) -> list[tuple[LocomoQuestion, str]]:
     """Return the answerable questions whose evidence lies in one session, each with the name of its memory."""
     names = {turn.dia_id: name_of(session) for session in talk.sessions for turn in session.turns}
@@ -76,7 +81,7 @@ def is_of(passage: str, line: str) -> bool:
 
 
 def study(base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], settings, out: Path) -> None:
-    """Study each session into a memory of its own, and note its time and size."""
+    """Study each session with a memory of its own; record the time and the size."""
     rows = results.setdefault("sessions", {})
     for session in talk.sessions:
         name = name_of(session)
@@ -98,7 +103,7 @@ def study(base, tokenizer, talk: Conversation, library: Library, results: dict[s
 
 def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], out: Path) -> None:
     """Ask each question with its own session's memory, with the one that is found, and of the base with passages."""
-    lines = {turn.dia_id: " ".join(turn.text.split()) for turn in talk.turns.values()}
+    lines = lines_of(talk)
     asked = list_questions(talk)
     questions = [Question(each.question, each.answer) for each, _ in asked]
     began = time.perf_counter()
@@ -136,7 +141,7 @@ def go_on(
     base, tokenizer, talk: Conversation, library: Library, results, settings, out: Path, work: Path, most, every
 ):
     """Teach one memory the first sessions, one after the other, and ask what it has been taught so far."""
-    lines = {turn.dia_id: " ".join(turn.text.split()) for turn in talk.turns.values()}
+    lines = lines_of(talk)
     rows, memory = results.setdefault("one_memory", []), work / "one memory"
     for number, session in enumerate(talk.sessions[:most], 1):
         if number <= len(rows):
