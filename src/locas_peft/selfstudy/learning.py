@@ -257,8 +257,7 @@ class SelfStudy:
 
     def _encode_others(self) -> list[Row]:
         """Return the other questions that this step pulls back to the base's answers."""
-        written = self._model, write_replay_lessons, self._tokenizer, self._seed
-        self._others = self._others or compute_once(*written)
+        self._others = self._others or compute_once(self._model, write_replay_lessons, self._tokenizer, self._seed)
         first = self._step // PULL_EVERY * BATCH
         chosen = (self._others[(first + row) % len(self._others)] for row in range(BATCH))
         return [(encode_question(self._tokenizer, *each.word(0)), each, each.answer) for each in chosen]
