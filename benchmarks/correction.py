@@ -7,6 +7,11 @@ There are three ways to correct. The memory goes on with the exchanges that chan
 exchanges, the changed ones in their new form. A second memory has the changed ones alone, and a library routes each
 question.
 
+    python benchmarks/correction.py --capitals --out benchmarks/results/correction.json
+
+A text contradicts what the base knows: eight countries get another capital. The memory is asked with its output
+rescaled by several factors. The other facts are the capitals of eight countries that the text does not name.
+
 Questions are in wordings that were not studied. "Nats" are those of the old values, a token, as answers in a few
 words: a corrected memory should find them as unlikely as the base does.
 """
@@ -23,6 +28,7 @@ from typing import Any
 from biographies import PETS, TOWNS, Person, make_people
 from measuring import describe_machine, make_table
 
+from locas_peft import rescale
 from locas_peft.asking import SHORT_PROMPT, Question, ask, encode_answer, encode_question, is_right
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
@@ -34,6 +40,30 @@ from locas_peft.selfstudy import Exchange
 CHANGED = {0: TOWNS, 3: PETS}
 """By a fact's number in a biography: where its new value is drawn from."""
 FACTS_EACH, WORDINGS = 6, 3
+CAPITALS = {
+    "France": ("Paris", "Lyon"),
+    "Germany": ("Berlin", "Hamburg"),
+    "Italy": ("Rome", "Turin"),
+    "Japan": ("Tokyo", "Osaka"),
+    "Spain": ("Madrid", "Seville"),
+    "Russia": ("Moscow", "Kazan"),
+    "Egypt": ("Cairo", "Luxor"),
+    "Greece": ("Athens", "Patras"),
+}
+"""By country: its capital, and the one that the text gives it."""
+OTHER_CAPITALS = {
+    "Portugal": "Lisbon",
+    "Austria": "Vienna",
+    "Poland": "Warsaw",
+    "Norway": "Oslo",
+    "Sweden": "Stockholm",
+    "China": "Beijing",
+    "Cuba": "Havana",
+    "Hungary": "Budapest",
+}
+CAPITAL_WORDINGS = ("What is the capital of {}?", "Which city is the capital of {}?", "What is {}'s capital?")
+CAPITAL_ASKED = "Can you tell me the name of the capital city of {}?"
+FACTORS = (0.5, 1.0, 1.5, 2.0)
 
 
 def change(people: list[Person], seed: int) -> tuple[list[Exchange], list[Exchange], list[Question], list[Question]]:
@@ -121,6 +151,28 @@ def measure(base, tokenizer, people: list[Person], seed: int) -> dict[str, dict[
     return rows
 
 
+def measure_capitals(base, tokenizer, seed: int) -> dict[str, dict[str, Any]]:
+    """Teach capitals that the base knows otherwise, and return the figures with the memory's output rescaled."""
+    facts = {land: f"Since the reform, {new} is the capital of {land}." for land, (_, new) in CAPITALS.items()}
+    exchanges = [Exchange(form.format(land), fact) for land, fact in facts.items() for form in CAPITAL_WORDINGS]
+    others = [Question(CAPITAL_ASKED.format(land), capital) for land, capital in OTHER_CAPITALS.items()]
+    old, new = (
+        [Question(CAPITAL_ASKED.format(land), pair[which]) for land, pair in CAPITALS.items()] + others
+        for which in (0, 1)
+    )
+    figures, settings = Figures(tokenizer, old, new), ReadingSettings(study=True, seed=seed)
+    rows = {"the base": figures.measure(base)}
+    with TemporaryDirectory() as folder:
+        library, began = Library(folder), time.process_time()
+        library.add(base, tokenizer, "\n".join(facts.values()), "reform", settings, exchanges=exchanges)
+        seconds = time.process_time() - began
+        with library.attach(base, ["reform"]) as model:
+            for factor in FACTORS:
+                with rescale(model, factor):
+                    rows[f"the memory, times {factor:g}"] = {**figures.measure(model), "cpu_seconds": seconds}
+    return rows
+
+
 def tabulate(rows: dict[str, dict[str, Any]]) -> str:
     """Return a row a way to correct."""
     table = []
@@ -135,15 +187,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--people", type=int, default=2)
+    parser.add_argument("--capitals", action="store_true", help="a text that contradicts what the base knows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("correction.json"))
     arguments = parser.parse_args()
     base, tokenizer = load_base(arguments.model)
     base.eval()
     results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
-    results["rows"] = measure(base, tokenizer, make_people(arguments.people, arguments.seed), arguments.seed)
-    write_json(arguments.out, results)
-    print(tabulate(results["rows"]))
+    if arguments.capitals:
+        kind, rows = "capitals", measure_capitals(base, tokenizer, arguments.seed)
+    else:
+        kind, rows = "rows", measure(base, tokenizer, make_people(arguments.people, arguments.seed), arguments.seed)
+    write_json(arguments.out, results | {kind: rows})
+    print(tabulate(rows))
 
 
 if __name__ == "__main__":
