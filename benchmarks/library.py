@@ -76,7 +76,7 @@ def measure_routing(count: int, seed: int, pages: list[tuple[list[str], list[str
     known = {person.name for person in people}
     strangers = [each for each in make_people(144, seed + 1000) if each.name not in known]
     passages = [
-        *(join_exchanges(Exchange(**row) for row in person.exchanges) for person in people),
+        *([*join_exchanges(Exchange(**row) for row in person.exchanges).values()] for person in people),
         *(held for held, _ in pages),
     ]
     asked = [(number, row["question"]) for number, person in enumerate(people) for row in person.questions]

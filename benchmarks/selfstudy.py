@@ -14,7 +14,8 @@ base's own answers to questions about other things. A page with results is not r
 
 With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
 asked: directly, and reranked, where the best of ten recited passages is the answer. Beside it stand the page in
-context and BM25: its best sentence as the answer, and its best three in the base's context.
+context and BM25: its best sentence as the answer, the best one where each has the questions that the study wrote about
+it, and its best three in the base's context.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from locas_peft.asking import (
     count_right,
     encode_answer,
     encode_question,
+    is_right,
     load_questions,
 )
 from locas_peft.asking.answers import recite_for
@@ -48,9 +50,12 @@ from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
 from locas_peft.files import load_json, write_json
+from locas_peft.library import score_by_words
+from locas_peft.library.routing import join_exchanges
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, StudySettings, memorize, parse_method
-from locas_peft.selfstudy import StudyStep, split_passages, write_exchanges
+from locas_peft.selfstudy import StudyStep, load_exchanges, split_passages, write_exchanges
+from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.text import load_text, tokenize
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import adapters_disabled
@@ -185,20 +190,28 @@ def study_page(
     return results
 
 
-def repeat_study(base, tokenizer, page: Page, seed: int) -> dict[str, Any]:
-    """Study one page with Locas's defaults, and ask its questions; return its results."""
+def repeat_study(base, tokenizer, page: Page, seed: int, **options: Any) -> dict[str, Any]:
+    """Study one page with Locas's defaults but for `options`, and ask its questions; return its results."""
     began = time.process_time()
     with TemporaryDirectory() as folder:
-        settings = ReadingSettings(study=True, seed=seed)
-        reading = memorize(base, page.ids, settings, out=Path(folder) / "memory", tokenizer=tokenizer)
+        memory, settings = Path(folder) / "memory", ReadingSettings(study=True, seed=seed, **options)
+        reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer)
         seconds = time.process_time() - began
-        with memory_attached(base, Path(folder) / "memory") as model:
+        held = join_exchanges(load_exchanges(memory / EXCHANGES))
+        with memory_attached(base, memory) as model:
             began, right = time.process_time(), ask_page(model, tokenizer, page)
-            halfway, (reranked, _) = time.process_time(), ask_by_reranking(model, tokenizer, page.questions)
+            halfway = time.process_time()
+            reranked, ranked = ask_by_reranking(model, tokenizer, page.questions)
             ended = time.process_time()
+    scores = score_by_words([[text] for text in held.values()], [each.question for each in page.questions])
+    by_words = [list(held)[best] for best in scores.argmax(1)]
+    pairs = zip(page.questions, ranked, strict=True)
+    among = [any(is_right(passage, asked.answer) for passage in passages) for asked, passages in pairs]
     return {
         "right": right,
         "right_reranked": count_right(reranked, page.questions),
+        "right_among_recited": sum(among),
+        "right_by_words": count_right(by_words, page.questions),
         "cpu_seconds": seconds,
         "asking_cpu_seconds": [halfway - began, ended - halfway],
         "kept": reading.studied["kept"],
@@ -270,6 +283,7 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
         "reranked, a seed",
         "mean, studied",
         "mean, reranked",
+        "mean, by words and the study's questions",
         "in context",
         "BM25's sentence",
         "BM25's three in context",
@@ -279,17 +293,17 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     rows, figures = [], []
     for name, page in pages.items():
         runs = list(page["seeds"].values())
-        both = [[run[key] for run in runs] for key in ("right", "right_reranked")]
+        three = [[run[key] for run in runs] for key in ("right", "right_reranked", "right_by_words")]
         mean = [
-            *(sum(right) / len(right) for right in both),
+            *(sum(right) / len(right) for right in three),
             *(page[key] for key in keys),
             sum(run["cpu_seconds"] for run in runs) / len(runs),
         ]
         figures.append(mean)
-        seeds = (", ".join(map(str, right)) for right in both)
-        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:2]), *map(str, mean[2:5]), f"{mean[5]:.0f}"])
+        seeds = (", ".join(map(str, right)) for right in three[:2])
+        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:3]), *map(str, mean[3:6]), f"{mean[6]:.0f}"])
     means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
-    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:5]), f"{means[5]:.0f}"])
+    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:6]), f"{means[6]:.0f}"])
     return make_table(head, rows)
 
 
@@ -317,6 +331,8 @@ def main() -> None:
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--pages", default=",".join(PAGES))
     parser.add_argument("--seeds", help="study each page once a seed, and ask its questions alone")
+    parser.add_argument("--exchanges", type=int, help="with --seeds: questions a sentence, where not the default")
+    parser.add_argument("--passes", type=int, help="with --seeds: how often each is learned, where not the default")
     parser.add_argument("--out", type=Path, default=Path("selfstudy.json"))
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
@@ -332,7 +348,8 @@ def main() -> None:
                 figures |= measure_retrieval(base, tokenizer, page)
             for seed in arguments.seeds.split(","):
                 if seed not in figures["seeds"]:
-                    figures["seeds"][seed] = repeat_study(base, tokenizer, page, int(seed))
+                    options = {"exchanges": arguments.exchanges, "passes": arguments.passes}
+                    figures["seeds"][seed] = repeat_study(base, tokenizer, page, int(seed), **options)
                     print(name, seed, figures["seeds"][seed], flush=True)
                     write_json(arguments.out, results)
         print(tabulate_seeds(done))

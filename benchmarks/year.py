@@ -4,8 +4,9 @@
 
 Each session is studied into a memory of its own in a library. A question is then asked with the memory that the
 library finds, with that of the session that holds its evidence, and of the base with as many passages as a memory
-recites, by BM25 over all sessions. The base answers in a few words from the passages (`ask_by_reciting`). Separate
-memories do not change: the questions are asked once, after the last session.
+recites, by BM25 over all sessions: of the passages alone, and of each with the questions that its study wrote. The
+last are also merged by rank with what the memory that is found recites. The base answers in a few words from the
+passages (`ask_by_reciting`). Separate memories do not change: the questions are asked once, after the last session.
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json --goes-on 10 --every 5
 
@@ -22,6 +23,7 @@ import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Se
 from locas_peft.evaluation.f1 import answer_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
+from locas_peft.library.routing import join_exchanges
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import load_exchanges, split_passages
@@ -109,7 +112,7 @@ def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str
     began = time.perf_counter()
     by_words = library.route([each.question for each in questions])
     results["seconds_a_routing"] = (time.perf_counter() - began) / len(questions)
-    rows: dict[str, list[dict[str, Any]]] = {"own": [], "routed": [], "bm25": [], "base": []}
+    rows: dict[str, list[dict[str, Any]]] = {"own": [], "routed": []}
     began = time.process_time()
     for name in dict.fromkeys(name for _, name in asked):
         numbers = [number for number, (_, owner) in enumerate(asked) if owner == name]
@@ -118,23 +121,38 @@ def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str
         for number, answer, recited in zip(numbers, *given, strict=True):
             rows["own"].append(describe(asked[number][0], answer, recited, lines) | {"memory": name})
     results["cpu_seconds_an_answer"] = (time.process_time() - began) / len(questions)
-    for (each, owner), words, found in zip(
-        asked, by_words, library.ask(base, tokenizer, questions, by=ask_by_reciting), strict=True
-    ):
+    routed = library.ask(base, tokenizer, questions, by=ask_by_reciting)
+    for (each, owner), words, found in zip(asked, by_words, routed, strict=True):
         figures = describe(each, found.answer, found.recited, lines)
         names = {"by_words": words[0] if words else None, "memory": found.memories[0] if found.memories else None}
         rows["routed"].append(figures | names | {"own": owner})
     passages = [each.text for s in talk.sessions for each in split_passages(tokenizer, text_of(talk, s))]
-    scores = score_by_words([[passage] for passage in passages], [each.question for each in questions])
-    best = [[passages[number] for number in row.argsort()[::-1][:MOST_RECITED]] for row in scores]
-    for kind, contexts in (("bm25", ["\n".join(each) for each in best]), ("base", [""] * len(questions))):
-        both = zip(questions, contexts, strict=True)
-        prompts = [encode_question(tokenizer, each.question, SHORT_PROMPT, context) for each, context in both]
+    held = join_exchanges(each for s in talk.sessions for each in load_exchanges(library.find(name_of(s)) / EXCHANGES))
+    best = rank_passages(dict(zip(passages, passages, strict=True)), questions)
+    with_questions = rank_passages(held, questions)
+    merged = [merge(found.recited, others) for found, others in zip(routed, with_questions, strict=True)]
+    kinds = {"base": [[] for _ in questions], "bm25": best, "bm25 and the study's questions": with_questions}
+    for kind, contexts in (kinds | {"routed and these, merged": merged}).items():
+        rows[kind], both = [], zip(questions, contexts, strict=True)
+        prompts = [encode_question(tokenizer, each.question, SHORT_PROMPT, "\n".join(found)) for each, found in both]
         answers = answer_all(base, tokenizer, prompts, ANSWER_TOKENS)
-        for (each, _), answer, found in zip(asked, answers, best, strict=True):
-            rows[kind].append(describe(each, answer, found if kind == "bm25" else [], lines))
+        for (each, _), answer, found in zip(asked, answers, contexts, strict=True):
+            rows[kind].append(describe(each, answer, found, lines))
     results["answers"] = rows
     write_json(out, results)
+
+
+def rank_passages(texts: dict[str, str], questions: list[Question]) -> list[list[str]]:
+    """Return for each question the passages that BM25 ranks first, as many as a memory recites, by their texts."""
+    scores = score_by_words([[text] for text in texts.values()], [each.question for each in questions])
+    names = list(texts)
+    return [[names[number] for number in row.argsort()[::-1][:MOST_RECITED]] for row in scores]
+
+
+def merge(one: Sequence[str], other: Sequence[str]) -> list[str]:
+    """Return the passages of two rankings in turns, each once, as many as a memory recites."""
+    turns = chain.from_iterable(zip_longest(one, other))
+    return list(dict.fromkeys(filter(None, turns)))[:MOST_RECITED]
 
 
 def go_on(

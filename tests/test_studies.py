@@ -248,7 +248,7 @@ def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
 def test_memories_that_were_studied_are_asked(run, tmp_path):
     args = ["locomo", "talks.json", "--setting", "no-context", "--max-new-tokens", "2", "--out", "o"]
     args += ["--window", "256", "--stride", "64", "--r", "4", "--device", "cpu", "--method", "none,locas-glu"]
-    code, _, err = run(*args, "--study", "--exchanges", "1", "--limit-conversations", "1", "--no-wrong-memory")
+    code, _, err = run(*args, "--study", "--exchanges", "1", "--conversations", "talk-1", "--no-wrong-memory")
     assert code == 0, err
     (taught,) = read(tmp_path / "o/locomo.json")["teachings"]["locas-glu"].values()
     assert taught["studied"]["asked"] >= taught["studied"]["passages"] > 0

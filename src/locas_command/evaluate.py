@@ -68,12 +68,10 @@ def locomo(
     setting: str = "no-context,evidence,full-context",
     method: Methods = "none,lora,locas-glu",
     conversations: str | None = None,
-    limit_conversations: options.Count | None = None,
     limit_questions: options.Count | None = None,
     limit_sessions: options.Count | None = None,
     wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True,
     max_new_tokens: options.Count = 32,
-    batch_size: options.Count = 16,
     out: Out = DEFAULT_OUT,
     overwrite: options.Overwrite = False,
     settings: options.ManyMethods = options.READING,
@@ -86,25 +84,22 @@ def locomo(
         setting: no-context, recited (the base answers from what the memory recites), evidence (the turns with the
             answer in context), full-context; separated by commas.
         conversations: only these, by sample_id, separated by commas.
-        limit_conversations: the first conversations.
         limit_questions: the first questions of each conversation.
         limit_sessions: the first sessions of each conversation, and the questions whose evidence lies in them.
         wrong_memory: also ask each conversation with another one's memory.
         max_new_tokens: the most tokens of an answer.
-        batch_size: questions at once.
     """
     from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
     from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
 
     consoles = _open(out, base)
     names = split_names(setting, "--setting")
-    sizes = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    plan = LocomoPlan(names, **sizes, wrong_memory=wrong_memory)
+    plan = LocomoPlan(names, max_new_tokens=max_new_tokens, wrong_memory=wrong_memory)
     found, problems = load_locomo(data)
     for problem in problems:
         consoles[1].print(problem)
     names = None if conversations is None else split_names(conversations, "--conversations")
-    chosen = choose_conversations(found, names)[:limit_conversations]
+    chosen = choose_conversations(found, names)
     if limit_sessions is not None:
         chosen = [keep_sessions(one, limit_sessions) for one in chosen]
     chosen = [replace(one, questions=one.questions[:limit_questions]) for one in chosen]

@@ -37,15 +37,11 @@ BASE = "none"
 
 @dataclass(frozen=True)
 class LocomoPlan:
-    """What is asked, and how; a setting that is not in `ANSWERED` is a `ValueError`.
-
-    `batch_size` counts answers. With `wrong_memory` each conversation is also asked with another one's memory.
-    """
+    """What is asked, and how: `wrong_memory` asks another one too. A setting not in `ANSWERED` is a `ValueError`."""
 
     settings: tuple[str, ...] = ANSWERED
     prompts: dict[str, str] = field(default_factory=lambda: dict(PROMPTS))
     max_new_tokens: int = 32
-    batch_size: int = 16
     wrong_memory: bool = True
 
     def __post_init__(self) -> None:
@@ -139,7 +135,7 @@ def _answer_questions(
     prompts, dropped = make_prompts(model, tokenizer, talk, setting, **wording)
     known = {number for number, each in enumerate(questions) if "prediction" in records.get(each.index, ())}
     advance(len(known))
-    options = {"max_new_tokens": plan.max_new_tokens, "batch_size": plan.batch_size, "known": known}
+    options = {"max_new_tokens": plan.max_new_tokens, "known": known}
     # The base answers from what its memory has recited.
     with adapters_disabled(model) if setting == FROM_RECITED else nullcontext():
         for batch, texts in answer(model, tokenizer, prompts, **options):

@@ -37,17 +37,17 @@ def list_passages(memory: Path) -> list[str]:
     """Return what a memory is found by: what it has studied, else the lines of its sample."""
     with suppress(FileNotFoundError):  # it has no sample, or another process forgets it meanwhile
         if (memory / EXCHANGES).is_file():
-            return join_exchanges(load_exchanges(memory / EXCHANGES))
+            return list(join_exchanges(load_exchanges(memory / EXCHANGES)).values())
         return (memory / SAMPLE).read_text(encoding="utf-8").splitlines()
     return []
 
 
-def join_exchanges(exchanges: Iterable[Exchange]) -> list[str]:
-    """Return each answer of some exchanges with its subject and its questions."""
+def join_exchanges(exchanges: Iterable[Exchange]) -> dict[str, str]:
+    """Return each answer of some exchanges with its subject and its questions, by the answer."""
     found: dict[str, str] = {}
     for each in exchanges:
         found[each.answer] = f"{found.get(each.answer, f'{each.subject} {each.answer}')} {each.question}"
-    return list(found.values())
+    return found
 
 
 def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:
