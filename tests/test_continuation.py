@@ -100,6 +100,23 @@ def test_rows_end_at_a_stop_token_and_are_shown_meanwhile():
     assert ended == [row[: row.index(stop) + 1] if stop in row else row for row in whole]
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_rows_that_have_ended_leave_when_they_are_half_of_the_batch(family, monkeypatch):
+    host, rows, sizes = CausalLM(make_host(family)), make_prompts(4), []
+    whole, outputs = continue_rows(host, rows, 8, pad=0), host.outputs
+    stops = [row[number] for number, row in enumerate(whole[:3])]
+    expected = [row[: 1 + min((row.index(stop) for stop in stops if stop in row), default=8)] for row in whole]
+
+    def count(ids, *args, **kwargs):
+        sizes.append(len(ids))
+        return outputs(ids, *args, **kwargs)
+
+    monkeypatch.setattr(host, "outputs", count)
+    assert continue_rows(host, rows, 8, pad=0, stops=stops) == expected
+    assert sizes[0] == 5 and min(sizes) <= 2
+    assert continue_rows(host, rows, 8, pad=0, stops=stops, groups=[(4, range(5))]) == expected
+
+
 def test_tokens_are_drawn_as_generate_draws_them():
     model, prompt = make_host("llama"), make_tokens(1, 9)
     model.generation_config.eos_token_id = None

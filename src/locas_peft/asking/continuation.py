@@ -105,29 +105,37 @@ def continue_rows(
         rows: token ids, none of them empty.
         pad: any token.
         stops: tokens that end a row; a row's last token may be one.
-        choose: the likeliest token by default.
+        choose: the likeliest token by default; it is given the logits of fewer rows once half of them have ended.
         groups, caches: see `begin_rows`.
         adapters: one adapter's name for each row (see `CausalLM.logits`); such rows share nothing.
         on_token: is given the tokens so far of all rows, after each token.
     """
-    ends, new = set(stops), [list[int]() for _ in rows]
+    ends, new, left = set(stops), [list[int]() for _ in rows], list(range(len(rows)))
     inputs = begin_rows(host, rows, groups, pad, new_tokens=max_new_tokens, caches=caches)
     for _ in range(max_new_tokens):
         outputs = host.outputs(count=1, adapters=adapters, use_cache=True, **inputs)
         logits = outputs.logits[:, -1].float()
         token = logits.argmax(-1) if choose is None else choose(logits)
-        for row, each in zip(new, token.tolist(), strict=True):
-            row += [] if row and row[-1] in ends else [each]
+        for number, each in zip(left, token.tolist(), strict=True):
+            new[number] += [] if new[number] and new[number][-1] in ends else [each]
         if on_token is not None:
             on_token(new)
-        if all(row[-1] in ends for row in new):
+        going = [place for place, number in enumerate(left) if new[number][-1] not in ends]
+        if not going:
             break
         cache = getattr(outputs, "past_key_values", None)
         following = {"ids": token[:, None], "position_ids": inputs["position_ids"][:, -1:] + 1}
         if cache is None:  # the model keeps no context: all tokens go through it again
             following = {name: torch.cat([inputs[name], each], 1) for name, each in following.items()}
-        mask = torch.cat([inputs["attention_mask"], torch.ones_like(token)[:, None]], 1)
-        inputs = {**following, "attention_mask": mask, "past_key_values": cache}
+        following["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(token)[:, None]], 1)
+        # Rows that have ended leave when they are half of the batch: each time, the keys and values are copied.
+        if 2 * len(going) <= len(left) and (cache is None or host.can_cache()):
+            kept = torch.tensor(going, device=host.device)
+            following = {name: each[kept] for name, each in following.items()}
+            left, adapters = [left[place] for place in going], adapters and [adapters[place] for place in going]
+            if cache is not None:
+                cache.batch_select_indices(kept)
+        inputs = {**following, "past_key_values": cache}
     return new
 
 

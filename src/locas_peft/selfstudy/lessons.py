@@ -96,7 +96,9 @@ def _answer(host: CausalLM, tokenizer, prompts: list[list[int]]) -> list[tuple[T
         targets.append((top - logits.logsumexp(-1, keepdim=True)).exp().cpu())
         return likeliest[:, 0]  # not argmax: of equal logits it may take another one
 
-    options = {"pad": find_pad_token(tokenizer), "stops": list_stops(tokenizer), "choose": choose}
-    answers = continue_rows(host, prompts, ANSWER_TOKENS, groups=share_prefixes(prompts), **options)
-    rows = zip(answers, torch.stack(candidates, 1), torch.stack(targets, 1), strict=True)
-    return [(torch.tensor(ids), of[: len(ids)].clone(), shares[: len(ids)].clone()) for ids, of, shares in rows]
+    # Without stop tokens, so that all rows have candidates at each place; answers are cut afterwards.
+    options = {"pad": find_pad_token(tokenizer), "choose": choose, "groups": share_prefixes(prompts)}
+    answers, ends = continue_rows(host, prompts, ANSWER_TOKENS, **options), set(list_stops(tokenizer))
+    lengths = [next((n for n, token in enumerate(ids, 1) if token in ends), len(ids)) for ids in answers]
+    rows = zip(answers, lengths, torch.stack(candidates, 1), torch.stack(targets, 1), strict=True)
+    return [(torch.tensor(ids[:n]), of[:n].clone(), shares[:n].clone()) for ids, n, of, shares in rows]
