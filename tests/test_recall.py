@@ -19,7 +19,7 @@ from locas_peft.asking import (
 )
 from locas_peft.asking import answer as answer_all
 from locas_peft.asking.answers import MOST_RECITED
-from locas_peft.asking.continuation import recite
+from locas_peft.asking.continuation import continue_rows, recite
 from locas_peft.asking.scoring import score_targets
 from locas_peft.memories import memory_attached
 from locas_peft.model import CausalLM
@@ -138,6 +138,29 @@ def test_each_method_of_the_demo_has_a_line_and_a_row():
     ]
     assert demo.describe([], recalls) == [{"method": "in-context", "recall_right": 1, "recall_asked": 2}]
     assert demo.describe([], []) == []
+
+
+def test_recitations_go_on_greedily_after_the_search(monkeypatch):
+    base, tokenizer = backbone.load()
+    prompts = [encode_question(tokenizer, question) for question in ("Who lit the lamp of the tower?", "Where?")]
+    generate, searched = base.generate, []
+
+    def search(input_ids, **options):
+        output = generate(input_ids=input_ids, **options)
+        searched.extend(output[:, input_ids.shape[1] :].tolist())
+        return output
+
+    monkeypatch.setattr(base, "generate", search)
+    monkeypatch.setattr("locas_peft.asking.continuation.first_line", lambda text: text)
+    assert max(map(len, recite(base, tokenizer, prompts, 3, 5))) <= 3 and {len(ids) for ids in searched} == {5}
+    searched.clear()
+    recited = recite(base, tokenizer, prompts, 3, 40)
+    assert {len(ids) for ids in searched} == {16}
+    for number, prompt in enumerate(prompts):
+        begun = searched[3 * number :][:3]  # no row ends: the embedded model's texts have no end token
+        rest = continue_rows(CausalLM(base, cpu_attention=False), [prompt + ids for ids in begun], 24, pad=0)
+        whole = [ids + more for ids, more in zip(begun, rest, strict=True)]
+        assert recited[number] == list(dict.fromkeys(tokenizer.batch_decode(whole, skip_special_tokens=True)))
 
 
 def test_the_best_recited_passage_explains_the_question_too(tmp_path, monkeypatch):

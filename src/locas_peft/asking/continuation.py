@@ -4,7 +4,9 @@ Axes: B rows of a batch, L their length, V vocabulary.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
 
@@ -16,7 +18,7 @@ from ..model import CausalLM, count_positions
 from .prompts import find_pad_token
 
 __all__ = ["Choose", "Groups", "Rows", "answer", "begin_rows", "check_room", "continue_rows", "continue_texts"]
-__all__ += ["draw", "first_line", "pad_left", "recite", "share_prefixes"]
+__all__ += ["draw", "first_line", "pad_left", "recite", "share_prefixes", "up_to_end"]
 
 Choose = Callable[[Tensor], Tensor]
 """Chooses the next token of each row, LongTensor [B], by the logits, float32 [B, V]."""
@@ -24,6 +26,7 @@ Rows = Sequence[Sequence[int]]
 Groups = Sequence[tuple[int, range]]
 """Rows that begin alike: how many tokens they share, and their numbers (see `share_prefixes`)."""
 
+_SEARCHED = 16  # tokens of a recitation that a beam search finds
 _WORTH_KEEPING = 64  # a beginning that all prompts share is computed once where it has so many tokens
 
 
@@ -102,7 +105,7 @@ def continue_rows(
 
     Args:
         host: the model in evaluation mode, with or without a memory; not changed.
-        rows: token ids, none of them empty.
+        rows: token ids, none of them empty; maybe no rows.
         pad: any token.
         stops: tokens that end a row; a row's last token may be one.
         choose: the likeliest token by default; it is given the logits of fewer rows once half of them have ended.
@@ -110,6 +113,8 @@ def continue_rows(
         adapters: one adapter's name for each row (see `CausalLM.logits`); such rows share nothing.
         on_token: is given the tokens so far of all rows, after each token.
     """
+    if not rows:
+        return []
     ends, new, left = set(stops), [list[int]() for _ in rows], list(range(len(rows)))
     inputs = begin_rows(host, rows, groups, pad, new_tokens=max_new_tokens, caches=caches)
     for _ in range(max_new_tokens):
@@ -184,8 +189,7 @@ def continue_texts(
     def decode(rows: list[list[int]]) -> list[str]:
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-    ends = config.eos_token_id
-    options |= {"stops": ends if isinstance(ends, list) else [] if ends is None else [ends]}
+    options["stops"] = list_ends(model)
     if temperature:
         options["choose"] = draw(temperature, torch.Generator(host.device).manual_seed(seed), config)
     if on_text is not None:
@@ -217,13 +221,16 @@ def recite(model: nn.Module, tokenizer, prompts: Rows, count: int, max_new_token
     """Return for each prompt the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
 
     A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
-    has two beams an answer, and orders answers by their mean log-probability a token. Errors are those of `answer`.
+    has two beams an answer, orders answers by their mean log-probability a token, and ends after `_SEARCHED` tokens:
+    they tell passages apart, and the rest of each is continued greedily. Errors are those of `answer`.
     """
     pad, host, recited = find_pad_token(tokenizer), CausalLM(model, cpu_attention=False), {}
+    ends = list_ends(model)
     for batch in _make_batches(model, prompts, max_new_tokens, batch_size=4):
-        inputs = pad_left([prompts[number] for number in batch], pad, host.device)
-        ids = inputs["ids"]
-        options = {"max_new_tokens": max_new_tokens, "num_beams": 2 * count, "num_return_sequences": count}
+        rows = [prompts[number] for number in batch]
+        inputs = pad_left(rows, pad, host.device)
+        ids, searched = inputs["ids"], min(max_new_tokens, _SEARCHED)
+        options = {"max_new_tokens": searched, "num_beams": 2 * count, "num_return_sequences": count}
         # What the call leaves open, `generate` takes from the model's generation config.
         options |= {"do_sample": False, **dict.fromkeys(("temperature", "top_p", "top_k")), "pad_token_id": pad}
         options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "attention_mask": inputs["attention_mask"]}
@@ -232,11 +239,33 @@ def recite(model: nn.Module, tokenizer, prompts: Rows, count: int, max_new_token
             begun.past_key_values.batch_repeat_interleave(2 * count)
             options["past_key_values"] = begun.past_key_values
         output = model.generate(input_ids=ids, **options)
-        texts = tokenizer.batch_decode(output[:, ids.shape[1] :], skip_special_tokens=True)
+        found = [up_to_end(each, ends) for each in output[:, ids.shape[1] :].tolist()]
+        going = [each for each, own in enumerate(found) if searched < max_new_tokens and own[-1] not in ends]
+        begun = [[*rows[each // count], *found[each]] for each in going]
+        sizes = Counter(each // count for each in going)
+        firsts = accumulate(sizes.values(), initial=0)
+        groups = [
+            (len(rows[row]), range(at, at + size)) for at, (row, size) in zip(firsts, sizes.items(), strict=False)
+        ]
+        rest = continue_rows(host, begun, max_new_tokens - searched, pad=pad, stops=ends, groups=groups)
+        for each, own in zip(going, rest, strict=True):
+            found[each] += own
+        texts = tokenizer.batch_decode(found, skip_special_tokens=True)
         for row, number in enumerate(batch):
-            found = map(first_line, texts[row * count : (row + 1) * count])
-            recited[number] = [text for text in dict.fromkeys(found) if text]
+            lines = map(first_line, texts[row * count : (row + 1) * count])
+            recited[number] = [text for text in dict.fromkeys(lines) if text]
     return [recited[number] for number in range(len(prompts))]
+
+
+def list_ends(model: nn.Module) -> list[int]:
+    """Return the tokens that end a text by a model's generation config."""
+    ends = model.generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
+def up_to_end(ids: list[int], ends: Sequence[int]) -> list[int]:
+    """Return token ids up to the first that is an end, with it."""
+    return ids[: next((count for count, token in enumerate(ids, 1) if token in ends), len(ids))]
 
 
 def check_room(

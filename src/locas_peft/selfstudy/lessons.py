@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..asking import continue_rows, encode_question, find_pad_token, share_prefixes
+from ..asking.continuation import up_to_end
 from ..asking.prompts import SENTENCE_PROMPT, encode_answer, list_stops
 from ..model import CausalLM
 from ..tuner import adapters_disabled, evaluating
@@ -98,7 +99,7 @@ def _answer(host: CausalLM, tokenizer, prompts: list[list[int]]) -> list[tuple[T
 
     # Without stop tokens, so that all rows have candidates at each place; answers are cut afterwards.
     options = {"pad": find_pad_token(tokenizer), "choose": choose, "groups": share_prefixes(prompts)}
-    answers, ends = continue_rows(host, prompts, ANSWER_TOKENS, **options), set(list_stops(tokenizer))
-    lengths = [next((n for n, token in enumerate(ids, 1) if token in ends), len(ids)) for ids in answers]
-    rows = zip(answers, lengths, torch.stack(candidates, 1), torch.stack(targets, 1), strict=True)
-    return [(torch.tensor(ids[:n]), of[:n].clone(), shares[:n].clone()) for ids, n, of, shares in rows]
+    stops = list_stops(tokenizer)
+    answers = [up_to_end(ids, stops) for ids in continue_rows(host, prompts, ANSWER_TOKENS, **options)]
+    rows = zip(answers, torch.stack(candidates, 1), torch.stack(targets, 1), strict=True)
+    return [(torch.tensor(ids), of[: len(ids)].clone(), shares[: len(ids)].clone()) for ids, of, shares in rows]
