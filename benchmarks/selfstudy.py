@@ -14,8 +14,8 @@ base's own answers to questions about other things. A page with results is not r
 
 With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
 asked: directly, and reranked, where the best of ten recited passages is the answer. Beside it stand the page in
-context and BM25: its best sentence as the answer, the best one where each has the questions that the study wrote about
-it, and its best three in the base's context.
+context; BM25: its best sentence as the answer, the best one where each has the questions that the study wrote about
+it, and its best three in the base's context; and the sentence after which the question is the likeliest for the base.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from locas_peft.asking import (
     is_right,
     load_questions,
 )
-from locas_peft.asking.answers import recite_for
+from locas_peft.asking.answers import recite_for, score_question
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
@@ -220,15 +220,18 @@ def repeat_study(base, tokenizer, page: Page, seed: int, **options: Any) -> dict
 
 
 def measure_retrieval(base, tokenizer, page: Page) -> dict[str, int]:
-    """Return how many questions are right with the page in the base's context, and with BM25."""
+    """Return how many questions are right with the page in the base's context, with BM25, and by likelihood."""
     sentences = [passage.text for passage in split_passages(tokenizer, page.text)]
     ranked = [rank_sentences(sentences, each.question) for each in page.questions]
     in_context = [
         ask(base, tokenizer, [each], context="\n".join(best[:3]))[0]
         for each, best in zip(page.questions, ranked, strict=True)
     ]
+    nats = [score_question(base, tokenizer, each.question, sentences) for each in page.questions]
+    likeliest = [sentences[min(range(len(row)), key=row.__getitem__)] for row in nats]
     return {
         "asked": len(page.questions),
+        "right_by_likelihood": count_right(likeliest, page.questions),
         "right_in_context": ask_page(base, tokenizer, page, page.text),
         "right_bm25_sentence": count_right([best[0] for best in ranked], page.questions),
         "right_bm25_context": count_right(in_context, page.questions),
@@ -287,9 +290,10 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
         "in context",
         "BM25's sentence",
         "BM25's three in context",
+        "by the question's likelihood",
         "processor s",
     ]
-    keys = ("right_in_context", "right_bm25_sentence", "right_bm25_context")
+    keys = ("right_in_context", "right_bm25_sentence", "right_bm25_context", "right_by_likelihood")
     rows, figures = [], []
     for name, page in pages.items():
         runs = list(page["seeds"].values())
@@ -301,9 +305,9 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
         ]
         figures.append(mean)
         seeds = (", ".join(map(str, right)) for right in three[:2])
-        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:3]), *map(str, mean[3:6]), f"{mean[6]:.0f}"])
+        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:3]), *map(str, mean[3:7]), f"{mean[7]:.0f}"])
     means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
-    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:6]), f"{means[6]:.0f}"])
+    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:7]), f"{means[7]:.0f}"])
     return make_table(head, rows)
 
 

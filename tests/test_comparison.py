@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from locas_peft.reading.comparison import tabulate_readings
+from locas_command.running import tabulate_readings
 from locas_peft.reading.record import Reading
 from locas_peft.reading.settings import ReadingSettings
 

@@ -1,7 +1,6 @@
 """`locas eval`: the protocols, which any number of processes share. The same command continues an interrupted run."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,7 +67,6 @@ def locomo(
     setting: str = "no-context,evidence,full-context",
     method: Methods = "none,lora,locas-glu",
     conversations: str | None = None,
-    limit_questions: options.Count | None = None,
     limit_sessions: options.Count | None = None,
     wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True,
     max_new_tokens: options.Count = 32,
@@ -84,7 +82,6 @@ def locomo(
         setting: no-context, recited (the base answers from what the memory recites), evidence (the turns with the
             answer in context), full-context; separated by commas.
         conversations: only these, by sample_id, separated by commas.
-        limit_questions: the first questions of each conversation.
         limit_sessions: the first sessions of each conversation, and the questions whose evidence lies in them.
         wrong_memory: also ask each conversation with another one's memory.
         max_new_tokens: the most tokens of an answer.
@@ -102,11 +99,10 @@ def locomo(
     chosen = choose_conversations(found, names)
     if limit_sessions is not None:
         chosen = [keep_sessions(one, limit_sessions) for one in chosen]
-    chosen = [replace(one, questions=one.questions[:limit_questions]) for one in chosen]
     if wrong_memory and len(chosen) < 2:
         consoles[1].print("no wrong-memory control: it needs a second conversation, whose memory is asked")
     loaded, methods = _load(base, settings, method)
-    common = {"data": data.name, "limit_questions": limit_questions, "left_out": problems}
+    common = {"data": data.name, "left_out": problems}
     _run(run_locomo, (chosen, plan), loaded, methods, out, overwrite, consoles, **common)
 
 

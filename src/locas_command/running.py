@@ -20,9 +20,9 @@ from locas_peft.bases import loading as base_models
 from locas_peft.library import Library
 from locas_peft.progress import follow, follow_study
 from locas_peft.reading import teaching
-from locas_peft.reading.comparison import tabulate_readings
 from locas_peft.reading.record import Reading
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
+from locas_peft.tables import Sheet, format_count, format_figure
 
 from .console import deferring_signals, printable, show_own_remarks, show_progress, warnings_as_lines
 from .options import BaseOptions, ReadingOptions
@@ -133,3 +133,29 @@ def show_readings(readings: Sequence[Reading], stdout: Console, stderr: Console,
             where = ", ".join(f"{tokens:,}" for tokens in each.taken_back)
             what = f"{each.method} made the text worse than no memory and was taken back to an earlier state"
             stderr.print(f"{what}, after {where} tokens: a lower --lr may learn more")
+
+
+def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
+    """Return the readings of one text, at least one, side by side, a row each.
+
+    Time is relative to the reading with the method "none", where there are others to compare it with.
+    """
+    end = min(reading.curve[-1][0] for reading in readings)
+    marks = sorted({mark for reading in readings for mark in reading.perplexity_at if int(mark) < end}, key=int)
+    alone = next((each.seconds for each in readings if each.method == "none" and len(readings) > 1), 0.0)
+    best = min(range(len(readings)), key=lambda row: readings[row].perplexity)
+    rows = [
+        [
+            reading.method,
+            "-" if reading.settings.method.r is None else str(reading.settings.method.r),
+            f"{reading.extra_parameters:,}",
+            *(format_figure(reading.perplexity_at.get(mark)) for mark in marks),
+            f"{reading.perplexity:.2f}",
+            f"{reading.seconds / alone:.2f}x" if alone else f"{reading.seconds:.1f} s",
+            f"{reading.tokens_per_second:,.0f}",
+        ]
+        for reading in readings
+    ]
+    at_marks = [f"ppl at {format_count(int(mark))}" for mark in marks]
+    headers = ["method", "r", "parameters", *at_marks, "perplexity", "time", "tokens/s"]
+    return Sheet(title, headers, rows, (best, headers.index("perplexity")) if len(readings) > 1 else None)

@@ -16,7 +16,7 @@ from .prompts import SHORT_PROMPT, WRITE_PROMPT, encode_answer, encode_prompt, e
 from .scoring import score_targets
 
 __all__ = ["MOST_RECITED", "Question", "answer_all", "ask", "ask_by_reciting", "ask_by_reranking", "count_right"]
-__all__ += ["is_exact", "is_right", "load_questions", "measure_gain", "recite_for"]
+__all__ += ["is_exact", "is_right", "load_questions", "measure_gain", "recite_for", "score_question"]
 
 MOST_RECITED = 10  # passages for a question
 
@@ -66,8 +66,7 @@ def ask_by_reciting(
 ) -> tuple[list[str], list[list[str]]]:
     """Ask for answers in a few words: the memory recites passages, and the base answers with these in its context.
 
-    Return the answers, and the passages that were recited for each question. To recite before answering is known from
-    language models without a memory (Sun et al., 2023, "Recitation-augmented language models").
+    Return the answers, and the passages recited for each question (Sun et al., 2023, arXiv:2210.01296).
     """
     recited = recite_for(model, tokenizer, [question.question for question in questions])
     both = zip(questions, map("\n".join, recited), strict=True)
@@ -82,28 +81,34 @@ def ask_by_reranking(
     """Answer each question with the best of the passages that the memory recites for it; return these, ranked, too.
 
     The score of a passage is its log-probability after the question, by the memory, and that of the question after
-    the passage, by the base: a noisy channel (Yee et al., 2019, arXiv:1908.05731). In the second the names of the
-    question stand above the passage, since a passage seldom repeats the name of its subject.
+    the passage, by the base: a noisy channel (Yee et al., 2019, arXiv:1908.05731).
     """
     prompts, ranked = [encode_question(tokenizer, each.question) for each in questions], []
     recited = recite(model, tokenizer, prompts, MOST_RECITED, max_new_tokens)
     for question, prompt, passages in zip((each.question for each in questions), prompts, recited, strict=True):
-        target = encode_answer(tokenizer, question)
         own = score_targets(model, [(prompt, encode_answer(tokenizer, passage)) for passage in passages])
-        names = ", ".join(dict.fromkeys(NAME.findall(question)))
-        requests = [f"{names}\n\n{WRITE_PROMPT.format(passage=passage)}".strip() for passage in passages]
         with adapters_disabled(model):
-            channel = score_targets(model, [(encode_prompt(tokenizer, request), target) for request in requests])
-        nats = [one.nll_nats + other.nll_nats for one, other in zip(own, channel, strict=True)]
+            channel = score_question(model, tokenizer, question, passages)
+        nats = [one.nll_nats + other for one, other in zip(own, channel, strict=True)]
         ranked.append([passages[number] for number in sorted(range(len(passages)), key=nats.__getitem__)])
     return [passages[0] if passages else "" for passages in ranked], ranked
+
+
+def score_question(model: nn.Module, tokenizer, question: str, passages: Sequence[str]) -> list[float]:
+    """Return the negative log-likelihood of a question after each passage, in nats.
+
+    The names of the question stand above the passage, since a passage seldom repeats the name of its subject.
+    """
+    target, names = encode_answer(tokenizer, question), ", ".join(dict.fromkeys(NAME.findall(question)))
+    requests = [f"{names}\n\n{WRITE_PROMPT.format(passage=passage)}".strip() for passage in passages]
+    scores = score_targets(model, [(encode_prompt(tokenizer, request), target) for request in requests])
+    return [score.nll_nats for score in scores]
 
 
 def measure_gain(model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[str]) -> list[float]:
     """Return by how many nats a token a memory makes its answers to prompts likelier than the base does.
 
-    What the base would say as well has about 0, and what a studied memory recites 2 to 5 (see `library`). An empty
-    answer has 0.
+    What the base would say as well has about 0, what a studied memory recites 2 to 5, and an empty answer 0.
     """
     pairs = [(prompt, encode_answer(tokenizer, given)) for prompt, given in zip(prompts, answers, strict=True)]
     own = score_targets(model, pairs)

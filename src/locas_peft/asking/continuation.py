@@ -4,9 +4,7 @@ Axes: B rows of a batch, L their length, V vocabulary.
 """
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
 from os.path import commonprefix
 from typing import Any
 
@@ -105,7 +103,7 @@ def continue_rows(
 
     Args:
         host: the model in evaluation mode, with or without a memory; not changed.
-        rows: token ids, none of them empty; maybe no rows.
+        rows: token ids, none of them empty.
         pad: any token.
         stops: tokens that end a row; a row's last token may be one.
         choose: the likeliest token by default; it is given the logits of fewer rows once half of them have ended.
@@ -113,8 +111,6 @@ def continue_rows(
         adapters: one adapter's name for each row (see `CausalLM.logits`); such rows share nothing.
         on_token: is given the tokens so far of all rows, after each token.
     """
-    if not rows:
-        return []
     ends, new, left = set(stops), [list[int]() for _ in rows], list(range(len(rows)))
     inputs = begin_rows(host, rows, groups, pad, new_tokens=max_new_tokens, caches=caches)
     for _ in range(max_new_tokens):
@@ -240,16 +236,11 @@ def recite(model: nn.Module, tokenizer, prompts: Rows, count: int, max_new_token
             options["past_key_values"] = begun.past_key_values
         output = model.generate(input_ids=ids, **options)
         found = [up_to_end(each, ends) for each in output[:, ids.shape[1] :].tolist()]
-        going = [each for each, own in enumerate(found) if searched < max_new_tokens and own[-1] not in ends]
-        begun = [[*rows[each // count], *found[each]] for each in going]
-        sizes = Counter(each // count for each in going)
-        firsts = accumulate(sizes.values(), initial=0)
-        groups = [
-            (len(rows[row]), range(at, at + size)) for at, (row, size) in zip(firsts, sizes.items(), strict=False)
-        ]
-        rest = continue_rows(host, begun, max_new_tokens - searched, pad=pad, stops=ends, groups=groups)
-        for each, own in zip(going, rest, strict=True):
-            found[each] += own
+        if searched < max_new_tokens:
+            begun = [[*rows[each // count], *own] for each, own in enumerate(found)]
+            groups = [(len(row), range(each * count, (each + 1) * count)) for each, row in enumerate(rows)]
+            rest = continue_rows(host, begun, max_new_tokens - searched, pad=pad, stops=ends, groups=groups)
+            found = [own if own[-1] in ends else own + more for own, more in zip(found, rest, strict=True)]
         texts = tokenizer.batch_decode(found, skip_special_tokens=True)
         for row, number in enumerate(batch):
             lines = map(first_line, texts[row * count : (row + 1) * count])

@@ -66,11 +66,6 @@ class Library:
 
     With `require_signature`, the file of a key, memories that its owner has not signed are refused (see
     `memories.load_memory`). Threads and processes may share the folder.
-
-    Example:
-        >>> library = Library("notes")
-        >>> library.add(base, tokenizer, text, "monday", ReadingSettings(study=True))
-        >>> library.ask(base, tokenizer, [Question("Who lit the lamp?")])
     """
 
     def __init__(self, folder: str | Path, most: int | None = None, require_signature: str | Path | None = None):

@@ -117,9 +117,6 @@ class ReadingSettings(_Given):
             `StudySettings`. None, or a field that is left out, stands for a value that is not given.
 
     A value out of range is a `TypeError` or `ValueError`.
-
-    Example:
-        >>> ReadingSettings(method="lora", r=16, window=512, study=True)
     """
 
     def __post_init__(self) -> None:

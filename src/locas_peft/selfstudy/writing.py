@@ -102,9 +102,7 @@ def _ask_by_words(text: str, count: int, generator: torch.Generator) -> list[str
 def list_phrases(text: str) -> list[str]:
     """Return a text's phrases of up to `_PHRASE_WORDS` words within a clause, whose first and last word are not short.
 
-    Example:
-        >>> list_phrases("In 1868, the mason came.")
-        ['1868', 'mason', 'mason came', 'came']
+    Of "In 1868, the mason came." they are "1868", "mason", "mason came" and "came".
     """
     words = list(_WORD.finditer(text))
     gaps = (text[one.end() : two.start()] for one, two in pairwise(words))
