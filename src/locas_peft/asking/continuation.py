@@ -236,7 +236,7 @@ def recite(model: nn.Module, tokenizer, prompts: Rows, count: int, max_new_token
             options["past_key_values"] = begun.past_key_values
         output = model.generate(input_ids=ids, **options)
         found = [up_to_end(each, ends) for each in output[:, ids.shape[1] :].tolist()]
-        if searched < max_new_tokens:
+        if searched < max_new_tokens and any(own[-1] not in ends for own in found):
             begun = [[*rows[each // count], *own] for each, own in enumerate(found)]
             groups = [(len(row), range(each * count, (each + 1) * count)) for each, row in enumerate(rows)]
             rest = continue_rows(host, begun, max_new_tokens - searched, pad=pad, stops=ends, groups=groups)

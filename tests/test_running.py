@@ -1,4 +1,4 @@
-"""Readings side by side, as a table."""
+"""What commands print of readings: side by side, as a table."""
 
 from __future__ import annotations
 
