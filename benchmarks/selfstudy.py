@@ -16,6 +16,8 @@ With seeds, each page is studied once a seed with Locas's defaults, exchanges in
 asked: directly, and reranked, where the best of ten recited passages is the answer. Beside it stand the page in
 context; BM25: its best sentence as the answer, the best one where each has the questions that the study wrote about
 it, and its best three in the base's context; and the sentence after which the question is the likeliest for the base.
+A second table has short answers, which the base gives with the best passages of each in its context: how many have the
+gold phrase, how many are the phrase alone, and their F1.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ from locas_peft.asking import (
     Question,
     ask,
     ask_by_reciting,
-    ask_by_reranking,
     count_right,
     encode_answer,
     encode_question,
     is_right,
     load_questions,
 )
-from locas_peft.asking.answers import recite_for, score_question
+from locas_peft.asking.answers import answer_from, is_exact, recite_for, score_question
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
+from locas_peft.evaluation.f1 import token_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.library.routing import join_exchanges
@@ -66,6 +68,8 @@ READING_ONLY = "locas-glu:reading-only"
 METHODS = f"locas-glu,lora@11,{READING_ONLY}"
 READINGS = 120  # about the processor time of a study
 MEASURED_READINGS = 40
+SHORT_CONTEXTS = (1, 3, 10)
+"""Passages from which the base answers in a few words."""
 
 
 class Page:
@@ -201,8 +205,11 @@ def repeat_study(base, tokenizer, page: Page, seed: int, **options: Any) -> dict
         with memory_attached(base, memory) as model:
             began, right = time.process_time(), ask_page(model, tokenizer, page)
             halfway = time.process_time()
-            reranked, ranked = ask_by_reranking(model, tokenizer, page.questions)
+            reranked, ranked = ask_by_reciting(model, tokenizer, page.questions, rerank=True)
             ended = time.process_time()
+            short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(ranked), 0)}
+    for count in SHORT_CONTEXTS:
+        short[f"reranked, best {count}"] = answer_briefly(base, tokenizer, page, ranked, count)
     scores = score_by_words([[text] for text in held.values()], [each.question for each in page.questions])
     by_words = [list(held)[best] for best in scores.argmax(1)]
     pairs = zip(page.questions, ranked, strict=True)
@@ -211,6 +218,7 @@ def repeat_study(base, tokenizer, page: Page, seed: int, **options: Any) -> dict
         "right": right,
         "right_reranked": count_right(reranked, page.questions),
         "right_among_recited": sum(among),
+        "short": short,
         "right_by_words": count_right(by_words, page.questions),
         "cpu_seconds": seconds,
         "asking_cpu_seconds": [halfway - began, ended - halfway],
@@ -228,13 +236,32 @@ def measure_retrieval(base, tokenizer, page: Page) -> dict[str, int]:
         for each, best in zip(page.questions, ranked, strict=True)
     ]
     nats = [score_question(base, tokenizer, each.question, sentences) for each in page.questions]
-    likeliest = [sentences[min(range(len(row)), key=row.__getitem__)] for row in nats]
+    likeliest = [[sentences[number] for number in sorted(range(len(row)), key=row.__getitem__)] for row in nats]
+    short = {
+        "none": answer_briefly(base, tokenizer, page, [[]] * len(nats), 0),
+        "page": answer_briefly(base, tokenizer, page, [[page.text]] * len(nats), 1),
+    }
+    for count in SHORT_CONTEXTS[:-1]:  # the page has few more sentences than are recited
+        short[f"bm25, best {count}"] = answer_briefly(base, tokenizer, page, ranked, count)
+        short[f"likelihood, best {count}"] = answer_briefly(base, tokenizer, page, likeliest, count)
     return {
         "asked": len(page.questions),
-        "right_by_likelihood": count_right(likeliest, page.questions),
+        "right_by_likelihood": count_right([best[0] for best in likeliest], page.questions),
         "right_in_context": ask_page(base, tokenizer, page, page.text),
         "right_bm25_sentence": count_right([best[0] for best in ranked], page.questions),
         "right_bm25_context": count_right(in_context, page.questions),
+        "short": short,
+    }
+
+
+def answer_briefly(model, tokenizer, page: Page, passages: list[list[str]], count: int) -> dict[str, float]:
+    """Let a model answer in a few words from the first passages for each question; return its figures."""
+    answers = answer_from(model, tokenizer, page.questions, [each[:count] for each in passages])
+    golds = [asked.answer for asked in page.questions]
+    return {
+        "right": count_right(answers, page.questions),
+        "exact": sum(map(is_exact, answers, golds)),
+        "f1": 100 * sum(map(token_f1, answers, golds)) / len(golds),
     }
 
 
@@ -311,6 +338,21 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     return make_table(head, rows)
 
 
+def tabulate_short(pages: dict[str, dict[str, Any]]) -> str:
+    """Return a row a way to answer in a few words: means over the pages, and over their seeds."""
+    found: dict[str, list[list[dict[str, float]]]] = {}  # by the way: of each page, its runs
+    for page in pages.values():
+        runs = [run["short"] for run in page["seeds"].values() if "short" in run]
+        for each in [page["short"], *runs[:1]] if runs else []:
+            for way in each:
+                found.setdefault(way, []).append([run[way] for run in (runs if way in runs[0] else [page["short"]])])
+    rows = []
+    for way, of_pages in found.items():
+        means = [[sum(run[key] for run in runs) / len(runs) for runs in of_pages] for key in ("right", "exact", "f1")]
+        rows.append([way, *(f"{sum(mean) / len(mean):.1f}" for mean in means)])
+    return make_table(["a few words, from", "right", "exact", "F1"], rows)
+
+
 def plot(pages: dict[str, dict[str, Any]], path: Path) -> None:
     """Plot the share of the gap closed against processor seconds, a panel a page and a line a method."""
     from matplotlib.figure import Figure
@@ -356,7 +398,7 @@ def main() -> None:
                     figures["seeds"][seed] = repeat_study(base, tokenizer, page, int(seed), **options)
                     print(name, seed, figures["seeds"][seed], flush=True)
                     write_json(arguments.out, results)
-        print(tabulate_seeds(done))
+        print(tabulate_seeds(done), tabulate_short(done), sep="\n\n")
         return
     own_answers = write_own_answers(base, tokenizer)
     methods = arguments.methods.split(",")

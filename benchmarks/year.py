@@ -2,11 +2,12 @@
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json
 
-Each session is studied into a memory of its own in a library. A question is then asked with the memory that the
-library finds, with that of the session that holds its evidence, and of the base with as many passages as a memory
-recites, by BM25 over all sessions: of the passages alone, and of each with the questions that its study wrote. The
-last are also merged by rank with what the memory that is found recites. The base answers in a few words from the
-passages (`ask_by_reciting`). Separate memories do not change: the questions are asked once, after the last session.
+Each session is studied into a memory of its own in a library. Each memory that the library finds for a question, and
+that of the session which holds its evidence, recites passages once (`rank_recited`). The base answers in a few words
+from ten passages: those of the evidence's memory, of the memory that is found first, the best of all that are found
+(`Library.ask_by_reciting`), and BM25's over all sessions, of the passages alone and of each with the questions that
+its study wrote. The last are also merged by rank with those of all that are found. Separate memories do not change:
+the questions are asked once, after the last session.
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json --goes-on 10 --every 5
 
@@ -32,21 +33,18 @@ import torch
 from measuring import describe_machine
 
 from locas_peft.asking import Question, ask_by_reciting, encode_question, is_right
-from locas_peft.asking.answers import MOST_RECITED, answer_all
-from locas_peft.asking.prompts import SHORT_PROMPT
+from locas_peft.asking.answers import MOST_RECITED, answer_from, measure_gain, rank_recited
 from locas_peft.bases import load_base
 from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, dialogue_lines, load_locomo
 from locas_peft.evaluation.f1 import answer_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
-from locas_peft.library.routing import join_exchanges
+from locas_peft.library.routing import LEAST_GAIN, join_exchanges
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import load_exchanges, split_passages
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.text import tokenize
-
-ANSWER_TOKENS = 32
 
 
 def name_of(session: Session) -> str:
@@ -104,40 +102,67 @@ def study(base, tokenizer, talk: Conversation, library: Library, results: dict[s
         print(name, rows[name], flush=True)
 
 
-def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], out: Path) -> None:
-    """Ask each question with its own session's memory, with the one that is found, and of the base with passages."""
-    lines = lines_of(talk)
-    asked = list_questions(talk)
-    questions = [Question(each.question, each.answer) for each, _ in asked]
+def recite(base, tokenizer, library: Library, questions: list[Question], wanted: list[set[str]], work: Path) -> dict:
+    """Let each memory recite for the questions that want it: by its name and the question's number, ranked passages.
+
+    A memory whose best passage the base would say as well has none (`LEAST_GAIN`). A file for each memory in `work`
+    keeps what is done.
+    """
+    found = {}
+    for name in sorted(set().union(*wanted)):
+        file = work / f"{name}.json"
+        if not file.exists():
+            numbers = [number for number, names in enumerate(wanted) if name in names]
+            began, asked = time.process_time(), [questions[number].question for number in numbers]
+            with library.attach(base, [name]) as model:
+                ranked = rank_recited(model, tokenizer, asked)
+                prompts = [encode_question(tokenizer, each) for each in asked]
+                gains = measure_gain(model, tokenizer, prompts, [next(iter(each), "") for each in ranked])
+            kept = [each if gain >= LEAST_GAIN else {} for each, gain in zip(ranked, gains, strict=True)]
+            seconds = (time.process_time() - began) / len(asked)
+            write_json(file, {"seconds": seconds, "ranked": dict(zip(map(str, numbers), kept, strict=True))})
+            print(f"{name} recites for {len(asked)} questions, {seconds:.1f} s each", flush=True)
+        found[name] = load_json(file)
+    return found
+
+
+def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], out: Path, work: Path) -> None:
+    """Ask each question with its own session's memory, with those that are found, and of the base with passages."""
+    lines, asked = lines_of(talk), list_questions(talk)
+    questions, owners = [Question(each.question, each.answer) for each, _ in asked], [owner for _, owner in asked]
     began = time.perf_counter()
-    by_words = library.route([each.question for each in questions])
+    routed = library.route([each.question for each in questions])
     results["seconds_a_routing"] = (time.perf_counter() - began) / len(questions)
-    rows: dict[str, list[dict[str, Any]]] = {"own": [], "routed": []}
-    began = time.process_time()
-    for name in dict.fromkeys(name for _, name in asked):
-        numbers = [number for number, (_, owner) in enumerate(asked) if owner == name]
-        with library.attach(base, [name]) as model:
-            given = ask_by_reciting(model, tokenizer, [questions[number] for number in numbers])
-        for number, answer, recited in zip(numbers, *given, strict=True):
-            rows["own"].append(describe(asked[number][0], answer, recited, lines) | {"memory": name})
-    results["cpu_seconds_an_answer"] = (time.process_time() - began) / len(questions)
-    routed = library.ask(base, tokenizer, questions, by=ask_by_reciting)
-    for (each, owner), words, found in zip(asked, by_words, routed, strict=True):
-        figures = describe(each, found.answer, found.recited, lines)
-        names = {"by_words": words[0] if words else None, "memory": found.memories[0] if found.memories else None}
-        rows["routed"].append(figures | names | {"own": owner})
+    work.mkdir(parents=True, exist_ok=True)
+    wanted = [{*names, owner} for names, owner in zip(routed, owners, strict=True)]
+    found = recite(base, tokenizer, library, questions, wanted, work)
+    results["seconds_a_memory_and_question"] = [each["seconds"] for each in found.values()]
+
+    def best_of(number: int, names: Sequence[str]) -> list[str]:
+        scored = sorted((nats, each) for name in names for each, nats in found[name]["ranked"][str(number)].items())
+        return list(dict.fromkeys(passage for _, passage in scored))[:MOST_RECITED]
+
     passages = [each.text for s in talk.sessions for each in split_passages(tokenizer, text_of(talk, s))]
     held = join_exchanges(each for s in talk.sessions for each in load_exchanges(library.find(name_of(s)) / EXCHANGES))
-    best = rank_passages(dict(zip(passages, passages, strict=True)), questions)
     with_questions = rank_passages(held, questions)
-    merged = [merge(found.recited, others) for found, others in zip(routed, with_questions, strict=True)]
-    kinds = {"base": [[] for _ in questions], "bm25": best, "bm25 and the study's questions": with_questions}
-    for kind, contexts in (kinds | {"routed and these, merged": merged}).items():
-        rows[kind], both = [], zip(questions, contexts, strict=True)
-        prompts = [encode_question(tokenizer, each.question, SHORT_PROMPT, "\n".join(found)) for each, found in both]
-        answers = answer_all(base, tokenizer, prompts, ANSWER_TOKENS)
-        for (each, _), answer, found in zip(asked, answers, contexts, strict=True):
-            rows[kind].append(describe(each, answer, found, lines))
+    several = [best_of(number, names) for number, names in enumerate(routed)]
+    kinds = {
+        "base": [[] for _ in questions],
+        "own": [best_of(number, [owner]) for number, owner in enumerate(owners)],
+        "first": [best_of(number, names[:1]) for number, names in enumerate(routed)],
+        "several": several,
+        "bm25": rank_passages(dict(zip(passages, passages, strict=True)), questions),
+        "bm25 and the study's questions": with_questions,
+        "several and these, merged": [merge(*both) for both in zip(several, with_questions, strict=True)],
+    }
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for kind, contexts in kinds.items():
+        answers = answer_from(base, tokenizer, questions, contexts)
+        described = zip(asked, answers, contexts, routed, strict=True)
+        rows[kind] = [
+            describe(each, answer, found, lines) | {"own": owner, "memories": list(names)}
+            for (each, owner), answer, found, names in described
+        ]
     results["answers"] = rows
     write_json(out, results)
 
@@ -224,7 +249,7 @@ def main() -> None:
         shared = results, settings, arguments.out, arguments.work
         go_on(base, tokenizer, talk, library, *shared, arguments.goes_on, arguments.every)
     else:
-        ask(base, tokenizer, talk, library, results, arguments.out)
+        ask(base, tokenizer, talk, library, results, arguments.out, arguments.work / "recited")
         print(tabulate(results["answers"]))
 
 

