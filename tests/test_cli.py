@@ -515,7 +515,7 @@ def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch)
         return ["Fine."]
 
     monkeypatch.setattr(asking, "continue_texts", reply)
-    monkeypatch.setattr(asking.answers, "recite_for", lambda m, t, asked: [[f"About {asked[0]}", "More."]])
+    monkeypatch.setattr(asking.answers, "rank_recited", lambda m, t, asked: [{f"About {asked[0]}": 1.0, "More.": 2.0}])
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\nAnd you?\n"))
     arguments = ("chat", "--recite", "--memory", memory, "--model", chat_model, "--device", "cpu")
     assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")

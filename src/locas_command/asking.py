@@ -151,7 +151,7 @@ def chat(
         seed: of the tokens that are drawn.
     """
     from locas_peft.asking import Question, can_chat, check_room, continue_texts, fit_turns
-    from locas_peft.asking.answers import recite_for
+    from locas_peft.asking.answers import rank_recited
     from locas_peft.asking.prompts import encode_question, put_before
     from locas_peft.model import count_positions
     from locas_peft.tuner import adapters_disabled
@@ -166,7 +166,7 @@ def chat(
 
     def write(model: Any, names: tuple, numbers: list[int]) -> list[tuple[list[int], str, list[str]]]:
         recites = recite and bool(names)
-        passages = recite_for(model, loaded.tokenizer, [message])[0] if recites else []
+        passages = list(rank_recited(model, loaded.tokenizer, [message])[0]) if recites else []
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
         ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
         check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
