@@ -13,7 +13,7 @@ from ..checks import import_extra
 from ..memories.folder import SAMPLE
 from ..selfstudy.exchanges import EXCHANGES, Exchange, load_exchanges
 
-__all__ = ["join_exchanges", "list_passages", "make_sample", "score_by_words"]
+__all__ = ["LEAST_GAIN", "join_exchanges", "list_passages", "make_sample", "score_by_words"]
 
 # Chosen by benchmarks/library.py.
 LEAST_SCORE = 0.18  # the BM25 score a unit of idf below which a question is about no memory
