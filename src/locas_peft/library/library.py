@@ -247,7 +247,7 @@ class Library:
         return memory_attached(base, folders[0], self.key, folders[1:]) if folders else nullcontext(base)
 
     def route(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
-        """Return for each question the names of the memories that it may be about, the likeliest, or later, first."""
+        """Return for each question the names of the memories that it may be about, the likeliest first; or ()."""
         names = self.list()
         scores = score_by_words([list_passages(self.folder / name) for name in names], questions)
         rows = zip(scores, (-scores).argsort(1, kind="stable")[:, :MOST_ASKED], strict=True)
@@ -269,15 +269,17 @@ class Library:
     def ask_by_reciting(
         self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], *, rerank: bool = False, **options: Any
     ) -> list[RoutedAnswer]:
-        """Answer each question from the best of what all memories that it may be about recite."""
+        """Answer each question from what all memories that it may be about recite (see `asking.ask_by_reciting`).
+
+        The passages of all are ranked together. `options` may have `max_new_tokens`. `base` is mutated meanwhile.
+        """
 
         def write(model: nn.Module, names: tuple[str, ...], numbers: list[int]) -> Iterable:
             asked = [questions[number].question for number in numbers]
             ranked = rank_recited(model, tokenizer, asked, **(options if rerank else {}))
             return zip([encode_question(tokenizer, each) for each in asked], [""] * len(asked), ranked, strict=True)
 
-        answers = []
-        found = self._ask_memories(base, tokenizer, questions, write, most=None)
+        answers, found = [], self._ask_memories(base, tokenizer, questions, write, most=None)
         for question, given in zip(questions, found, strict=True):
             scored = sorted((nats, passage, name) for name, (_, all) in given.items() for passage, nats in all.items())
             owners = dict[str, str]()  # of each passage, the memory that gives it the best score
@@ -285,8 +287,7 @@ class Library:
                 owners.setdefault(passage, name)
             best = list(owners)[:MOST_RECITED]
             answer = best[0] if rerank and best else answer_from(base, tokenizer, [question], [best], **options)[0]
-            memories = dict.fromkeys(owners[passage] for passage in best)
-            answers.append(RoutedAnswer(question, answer, tuple(memories), tuple(best)))
+            answers.append(RoutedAnswer(question, answer, tuple({owners[each]: 0 for each in best}), tuple(best)))
         return answers
 
     def answer(self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write) -> list[RoutedAnswer]:
