@@ -287,7 +287,7 @@ class Library:
                 owners.setdefault(passage, name)
             best = list(owners)[:MOST_RECITED]
             answer = best[0] if rerank and best else answer_from(base, tokenizer, [question], [best], **options)[0]
-            answers.append(RoutedAnswer(question, answer, tuple({owners[each]: 0 for each in best}), tuple(best)))
+            answers.append(RoutedAnswer(question, answer, tuple(dict.fromkeys(owners[p] for p in best)), tuple(best)))
         return answers
 
     def answer(self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write) -> list[RoutedAnswer]:
