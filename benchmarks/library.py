@@ -159,8 +159,7 @@ def measure_pages(base, tokenizer, memories: list[Path], files: list[Path]) -> d
             with library.attach(base, names) as model:
                 given = ask(model, tokenizer, questions)
             results["asked"] += len(questions)
-            routed = library.route([each.question for each in questions])
-            results["routed_by_words"] += sum(each[:1] == names for each in routed)
+            results["routed_by_words"] += library.route([each.question for each in questions]).count(names)
             results["answered_by_the_right"] += sum(each.memories == names for each in answers)
             results["right"] += count_right([each.answer for each in answers], questions)
             results["right_given"] += count_right(given, questions)

@@ -2,12 +2,12 @@
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json
 
-Each session is studied into a memory of its own in a library. Each memory that the library finds for a question, and
-that of the session which holds its evidence, recites passages once (`rank_recited`). The base answers in a few words
-from ten passages: those of the evidence's memory, of the memory that is found first, the best of all that are found
-(`Library.ask_by_reciting`), and BM25's over all sessions, of the passages alone and of each with the questions that
-its study wrote. The last are also merged by rank with those of all that are found. Separate memories do not change:
-the questions are asked once, after the last session.
+Each session is studied into a memory of its own in a library. The memory that the library finds for a question, the
+others of up to three whose score by words is at least half of its score, and that of the session which holds the
+evidence recite passages (`rank_recited`). The base answers in a few words from ten passages: those of the evidence's
+memory, of the memory that is found, the best of the up to three, and BM25's over all sessions, of the passages alone
+and of each with the questions that its study wrote. The last are also merged by rank with those of the memory that is
+found. Separate memories do not change: the questions are asked once, after the last session.
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json --goes-on 10 --every 5
 
@@ -39,7 +39,7 @@ from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Se
 from locas_peft.evaluation.f1 import answer_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
-from locas_peft.library.routing import LEAST_GAIN, join_exchanges
+from locas_peft.library.routing import LEAST_GAIN, join_exchanges, list_passages
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import load_exchanges, split_passages
@@ -126,12 +126,21 @@ def recite(base, tokenizer, library: Library, questions: list[Question], wanted:
     return found
 
 
+def route_to_several(library: Library, questions: list[str], most: int = 3, share: float = 0.5) -> list[list[str]]:
+    """Return for each question the memory that `Library.route` finds, first, and others that fit nearly as well."""
+    names = library.list()
+    scores = score_by_words([list_passages(library.find(name)) for name in names], questions)
+    orders = (-scores).argsort(1, kind="stable")[:, :most]
+    both = zip(scores, orders, strict=True)
+    return [[names[each] for each in order if row[each] >= max(1, share * row.max())] for row, order in both]
+
+
 def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], out: Path, work: Path) -> None:
     """Ask each question with its own session's memory, with those that are found, and of the base with passages."""
     lines, asked = lines_of(talk), list_questions(talk)
     questions, owners = [Question(each.question, each.answer) for each, _ in asked], [owner for _, owner in asked]
     began = time.perf_counter()
-    routed = library.route([each.question for each in questions])
+    routed = route_to_several(library, [each.question for each in questions])
     results["seconds_a_routing"] = (time.perf_counter() - began) / len(questions)
     work.mkdir(parents=True, exist_ok=True)
     wanted = [{*names, owner} for names, owner in zip(routed, owners, strict=True)]
@@ -145,15 +154,15 @@ def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str
     passages = [each.text for s in talk.sessions for each in split_passages(tokenizer, text_of(talk, s))]
     held = join_exchanges(each for s in talk.sessions for each in load_exchanges(library.find(name_of(s)) / EXCHANGES))
     with_questions = rank_passages(held, questions)
-    several = [best_of(number, names) for number, names in enumerate(routed)]
+    first = [best_of(number, names[:1]) for number, names in enumerate(routed)]
     kinds = {
         "base": [[] for _ in questions],
         "own": [best_of(number, [owner]) for number, owner in enumerate(owners)],
-        "first": [best_of(number, names[:1]) for number, names in enumerate(routed)],
-        "several": several,
+        "first": first,
+        "several": [best_of(number, names) for number, names in enumerate(routed)],
         "bm25": rank_passages(dict(zip(passages, passages, strict=True)), questions),
         "bm25 and the study's questions": with_questions,
-        "several and these, merged": [merge(*both) for both in zip(several, with_questions, strict=True)],
+        "first and these, merged": [merge(*both) for both in zip(first, with_questions, strict=True)],
     }
     rows: dict[str, list[dict[str, Any]]] = {}
     for kind, contexts in kinds.items():

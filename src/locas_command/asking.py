@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -93,25 +94,23 @@ def ask(
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
     text = None if context is None else load_text(context)
-    recites, options = recite or rerank, {"max_new_tokens": max_new_tokens}
-    options |= {"rerank": rerank} if recites else {"context": text}
-    loaded, model, found = _load_to_ask(memory, library, without_memory, base)
+    by = partial(ask_by_reciting, rerank=rerank) if recite or rerank else ask_questions
+    options = {"max_new_tokens": max_new_tokens} | ({"context": text} if by is ask_questions else {})
     recited, routed = [[] for _ in asked], None
+    loaded, model, found = _load_to_ask(memory, library, without_memory, base)
     if found is not None:
-        ask_library = found.ask_by_reciting if recites else found.ask
-        given = ask_library(loaded.model, loaded.tokenizer, asked, **options)
+        given = found.ask(loaded.model, loaded.tokenizer, asked, by=by, **options)
         answers, recited, routed = zip(*((each.answer, each.recited, each.memories) for each in given), strict=True)
-    elif recites:
-        answers, recited = ask_by_reciting(model, loaded.tokenizer, asked, **options)
     else:
-        answers = ask_questions(model, loaded.tokenizer, asked, **options)
+        given = by(model, loaded.tokenizer, asked, **options)
+        answers, recited = (given, recited) if by is ask_questions else given
     records = [
         {
             "question": item.question,
             "answer": answer,
             "gold": item.answer,
             "right": None if item.answer is None else is_right(answer, item.answer),
-            **({"recited": list(passages)} if recites else {}),
+            **({} if by is ask_questions else {"recited": list(passages)}),
             **({} if routed is None else {"memories": list(routed[number])}),
         }
         for number, (item, answer, passages) in enumerate(zip(asked, answers, recited, strict=True))

@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..asking import Question, ask, encode_question
-from ..asking.answers import MOST_RECITED, answer_from, measure_gain, rank_recited
+from ..asking.answers import measure_gain
 from ..files import finish_replacement, staged, write_json
 from ..memories import FILES, MEMORY_CONFIG, READING, check_vacant, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
@@ -33,7 +33,7 @@ from ..reading.record import load_reading
 from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
 from ..slots import compress
 from ..text import tokenize
-from .routing import CLOSE, LEAST_GAIN, MOST_ASKED, list_passages, make_sample, score_by_words
+from .routing import LEAST_GAIN, list_passages, make_sample, score_by_words
 
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 
@@ -247,81 +247,57 @@ class Library:
         return memory_attached(base, folders[0], self.key, folders[1:]) if folders else nullcontext(base)
 
     def route(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
-        """Return for each question the names of the memories that it may be about, the likeliest first; or ()."""
+        """Return for each question the name of the memory that it is about, in a tuple; an empty one for none.
+
+        Of two memories that fit as well, the later one is named.
+        """
         names = self.list()
         scores = score_by_words([list_passages(self.folder / name) for name in names], questions)
-        rows = zip(scores, (-scores).argsort(1, kind="stable")[:, :MOST_ASKED], strict=True)
-        return [tuple(names[each] for each in best if row[each] >= max(1, CLOSE * row.max())) for row, best in rows]
+        return [(names[row.argmax()],) if len(row) and row.max() >= 1 else () for row in scores]
 
-    def ask(self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], **options) -> list[RoutedAnswer]:
-        """Answer each question in one sentence (see `answer`).
+    def ask(
+        self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], *, by: Callable = ask, **options: Any
+    ) -> list[RoutedAnswer]:
+        """Answer each question in one sentence (see `answer`), a memory `by` a function like `asking.ask_by_reciting`.
 
         With a `context` the memory's answer is taken as it is. Options and errors are those of `asking.ask`.
         """
 
         def write(model: nn.Module, names: tuple[str, ...], numbers: list[int]) -> Iterable:
-            group = [questions[number] for number in numbers]
+            group, recited = [questions[number] for number in numbers], [[] for _ in numbers]
+            if names and by is not ask:
+                given, recited = by(model, tokenizer, group, **options)
+            else:
+                given = ask(model, tokenizer, group, **options)
             prompts = [None if options.get("context") else encode_question(tokenizer, each.question) for each in group]
-            return zip(prompts, ask(model, tokenizer, group, **options), [()] * len(group), strict=True)
+            return zip(prompts, given, recited, strict=True)
 
         return self.answer(base, tokenizer, questions, write)
 
-    def ask_by_reciting(
-        self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], *, rerank: bool = False, **options: Any
-    ) -> list[RoutedAnswer]:
-        """Answer each question from what all memories that it may be about recite (see `asking.ask_by_reciting`).
-
-        The passages of all are ranked together. `options` may have `max_new_tokens`. `base` is mutated meanwhile.
-        """
-
-        def write(model: nn.Module, names: tuple[str, ...], numbers: list[int]) -> Iterable:
-            asked = [questions[number].question for number in numbers]
-            ranked = rank_recited(model, tokenizer, asked, **(options if rerank else {}))
-            return zip([encode_question(tokenizer, each) for each in asked], [""] * len(asked), ranked, strict=True)
-
-        answers, found = [], self._ask_memories(base, tokenizer, questions, write, most=None)
-        for question, given in zip(questions, found, strict=True):
-            scored = sorted((nats, passage, name) for name, (_, all) in given.items() for passage, nats in all.items())
-            owners = dict[str, str]()  # of each passage, the memory that gives it the best score
-            for _, passage, name in scored:
-                owners.setdefault(passage, name)
-            best = list(owners)[:MOST_RECITED]
-            answer = best[0] if rerank and best else answer_from(base, tokenizer, [question], [best], **options)[0]
-            answers.append(RoutedAnswer(question, answer, tuple(dict.fromkeys(owners[p] for p in best)), tuple(best)))
-        return answers
-
     def answer(self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write) -> list[RoutedAnswer]:
-        """Answer each question with the memory that it is likeliest about, and with the base where it is about none.
+        """Answer each question with the memory that it is about, and with the base alone where it is about none.
 
         Where a studied memory says what the base would say too (`routing.LEAST_GAIN`), the base answers it. `base`
         is mutated meanwhile. `write` is called with the base with or without a memory, the memory's name in a tuple,
         and the numbers of questions. It returns for each the token ids of the prompt that the memory answers (None:
         its answer is taken as it is), the answer, and what the memory recited.
         """
-        given = self._ask_memories(base, tokenizer, questions, write, most=1)
-        alone = [number for number, found in enumerate(given) if not found]
-        for number, (_, *row) in zip(alone, write(base, (), alone) if alone else (), strict=True):
-            given[number][""] = tuple(row)
-        both = ((question, *found.popitem()) for question, found in zip(questions, given, strict=True))
-        return [RoutedAnswer(each, text, (name,) if name else (), tuple(of)) for each, name, (text, of) in both]
-
-    def _ask_memories(
-        self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write, most: int | None
-    ) -> list[dict[str, tuple[str, Any]]]:
-        """Return what the `most` likeliest memories, or all, answer and recite for each question, by their names."""
-        given = [dict[str, tuple[str, Any]]() for _ in questions]
-        routed = [names[:most] for names in self.route([each.question for each in questions])]
-        for name in dict.fromkeys(chain.from_iterable(routed)):
-            numbers = [number for number, names in enumerate(routed) if name in names]
-            with self.attach(base, [name]) as model:
-                prompts, answers, recited = zip(*write(model, (name,), numbers), strict=True)
-                said = [next(iter(passages), answer) for answer, passages in zip(answers, recited, strict=True)]
-                studied = (self.find(name) / EXCHANGES).is_file() and None not in prompts
+        routed = self.route([each.question for each in questions])
+        answers: dict[int, RoutedAnswer] = {}
+        for names in [*dict.fromkeys(filter(None, routed)), ()]:
+            numbers = [number for number, each in enumerate(routed) if each == names]
+            if not numbers:
+                continue
+            with self.attach(base, names) as model:
+                prompts, given, recited = zip(*write(model, names, numbers), strict=True)
+                said = [passages[0] if passages else answer for answer, passages in zip(given, recited, strict=True)]
+                studied = names and (self.find(names[0]) / EXCHANGES).is_file() and None not in prompts
                 gains = measure_gain(model, tokenizer, prompts, said) if studied else [LEAST_GAIN] * len(numbers)
-            for number, gain, *row in zip(numbers, gains, answers, recited, strict=True):
-                if gain >= LEAST_GAIN:
-                    given[number][name] = tuple(row)
-        return given
+            for number, answer, passages, gain in zip(numbers, given, recited, gains, strict=True):
+                answers[number] = RoutedAnswer(questions[number], answer, names, tuple(passages))
+                if gain < LEAST_GAIN:
+                    routed[number] = ()  # the last group
+        return [answers[number] for number in range(len(questions))]
 
     def _check_room(self, taken: set[str]) -> None:
         if self._most is not None and len(taken) >= self._most:

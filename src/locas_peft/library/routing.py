@@ -18,7 +18,6 @@ __all__ = ["LEAST_GAIN", "join_exchanges", "list_passages", "make_sample", "scor
 # Chosen by benchmarks/library.py.
 LEAST_SCORE = 0.18  # the BM25 score a unit of idf below which a question is about no memory
 LEAST_GAIN = 1.4  # in nats a token (`measure_gain`) below which the base answers in place of a studied memory
-MOST_ASKED, CLOSE = 3, 0.5  # so many memories recite at most, whose scores are such a share of the best one's
 BACKGROUND = 300  # documents that stand for other texts: with one memory alone, no word of it would be rare
 SAMPLE_LINES, SAMPLE_CHARACTERS = 200, 200
 _WORD = re.compile(r"\b\w\w+\b")
