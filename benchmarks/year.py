@@ -6,8 +6,9 @@ Each session is studied into a memory of its own in a library. The memory that t
 others of up to three whose score by words is at least half of its score, and that of the session which holds the
 evidence recite passages (`rank_recited`). The base answers in a few words from ten passages: those of the evidence's
 memory, of the memory that is found, the best of the up to three, and BM25's over all sessions, of the passages alone
-and of each with the questions that its study wrote. The last are also merged by rank with those of the memory that is
-found. Separate memories do not change: the questions are asked once, after the last session.
+and of each with the questions that its study wrote. The last are also merged by rank with recited ones, and recited
+ones that the text has stand before others. Separate memories do not change: the questions are asked once, after the
+last session.
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json --goes-on 10 --every 5
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -147,22 +148,26 @@ def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str
     found = recite(base, tokenizer, library, questions, wanted, work)
     results["seconds_a_memory_and_question"] = [each["seconds"] for each in found.values()]
 
-    def best_of(number: int, names: Sequence[str]) -> list[str]:
-        scored = sorted((nats, each) for name in names for each, nats in found[name]["ranked"][str(number)].items())
-        return list(dict.fromkeys(passage for _, passage in scored))[:MOST_RECITED]
+    def best_of(number: int, names: Sequence[str], before: Container[str] = ()) -> list[str]:
+        ranked = [found[name]["ranked"][str(number)] for name in names]
+        scored = sorted((each not in before, nats, each) for passages in ranked for each, nats in passages.items())
+        return list(dict.fromkeys(passage for *_, passage in scored))[:MOST_RECITED]
 
     passages = [each.text for s in talk.sessions for each in split_passages(tokenizer, text_of(talk, s))]
     held = join_exchanges(each for s in talk.sessions for each in load_exchanges(library.find(name_of(s)) / EXCHANGES))
     with_questions = rank_passages(held, questions)
     first = [best_of(number, names[:1]) for number, names in enumerate(routed)]
+    several = [best_of(number, names) for number, names in enumerate(routed)]
     kinds = {
         "base": [[] for _ in questions],
         "own": [best_of(number, [owner]) for number, owner in enumerate(owners)],
         "first": first,
-        "several": [best_of(number, names) for number, names in enumerate(routed)],
+        "first, passages of the text first": [best_of(n, names[:1], held) for n, names in enumerate(routed)],
+        "several": several,
         "bm25": rank_passages(dict(zip(passages, passages, strict=True)), questions),
         "bm25 and the study's questions": with_questions,
         "first and these, merged": [merge(*both) for both in zip(first, with_questions, strict=True)],
+        "several and these, merged": [merge(*both) for both in zip(several, with_questions, strict=True)],
     }
     rows: dict[str, list[dict[str, Any]]] = {}
     for kind, contexts in kinds.items():
