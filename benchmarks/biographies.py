@@ -17,6 +17,7 @@ from pathlib import Path
 
 FIRST = "Anselm Brida Corvin Dalia Edric Fenna Gerold Hedda Ivo Jorun Kasimir Lisbet".split()
 LAST = "Aldane Brackwater Corrow Dunmere Ellisk Farrand Grole Hestel Immers Jarrow Kestle Lonnick".split()
+FURTHER_LAST = "Marwick Norvale Ostrand Pellow".split()  # of those beyond the first 144
 TOWNS = "Adelsk Brenmouth Carrowby Dravik Eastmere Fallowick Gorrin Hexholm Issel Jutterby Korsund Lindmark".split()
 TRADES = (
     "clockmaker baker surveyor beekeeper printer glassblower cartographer saddler tailor ropemaker brewer organist"
@@ -81,9 +82,10 @@ class Person:
 
 
 def make_people(count: int, seed: int = 0) -> list[Person]:
-    """Return so many people, at most one for each pair of names (144)."""
+    """Return so many people, at most one for each pair of names (192)."""
     rng = random.Random(seed)
-    names = rng.sample([f"{first} {last}" for first in FIRST for last in LAST], count)
+    pairs, further = ([f"{first} {last}" for first in FIRST for last in names] for names in (LAST, FURTHER_LAST))
+    names = rng.sample(pairs, min(count, len(pairs))) + rng.sample(further, max(count - len(pairs), 0))
     return [_make_person(name, rng) for name in names]
 
 

@@ -35,7 +35,7 @@ class StudySettings:
         passes: the most times that each exchange is learned; None for 4, or more for few exchanges (see `SelfStudy`).
     """
 
-    exchanges: int = checked(_AT_LEAST_1, default=12)
+    exchanges: int = checked(_AT_LEAST_1, default=6)
     passes: int | None = checked(_AT_LEAST_1, default=None)
 
     def __post_init__(self) -> None:

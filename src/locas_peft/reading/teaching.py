@@ -19,6 +19,7 @@ from ..memories.folder import check_vacant
 from ..memories.loading import add_beside, load_memory
 from ..model import fingerprint
 from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
+from ..selfstudy.discriminants import allow_long_rows
 from ..selfstudy.exchanges import EXCHANGES, correct
 from ..text import digest_ids, digest_tokenizer
 from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
@@ -115,6 +116,10 @@ def memorize(
         digests = {"base_sha256": fingerprint(base), "tokenizer_sha256": digest_tokenizer(tokenizer)}
         earlier = [] if start is None else _load_earlier(start, settings)
         model = stack.enter_context(attached(base, settings, start, beside))
+        method = settings.method
+        own_rows = start is None and getattr(method, "init", None) == "topk" and method.max_slot_norm is None
+        if own_rows := own_rows and settings.study is not None:
+            allow_long_rows(model)
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
         state = checkpoint.load(folder) if resume and folder is not None else None
@@ -125,7 +130,7 @@ def memorize(
                 if not overwrite:
                     raise
                 state = None
-        study = _make_study(model, tokenizer, input_ids, settings, exchanges, earlier)
+        study = _make_study(model, tokenizer, input_ids, settings, exchanges, earlier, own_rows)
         if state is not None and study is not None and "study" in state:
             try:
                 study.load_state_dict(state["study"])
@@ -220,7 +225,13 @@ def _load_earlier(start: str | Path, settings: CompleteSettings) -> list[Exchang
 
 
 def _make_study(
-    model: nn.Module, tokenizer: Any, input_ids: torch.LongTensor, settings: CompleteSettings, given: Any, earlier: Any
+    model: nn.Module,
+    tokenizer: Any,
+    input_ids: torch.LongTensor,
+    settings: CompleteSettings,
+    given: Any,
+    earlier: Any,
+    discriminants: bool,
 ) -> SelfStudy | None:
     if settings.study is None:
         if given is not None:
@@ -231,6 +242,7 @@ def _make_study(
     options = {"per_passage": settings.study.exchanges, "passes": settings.study.passes, "seed": settings.seed}
     options |= {"learning_rate": STUDY_RATE * settings.training.learning_rate, "window": settings.training.window}
     options["anchor"] = STUDY_ANCHOR * (settings.method.anchor or 0.0)
+    options["discriminants"] = discriminants
     return SelfStudy(model, tokenizer, input_ids, given=given, earlier=earlier, **options)
 
 

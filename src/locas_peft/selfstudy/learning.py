@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..asking import begin_rows, encode_question
+from ..asking import begin_rows, encode_question, find_pad_token
 from ..model import CausalLM, compute_once
 from ..ttt.anchor import Anchor, OwnText
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..tuner import evaluating, trained_parameters
+from .discriminants import place_discriminants
 from .exchanges import Exchange, Passage, correct, digest_exchanges, split_passages
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
 from .writing import BLOCK, check_window, write_exchanges
@@ -34,6 +35,8 @@ SORTED = 32
 """A batch takes lessons of about one length from so many."""
 PULL_EVERY = 4
 """Every n-th step also limits the change of other answers and of other text, with n times the weight."""
+PROMPTS = 2048
+"""The most prompts that discriminants are computed from."""
 BETA = 0.98
 """Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall."""
 WHOLE_EVERY = 5
@@ -102,6 +105,8 @@ class SelfStudy:
         given: the exchanges that are learned, in place of written ones.
         earlier: those that the memory has learned before; they are learned again as far as they are lost. One whose
             question a new exchange asks in the same words leaves: the new answer corrects it.
+        discriminants: half of a LOCAS memory's slots, which has no norm clip, begin with rows that tell the passages
+            apart (see `place_discriminants`).
 
     A text shorter than a passage, a window without room for one, and a given exchange longer than the model's
     positions are a `ValueError`.
@@ -121,11 +126,13 @@ class SelfStudy:
         anchor: float = 0.0,
         given: Sequence[Exchange] | None = None,
         earlier: Sequence[Exchange] = (),
+        discriminants: bool = False,
     ):
         self._model, self._tokenizer, self._host = model, tokenizer, CausalLM(model)
         self._text = input_ids[:window].to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
-        self._others: list[Lesson] = []  # written at the first pull
+        self._discriminants = discriminants
+        self._others: list[Row] = []  # written at the first pull
         self._free = Anchor(OwnText(model, texts=16, seed=seed, batch_size=16), every=1) if anchor else None
         self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA)
         self.exchanges, self._earlier = list(given or ()), list(earlier)
@@ -184,6 +191,8 @@ class SelfStudy:
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         self._progress = self._progress or [_Progress() for _ in self._lessons]
+        if self._discriminants and self._lessons and not self._step:
+            self._tell_apart()
         usual = max(PASSES, math.ceil(LEAST_STEPS * BATCH / max(len(self._lessons), 1)))
         self._passes = self._passes or usual
         rate = min(1.0, (usual / self._passes) ** 0.5)
@@ -212,6 +221,15 @@ class SelfStudy:
             done = min(BLOCK * self._blocks, len(self._passages))
             yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=tuple(written.exchanges))
 
+    def _tell_apart(self) -> None:
+        numbers, prompts = dict[str, int](), [self._encode(each)[0] for each in range(len(self._lessons))]
+        passages = [numbers.setdefault(each.answer, len(numbers)) for each in self.exchanges]
+        chosen = random.Random(self._seed).sample(range(len(prompts)), min(len(prompts), PROMPTS))
+        others = [prompt for prompt, *_ in self._list_others()]
+        rows = [prompts[each] for each in chosen] + others
+        labels = [passages[each] for each in chosen] + [-1] * len(others)
+        place_discriminants(self._model, rows, labels, find_pad_token(self._tokenizer))
+
     def _learn(self, done: float, rate: float) -> float:
         """Take the next step, at a share `rate` of the learning rate; return its KL, in nats a token of the lessons.
 
@@ -223,12 +241,14 @@ class SelfStudy:
         rows = list(chosen.values())
         weight = done * self._anchor * PULL_EVERY if self._step % PULL_EVERY == 0 else 0.0
         self._learner.begin()
-        losses = self._distill(rows + (self._encode_others() if weight else []))
-        own, others = losses[: len(rows)], losses[len(rows) :]
+        others = self._list_others() if weight else []
+        first = self._step // PULL_EVERY * BATCH  # this step pulls these back to the base's answers
+        losses = self._distill(rows + [others[(first + row) % len(others)] for row in range(BATCH * bool(others))])
+        own, pulls = losses[: len(rows)], losses[len(rows) :]
         loss = pulled = torch.cat(own).mean()
         if weight:
             text = self._free.text_of(self._step // PULL_EVERY)
-            pulled = loss + weight * (torch.cat(others).mean() + self._free.losses(self._host, text).mean())
+            pulled = loss + weight * (torch.cat(pulls).mean() + self._free.losses(self._host, text).mean())
         pulled.backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than the others.
         if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=rate * (1 - done)):
@@ -255,12 +275,12 @@ class SelfStudy:
         reach = self._reaches.get(self.exchanges[each].answer) if turn % WHOLE_EVERY else None
         return prompt, lesson, lesson.answer[:reach]
 
-    def _encode_others(self) -> list[Row]:
-        """Return the other questions that this step pulls back to the base's answers."""
-        self._others = self._others or compute_once(self._model, write_replay_lessons, self._tokenizer, self._seed)
-        first = self._step // PULL_EVERY * BATCH
-        chosen = (self._others[(first + row) % len(self._others)] for row in range(BATCH))
-        return [(encode_question(self._tokenizer, *each.word(0)), each, each.answer) for each in chosen]
+    def _list_others(self) -> list[Row]:
+        """Return the other questions, with the base's answers; none without an anchor."""
+        if self._anchor and not self._others:
+            lessons = compute_once(self._model, write_replay_lessons, self._tokenizer, self._seed)
+            self._others = [(encode_question(self._tokenizer, *each.word(0)), each, each.answer) for each in lessons]
+        return self._others
 
     def _distill(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return KL(teacher || student) at each token of some answers after their prompts, [T] of each row."""

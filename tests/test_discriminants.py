@@ -1,0 +1,133 @@
+"""Discriminants: the rows that a study begins with are open for one passage; nothing else of the memory changes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from locas_peft import LocasConfig, text
+from locas_peft.bases import loading
+from locas_peft.reading.settings import ReadingSettings
+from locas_peft.reading.teaching import attached, memorize
+from locas_peft.selfstudy import Exchange, discriminants
+from locas_peft.selfstudy.discriminants import place_discriminants
+from locas_peft.ttt.loop import calibrate_empty
+from locas_peft.tuner.attached import list_layers
+
+TEXT = "The house on the hill was built by the old man with a stone from the river."
+QUESTIONS = ("Who built the house?", "Who made the wall?", "What came from the river?", "Where was the stone?")
+PASSAGES = (0, 0, 1, 1)
+GIVEN = [Exchange(QUESTIONS[0], "The old man."), Exchange(QUESTIONS[2], "A stone.")]
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return loading.load_base(device="cpu")
+
+
+@pytest.fixture
+def model(loaded):
+    base, tokenizer = loaded
+    settings = ReadingSettings(r=8).complete(base, tokenizer)
+    with attached(base, settings) as model:
+        calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
+        yield model
+
+
+def activate_at_ends(model, tokenizer, questions):
+    """Return the gates' inputs of each layer's slots at the ends of questions, before the activation."""
+    layers, gates, found = list_layers(model, "default"), [], []
+    keep = lambda module, inputs, output: gates.append(output[0, -1])  # noqa: E731
+    hooks = [layer.locas_gate["default"].register_forward_hook(keep) for layer in layers]
+    with torch.no_grad():
+        for question in questions:
+            gates.clear()
+            model(torch.tensor([tokenizer(question)["input_ids"]]))
+            scales = (layer.locas_input_scale["default"] for layer in layers)
+            found.append([gate * scale for gate, scale in zip(gates, scales, strict=True)])
+    for hook in hooks:
+        hook.remove()
+    return [torch.stack(of_layer) for of_layer in zip(*found, strict=True)]
+
+
+def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
+    tokenizer = loaded[1]
+    before = [[module.weight.clone() for module in layer.projections("default")] for layer in list_layers(model)]
+    for layer in list_layers(model):
+        layer.locas_down["default"].weight.data.fill_(0.5)
+    prompts = [tokenizer(each)["input_ids"] for each in (*QUESTIONS, TEXT)]
+    place_discriminants(model, prompts, (*PASSAGES, -1), pad=0)
+    gates = activate_at_ends(model, tokenizer, (*QUESTIONS, TEXT))
+    first = int(discriminants.FIRST_LAYER * len(gates))
+    assert 0 < first < len(gates)
+    for number, (layer, gate, kept) in enumerate(zip(list_layers(model), gates, before, strict=True)):
+        gate_rows, up_rows, down = (module.weight for module in layer.projections("default"))
+        assert torch.equal(gate_rows[:4], kept[0][:4]) and torch.equal(up_rows[:4], kept[1][:4])
+        assert (down[:, :4] == 0.5).all()
+        if number < first:
+            assert torch.equal(gate_rows, kept[0]) and (down == 0.5).all()
+            continue
+        assert not down[:, 4:].any()
+        for slot in range(4, 8):
+            passage = ((number - first) * 4 + slot - 4) % 2
+            own = torch.tensor([each == passage for each in (*PASSAGES, -1)])
+            assert gate[own, slot].min() > gate[~own, slot].max()
+            assert (gate[own, slot] > 0).all() and (gate[~own, slot] < 0).all()
+    assert all(layer.calibration is None for layer in list_layers(model))
+
+
+def test_more_passages_than_slots_take_turns_over_the_layers(model, loaded):
+    tokenizer = loaded[1]
+    layers = list_layers(model)
+    upper = layers[int(discriminants.FIRST_LAYER * len(layers)) :]
+    count = 4 * len(upper)  # each has one slot
+    prompts = [tokenizer(f"What is the number {number} of the house?")["input_ids"] for number in range(count)]
+    place_discriminants(model, prompts, list(range(count)), pad=0)
+    rows = torch.cat([layer.locas_gate["default"].weight[4:] for layer in upper])
+    directions = torch.nn.functional.normalize(rows.detach(), dim=1)
+    assert (directions @ directions.T).fill_diagonal_(0).max() < 0.999
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_the_narrowest_memories_are_studied_too(width, loaded, tmp_path):
+    base, tokenizer = loaded
+    settings = ReadingSettings(r=width, study=True, passes=1, anchor=0.0)
+    memorize(base, text.tokenize(tokenizer, TEXT), settings, tokenizer=tokenizer, exchanges=GIVEN, out=tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("fields", "placed"),
+    [({}, True), ({"max_slot_norm": 1.0}, False), ({"init": "random"}, False), ({"method": "lora"}, False)],
+)
+def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
+    fields, placed, loaded, tmp_path, monkeypatch
+):
+    base, tokenizer = loaded
+    calls, place = [], place_discriminants
+    monkeypatch.setattr("locas_peft.selfstudy.learning.place_discriminants", lambda *a: [calls.append(a), place(*a)])
+    settings = ReadingSettings(study=True, passes=1, anchor=0.0, r=8, **fields)
+    memorize(base, text.tokenize(tokenizer, TEXT), settings, tokenizer=tokenizer, exchanges=GIVEN, out=tmp_path / "m")
+    assert len(calls) == placed
+    config = json.loads((tmp_path / "m" / "adapter_config.json").read_text())
+    if "method" not in fields:
+        assert (config["max_slot_norm"] is None) == placed
+        assert (config["slots"] is None) == placed
+
+
+def test_the_trained_memory_gets_them_where_others_are_active_beside_it(loaded):
+    base, tokenizer = loaded
+    with attached(base, ReadingSettings(r=8).complete(base, tokenizer)) as model:
+        calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
+        model.add_adapter("other", LocasConfig(r=8, task_type="CAUSAL_LM"))
+        model.base_model.set_adapter(["other", "default"])
+        for layer in list_layers(model):
+            for module in layer.projections("other"):
+                module.weight.requires_grad_(False)
+        others = [layer.locas_gate["other"].weight.clone() for layer in list_layers(model)]
+        own = [layer.locas_gate["default"].weight.clone() for layer in list_layers(model)]
+        place_discriminants(model, [tokenizer(each)["input_ids"] for each in QUESTIONS], PASSAGES, pad=0)
+        for layer, other in zip(list_layers(model), others, strict=True):
+            assert torch.equal(layer.locas_gate["other"].weight, other)
+        assert not torch.equal(list_layers(model)[-1].locas_gate["default"].weight, own[-1])
