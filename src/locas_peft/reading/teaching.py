@@ -116,9 +116,8 @@ def memorize(
         digests = {"base_sha256": fingerprint(base), "tokenizer_sha256": digest_tokenizer(tokenizer)}
         earlier = [] if start is None else _load_earlier(start, settings)
         model = stack.enter_context(attached(base, settings, start, beside))
-        method = settings.method
-        own_rows = start is None and getattr(method, "init", None) == "topk" and method.max_slot_norm is None
-        if own_rows := own_rows and settings.study is not None:
+        method, fresh = settings.method, settings.study is not None and start is None
+        if own_rows := fresh and getattr(method, "init", None) == "topk" and method.max_slot_norm is None:
             allow_long_rows(model)
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
@@ -130,7 +129,8 @@ def memorize(
                 if not overwrite:
                     raise
                 state = None
-        study = _make_study(model, tokenizer, input_ids, settings, exchanges, earlier, own_rows)
+        options = {"earlier": earlier, "discriminants": own_rows}
+        study = _make_study(model, tokenizer, input_ids, settings, exchanges, **options)
         if state is not None and study is not None and "study" in state:
             try:
                 study.load_state_dict(state["study"])
@@ -225,13 +225,7 @@ def _load_earlier(start: str | Path, settings: CompleteSettings) -> list[Exchang
 
 
 def _make_study(
-    model: nn.Module,
-    tokenizer: Any,
-    input_ids: torch.LongTensor,
-    settings: CompleteSettings,
-    given: Any,
-    earlier: Any,
-    discriminants: bool,
+    model: nn.Module, tokenizer: Any, input_ids: torch.Tensor, settings: CompleteSettings, given: Any, **options: Any
 ) -> SelfStudy | None:
     if settings.study is None:
         if given is not None:
@@ -239,11 +233,10 @@ def _make_study(
         return None
     if tokenizer is None:
         raise ValueError("tokenizer must be given for a self-study, got None: give the base's tokenizer")
-    options = {"per_passage": settings.study.exchanges, "passes": settings.study.passes, "seed": settings.seed}
+    options |= {"per_passage": settings.study.exchanges, "passes": settings.study.passes, "seed": settings.seed}
     options |= {"learning_rate": STUDY_RATE * settings.training.learning_rate, "window": settings.training.window}
     options["anchor"] = STUDY_ANCHOR * (settings.method.anchor or 0.0)
-    options["discriminants"] = discriminants
-    return SelfStudy(model, tokenizer, input_ids, given=given, earlier=earlier, **options)
+    return SelfStudy(model, tokenizer, input_ids, given=given, **options)
 
 
 def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTrainer:

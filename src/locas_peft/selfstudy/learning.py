@@ -29,7 +29,7 @@ from .writing import BLOCK, check_window, write_exchanges
 __all__ = ["SelfStudy", "StudyStep"]
 
 BATCH = 8
-PASSES, LEAST_STEPS = 4, 100
+PASSES, LEAST_STEPS = 4, 50
 """How often a lesson is learned at most, where no number is given; few lessons are learned for so many steps."""
 SORTED = 32
 """A batch takes lessons of about one length from so many."""
