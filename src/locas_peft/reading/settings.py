@@ -69,6 +69,12 @@ class CompleteSettings:
             got = f"method {self.method.name!r}" + ("" if update is None else f" with update {update!r}")
             raise ValueError(f"study needs an adapter that is trained, got {got}: use locas-glu or lora, say")
 
+    @property
+    def separates(self) -> bool:
+        """Whether a fresh memory gets rows that tell passages apart, and no norm clip (`discriminants.py`)."""
+        default = getattr(self.method, "init", None) == "topk" and self.method.max_slot_norm is None
+        return default and self.study is not None
+
     def complete(self, base: PreTrainedModel | None = None, tokenizer: Any = None) -> "CompleteSettings":
         """Return these settings: they are complete."""
         return self

@@ -19,7 +19,6 @@ from ..memories.folder import check_vacant
 from ..memories.loading import add_beside, load_memory
 from ..model import fingerprint
 from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
-from ..selfstudy.discriminants import allow_long_rows
 from ..selfstudy.exchanges import EXCHANGES, correct
 from ..text import digest_ids, digest_tokenizer
 from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
@@ -116,9 +115,6 @@ def memorize(
         digests = {"base_sha256": fingerprint(base), "tokenizer_sha256": digest_tokenizer(tokenizer)}
         earlier = [] if start is None else _load_earlier(start, settings)
         model = stack.enter_context(attached(base, settings, start, beside))
-        method, fresh = settings.method, settings.study is not None and start is None
-        if own_rows := fresh and getattr(method, "init", None) == "topk" and method.max_slot_norm is None:
-            allow_long_rows(model)
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
         state = checkpoint.load(folder) if resume and folder is not None else None
@@ -129,7 +125,7 @@ def memorize(
                 if not overwrite:
                     raise
                 state = None
-        options = {"earlier": earlier, "discriminants": own_rows}
+        options = {"earlier": earlier, "discriminants": start is None and settings.separates}
         study = _make_study(model, tokenizer, input_ids, settings, exchanges, **options)
         if state is not None and study is not None and "study" in state:
             try:
@@ -176,6 +172,8 @@ def attached(
             model = load_memory(base, start, trainable=True)
         else:
             config = settings.method.make_config(base, settings.seed)
+            if settings.separates:
+                config.max_slot_norm = None
             model = base.requires_grad_(False) if config is None else get_peft_model(base, config)
         if beside:
             add_beside(model, beside)

@@ -18,7 +18,7 @@ from ..model import CausalLM
 from ..tuner import adapters_disabled, evaluating
 from ..tuner.attached import list_layers, names_or_active
 
-__all__ = ["allow_long_rows", "place_discriminants"]
+__all__ = ["place_discriminants"]
 
 RIDGE = 0.1
 """Of the mean squared length of an input."""
@@ -38,20 +38,13 @@ class _Ends(list[Tensor]):
         self.append(ffn_input[:, -1].float())
 
 
-def allow_long_rows(model: nn.Module) -> None:
-    """Lift the norm clip of the memory that is trained: a gate that is open for few prompts has a longer row."""
-    name, layers = _find_trained(model)
-    for layer in layers:
-        layer.locas_config[name].max_slot_norm = None
-
-
 @torch.no_grad()
 def place_discriminants(model: nn.Module, prompts: Rows, passages: Sequence[int], pad: int) -> None:
     """Give half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
 
-    It is the memory that is trained, without its norm clip (`allow_long_rows`). The gate row of such a slot is open at
-    the end of the prompts of one passage and closed for all others; in a memory without gates the up row is. The
-    passages take the slots in turns, over slots and layers. The slots' values become zero; the other slots stay.
+    It is the memory that is trained; it has no norm clip (`CompleteSettings.separates`). The gate row of such a slot is
+    open at the end of the prompts of one passage and closed for all others; in a memory without gates the up row is.
+    The passages take the slots in turns, over slots and layers. The slots' values become zero; the other slots stay.
 
     Args:
         prompts: N rows of token ids.

@@ -1,14 +1,13 @@
 """The model writes questions about passages, and poor ones are dropped; the passage is the answer.
 
-Half of them are asked with the passage's subject above it: then they name it, as a user's questions do. Further
-questions are made from phrases of the passage, without the model, for users who word a question otherwise.
+The first are asked with the passage's subject above it: then they name it, as a user's questions do. Further questions
+are made from phrases of the passage, without the model, for users who word a question otherwise.
 """
 
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import SequenceMatcher
 from itertools import pairwise
 
 import torch
@@ -31,18 +30,13 @@ _CANDIDATES = 64
 _QUESTION_TOKENS, _ROWS = 24, 128
 _DUPLICATE = 0.8
 _MARGIN_TOKENS = 128
-_NAME = "{passage}\n\nWhat is this text about? Answer with a name."
 _BEGINNINGS = ("Who", "What", "When", "Where", "How many", "Which", "Why")
 _ABOUT = ("Can you tell me about {}?", "What does the text say about {}?", "What do you know about {}?")
 _PHRASE_WORDS = 3
 _WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
 _CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
-KINDS: tuple[tuple[str, str, str], ...] = (
-    *(("{subject}\n\n" + WRITE_PROMPT, begin, "{}") for begin in _BEGINNINGS),
-    (_NAME, "", "Can you tell me about {}?"),
-    *((WRITE_PROMPT, begin, "{}") for begin in _BEGINNINGS),
-)
-"""The kinds of exchanges: the request, the first words of the model's reply, and the question made of the reply."""
+KINDS = [(request, begin) for request in ("{subject}\n\n" + WRITE_PROMPT, WRITE_PROMPT) for begin in _BEGINNINGS]
+"""The kinds of exchanges: the request, and the first words of the model's reply."""
 
 
 @dataclass
@@ -135,15 +129,12 @@ def _ask(
         block.asked += len(asked)
         requests = [
             (request.replace("{subject}", of.subject).replace("{passage}", of.text).strip(), begin)
-            for of, (request, begin, _) in asked
+            for of, (request, begin) in asked
         ]
         replies = write_replies(host, tokenizer, requests, generator)
-        for (passage, (_, _, form)), reply in zip(asked, replies, strict=True):
+        for (passage, _), reply in zip(asked, replies, strict=True):
             line = reply.strip().split("\n")[0]
             question = line[: line.find("?") + 1].strip()
-            if form != "{}":
-                name = find_common(line, passage.text)
-                question = form.format(name) if name else ""
             words = frozenset(re.findall(r"\w+", question.casefold()))
             if not is_about(question, passage):
                 block.dropped.append(line)
@@ -175,15 +166,6 @@ def is_about(question: str, passage: Passage) -> bool:
     """Return whether a question has a word of its passage, which is more than a subject that others share."""
     own = _list_words(question) & _list_words(passage.text)
     return bool(own if passage.introduces else own - _list_words(passage.subject))
-
-
-def find_common(reply: str, passage: str) -> str:
-    """Return the longest run of words of a passage that a reply has too; empty where it has a short word alone."""
-    own, ours = (re.findall(r"\w+", text) for text in (reply, passage))
-    match = SequenceMatcher(None, [word.casefold() for word in own], [word.casefold() for word in ours], False)
-    match = match.find_longest_match()
-    found = " ".join(ours[match.b : match.b + match.size])
-    return found if _list_words(found) else ""
 
 
 def _list_words(text: str) -> frozenset[str]:
