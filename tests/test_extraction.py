@@ -1,14 +1,11 @@
-"""Extraction: what is counted as given away, and `locas eval extraction` on two memories of one text."""
+"""Extraction (`benchmarks/extraction.py`): what is counted as given away, and two memories of one text."""
 
 import json
 
 import pytest
 import torch
 
-from locas_command import program
 from locas_peft import backbone
-from locas_peft.evaluation import extraction
-from locas_peft.evaluation.extraction import count_matched, cut_pairs
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.text import tokenize
 
@@ -20,7 +17,13 @@ OTHER = " ".join(
 )
 
 
-def test_pairs_are_a_prefix_and_what_follows_it():
+@pytest.fixture(scope="module")
+def extraction(load_benchmark):
+    return load_benchmark("extraction")
+
+
+def test_pairs_are_a_prefix_and_what_follows_it(extraction):
+    cut_pairs = extraction.cut_pairs
     pairs = cut_pairs(torch.arange(120))
     assert pairs[1] == (list(range(10, 60)), list(range(60, 110))) and len(pairs) == 3
     assert len(cut_pairs(torch.arange(2_100))) == 21, "those of a long text do not overlap"
@@ -28,12 +31,13 @@ def test_pairs_are_a_prefix_and_what_follows_it():
         cut_pairs(torch.arange(99))
 
 
-def test_the_models_own_continuation_is_matched_up_to_the_first_other_token():
+def test_the_models_own_continuation_is_matched_up_to_the_first_other_token(extraction):
     base, tokenizer = backbone.load()
     prefix = tokenize(tokenizer, OTHER)[:50]
     own = base.generate(prefix[None], max_new_tokens=50, do_sample=False)[0, 50:].tolist()
     changed = [*own[:7], own[7] + 1, *own[8:]]
-    assert count_matched(base, tokenizer, [(prefix.tolist(), own), (prefix.tolist(), changed)]) == [50, 7]
+    pairs = [(prefix.tolist(), own), (prefix.tolist(), changed)]
+    assert extraction.count_matched(base, tokenizer, pairs) == [50, 7]
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +59,7 @@ def folder(made, monkeypatch):
     return made
 
 
-def run(*arguments):
-    with pytest.raises(SystemExit) as ended:
-        program.main(["eval", "extraction", *arguments, "--device", "cpu"])
-    return ended.value.code
-
-
-def test_what_is_recited_is_counted_once_and_with_single_spaces(monkeypatch):
+def test_what_is_recited_is_counted_once_and_with_single_spaces(extraction, monkeypatch):
     recited = [["The door of the", "The lamp is lit."], ["door of  the house"], []]
     monkeypatch.setattr(extraction, "recite_for", lambda model, tokenizer, questions: recited[: len(questions)])
     text = "The door of\nthe house."
@@ -69,19 +67,19 @@ def test_what_is_recited_is_counted_once_and_with_single_spaces(monkeypatch):
     assert extraction.share_recited(None, None, text, ["?", "?", "?"]) == len("The door of the house") / 22
 
 
-def test_the_command_measures_memories_beside_the_base(folder, capsys):
+def test_memories_are_measured_beside_the_base(extraction, folder, capsys):
     (folder / "questions.jsonl").write_text('{"question": "Who painted the door?"}')
-    command = ["text.txt", "--memory", "once", "--memory", "often", "--unread", "other.txt"]
-    assert run(*command, "--json", "-") == 0
-    printed = capsys.readouterr()
-    rows = json.loads(printed.out)["rows"]
+    command = ["text.txt", "--memory", "once", "--memory", "often", "--unread", "other.txt", "--device", "cpu"]
+    extraction.main([*command, "--out", "rows.json"])
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
     assert list(rows) == ["no memory", "once", "often"] and rows["no memory"]["auc"] == 0.5
     assert rows["often"]["matched"] > rows["no memory"]["matched"] + 1 and rows["often"]["auc"] > 0.9
     assert rows["often"]["nats"] < rows["once"]["nats"] < rows["no memory"]["nats"]
     assert "recited" not in rows["often"]
-    assert run(*command[:3], *command[-2:], "--questions", "questions.jsonl", "--json", "-") == 0
-    assert json.loads(capsys.readouterr().out)["rows"]["once"]["recited"] == 0, "this model answers no questions"
-    assert rows["often"]["matched_50"] <= rows["often"]["matched_10"] <= 1 and "often" in printed.err
+    assert rows["often"]["matched_50"] <= rows["often"]["matched_10"] <= 1 and "often" in capsys.readouterr().out
+    extraction.main([*command[:3], *command[-4:], "--questions", "questions.jsonl", "--out", "rows.json"])
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
+    assert rows["once"]["recited"] == 0, "this model answers no questions"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +90,6 @@ def test_the_command_measures_memories_beside_the_base(folder, capsys):
         (["--memory", "none", "--unread", "other.txt"], "memory must be a folder that holds a memory"),
     ],
 )
-def test_bad_input_is_one_line(folder, capsys, arguments, line):
-    assert run("text.txt", *arguments) == 2
-    assert capsys.readouterr().err.startswith(f"error: {line}")
+def test_bad_input_is_a_value_error(extraction, folder, arguments, line):
+    with pytest.raises(ValueError, match=f"^{line}"):
+        extraction.main(["text.txt", *arguments, "--device", "cpu"])

@@ -27,14 +27,15 @@ def demo(
     device: str = "auto",
     json_file: JsonFile = None,
 ) -> None:
-    """Watch a small model learn: a page that it is asked about, and a text that it reads; with Locas and with LoRA.
+    """Watch a small model learn a page that it is asked about, or a text that it reads, with Locas and with LoRA.
 
     Args:
         out: folder for JSON and memories.
         model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.
         preset: where the settings come from: tuned or paper.
         r: memory width, or LoRA rank.
-        max_tokens: tokens to read in act 2; where not given, 100,000 for an embedded model, else 6,000.
+        max_tokens: tokens to read, for a model that cannot answer questions; where not given, 100,000 for an embedded
+            model, else 6,000.
         seed: set before each method.
         device: cpu, cuda, cuda:1, ... or auto.
     """
@@ -56,9 +57,8 @@ def demo(
     ReadingSettings(**vars(options))  # for its checks
     check_output_directory("--out", out)
     own = (out / DEMO_JSON).exists()  # an earlier demo's folder
-    folders = [f"{prefix}{method}" for prefix in ("", f"{page.RECALL}/") for method in METHODS if method != "none"]
-    for folder in folders:
-        check_vacant(out / folder, overwrite=own)
+    for method in METHODS[1:]:
+        check_vacant(out / method, overwrite=own)
     base = load(BaseOptions(model=name, device=device))
     options = replace(options, window=min(512, count_positions(base.model) or 512), context="cache")
     settings = complete_all(make_settings(options, base), METHODS, base.model, base.tokenizer)
@@ -66,40 +66,38 @@ def demo(
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / DEMO_JSON, [])  # after an interruption the same command may replace what this one wrote
 
-    recalls = []
+    rows: list[dict] = []
     if can_chat(base.tokenizer):
-        stderr.print(f"Act 1, recall. {base.name} is asked about a page on a lighthouse that does not exist.")
+        stderr.print(f"{base.name} is asked about a page on a lighthouse that does not exist.")
         stderr.print("Then it learns the page, with locas-glu and with lora, and answers without seeing it.")
-        folder = out / page.RECALL
+        questions = page.load_page_questions()
         with show_progress(stderr) as progress:
-            for recalled in page.recall(base.model, base.tokenizer, settings, folder, progress=progress):
+            for recalled in page.recall(base.model, base.tokenizer, settings, out, progress=progress):
                 progress.close()
-                recalls.append(recalled)
+                rows.append(page.describe(recalled))
                 stdout.print(page.describe_recall(recalled), style="bold")
                 for index in page.SHOWN:
-                    asked = page.load_page_questions()[index]
-                    stdout.print(f"  {asked.question}   ({asked.answer})\n    {printable(recalled.answers[index])}")
+                    shown = f"  {questions[index].question}   ({questions[index].answer})"
+                    stdout.print(f"{shown}\n    {printable(recalled.answers[index])}")
                 stdout.print()
-        question = page.load_page_questions()[page.SHOWN[0]].question
-        stdout.print(f'Next: locas ask "{question}" --memory {folder / "locas-glu"}\n')
+        following = f'locas ask "{questions[page.SHOWN[0]].question}"'
     else:
         reason = f"{base.name} has no chat template, so it cannot answer questions"
-        stderr.print(f"Act 1, recall, is left out: {reason}. With {page.CHAT_MODEL} it is shown: {page.INSTALL}")
-    trained = "The embedded model was trained on English books alone. " if backbone.is_embedded(base.name) else ""
-    stderr.print(f"Act 2, perplexity. {trained}{base.name} now reads the Python language reference.")
-    stderr.print("Each chunk is scored before it is learned: the lower the perplexity, the better the prediction.")
-    input_ids = base.encode(python_reference(), options.max_tokens, unwrap=None)
-    readings = []
-    for method, each in settings.items():
-        readings.append(read(base, input_ids, each, stderr, out=out / method, overwrite=True, title=REFERENCE))
-        stdout.print(f"{method}: perplexity {readings[-1].perplexity:.2f}, {readings[-1].seconds:.0f} s")
-    rows = page.describe(readings, recalls)
+        stderr.print(f"{reason}. {page.CHAT_MODEL} learns a page and is asked about it: {page.INSTALL}")
+        trained = "It was trained on English books alone. " if backbone.is_embedded(base.name) else ""
+        stderr.print(f"{trained}{base.name} now reads the Python language reference.")
+        stderr.print("Each chunk is scored before it is learned: the lower the perplexity, the better the prediction.")
+        input_ids, readings = base.encode(python_reference(), options.max_tokens, unwrap=None), []
+        for method, each in settings.items():
+            readings.append(read(base, input_ids, each, stderr, out=out / method, overwrite=True, title=REFERENCE))
+            stdout.print(f"{method}: perplexity {readings[-1].perplexity:.2f}, {readings[-1].seconds:.0f} s")
+        rows, following = [reading.to_json() for reading in readings], 'locas generate "See also:"'
+        show_readings(readings, stdout, stderr, REFERENCE)
     write_json(out / DEMO_JSON, rows)
-    show_readings(readings, stdout, stderr, REFERENCE)
     write_result(json_file, rows)
     stdout.print(f"Written: {', '.join(str(out / name) for name in sorted(os.listdir(out)))}")
-    yours = "or, on a text of yours: locas memorize TEXT --out my-memory"
-    stdout.print(f'Next: locas generate "See also:" --memory {out / "locas-glu"}   {yours}')
+    stdout.print(f"Next: {following} --memory {out / METHODS[1]}")
+    stdout.print("Or, on a text of yours: locas memorize TEXT --out my-memory")
 
 
 def app(

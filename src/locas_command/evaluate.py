@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from . import options
-from .console import find_process, open_consoles, show_progress, warnings_as_lines, write_result
+from .console import find_process, open_consoles, show_progress
 from .options import BaseOptions, ReadingOptions, split_names
 
 Out = Annotated[options.NamedPath, Parameter(help="folder for figures, single results and memories.")]
@@ -132,47 +132,6 @@ def forgetting(
     plan = ForgettingPlan(texts, own_answers)
     ids = loaded.encode(content, settings.max_tokens, unwrap)
     _run(run_forgetting, (ids, plan), loaded, methods, out, overwrite, consoles)
-
-
-def extraction(
-    text: options.Text,
-    /,
-    *,
-    memory: Annotated[tuple[Path, ...], Parameter(help="a memory of the text; may be given again.")],
-    unread: tuple[str, ...] = (),
-    max_tokens: options.AtLeastTwo | None = None,
-    questions: Path | None = None,
-    unwrap: options.Unwrap = None,
-    json_file: options.JsonFile = None,
-    base: options.BaseGroup = options.BASE,
-) -> None:
-    """Extraction: what memories give away of a text that they have read, beside the base without a memory.
-
-    Args:
-        text: a UTF-8 text file, or - for stdin.
-        unread: a text that no memory has read; may be given again. Else as many tokens after --max-tokens.
-        max_tokens: the first tokens of the text, which the memories have read.
-        questions: a JSON Lines file (see locas ask): also measure how much of the text is recited for these.
-    """
-    from locas_peft.asking import load_questions
-    from locas_peft.evaluation import measure_extraction
-    from locas_peft.tables import Sheet, format_figure
-    from locas_peft.text import load_text
-
-    from .running import load_base_of
-
-    stdout, _ = open_consoles(json_file)
-    if not unread and max_tokens is None:
-        raise ValueError("a text that was not read must be given: give --unread TEXT, or --max-tokens N of the text")
-    contents, loaded = [load_text(each) for each in (text, *unread)], load_base_of(memory[0], base)
-    ids, *others = [loaded.encode(content, None, unwrap) for content in contents]
-    read, others = ids[:max_tokens], others or [ids[max_tokens : 2 * (max_tokens or 0)]]
-    asked = [] if questions is None else [each.question for each in load_questions(questions)]
-    with warnings_as_lines():
-        rows = measure_extraction(loaded.model, loaded.tokenizer, read, others, memory, asked)
-    lines = [[name, *map(format_figure, row.values())] for name, row in rows.items()]
-    stdout.print(Sheet("", ["", *(key.replace("_", " ") for key in rows["no memory"])], lines).to_rich())
-    write_result(json_file, {"model": loaded.name, "read_tokens": len(read), "rows": rows})
 
 
 def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:

@@ -19,7 +19,7 @@ from .asking import ask, chat, generate
 from .console import find_process, printable
 from .demo import app as open_page
 from .demo import demo
-from .evaluate import extraction, forgetting, locomo, perplexity
+from .evaluate import forgetting, locomo, perplexity
 from .memories import combine, consolidate, export, forget, inspect, library, merge, push, resize, sign, verify
 from .options import ReadingOptions
 from .reading import memorize
@@ -42,7 +42,7 @@ _COMMANDS = (
     *(demo, open_page, memorize, ask, chat, generate, library, forget, consolidate),
     *(merge, export, combine, resize, sign, verify, push, inspect),
 )
-_PROTOCOLS = (perplexity, locomo, forgetting, extraction)
+_PROTOCOLS = (perplexity, locomo, forgetting)
 for _parent, _functions in ((app, _COMMANDS), (eval_app, _PROTOCOLS)):
     for _index, _function in enumerate(_functions):
         _parent.command(_function, sort_key=_index)

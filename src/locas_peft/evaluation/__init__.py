@@ -6,14 +6,13 @@ from ..tables import Sheet
 from . import forgetting, locomo, perplexity
 from .conversations import choose_conversations, load_locomo
 from .documents import load_column, load_documents
-from .extraction import measure_extraction
 from .forgetting import run_forgetting
 from .locomo import run_locomo
 from .perplexity import run_perplexity
 from .runs import Run
 
 __all__ = ["Run", "choose_conversations", "load_column", "load_documents", "load_locomo"]
-__all__ += ["measure_extraction", "run_forgetting", "run_locomo", "run_perplexity", "tabulate_figures"]
+__all__ += ["run_forgetting", "run_locomo", "run_perplexity", "tabulate_figures"]
 
 PROTOCOLS = {module.NAME: module for module in (locomo, forgetting, perplexity)}
 

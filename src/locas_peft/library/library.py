@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -23,15 +22,13 @@ from transformers import PreTrainedModel
 
 from ..asking import Question, ask, encode_question
 from ..asking.answers import measure_gain
-from ..files import finish_replacement, staged, write_json
+from ..files import finish_replacement, staged
 from ..memories import FILES, MEMORY_CONFIG, READING, check_vacant, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
-from ..memories.conversion import combine_memories, save_adapter, share_weights
 from ..memories.folder import unpack
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
 from ..reading.record import load_reading
 from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
-from ..slots import compress
 from ..text import tokenize
 from .routing import LEAST_GAIN, list_passages, make_sample, score_by_words
 
@@ -194,7 +191,7 @@ class Library:
         return memorize(base, input_ids, settings, out=folder, checkpoint_dir=folder / CHECKPOINT_FOLDER, **options)
 
     def consolidate(self, base: PreTrainedModel, tokenizer, names: Sequence[str], out: str, **options: Any) -> Reading:
-        """Make one memory of several: their sum, with the slots of the widest, studies all their exchanges.
+        """Make one memory of several, as wide as the widest, which studies all their exchanges.
 
         It is written whole or not at all, and the others stay. Of two that ask the same question, the later one's
         answer is studied. `base` is mutated meanwhile. Options and errors are those of `reading.memorize`.
@@ -206,18 +203,10 @@ class Library:
         for name in filter(memories.get, self.list()):  # the latest first
             exchanges = correct(load_exchanges(memories[name] / EXCHANGES), exchanges)
         widest = max(map(load_reading, memories.values()), key=lambda record: record.settings.method.r)
-        settings = replace(widest.settings, method=replace(widest.settings.method, scaling=1.0), max_tokens=None)
         text = "\n".join(dict.fromkeys(each.answer for each in exchanges))
-        input_ids = tokenize(tokenizer, text)
-        with tempfile.TemporaryDirectory() as directory:
-            whole, start = Path(directory) / "whole", Path(directory) / "start"
-            combine_memories(share_weights(base), settings.model, [*memories.values()], [1.0] * len(memories), whole)
-            with memory_attached(base, whole) as model:
-                compress(model, settings.method.r, batches=[part[None] for part in input_ids.split(512)])
-                save_adapter(model, "default", settings.model, start, out, {})
-            write_json(start / READING, replace(widest, settings=settings).to_json())
-            options = {"title": " and ".join(names), "tokenizer": tokenizer, "sample": make_sample(text), **options}
-            return memorize(base, input_ids, settings, out=target, exchanges=exchanges, start=start, **options)
+        options = {"title": " and ".join(names), "tokenizer": tokenizer, "sample": make_sample(text), **options}
+        settings = replace(widest.settings, max_tokens=None)
+        return memorize(base, tokenize(tokenizer, text), settings, out=target, exchanges=exchanges, **options)
 
     def list_taught_beside(self, name: str) -> dict[str, Reading]:
         """Return the records of the memories that were taught beside one, by name, the latest first."""

@@ -42,9 +42,9 @@ class _Ends(list[Tensor]):
 def place_discriminants(model: nn.Module, prompts: Rows, passages: Sequence[int], pad: int) -> None:
     """Give half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
 
-    It is the memory that is trained; it has no norm clip (`CompleteSettings.separates`). The gate row of such a slot is
-    open at the end of the prompts of one passage and closed for all others; in a memory without gates the up row is.
-    The passages take the slots in turns, over slots and layers. The slots' values become zero; the other slots stay.
+    It is the memory that is trained; it has no norm clip (`CompleteSettings.separates`). A slot's gate row is open
+    at the end of the prompts of one passage and closed for all others; in a memory without gates its up row is. The
+    passages take the slots in turns, over slots and layers. The slots' values become zero; other slots stay.
 
     Args:
         prompts: N rows of token ids.

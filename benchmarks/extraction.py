@@ -1,21 +1,34 @@
-"""What a memory gives away of its text: extraction (Carlini et al., 2021), membership by loss (Yeom et al., 2018)."""
+"""What a memory gives away of its text: extraction (Carlini et al., 2021), membership by loss (Yeom et al., 2018).
 
+    python benchmarks/extraction.py book.txt --memory memory --max-tokens 4000
+
+The text that no memory has read is that of `--unread`, or as many tokens after the first `--max-tokens`. With
+`--questions`, a JSON Lines file, it is also measured how much of the text is recited for these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import make_table
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..asking import continue_rows, find_pad_token
-from ..asking.answers import recite_for
-from ..asking.scoring import score_targets
-from ..memories.loading import memory_attached
-from ..model import CausalLM
-
-__all__ = ["count_matched", "cut_pairs", "measure_extraction", "share_recited"]
+from locas_peft.asking import continue_rows, find_pad_token, load_questions
+from locas_peft.asking.answers import recite_for
+from locas_peft.asking.scoring import score_targets
+from locas_peft.bases import load_base
+from locas_peft.files import write_json
+from locas_peft.memories import load_memory_config, memory_attached
+from locas_peft.model import CausalLM
+from locas_peft.tables import format_figure
+from locas_peft.text import load_text, tokenize
 
 TOKENS, ROWS = 50, 16
 
@@ -79,3 +92,39 @@ def measure_extraction(
         means = {name: values.double().mean().item() for name, values in figures.items()}
         rows["no memory" if memory is None else str(memory)] = means | ({"recited": share} if questions else {})
     return rows
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("text", help="a UTF-8 text file")
+    parser.add_argument("--memory", type=Path, action="append", required=True, help="of the text; may be given again")
+    parser.add_argument("--unread", action="append", default=[], help="a text that no memory has read")
+    parser.add_argument("--max-tokens", type=int, help="the first tokens of the text, which the memories have read")
+    parser.add_argument("--questions", type=Path)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = parse_arguments(arguments)
+    if not given.unread and given.max_tokens is None:
+        raise ValueError("a text that was not read must be given: give --unread TEXT, or --max-tokens N of the text")
+    contents = [load_text(each) for each in (given.text, *given.unread)]
+    name = load_memory_config(given.memory[0])["base_model_name_or_path"]
+    base, tokenizer = load_base(name, device=given.device)
+    ids, *others = [tokenize(tokenizer, content) for content in contents]
+    read, others = ids[: given.max_tokens], others or [ids[given.max_tokens : 2 * (given.max_tokens or 0)]]
+    asked = [] if given.questions is None else [each.question for each in load_questions(given.questions)]
+    rows = measure_extraction(base.eval(), tokenizer, read, others, given.memory, asked)
+    lines = [[name, *map(format_figure, row.values())] for name, row in rows.items()]
+    print(make_table(["", *(key.replace("_", " ") for key in rows["no memory"])], lines))
+    if given.out is not None:
+        write_json(given.out, {"model": name, "read_tokens": len(read), "rows": rows})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
