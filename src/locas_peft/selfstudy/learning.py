@@ -222,6 +222,8 @@ class SelfStudy:
             yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=tuple(written.exchanges))
 
     def _tell_apart(self) -> None:
+        """Give the memory rows that tell the lessons' answers apart, and from the questions that the pull asks."""
+        began = time.perf_counter()
         numbers, prompts = dict[str, int](), [self._encode(each)[0] for each in range(len(self._lessons))]
         passages = [numbers.setdefault(each.answer, len(numbers)) for each in self.exchanges]
         chosen = random.Random(self._seed).sample(range(len(prompts)), min(len(prompts), PROMPTS))
@@ -229,6 +231,7 @@ class SelfStudy:
         rows = [prompts[each] for each in chosen] + others
         labels = [passages[each] for each in chosen] + [-1] * len(others)
         place_discriminants(self._model, rows, labels, find_pad_token(self._tokenizer))
+        self._seconds["learn"] += time.perf_counter() - began
 
     def _learn(self, done: float, rate: float) -> float:
         """Take the next step, at a share `rate` of the learning rate; return its KL, in nats a token of the lessons.
