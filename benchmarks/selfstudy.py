@@ -55,9 +55,10 @@ from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.library.routing import join_exchanges
 from locas_peft.memories import memory_attached
-from locas_peft.reading import ReadingSettings, StudySettings, memorize, parse_method
+from locas_peft.reading import ReadingSettings, memorize, parse_method
 from locas_peft.selfstudy import StudyStep, load_exchanges, split_passages, write_exchanges
-from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.selfstudy.exchanges import EXCHANGES as EXCHANGES_FILE
+from locas_peft.selfstudy.learning import EXCHANGES
 from locas_peft.text import load_text, tokenize
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import adapters_disabled
@@ -151,7 +152,7 @@ def study_page(
     page.measure_base(base)
     other.measure_base(base)
     began, exchanges = time.process_time(), []
-    for written in write_exchanges(base, tokenizer, split_passages(tokenizer, page.text), StudySettings.exchanges):
+    for written in write_exchanges(base, tokenizer, split_passages(tokenizer, page.text), EXCHANGES):
         exchanges += written.exchanges
     writing = time.process_time() - began
     results: dict[str, Any] = {
@@ -201,7 +202,7 @@ def repeat_study(base, tokenizer, page: Page, seed: int, **options: Any) -> dict
         memory, settings = Path(folder) / "memory", ReadingSettings(study=True, seed=seed, **options)
         reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer)
         seconds = time.process_time() - began
-        held = join_exchanges(load_exchanges(memory / EXCHANGES))
+        held = join_exchanges(load_exchanges(memory / EXCHANGES_FILE))
         with memory_attached(base, memory) as model:
             began, right = time.process_time(), ask_page(model, tokenizer, page)
             halfway = time.process_time()

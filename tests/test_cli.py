@@ -921,8 +921,8 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     page, teach_page = demo.load_page()[:420], demo.teach_page
     monkeypatch.setattr(demo, "load_page", lambda: page)
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
-    for name in ("exchanges", "passes"):
-        monkeypatch.setattr(StudySettings, name, 1)
+    monkeypatch.setattr(demo, "EXCHANGES", 1)
+    monkeypatch.setattr(StudySettings, "passes", 1)
     monkeypatch.setattr(demo, "ask", ask)
     monkeypatch.setattr(demo, "teach_page", teach)
     arguments = ["demo", "--model", chat_model, "--out", "demo", "--max-tokens", 100, "--r", 4, "--device", "cpu"]

@@ -12,7 +12,7 @@ from locas_peft.bases import loading
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import attached, memorize
 from locas_peft.selfstudy import Exchange, discriminants
-from locas_peft.selfstudy.discriminants import place_discriminants
+from locas_peft.selfstudy.discriminants import can_tell_apart, place_discriminants
 from locas_peft.ttt.loop import calibrate_empty
 from locas_peft.tuner.attached import list_layers
 
@@ -78,16 +78,19 @@ def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
     assert all(layer.calibration is None for layer in list_layers(model))
 
 
-def test_more_passages_than_slots_take_turns_over_the_layers(model, loaded):
-    tokenizer = loaded[1]
-    layers = list_layers(model)
-    upper = layers[int(discriminants.FIRST_LAYER * len(layers)) :]
-    count = 4 * len(upper)  # each has one slot
-    prompts = [tokenizer(f"What is the number {number} of the house?")["input_ids"] for number in range(count)]
-    place_discriminants(model, prompts, list(range(count)), pad=0)
-    rows = torch.cat([layer.locas_gate["default"].weight[4:] for layer in upper])
-    directions = torch.nn.functional.normalize(rows.detach(), dim=1)
-    assert (directions @ directions.T).fill_diagonal_(0).max() < 0.999
+def test_each_passage_needs_a_slot_in_each_layer(model):
+    assert [can_tell_apart(model, passages) for passages in (0, 1, 4, 5)] == [False, True, True, False]
+
+
+def test_a_passage_has_at_most_three_slots_of_a_layer(loaded):
+    base, tokenizer = loaded
+    with attached(base, ReadingSettings(r=16).complete(base, tokenizer)) as model:
+        calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
+        layer = list_layers(model)[-1]
+        before = layer.locas_gate["default"].weight.clone()
+        place_discriminants(model, [tokenizer(each)["input_ids"] for each in QUESTIONS], PASSAGES, pad=0)
+        changed = (layer.locas_gate["default"].weight != before).any(1)
+    assert changed.tolist() == [False] * 10 + [True] * 6
 
 
 @pytest.mark.parametrize("width", [1, 2])

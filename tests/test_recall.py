@@ -22,7 +22,7 @@ from locas_peft.asking.continuation import continue_rows, recite
 from locas_peft.asking.scoring import score_targets
 from locas_peft.memories import memory_attached
 from locas_peft.model import CausalLM
-from locas_peft.reading.settings import ReadingSettings, StudySettings
+from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.learning import BATCH, LEAST_STEPS
@@ -101,7 +101,6 @@ def test_the_questions_about_the_page_are_answered_by_it_and_not_by_themselves()
 
 
 def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(StudySettings, "exchanges", 2)
     model, tokenizer = backbone.load()
     settings = ReadingSettings(r=4, max_tokens=50, anchor=0.0).complete(model)
     lines = []

@@ -142,7 +142,7 @@ def test_the_record_has_every_setting_and_null_where_one_has_no_meaning():
         False,
         None,
         True,
-        12,
+        None,
         None,
     )
     assert complete("locas-mlp", "paper", update="nlsvd").to_json()["decay_steps"] is None

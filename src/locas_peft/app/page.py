@@ -18,7 +18,7 @@ from .. import demo
 from ..library import Library
 from ..memories import describe_memory
 from ..memories.folder import MOST_BYTES, pack
-from ..reading import StudySettings
+from ..selfstudy.learning import EXCHANGES
 from ..text import load_text, python_reference
 from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, ROUTED, Job, SharedModel, Visitor, Visitors, explain
 
@@ -88,7 +88,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                         upload_text = gr.UploadButton("Upload a text", file_types=["text"], size="sm")
                     name = gr.Textbox(label="Name of the memory", value="memory", max_lines=1, max_length=60)
                     questions = gr.Slider(
-                        0, MOST_QUESTIONS, StudySettings.exchanges if model.can_chat else 0, step=4,
+                        0, MOST_QUESTIONS, 2 * EXCHANGES if model.can_chat else 0, step=4,
                         label="Questions about each sentence", visible=model.can_chat,
                         info="The model asks itself and learns the answers, to recall facts later. 0: only read.",
                     )  # fmt: skip

@@ -20,6 +20,7 @@ from ..reading.record import Reading
 from ..reading.settings import CompleteSettings, StudySettings
 from ..reading.teaching import memorize
 from ..selfstudy import Exchange, split_passages, write_exchanges
+from ..selfstudy.learning import EXCHANGES
 from ..text import load_text, tokenize
 
 __all__ = ["CHAT_MODEL", "INSTALL", "IN_CONTEXT", "SHOWN", "Recall", "choose_model"]
@@ -101,7 +102,7 @@ def recall(
     yield answer(IN_CONTEXT, base, context=load_page())
     passages, seed = split_passages(tokenizer, load_page()), next(iter(settings.values())).seed
     advance, exchanges = progress("exchanges", len(passages)), []
-    for written in write_exchanges(base, tokenizer, passages, StudySettings.exchanges, seed=seed):
+    for written in write_exchanges(base, tokenizer, passages, EXCHANGES, seed=seed):
         exchanges += written.exchanges  # once for all methods: no adapter takes part in it
         advance(written.passages, f"{len(exchanges)} exchanges")
     for method, each in settings.items():

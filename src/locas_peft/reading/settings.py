@@ -31,11 +31,11 @@ class StudySettings:
     """A self-study: after reading, the model asks itself about the text, and learns the answers without the text.
 
     Args:
-        exchanges: questions wanted about each sentence.
+        exchanges: questions wanted about each sentence; None for 6, or 12 where there are many (see `SelfStudy`).
         passes: the most times that each exchange is learned; None for 4, or more for few exchanges (see `SelfStudy`).
     """
 
-    exchanges: int = checked(_AT_LEAST_1, default=6)
+    exchanges: int | None = checked(_AT_LEAST_1, default=None)
     passes: int | None = checked(_AT_LEAST_1, default=None)
 
     def __post_init__(self) -> None:

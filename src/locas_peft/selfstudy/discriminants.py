@@ -18,7 +18,7 @@ from ..model import CausalLM
 from ..tuner import adapters_disabled, evaluating
 from ..tuner.attached import list_layers, names_or_active
 
-__all__ = ["place_discriminants"]
+__all__ = ["can_tell_apart", "place_discriminants"]
 
 RIDGE = 0.1
 """Of the mean squared length of an input."""
@@ -26,6 +26,8 @@ LEVEL = 3.0
 """What a gate is for the prompts of its own passage, before the activation; for all others it is as far below 0."""
 UP = 2.0
 """What the up projection is for every prompt."""
+SLOTS_EACH = 3
+"""The most slots of a layer for one passage: with more, a note of two sentences is recited with other words in it."""
 FIRST_LAYER = 1 / 3
 """Lower layers keep their cloned rows: there the passages are hardest to tell apart."""
 BATCH = 16
@@ -38,13 +40,19 @@ class _Ends(list[Tensor]):
         self.append(ffn_input[:, -1].float())
 
 
+def can_tell_apart(model: nn.Module, passages: int) -> bool:
+    """Return whether half of a layer's slots suffice for one slot a passage; with fewer, nothing was gained."""
+    name, layers = _find_trained(model)
+    return 0 < passages <= min(layer.locas_down[name].in_features for layer in layers) // 2
+
+
 @torch.no_grad()
 def place_discriminants(model: nn.Module, prompts: Rows, passages: Sequence[int], pad: int) -> None:
-    """Give half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
+    """Give up to half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
 
     It is the memory that is trained; it has no norm clip (`CompleteSettings.separates`). A slot's gate row is open
     at the end of the prompts of one passage and closed for all others; in a memory without gates its up row is. The
-    passages take the slots in turns, over slots and layers. The slots' values become zero; other slots stay.
+    passages, for which `can_tell_apart` holds, take the slots in turns. The slots' values become zero; others stay.
 
     Args:
         prompts: N rows of token ids.
@@ -57,18 +65,16 @@ def place_discriminants(model: nn.Module, prompts: Rows, passages: Sequence[int]
     own, count = torch.tensor(passages), max(passages) + 1
     for place, (layer, inputs) in enumerate(zip(layers, ends, strict=True)):
         *rows, down = (module.weight for module in layer.projections(name))
-        inputs, half = inputs * layer.locas_input_scale[name], down.shape[1] // 2
-        if not half:
-            continue
-        numbers = torch.arange(place * half, (place + 1) * half) % count
+        inputs, slots = inputs * layer.locas_input_scale[name], min(down.shape[1] // 2, SLOTS_EACH * count)
+        numbers = torch.arange(place * slots, (place + 1) * slots) % count
         targets = torch.where(own[:, None] == numbers, LEVEL, -LEVEL).to(inputs)
         targets = torch.cat([targets, torch.full_like(targets[:, :1], UP)], 1)
         products = inputs @ inputs.T
         products.diagonal().add_(RIDGE * products.diagonal().mean())
         found = torch.linalg.solve(products, targets).T @ inputs  # [S + 1, D]
         for weight, new in zip(rows, (found[:-1], found[-1]), strict=False):
-            weight[-half:] = new.to(weight)
-        down[:, -half:] = 0
+            weight[-slots:] = new.to(weight)
+        down[:, -slots:] = 0
         layer.locas_config[name].slots = None  # which neurons of the host the rows are clones of
 
 

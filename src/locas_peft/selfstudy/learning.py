@@ -21,14 +21,16 @@ from ..ttt.anchor import Anchor, OwnText
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..tuner import evaluating, trained_parameters
-from .discriminants import place_discriminants
+from .discriminants import can_tell_apart, place_discriminants
 from .exchanges import Exchange, Passage, correct, digest_exchanges, split_passages
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
 from .writing import BLOCK, check_window, write_exchanges
 
-__all__ = ["SelfStudy", "StudyStep"]
+__all__ = ["EXCHANGES", "SelfStudy", "StudyStep"]
 
 BATCH = 8
+EXCHANGES = 6
+"""Questions about a passage where the memory's rows tell the passages apart; elsewhere twice as many."""
 PASSES, LEAST_STEPS = 4, 50
 """How often a lesson is learned at most, where no number is given; few lessons are learned for so many steps."""
 SORTED = 32
@@ -94,7 +96,7 @@ class SelfStudy:
     Args:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
         input_ids: LongTensor [N], the text.
-        per_passage: questions wanted about each passage.
+        per_passage: questions wanted about each passage; None for `EXCHANGES`.
         passes: the most times that each exchange is learned; None: `PASSES`, of few exchanges for `LEAST_STEPS` steps.
             For n times as many the learning rate is divided by the square root of n.
         learning_rate: of AdamW; it falls linearly to 0 with the share of the lessons of all passes that are left.
@@ -106,7 +108,7 @@ class SelfStudy:
         earlier: those that the memory has learned before; they are learned again as far as they are lost. One whose
             question a new exchange asks in the same words leaves: the new answer corrects it.
         discriminants: half of a LOCAS memory's slots, which has no norm clip, begin with rows that tell the passages
-            apart (see `place_discriminants`).
+            apart (see `place_discriminants`), where there are few enough. Elsewhere the defaults are doubled.
 
     A text shorter than a passage, a window without room for one, and a given exchange longer than the model's
     positions are a `ValueError`.
@@ -118,7 +120,7 @@ class SelfStudy:
         tokenizer,
         input_ids: Tensor,
         *,
-        per_passage: int,
+        per_passage: int | None,
         passes: int | None,
         learning_rate: float,
         window: int = 512,
@@ -191,11 +193,13 @@ class SelfStudy:
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         self._progress = self._progress or [_Progress() for _ in self._lessons]
-        if self._discriminants and self._lessons and not self._step:
-            self._tell_apart()
-        usual = max(PASSES, math.ceil(LEAST_STEPS * BATCH / max(len(self._lessons), 1)))
+        apart = self._tells_apart(len({each.answer for each in self.exchanges}))
+        least = LEAST_STEPS if apart else 2 * LEAST_STEPS
+        usual = max(PASSES, math.ceil(least * BATCH / max(len(self._lessons), 1)))
         self._passes = self._passes or usual
         rate = min(1.0, (usual / self._passes) ** 0.5)
+        if apart and not self._step:
+            self._tell_apart()
         whole = len(self._lessons) * self._passes
         while (left := whole - sum(each.due for each in self._progress)) > 0:
             began = time.perf_counter()
@@ -209,7 +213,8 @@ class SelfStudy:
 
     def _write(self) -> Iterator[StudyStep]:
         options = {"seed": self._seed, "first": self._blocks}
-        writing = write_exchanges(self._model, self._tokenizer, self._passages, self._per_passage, **options)
+        count = self._per_passage or (EXCHANGES if self._tells_apart(len(self._passages)) else 2 * EXCHANGES)
+        writing = write_exchanges(self._model, self._tokenizer, self._passages, count, **options)
         while BLOCK * self._blocks < len(self._passages):
             began = time.perf_counter()
             written = next(writing)
@@ -220,6 +225,9 @@ class SelfStudy:
             self._seconds["write"] += time.perf_counter() - began
             done = min(BLOCK * self._blocks, len(self._passages))
             yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=tuple(written.exchanges))
+
+    def _tells_apart(self, passages: int) -> bool:
+        return self._discriminants and can_tell_apart(self._model, passages)
 
     def _tell_apart(self) -> None:
         """Give the memory rows that tell the lessons' answers apart, and from the questions that the pull asks."""
