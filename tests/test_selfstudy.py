@@ -288,7 +288,7 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
         return [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
 
     monkeypatch.setattr(writing, "continue_rows", reply)
-    monkeypatch.setattr(writing, "KINDS", ((WRITE_PROMPT, "Who", "{}"),))
+    monkeypatch.setattr(writing, "KINDS", [(WRITE_PROMPT, "Who")])
     written = writing.WrittenBlock(2)
     questions = writing._ask(None, tokenizer, [first, second], 2, None, written)
     assert questions == [
@@ -301,20 +301,6 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
     assert written.asked == 6 and written.dropped == ["Who was he."]
     assert len(writing._ask(None, tokenizer, [first], 2, None, writing.WrittenBlock(1))) == 0  # it gives up
     assert len(rounds) == 3 + writing.ROUNDS
-
-
-@pytest.mark.parametrize(
-    ("reply", "common"),
-    [
-        ("It is known as the tower of Skarn Point.", "The tower of Skarn Point"),
-        ("The Tower", "The tower"),
-        ("the of", ""),
-        ("A mill", ""),
-        ("", ""),
-    ],
-)
-def test_a_subject_is_named_in_the_passages_own_words(reply, common):
-    assert writing.find_common(reply, "The tower of Skarn Point was built in 1868.") == common
 
 
 # Decoding
@@ -496,7 +482,7 @@ def test_the_rate_falls_to_zero(loaded, input_ids):
 
 def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
     base, tokenizer = loaded
-    usual = math.ceil(learning.LEAST_STEPS * learning.BATCH / len(GIVEN))
+    usual = math.ceil(2 * learning.LEAST_STEPS * learning.BATCH / len(GIVEN))  # no rows tell passages apart
     first = []
     for passes in (None, usual, 4 * usual):
         with attached(base, settings_of()) as model:

@@ -41,9 +41,9 @@ class _Ends(list[Tensor]):
 
 
 def can_tell_apart(model: nn.Module, passages: int) -> bool:
-    """Return whether half of a layer's slots suffice for one slot a passage; with fewer, nothing was gained."""
+    """Return whether there are passages to tell apart, and one slot for each in half of every layer's slots."""
     name, layers = _find_trained(model)
-    return 0 < passages <= min(layer.locas_down[name].in_features for layer in layers) // 2
+    return 1 < passages <= min(layer.locas_down[name].in_features for layer in layers) // 2
 
 
 @torch.no_grad()
