@@ -19,7 +19,7 @@ from locas_peft.tuner.attached import list_layers
 TEXT = "The house on the hill was built by the old man with a stone from the river."
 QUESTIONS = ("Who built the house?", "Who made the wall?", "What came from the river?", "Where was the stone?")
 PASSAGES = (0, 0, 1, 1)
-GIVEN = [Exchange(QUESTIONS[0], "The old man."), Exchange(QUESTIONS[2], "A stone.")]
+GIVEN = [Exchange(f"What is stone {number}?", f"Stone {number} is old.") for number in range(8)]
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +78,10 @@ def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
     assert all(layer.calibration is None for layer in list_layers(model))
 
 
-def test_each_passage_needs_a_slot_in_each_layer(model):
-    assert [can_tell_apart(model, passages) for passages in (0, 1, 4, 5)] == [False, False, True, False]
+def test_each_passage_needs_a_slot_in_each_layer(loaded):
+    base, tokenizer = loaded
+    with attached(base, ReadingSettings(r=16).complete(base, tokenizer)) as model:
+        assert [can_tell_apart(model, passages) for passages in (7, 8, 9)] == [False, True, False]
 
 
 def test_a_passage_has_at_most_three_slots_of_a_layer(loaded):
@@ -110,7 +112,7 @@ def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
     base, tokenizer = loaded
     calls, place = [], place_discriminants
     monkeypatch.setattr("locas_peft.selfstudy.learning.place_discriminants", lambda *a: [calls.append(a), place(*a)])
-    settings = ReadingSettings(study=True, passes=1, anchor=0.0, r=8, **fields)
+    settings = ReadingSettings(study=True, passes=1, anchor=0.0, r=16, **fields)
     memorize(base, text.tokenize(tokenizer, TEXT), settings, tokenizer=tokenizer, exchanges=GIVEN, out=tmp_path / "m")
     assert len(calls) == placed
     config = json.loads((tmp_path / "m" / "adapter_config.json").read_text())

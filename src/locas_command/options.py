@@ -72,7 +72,8 @@ class ReadingOptions:
         decay_steps: the rate is divided by the root of 1 + steps / this; 0 for a constant rate.
         max_tokens: the first tokens of the text that are read; all where not given.
         study: after reading, the model asks itself about the text, and learns the answers without the text.
-        exchanges: questions wanted about each sentence; where not given, 6, or 12 for more sentences than half of --r.
+        exchanges: questions wanted about each sentence; where not given, 6, or 12 for fewer than 8 sentences or more
+            than half of --r.
         passes: the most times that each exchange is learned; 4, or more for few exchanges, where not given.
         seed: of torch, set before the adapter is made.
     """

@@ -28,6 +28,8 @@ UP = 2.0
 """What the up projection is for every prompt."""
 SLOTS_EACH = 3
 """The most slots of a layer for one passage: with more, a note of two sentences is recited with other words in it."""
+FEWEST = 8
+"""Of fewer passages some were recited with a word changed, and too many slots of a layer would be one passage's."""
 FIRST_LAYER = 1 / 3
 """Lower layers keep their cloned rows: there the passages are hardest to tell apart."""
 BATCH = 16
@@ -41,9 +43,9 @@ class _Ends(list[Tensor]):
 
 
 def can_tell_apart(model: nn.Module, passages: int) -> bool:
-    """Return whether there are passages to tell apart, and one slot for each in half of every layer's slots."""
+    """Return whether there are `FEWEST` passages or more, and one slot for each in half of every layer's slots."""
     name, layers = _find_trained(model)
-    return 1 < passages <= min(layer.locas_down[name].in_features for layer in layers) // 2
+    return FEWEST <= passages <= min(layer.locas_down[name].in_features for layer in layers) // 2
 
 
 @torch.no_grad()

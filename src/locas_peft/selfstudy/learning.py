@@ -108,7 +108,7 @@ class SelfStudy:
         earlier: those that the memory has learned before; they are learned again as far as they are lost. One whose
             question a new exchange asks in the same words leaves: the new answer corrects it.
         discriminants: half of a LOCAS memory's slots, which has no norm clip, begin with rows that tell the passages
-            apart (see `place_discriminants`), where there are few enough. Elsewhere the defaults are doubled.
+            apart (see `place_discriminants`), where `can_tell_apart`. Elsewhere the defaults are doubled.
 
     A text shorter than a passage, a window without room for one, and a given exchange longer than the model's
     positions are a `ValueError`.
