@@ -23,12 +23,13 @@ from transformers import PreTrainedModel
 from locas_peft.asking import continue_rows, find_pad_token, load_questions
 from locas_peft.asking.answers import recite_for
 from locas_peft.asking.scoring import score_targets
+from locas_peft.backbone import is_embedded
 from locas_peft.bases import load_base
 from locas_peft.files import write_json
 from locas_peft.memories import load_memory_config, memory_attached
 from locas_peft.model import CausalLM
 from locas_peft.tables import format_figure
-from locas_peft.text import load_text, tokenize
+from locas_peft.text import load_text, tokenize, unwrap
 
 TOKENS, ROWS = 50, 16
 
@@ -113,6 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     contents = [load_text(each) for each in (given.text, *given.unread)]
     name = load_memory_config(given.memory[0])["base_model_name_or_path"]
     base, tokenizer = load_base(name, device=given.device)
+    contents = map(unwrap, contents) if is_embedded(name) else contents  # as `locas memorize` reads them
     ids, *others = [tokenize(tokenizer, content) for content in contents]
     read, others = ids[: given.max_tokens], others or [ids[given.max_tokens : 2 * (given.max_tokens or 0)]]
     asked = [] if given.questions is None else [each.question for each in load_questions(given.questions)]

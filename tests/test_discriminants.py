@@ -99,7 +99,9 @@ def test_a_passage_has_at_most_three_slots_of_a_layer(loaded):
 def test_the_narrowest_memories_are_studied_too(width, loaded, tmp_path):
     base, tokenizer = loaded
     settings = ReadingSettings(r=width, study=True, passes=1, anchor=0.0)
-    memorize(base, text.tokenize(tokenizer, TEXT), settings, tokenizer=tokenizer, exchanges=GIVEN, out=tmp_path / "m")
+    options = {"tokenizer": tokenizer, "exchanges": GIVEN, "out": tmp_path / "m"}
+    reading = memorize(base, text.tokenize(tokenizer, TEXT), settings, **options)
+    assert reading.studied["kept"] == len(GIVEN) and reading.studied["steps"] == 1
 
 
 @pytest.mark.parametrize(

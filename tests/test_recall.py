@@ -100,7 +100,7 @@ def test_the_questions_about_the_page_are_answered_by_it_and_not_by_themselves()
         assert is_right(page, question.answer) and not is_right(question.question, question.answer), question
 
 
-def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path, monkeypatch):
+def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path):
     model, tokenizer = backbone.load()
     settings = ReadingSettings(r=4, max_tokens=50, anchor=0.0).complete(model)
     lines = []

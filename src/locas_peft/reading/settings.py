@@ -31,7 +31,7 @@ class StudySettings:
     """A self-study: after reading, the model asks itself about the text, and learns the answers without the text.
 
     Args:
-        exchanges: questions wanted about each sentence; None for 6, or 12 where there are many (see `SelfStudy`).
+        exchanges: questions wanted about each sentence; None for 6 or 12 (see `SelfStudy`).
         passes: the most times that each exchange is learned; None for 4, or more for few exchanges (see `SelfStudy`).
     """
 

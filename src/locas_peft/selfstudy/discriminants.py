@@ -1,7 +1,7 @@
 """Rows that tell the passages of a study apart, before anything is learned.
 
-Which passage a question is about can be read from the base's hidden states by a linear map, which
-AdamW finds slowly. Ridge regression gives it at once, from one forward pass over the prompts of the study.
+Which passage a question is about can be read from the base's hidden states by a linear map, which AdamW finds slowly.
+Ridge regression gives it at once, from one forward pass over the prompts of the study.
 
 Axes: N prompts, S slots that get new rows, D hidden size.
 """

@@ -32,7 +32,8 @@ BATCH = 8
 EXCHANGES = 6
 """Questions about a passage where the memory's rows tell the passages apart; elsewhere twice as many."""
 PASSES, LEAST_STEPS = 4, 50
-"""How often a lesson is learned at most, where no number is given; few lessons are learned for so many steps."""
+"""How often a lesson is learned at most, where no number is given; few lessons are learned for so many steps.
+Where rows do not tell the passages apart, it is twice as many steps."""
 SORTED = 32
 """A batch takes lessons of about one length from so many."""
 PULL_EVERY = 4
@@ -108,7 +109,7 @@ class SelfStudy:
         earlier: those that the memory has learned before; they are learned again as far as they are lost. One whose
             question a new exchange asks in the same words leaves: the new answer corrects it.
         discriminants: half of a LOCAS memory's slots, which has no norm clip, begin with rows that tell the passages
-            apart (see `place_discriminants`), where `can_tell_apart`. Elsewhere the defaults are doubled.
+            apart (see `place_discriminants`), where `can_tell_apart`. Elsewhere questions and least steps are doubled.
 
     A text shorter than a passage, a window without room for one, and a given exchange longer than the model's
     positions are a `ValueError`.
@@ -134,7 +135,7 @@ class SelfStudy:
         self._text = input_ids[:window].to(self._host.device)
         self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
         self._discriminants = discriminants
-        self._others: list[Row] = []  # written at the first pull
+        self._others: list[Row] = []  # written at their first use
         self._free = Anchor(OwnText(model, texts=16, seed=seed, batch_size=16), every=1) if anchor else None
         self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA)
         self.exchanges, self._earlier = list(given or ()), list(earlier)
@@ -193,7 +194,7 @@ class SelfStudy:
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         self._progress = self._progress or [_Progress() for _ in self._lessons]
-        apart = self._tells_apart(len({each.answer for each in self.exchanges}))
+        apart = self._can_tell_apart(len({each.answer for each in self.exchanges}))
         least = LEAST_STEPS if apart else 2 * LEAST_STEPS
         usual = max(PASSES, math.ceil(least * BATCH / max(len(self._lessons), 1)))
         self._passes = self._passes or usual
@@ -213,7 +214,7 @@ class SelfStudy:
 
     def _write(self) -> Iterator[StudyStep]:
         options = {"seed": self._seed, "first": self._blocks}
-        count = self._per_passage or (EXCHANGES if self._tells_apart(len(self._passages)) else 2 * EXCHANGES)
+        count = self._per_passage or (EXCHANGES if self._can_tell_apart(len(self._passages)) else 2 * EXCHANGES)
         writing = write_exchanges(self._model, self._tokenizer, self._passages, count, **options)
         while BLOCK * self._blocks < len(self._passages):
             began = time.perf_counter()
@@ -226,7 +227,7 @@ class SelfStudy:
             done = min(BLOCK * self._blocks, len(self._passages))
             yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=tuple(written.exchanges))
 
-    def _tells_apart(self, passages: int) -> bool:
+    def _can_tell_apart(self, passages: int) -> bool:
         return self._discriminants and can_tell_apart(self._model, passages)
 
     def _tell_apart(self) -> None:
