@@ -11,6 +11,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the commands that tests start inherit it
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_bases_kept(monkeypatch):
+    """What is computed of a base is not kept on disk, where a later run of the tests would find it."""
+    monkeypatch.setattr("locas_peft.model.base_weights.find_kept", lambda *names: None)
+
+
 @pytest.fixture(scope="session")
 def load_benchmark():
     """Return a function that loads a script of `benchmarks/`, which may import its neighbours, as a module."""

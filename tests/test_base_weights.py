@@ -6,10 +6,10 @@ from families import make_host, make_model
 from peft import get_peft_model
 from training import spoil
 
-from locas_peft import LocasConfig
+from locas_peft import LocasConfig, backbone
 from locas_peft.memories import share_weights
 from locas_peft.memories.loading import add_beside
-from locas_peft.model import compute_once
+from locas_peft.model import base_weights, compute_once
 from locas_peft.ttt import OwnText
 
 
@@ -61,3 +61,41 @@ def test_two_memories_of_a_base_have_the_same_own_text_and_it_is_written_once(mo
     texts = [OwnText(model, texts=4, tokens=8, batch_size=2) for model in (host, share_weights(host))]
     assert torch.equal(texts[0][3], texts[1][3]) and [given[1:] for given in written] == [(2, 8, 0), (2, 8, 1)]
     assert OwnText(host, texts=4, tokens=8, seed=5, batch_size=2)[0].shape == (8,) and len(written) == 3
+
+
+def count_letters(model, tokenizer, letters):
+    CALLS.append(letters)
+    return [(letters, torch.ones(len(letters)))]
+
+
+CALLS = []
+
+
+def test_a_named_bases_result_is_kept_on_disk_for_other_processes(tmp_path, monkeypatch, caplog):
+    host, tokenizer = make_host("llama"), backbone.load()[1]
+    monkeypatch.setattr(base_weights, "find_kept", lambda kind, name: find_kept(kind, name, tmp_path))
+    CALLS.clear()
+
+    def ask(letters="abc", name="named"):
+        host.config.name_or_path = name
+        base_weights._KNOWN.clear()  # as in another process
+        return compute_once(host, count_letters, tokenizer, letters)
+
+    first, second = ask(), ask()
+    assert CALLS == ["abc"] and first[0][0] == second[0][0] == "abc" and torch.equal(first[0][1], second[0][1])
+    assert len(ask("ab")[0][1]) == 2 and CALLS == ["abc", "ab"]
+    for file in tmp_path.glob("*/result.pt"):
+        file.write_bytes(b"damaged")
+    assert len(ask()[0][1]) == 3 and CALLS == ["abc", "ab", "abc"] and ask() and len(CALLS) == 3
+    ask(name="")
+    ask(name="")
+    assert len(CALLS) == 5, "a base without a name is not kept"
+    spoil(host, 0)
+    ask()
+    assert len(CALLS) == 6, "other weights are another base"
+
+
+def find_kept(kind, name, folder):
+    assert kind == "bases"
+    (folder / name).mkdir(exist_ok=True)
+    return folder / name

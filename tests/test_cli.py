@@ -310,7 +310,7 @@ REFUSALS = [
 @pytest.mark.parametrize(("command", "message"), REFUSALS)
 def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch, memory, command, message):
     monkeypatch.setitem(gguf_models.PACKAGES, "absent", ("no_such_module", "x.gguf", "pip install absent"))
-    monkeypatch.setattr(gguf_models, "cached_assets_path", lambda **names: tmp_path / "assets")
+    monkeypatch.setattr(files, "cached_assets_path", lambda **names: tmp_path / "assets")
     (tmp_path / "short.txt").write_text("a")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes(range(60)))
     (tmp_path / "link").symlink_to("nowhere")

@@ -16,7 +16,7 @@ from huggingface_hub import cached_assets_path
 from peft import get_peft_model
 
 from locas_command import program as cli
-from locas_peft import LocasConfig, TestTimeTrainer, demo
+from locas_peft import LocasConfig, TestTimeTrainer, demo, files
 from locas_peft.asking.answers import ask
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases.gguf import find_gguf, is_installed, load_gguf
@@ -34,7 +34,7 @@ needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason
 def assets(tmp_path, monkeypatch):
     """Keep checkpoints in an empty folder of the test's own; return it."""
     folder = tmp_path / "assets"
-    monkeypatch.setattr(gguf_models, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=folder))
+    monkeypatch.setattr(files, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=folder))
     return folder
 
 
@@ -181,7 +181,7 @@ def test_where_nothing_can_be_kept_the_file_itself_is_loaded(tmp_path, assets, c
         raise error
 
     path = write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(gguf_models, failing, fail)
+    monkeypatch.setattr(files if failing == "cached_assets_path" else gguf_models, failing, fail)
     for _ in range(2):
         assert load_gguf(path, torch.float32, CPU)[0].name_or_path == str(path)
     assert len(converted) == 2

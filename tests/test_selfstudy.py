@@ -561,7 +561,7 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
             )
             for _ in study.run():
                 pass
-            kept = lessons.write_replay_lessons(model, tokenizer)
+            kept = [lessons.Lesson(*each) for each in lessons.write_replay_lessons(model, tokenizer)]
             with torch.no_grad():
                 divergence[anchor] = torch.cat(study._distill(rows_of(kept, tokenizer))).mean().item()
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
@@ -573,7 +573,7 @@ def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids,
         study = learning.SelfStudy(
             model, tokenizer, input_ids, per_passage=2, passes=1, learning_rate=1e-3, given=GIVEN
         )
-        kept = lessons.write_replay_lessons(model, tokenizer)
+        kept = [lessons.Lesson(*each) for each in lessons.write_replay_lessons(model, tokenizer)]
         divergence = torch.cat(study._distill(rows_of(kept, tokenizer))).mean()
         divergence.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+from huggingface_hub import cached_assets_path
 
 T = TypeVar("T")
 
-__all__ = ["check_output_directory", "check_output_file", "finish_replacement", "format_json", "is_disk_full"]
-__all__ += ["is_out_of_memory", "load_json", "load_json_lines", "parse_json_lines", "staged", "staged_file"]
-__all__ += ["write_json"]
+__all__ = ["check_output_directory", "check_output_file", "find_kept", "finish_replacement", "format_json"]
+__all__ += ["is_disk_full", "is_out_of_memory", "load_json", "load_json_lines", "parse_json_lines", "staged"]
+__all__ += ["staged_file", "write_json"]
 
 # A replacement of a folder's entries passes through two folders inside it. `_STAGED` appears in one step, complete.
 # The old entries move into it; when they are all out of the way it becomes `_MOVING`, and the new entries move up.
@@ -98,6 +99,14 @@ def staged_file(path: str | Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def find_kept(kind: str, name: str) -> Path | None:
+    """Return a folder for what is made once on a machine, in the Hugging Face cache; None where it cannot be made."""
+    try:
+        return cached_assets_path(library_name="locas_peft", namespace=kind, subfolder=name)
+    except (OSError, ValueError):  # a parent cannot be written, or a file has the folder's name
+        return None
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from huggingface_hub import cached_assets_path
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..files import staged
+from ..files import find_kept, staged
 
 __all__ = ["CONVERTED_BYTES", "PACKAGES", "find_gguf", "is_gguf", "is_installed", "load_gguf"]
 
@@ -78,10 +77,8 @@ def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
         while block := file.read(2**20):
             digest.update(block)
     name = f"{digest.hexdigest()[:16]}-{str(dtype).removeprefix('torch.')}"
-    try:
-        return cached_assets_path(library_name="locas_peft", namespace="gguf", subfolder=name) / "checkpoint"
-    except (OSError, ValueError):  # the folder cannot be made, or a file has its name
-        return None
+    folder = find_kept("gguf", name)
+    return folder and folder / "checkpoint"
 
 
 def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -1,12 +1,16 @@
 """The base's weights: their digest, and what was computed of them alone, so that it is computed once."""
 
 import hashlib
+import inspect
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..files import find_kept, staged_file
+from ..text import digest_json, digest_tokenizer
 from ..tuner.modules import ADAPTER_LAYERS, adapters_disabled, base_parameters, used_modules
 
 MOST_KNOWN = 256
@@ -32,15 +36,35 @@ def fingerprint(model: nn.Module) -> str:
 def compute_once(model: nn.Module, compute: Callable[..., Any], *arguments: Hashable) -> Any:
     """Return `compute(model, *arguments)`, which depends on the base alone: once for each base and its arguments.
 
-    A base is known by its name and fingerprint. Where frozen adapters stay on as part of the base (see
-    `adapters_disabled`), it is computed each time. The caller must not change the result.
+    A base is known by its name and fingerprint. That of a base with a name is also kept on disk (see `find_kept`), for
+    other processes: the function is one of a module, its arguments are tokenizers or JSON values, and its result has
+    tensors and plain values alone. Where frozen adapters stay on as part of the base (see `adapters_disabled`), it is
+    computed each time. The caller must not change the result.
     """
     with adapters_disabled(model):
         if any(isinstance(each, ADAPTER_LAYERS) and not each._disable_adapters for each in used_modules(model)):
             return compute(model, *arguments)
-    key = model.config.name_or_path, fingerprint(model), compute, arguments
+    base = model.config.name_or_path, fingerprint(model)
+    key = *base, compute, arguments
     if key not in _KNOWN:
         if len(_KNOWN) == MOST_KNOWN:
             _KNOWN.clear()
-        _KNOWN[key] = compute(model, *arguments)
+        _KNOWN[key] = _load_or_compute(base, model, compute, arguments)
     return _KNOWN[key]
+
+
+def _load_or_compute(base: tuple[str, str], model: nn.Module, compute: Callable[..., Any], arguments: tuple) -> Any:
+    if not base[0]:
+        return compute(model, *arguments)
+    plain = [digest_tokenizer(each) if hasattr(each, "chat_template") else each for each in arguments]
+    # A changed function is computed anew.
+    device, source = next(model.parameters()).device.type, inspect.getsource(inspect.getmodule(compute))
+    folder = find_kept("bases", digest_json([*base, device, source, compute.__name__, plain]))
+    if folder is None:
+        return compute(model, *arguments)
+    with suppress(Exception):  # none is kept, or each kind of damage raises an error of another type
+        return torch.load(folder / "result.pt", weights_only=True, map_location=device)
+    found = compute(model, *arguments)
+    with suppress(OSError), staged_file(folder / "result.pt") as temporary, temporary.open("wb") as file:
+        torch.save(found, file)
+    return found

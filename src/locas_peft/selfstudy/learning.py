@@ -290,7 +290,8 @@ class SelfStudy:
     def _list_others(self) -> list[Row]:
         """Return the other questions, with the base's answers; none without an anchor."""
         if self._anchor and not self._others:
-            lessons = compute_once(self._model, write_replay_lessons, self._tokenizer, self._seed)
+            fields = compute_once(self._model, write_replay_lessons, self._tokenizer, self._seed)
+            lessons = [Lesson(*each) for each in fields]
             self._others = [(encode_question(self._tokenizer, *each.word(0)), each, each.answer) for each in lessons]
         return self._others
 

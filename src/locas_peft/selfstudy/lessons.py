@@ -5,6 +5,7 @@ Axes: T tokens of an answer, K candidates for a token.
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,8 +68,10 @@ def make_lesson(exchange: Exchange, tokenizer) -> Lesson:
 
 
 @torch.no_grad()
-def write_replay_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Lesson]:
+def write_replay_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[tuple[Any, ...]]:
     """Let the base write questions about `TOPICS` and answer them greedily; its distributions are the targets.
+
+    Return the fields of a `Lesson` for each question.
 
     Without such lessons, the model would answer every question in the study's wordings about the text's subject.
     The wordings of the prompts are those in `lessons.FORMS`, in turns; each lesson has one. The model's memory is
@@ -84,7 +87,7 @@ def write_replay_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[Les
         prompts = [encode_question(tokenizer, *each) for each in zip(questions, forms, strict=True)]
         answers = _answer(host, tokenizer, prompts)
     of_each = zip(questions, forms, answers, strict=True)
-    return [Lesson(question, "", *answer, (form,)) for question, form, answer in of_each]
+    return [(question, "", *answer, (form,)) for question, form, answer in of_each]
 
 
 def _answer(host: CausalLM, tokenizer, prompts: list[list[int]]) -> list[tuple[Tensor, Tensor, Tensor]]:

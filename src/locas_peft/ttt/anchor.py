@@ -83,7 +83,7 @@ class Anchor:
 
 
 class OwnText:
-    """Texts of `write_own_text`, each written at its first use, and once in a process (see `compute_once`).
+    """Texts of `write_own_text`, each written at its first use, and once on a machine (see `compute_once`).
 
     Args:
         texts, tokens: n and L.
