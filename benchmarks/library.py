@@ -39,7 +39,7 @@ from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
 from locas_peft.library.routing import join_exchanges, list_passages
-from locas_peft.memories import combine_memories, memory_attached
+from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings
 from locas_peft.selfstudy import Exchange
 
@@ -125,8 +125,7 @@ def measure_answers(base, tokenizer, people: list[Person], passes: int, seed: in
                 given += ask(model, tokenizer, [Question(**row) for row in person.questions])
         results["right_given"] = count_right(given, questions)
         paths = [library.find(person.name) for person in people]
-        combine_memories(base, base.name_or_path, paths, [1.0] * len(paths), Path(folder) / "sum")
-        with memory_attached(base, Path(folder) / "sum") as model:
+        with memory_attached(base, paths[0], beside=paths[1:]) as model:
             results["right_sum_of_all"] = count_right(ask(model, tokenizer, questions), questions)
         whole, text = Library(Path(folder) / "one"), "\n".join(person.text for person in people)
         exchanges = [Exchange(**row) for person in people for row in person.exchanges]

@@ -50,7 +50,7 @@ from locas_peft.asking.answers import answer_from, is_exact, recite_for, score_q
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
-from locas_peft.evaluation.f1 import token_f1
+from locas_peft.evaluation.f1 import load_stemmer, token_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.library.routing import join_exchanges
@@ -195,11 +195,11 @@ def study_page(
     return results
 
 
-def repeat_study(base, tokenizer, page: Page, seed: int, **options: Any) -> dict[str, Any]:
-    """Study one page with Locas's defaults but for `options`, and ask its questions; return its results."""
+def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_answers: list) -> dict[str, Any]:
+    """Study one page and ask its questions; return its results."""
     began = time.process_time()
     with TemporaryDirectory() as folder:
-        memory, settings = Path(folder) / "memory", ReadingSettings(study=True, seed=seed, **options)
+        memory = Path(folder) / "memory"
         reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer)
         seconds = time.process_time() - began
         held = join_exchanges(load_exchanges(memory / EXCHANGES_FILE))
@@ -209,6 +209,7 @@ def repeat_study(base, tokenizer, page: Page, seed: int, **options: Any) -> dict
             reranked, ranked = ask_by_reciting(model, tokenizer, page.questions, rerank=True)
             ended = time.process_time()
             short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(ranked), 0)}
+            drift = measure_drift(model, own_answers)
     for count in SHORT_CONTEXTS:
         short[f"reranked, best {count}"] = answer_briefly(base, tokenizer, page, ranked, count)
     scores = score_by_words([[text] for text in held.values()], [each.question for each in page.questions])
@@ -220,6 +221,7 @@ def repeat_study(base, tokenizer, page: Page, seed: int, **options: Any) -> dict
         "right_reranked": count_right(reranked, page.questions),
         "right_among_recited": sum(among),
         "short": short,
+        "kl_nats": drift["kl_per_token"],
         "right_by_words": count_right(by_words, page.questions),
         "cpu_seconds": seconds,
         "asking_cpu_seconds": [halfway - began, ended - halfway],
@@ -319,23 +321,28 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
         "BM25's sentence",
         "BM25's three in context",
         "by the question's likelihood",
+        "KL, nats",
         "processor s",
     ]
     keys = ("right_in_context", "right_bm25_sentence", "right_bm25_context", "right_by_likelihood")
     rows, figures = [], []
+
+    def end_of(mean: list[float]) -> list[str]:
+        return [f"{mean[7]:.3f}", f"{mean[8]:.0f}"]
+
     for name, page in pages.items():
         runs = list(page["seeds"].values())
         three = [[run[key] for run in runs] for key in ("right", "right_reranked", "right_by_words")]
         mean = [
             *(sum(right) / len(right) for right in three),
             *(page[key] for key in keys),
-            sum(run["cpu_seconds"] for run in runs) / len(runs),
+            *(sum(run.get(key, math.nan) for run in runs) / len(runs) for key in ("kl_nats", "cpu_seconds")),
         ]
         figures.append(mean)
         seeds = (", ".join(map(str, right)) for right in three[:2])
-        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:3]), *map(str, mean[3:7]), f"{mean[7]:.0f}"])
+        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:3]), *map(str, mean[3:7]), *end_of(mean)])
     means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
-    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:7]), f"{means[7]:.0f}"])
+    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:7]), *end_of(means)])
     return make_table(head, rows)
 
 
@@ -378,6 +385,7 @@ def main() -> None:
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--pages", default=",".join(PAGES))
     parser.add_argument("--seeds", help="study each page once a seed, and ask its questions alone")
+    parser.add_argument("--method", default="locas-glu", help="with --seeds: the one that studies")
     parser.add_argument("--exchanges", type=int, help="with --seeds: questions a sentence, where not the default")
     parser.add_argument("--passes", type=int, help="with --seeds: how often each is learned, where not the default")
     parser.add_argument("--out", type=Path, default=Path("selfstudy.json"))
@@ -388,20 +396,24 @@ def main() -> None:
     names = arguments.pages.split(",")
     results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
     done = results.setdefault("pages", {})
+    own_answers = write_own_answers(base, tokenizer)
     if arguments.seeds:
+        load_stemmer()  # a missing package is reported before the work begins
+        method, options = parse_method(arguments.method)
+        options |= {each: getattr(arguments, each) for each in ("exchanges", "passes", "anchor")}
+        options |= {"method": method, "study": True}
         for name in names:
             page, figures = load_page(tokenizer, name), done.setdefault(name, {"seeds": {}})
             if "asked" not in figures:
                 figures |= measure_retrieval(base, tokenizer, page)
             for seed in arguments.seeds.split(","):
                 if seed not in figures["seeds"]:
-                    options = {"exchanges": arguments.exchanges, "passes": arguments.passes}
-                    figures["seeds"][seed] = repeat_study(base, tokenizer, page, int(seed), **options)
+                    settings = ReadingSettings(seed=int(seed), **options)
+                    figures["seeds"][seed] = repeat_study(base, tokenizer, page, settings, own_answers)
                     print(name, seed, figures["seeds"][seed], flush=True)
                     write_json(arguments.out, results)
         print(tabulate_seeds(done), tabulate_short(done), sep="\n\n")
         return
-    own_answers = write_own_answers(base, tokenizer)
     methods = arguments.methods.split(",")
     for name in names:
         if name not in done:

@@ -594,7 +594,7 @@ def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
     assert config["intermediate_size"] == 768 + 16 and (tmp_path / "merged" / "notes.txt").read_text() == "mine"
 
 
-def test_memories_are_combined_and_resized(run, memory, tmp_path):
+def test_memories_are_resized(run, memory, tmp_path):
     from peft import PeftModel
 
     def logits_of(folder):
@@ -603,24 +603,15 @@ def test_memories_are_combined_and_resized(run, memory, tmp_path):
             return model(torch.arange(1, 33).unsqueeze(0)).logits
 
     alone = logits_of(memory)
-    code, stdout, stderr = run("combine", memory, memory, "--weights", "0.75,0.25", "--out", "both")
-    assert (code, stderr) == (0, "") and "combined memory of 32 slots" in stdout
-    assert torch.allclose(logits_of("both"), alone, atol=1e-4)
     code, stdout, stderr = run("resize", memory, "--r", 20, "--text", "text.txt", "--out", "wide")
     assert (code, stderr) == (0, "") and "20 slots a layer, 16 before" in stdout
     assert torch.equal(logits_of("wide"), alone)
-    assert run("resize", "both", "--r", 16, "--text", "text.txt", "--out", "narrow")[0] == 0
+    assert run("resize", "wide", "--r", 16, "--text", "text.txt", "--out", "narrow")[0] == 0
     assert torch.allclose(logits_of("narrow"), alone, atol=1e-2)
     assert json.loads((tmp_path / "narrow" / "adapter_config.json").read_text())["r"] == 16
-    both, narrow = ((tmp_path / name / "README.md").read_text() for name in ("both", "narrow"))
-    assert f"| sum | 0.75 {memory.name} + 0.25 {memory.name} |" in both and "| slots in a layer | 32 |" in both
-    assert "# A memory of both\n" in narrow and "| resized from | 32 slots in a layer |" in narrow
+    narrow = (tmp_path / "narrow" / "README.md").read_text()
+    assert "# A memory of wide\n" in narrow and "| resized from | 20 slots in a layer |" in narrow
     refusals = {
-        ("combine", memory, "--out", "x"): "MEMORY must be given for two or more, got 1: name the folders",
-        ("combine", memory, memory, "--weights", "1", "--out", "x"): "weights must be a finite number for each of",
-        ("combine", memory, memory, "--weights", "a", "--out", "x"): "--weights must be numbers separated by commas",
-        ("combine", memory, memory, "--out", "both"): "--out must be a new or empty folder, got 'both' with files",
-        ("combine", memory, "text.txt", "--out", "x"): "memory must be a folder that holds a memory, got 'text.txt'",
         ("resize", memory, "--r", 20, "--out", "x"): "batches must be given for init_strategy='topk': give a text",
         ("resize", memory, "--r", 8, "--out", "x"): "--text must name a text for fewer slots beside gated FFNs, got",
     }

@@ -12,7 +12,7 @@ from locas_peft.bases import loading
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import attached, memorize
 from locas_peft.selfstudy import Exchange, discriminants
-from locas_peft.selfstudy.discriminants import can_tell_apart, place_discriminants
+from locas_peft.selfstudy.discriminants import can_tell_apart, place_discriminants, upper_layers_trained
 from locas_peft.ttt.loop import calibrate_empty
 from locas_peft.tuner.attached import list_layers
 
@@ -36,10 +36,10 @@ def model(loaded):
         yield model
 
 
-def activate_at_ends(model, tokenizer, questions):
-    """Return the gates' inputs of each layer's slots at the ends of questions, before the activation."""
+def activate_at_ends(model, tokenizer, questions, count=1):
+    """Return the gates' inputs of each layer's slots at the last tokens of questions, before the activation."""
     layers, gates, found = list_layers(model, "default"), [], []
-    keep = lambda module, inputs, output: gates.append(output[0, -1])  # noqa: E731
+    keep = lambda module, inputs, output: gates.append(output[0, -count:])  # noqa: E731
     hooks = [layer.locas_gate["default"].register_forward_hook(keep) for layer in layers]
     with torch.no_grad():
         for question in questions:
@@ -49,7 +49,7 @@ def activate_at_ends(model, tokenizer, questions):
             found.append([gate * scale for gate, scale in zip(gates, scales, strict=True)])
     for hook in hooks:
         hook.remove()
-    return [torch.stack(of_layer) for of_layer in zip(*found, strict=True)]
+    return [torch.cat(of_layer) for of_layer in zip(*found, strict=True)]
 
 
 def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
@@ -58,7 +58,7 @@ def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
     for layer in list_layers(model):
         layer.locas_down["default"].weight.data.fill_(0.5)
     prompts = [tokenizer(each)["input_ids"] for each in (*QUESTIONS, TEXT)]
-    place_discriminants(model, prompts, (*PASSAGES, -1), pad=0)
+    place_discriminants(model, prompts, [1] * 5, (*PASSAGES, -1), 0, inside=False)
     gates = activate_at_ends(model, tokenizer, (*QUESTIONS, TEXT))
     first = int(discriminants.FIRST_LAYER * len(gates))
     assert 0 < first < len(gates)
@@ -78,6 +78,35 @@ def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
     assert all(layer.calibration is None for layer in list_layers(model))
 
 
+def test_a_first_slot_is_open_inside_the_answers_with_one_passage_alone(model, loaded):
+    tokenizer = loaded[1]
+    before = [layer.locas_gate["default"].weight.clone() for layer in list_layers(model)]
+    rows = [tokenizer(each)["input_ids"] for each in (*QUESTIONS, TEXT)]
+    place_discriminants(model, rows, [3] * 5, (*PASSAGES, -1), 0, inside=True)
+    gates = activate_at_ends(model, tokenizer, (*QUESTIONS, TEXT), count=3)
+    first = int(discriminants.FIRST_LAYER * len(gates))
+    for number, (layer, gate, kept) in enumerate(zip(list_layers(model), gates, before, strict=True)):
+        assert torch.equal(layer.locas_gate["default"].weight[4:], kept[4:])
+        for slot in range(4) if number >= first else ():
+            passage = ((number - first) * 4 + slot) % 2
+            own = torch.tensor([each == passage for each in (*PASSAGES, -1)]).repeat_interleave(3)
+            assert gate[own, slot].mean() > 0.5 and gate[~own, slot].mean() < -0.5
+            assert gate[own, slot].min() > gate[~own, slot].max()
+
+
+def test_lower_layers_are_not_trained_meanwhile(model):
+    layers = list_layers(model)
+    first = int(discriminants.FIRST_LAYER * len(layers))
+
+    def list_trained():
+        return [all(m.weight.requires_grad for m in layer.projections("default")) for layer in layers]
+
+    with pytest.raises(RuntimeError, match="stop"), upper_layers_trained(model):
+        assert list_trained() == [number >= first for number in range(len(layers))]
+        raise RuntimeError("stop")
+    assert all(list_trained())
+
+
 def test_each_passage_needs_a_slot_in_each_layer(loaded):
     base, tokenizer = loaded
     with attached(base, ReadingSettings(r=16).complete(base, tokenizer)) as model:
@@ -90,7 +119,9 @@ def test_a_passage_has_at_most_three_slots_of_a_layer(loaded):
         calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
         layer = list_layers(model)[-1]
         before = layer.locas_gate["default"].weight.clone()
-        place_discriminants(model, [tokenizer(each)["input_ids"] for each in QUESTIONS], PASSAGES, pad=0)
+        place_discriminants(
+            model, [tokenizer(each)["input_ids"] for each in QUESTIONS], [1] * 4, PASSAGES, 0, inside=False
+        )
         changed = (layer.locas_gate["default"].weight != before).any(1)
     assert changed.tolist() == [False] * 10 + [True] * 6
 
@@ -113,10 +144,12 @@ def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
 ):
     base, tokenizer = loaded
     calls, place = [], place_discriminants
-    monkeypatch.setattr("locas_peft.selfstudy.learning.place_discriminants", lambda *a: [calls.append(a), place(*a)])
+    monkeypatch.setattr(
+        "locas_peft.selfstudy.learning.place_discriminants", lambda *a, **o: [calls.append(o), place(*a, **o)]
+    )
     settings = ReadingSettings(study=True, passes=1, anchor=0.0, r=16, **fields)
     memorize(base, text.tokenize(tokenizer, TEXT), settings, tokenizer=tokenizer, exchanges=GIVEN, out=tmp_path / "m")
-    assert len(calls) == placed
+    assert calls == ([{"inside": False}, {"inside": True}] if placed else [])
     config = json.loads((tmp_path / "m" / "adapter_config.json").read_text())
     if "method" not in fields:
         assert (config["max_slot_norm"] is None) == placed
@@ -134,7 +167,9 @@ def test_the_trained_memory_gets_them_where_others_are_active_beside_it(loaded):
                 module.weight.requires_grad_(False)
         others = [layer.locas_gate["other"].weight.clone() for layer in list_layers(model)]
         own = [layer.locas_gate["default"].weight.clone() for layer in list_layers(model)]
-        place_discriminants(model, [tokenizer(each)["input_ids"] for each in QUESTIONS], PASSAGES, pad=0)
+        place_discriminants(
+            model, [tokenizer(each)["input_ids"] for each in QUESTIONS], [1] * 4, PASSAGES, 0, inside=False
+        )
         for layer, other in zip(list_layers(model), others, strict=True):
             assert torch.equal(layer.locas_gate["other"].weight, other)
         assert not torch.equal(list_layers(model)[-1].locas_gate["default"].weight, own[-1])

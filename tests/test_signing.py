@@ -294,7 +294,6 @@ def test_the_commands_sign_verify_and_require(memory, keys, tmp_path, monkeypatc
         ("generate", "Once", "--memory", "memory", *required),
         ("merge", "memory", "--out", "out", *required),
         ("export", "memory", "--out", "out", *required),
-        ("combine", "memory", "memory", "--out", "out", *required),
         ("resize", "memory", "--r", 2, "--text", "memory/sample.txt", "--out", "out", *required),
     ):
         code, stdout, stderr = run(capsys, *command)

@@ -1,4 +1,4 @@
-"""Commands on saved memories: merge, export, combine, resize, sign, push, inspect; and on a library of them."""
+"""Commands on saved memories: merge, export, resize, sign, push, inspect; and on a library of them."""
 
 import shlex
 from pathlib import Path
@@ -79,34 +79,6 @@ def export(
     if not base_only:
         stdout.print(f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base")
         stdout.print(_name_vllm_option(rank))
-
-
-def combine(*memory: Path, out: NamedPath, weights: str | None = None, base: BaseOnCpu = BASE_ON_CPU) -> None:
-    """Combine memories of one base into one memory that adds exactly what their weighted sum adds.
-
-    Args:
-        memory: two or more folders of memories.
-        out: a new or empty folder.
-        weights: a number for each memory, separated by commas; 1 each by default.
-    """
-    from locas_peft.memories import combine_memories, load_memory_config
-
-    from .running import load_base_of
-
-    stdout, _ = open_consoles()
-    if len(memory) < 2:
-        raise ValueError(f"MEMORY must be given for two or more, got {len(memory)}: name the folders to combine")
-    try:
-        numbers = [1.0] * len(memory) if weights is None else [float(number) for number in weights.split(",")]
-    except ValueError:
-        raise ValueError(f"--weights must be numbers separated by commas, got {weights!r}: write 1,0.5, say") from None
-    _check_empty(out)
-    for each in memory:
-        load_memory_config(each, base.require_signature)
-    loaded = load_base_of(memory[0], base)
-    with warnings_as_lines():
-        slots = combine_memories(loaded.model, loaded.name, memory, numbers, out)
-    stdout.print(f"The combined memory of {slots} slots is in {out}")
 
 
 def resize(

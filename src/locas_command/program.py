@@ -20,7 +20,7 @@ from .console import find_process, printable
 from .demo import app as open_page
 from .demo import demo
 from .evaluate import forgetting, locomo, perplexity
-from .memories import combine, consolidate, export, forget, inspect, library, merge, push, resize, sign, verify
+from .memories import consolidate, export, forget, inspect, library, merge, push, resize, sign, verify
 from .options import ReadingOptions
 from .reading import memorize
 
@@ -40,7 +40,7 @@ _ABOUT_EVAL = "Measure memories: the protocols, resumable, shared by any number 
 eval_app = App(name="eval", help=_ABOUT_EVAL, sort_key=10)
 _COMMANDS = (
     *(demo, open_page, memorize, ask, chat, generate, library, forget, consolidate),
-    *(merge, export, combine, resize, sign, verify, push, inspect),
+    *(merge, export, resize, sign, verify, push, inspect),
 )
 _PROTOCOLS = (perplexity, locomo, forgetting)
 for _parent, _functions in ((app, _COMMANDS), (eval_app, _PROTOCOLS)):

@@ -1,10 +1,9 @@
-"""Convert saved memories: combine several, merge one into a checkpoint, export one as a LoRA.
+"""Convert saved memories: merge one into a checkpoint, export one as a LoRA.
 
 Each function mutates the base that it is given: load it anew, or give one that shares its weights (`share_weights`).
 """
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 
 from peft import PeftModel
@@ -16,31 +15,15 @@ from ..files import staged
 from ..slots import to_lora, widen_base
 from ..tuner import list_layers
 from .folder import escape, make_card, save_memory
-from .loading import add_beside, load_memory, memory_attached
+from .loading import load_memory, memory_attached
 
-__all__ = ["combine_memories", "export_memory", "merge_memory", "save_adapter", "share_weights"]
+__all__ = ["export_memory", "merge_memory", "save_adapter", "share_weights"]
 
 
 def share_weights(base: PreTrainedModel) -> PreTrainedModel:
     """Return a second, frozen model with the weights of a base, which adapters and merges then leave as it is."""
     shared = {id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in base.parameters()}
     return copy.deepcopy(base, shared)
-
-
-def combine_memories(
-    base: PreTrainedModel, base_name: str, memories: Sequence[Path], weights: Sequence[float], out: Path
-) -> int:
-    """Save one memory that adds what the weighted sum of others adds, and return how many slots a layer of it has."""
-    model = load_memory(base, memories[0])
-    add_beside(model, memories[1:])
-    model.add_weighted_adapter(names := list(model.peft_config), weights, "combined")
-    model.set_adapter("combined")
-    for name in names:
-        model.delete_adapter(name)
-    names = [escape(memory.name) for memory in memories]
-    terms = " + ".join(f"{weight:g} {name}" for weight, name in zip(weights, names, strict=True))
-    save_adapter(model, "combined", base_name, out, " and ".join(names), {"sum": terms})
-    return model.peft_config["combined"].r
 
 
 def merge_memory(

@@ -36,10 +36,10 @@ def fingerprint(model: nn.Module) -> str:
 def compute_once(model: nn.Module, compute: Callable[..., Any], *arguments: Hashable) -> Any:
     """Return `compute(model, *arguments)`, which depends on the base alone: once for each base and its arguments.
 
-    A base is known by its name and fingerprint. That of a base with a name is also kept on disk (see `find_kept`), for
-    other processes: the function is one of a module, its arguments are tokenizers or JSON values, and its result has
-    tensors and plain values alone. Where frozen adapters stay on as part of the base (see `adapters_disabled`), it is
-    computed each time. The caller must not change the result.
+    A base is known by its name and fingerprint. For one with a name the result is also kept on disk (see `find_kept`),
+    as long as the source of the function's module is the same: the arguments are then tokenizers or JSON values, and
+    the result has tensors and plain values alone. It is computed each time where frozen adapters stay on as part of
+    the base (see `adapters_disabled`). The caller must not change it.
     """
     with adapters_disabled(model):
         if any(isinstance(each, ADAPTER_LAYERS) and not each._disable_adapters for each in used_modules(model)):
@@ -54,13 +54,10 @@ def compute_once(model: nn.Module, compute: Callable[..., Any], *arguments: Hash
 
 
 def _load_or_compute(base: tuple[str, str], model: nn.Module, compute: Callable[..., Any], arguments: tuple) -> Any:
-    if not base[0]:
-        return compute(model, *arguments)
     plain = [digest_tokenizer(each) if hasattr(each, "chat_template") else each for each in arguments]
-    # A changed function is computed anew.
     device, source = next(model.parameters()).device.type, inspect.getsource(inspect.getmodule(compute))
-    folder = find_kept("bases", digest_json([*base, device, source, compute.__name__, plain]))
-    if folder is None:
+    key = digest_json([*base, device, source, compute.__name__, plain])
+    if not base[0] or (folder := find_kept("bases", key)) is None:
         return compute(model, *arguments)
     with suppress(Exception):  # none is kept, or each kind of damage raises an error of another type
         return torch.load(folder / "result.pt", weights_only=True, map_location=device)

@@ -1,12 +1,13 @@
 """Rows that tell the passages of a study apart, before anything is learned.
 
-Which passage a question is about can be read from the base's hidden states by a linear map, which AdamW finds slowly.
-Ridge regression gives it at once, from one forward pass over the prompts of the study.
+Which passage a question is about, and which one is being recited, can be read from the base's hidden states by a
+linear map, which AdamW finds slowly. Ridge regression gives it at once, from one forward pass over the lessons.
 
-Axes: N prompts, S slots that get new rows, D hidden size.
+Axes: N tokens, S slots that get new rows, D hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from os.path import commonprefix
 
 import torch
@@ -18,87 +19,122 @@ from ..model import CausalLM
 from ..tuner import adapters_disabled, evaluating
 from ..tuner.attached import list_layers, names_or_active
 
-__all__ = ["can_tell_apart", "place_discriminants"]
+__all__ = ["can_tell_apart", "place_discriminants", "upper_layers_trained"]
 
-RIDGE = 0.1
-"""Of the mean squared length of an input."""
+RIDGE_AT_ENDS, RIDGE_INSIDE = 0.1, 1.0
+"""Of the mean squared length of the inputs, at the ends of prompts and inside answers."""
 LEVEL = 3.0
-"""What a gate is for the prompts of its own passage, before the activation; for all others it is as far below 0."""
+"""What a gate is for the tokens of its own passage, before the activation; for all others it is as far below 0."""
 UP = 2.0
-"""What the up projection is for every prompt."""
+"""What the up projection is for every token."""
 SLOTS_EACH = 3
-"""The most slots of a layer for one passage: with more, a note of two sentences is recited with other words in it."""
+"""The most slots of half a layer for one passage: with more, a note of two sentences has other words in it."""
 FEWEST = 8
 """Of fewer passages some were recited with a word changed, and too many slots of a layer would be one passage's."""
 FIRST_LAYER = 1 / 3
-"""Lower layers keep their cloned rows: there the passages are hardest to tell apart."""
+"""Lower layers do not take part: there the passages are hardest to tell apart."""
 BATCH = 16
 
 
-class _Ends(list[Tensor]):
-    """The FFN's inputs at the last token of each prompt; takes the place of a `Calibration`."""
+class _Inputs(list[Tensor]):
+    """The FFN's inputs at the last tokens of each row, [N, D] of each; takes the place of a `Calibration`."""
+
+    counts: Sequence[int] = ()  # of the rows of the batch
 
     def update(self, ffn_input: Tensor, *_: object) -> None:
-        self.append(ffn_input[:, -1].float())
+        self.extend(row[-count:] for row, count in zip(ffn_input, self.counts, strict=True))
 
 
 def can_tell_apart(model: nn.Module, passages: int) -> bool:
     """Return whether there are `FEWEST` passages or more, and one slot for each in half of every layer's slots."""
-    name, layers = _find_trained(model)
-    return FEWEST <= passages <= min(layer.locas_down[name].in_features for layer in layers) // 2
+    name, lower, upper = _find_trained(model)
+    return FEWEST <= passages <= min(layer.locas_down[name].in_features for layer in lower + upper) // 2
 
 
 @torch.no_grad()
-def place_discriminants(model: nn.Module, prompts: Rows, passages: Sequence[int], pad: int) -> None:
-    """Give up to half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
+def place_discriminants(
+    model: nn.Module, rows: Rows, counts: Sequence[int], passages: Sequence[int], pad: int, *, inside: bool
+) -> None:
+    """Give half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
 
     It is the memory that is trained; it has no norm clip (`CompleteSettings.separates`). A slot's gate row is open
-    at the end of the prompts of one passage and closed for all others; in a memory without gates its up row is. The
-    passages, for which `can_tell_apart` holds, take the slots in turns. The slots' values become zero; others stay.
+    at the tokens of one passage and closed at all others; in a memory without gates its up row is. The passages take
+    the slots in turns, at most `SLOTS_EACH` each. The slots' values become zero; others stay.
 
     Args:
-        prompts: N rows of token ids.
-        passages: the number of each prompt's passage, from 0 on; -1 for a prompt that is about none.
+        rows: token ids, such as prompts, or prompts and answers.
+        counts: how many tokens at the end of each row are its passage's.
+        passages: the number of each row's passage, from 0 on; -1 for a row that is of none.
         pad: any token.
+        inside: whether the tokens are those of answers, and the memory's first slots get the rows; else its last ones.
     """
-    name, layers = _find_trained(model)
-    layers = layers[int(FIRST_LAYER * len(layers)) :]
-    ends = _list_ends(model, layers, prompts, pad)
-    own, count = torch.tensor(passages), max(passages) + 1
-    for place, (layer, inputs) in enumerate(zip(layers, ends, strict=True)):
-        *rows, down = (module.weight for module in layer.projections(name))
-        inputs, slots = inputs * layer.locas_input_scale[name], min(down.shape[1] // 2, SLOTS_EACH * count)
+    name, _, layers = _find_trained(model)
+    own, count = torch.tensor(passages).repeat_interleave(torch.tensor(counts)), max(passages) + 1
+    for place, (layer, inputs) in enumerate(zip(layers, _list_inputs(model, layers, rows, counts, pad), strict=True)):
+        *weights, down = (module.weight for module in layer.projections(name))
+        slots = min(down.shape[1] // 2, SLOTS_EACH * count)
+        chosen = slice(slots) if inside else slice(-slots, None)
         numbers = torch.arange(place * slots, (place + 1) * slots) % count
-        targets = torch.where(own[:, None] == numbers, LEVEL, -LEVEL).to(inputs)
-        targets = torch.cat([targets, torch.full_like(targets[:, :1], UP)], 1)
-        products = inputs @ inputs.T
-        products.diagonal().add_(RIDGE * products.diagonal().mean())
-        found = torch.linalg.solve(products, targets).T @ inputs  # [S + 1, D]
-        for weight, new in zip(rows, (found[:-1], found[-1]), strict=False):
-            weight[-slots:] = new.to(weight)
-        down[:, -slots:] = 0
+        found = _regress(inputs.float() * layer.locas_input_scale[name], own.to(inputs.device), count, inside)
+        for weight, new in zip(weights, (found[numbers], found[count]), strict=False):
+            weight[chosen] = new.to(weight)
+        down[:, chosen] = 0
         layer.locas_config[name].slots = None  # which neurons of the host the rows are clones of
 
 
-def _find_trained(model: nn.Module) -> tuple[str, list]:
-    """Return the name of the memory that is trained, and its layers, lowest first; others may be active beside it."""
+def _regress(inputs: Tensor, own: Tensor, count: int, inside: bool) -> Tensor:
+    """Return rows, [count + 1, D]: one for each passage that is `LEVEL` for its inputs, and one that is `UP` for all.
+
+    The inputs are [N, D]. Inside answers a passage's own ones weigh as much as all others together. At the ends of
+    prompts, of which there are few, that would fit these prompts alone.
+    """
+    rows, ridge = [], (RIDGE_INSIDE if inside else RIDGE_AT_ENDS) * inputs.pow(2).sum(1).mean()
+    for number in range(count + 1):
+        mine = own == number if number < count else torch.ones_like(own, dtype=torch.bool)
+        heavy = (~mine).sum() / mine.sum().clamp(min=1) if inside and number < count else 1.0
+        weights = torch.where(mine, heavy, 1.0)
+        targets = torch.where(mine, LEVEL, -LEVEL) if number < count else torch.full_like(weights, UP)
+        products = inputs.T @ (inputs * weights[:, None])
+        products.diagonal().add_(ridge)
+        rows.append(torch.linalg.solve(products, inputs.T @ (weights * targets)))
+    return torch.stack(rows)
+
+
+@contextmanager
+def upper_layers_trained(model: nn.Module) -> Iterator[None]:
+    """Train the memory in the layers that get discriminants alone within the context."""
+    name, lower, _ = _find_trained(model)
+    frozen = [module.weight for layer in lower for module in layer.projections(name)]
+    try:
+        for weight in frozen:
+            weight.requires_grad_(False)
+        yield
+    finally:
+        for weight in frozen:
+            weight.requires_grad_(True)
+
+
+def _find_trained(model: nn.Module) -> tuple[str, list, list]:
+    """Return the name of the memory that is trained, among others that are active, and its lower and upper layers."""
     layers = {name: list_layers(model, name) for name in names_or_active(model, None)}
-    return next((name, own) for name, own in layers.items() if own[0].locas_down[name].weight.requires_grad)
+    name, own = next(each for each in layers.items() if each[1][-1].locas_down[each[0]].weight.requires_grad)
+    first = int(FIRST_LAYER * len(own))
+    return name, own[:first], own[first:]
 
 
-def _list_ends(model: nn.Module, layers: Sequence, prompts: Rows, pad: int) -> list[Tensor]:
-    """Return each layer's FFN inputs at the ends of prompts, [N, D] float32, without memories."""
-    host, ends = CausalLM(model), [_Ends() for _ in layers]
+def _list_inputs(model: nn.Module, layers: Sequence, rows: Rows, counts: Sequence[int], pad: int) -> list[Tensor]:
+    """Return each layer's FFN inputs at the last tokens of rows, [N, D], in their order, without memories."""
+    host, inputs = CausalLM(model), [_Inputs() for _ in layers]
     with evaluating(model), adapters_disabled(model):
-        for first in range(0, len(prompts), BATCH):
-            batch = prompts[first : first + BATCH]
-            shared = len(commonprefix([list(prompt[:-1]) for prompt in batch]))
-            inputs = begin_rows(host, batch, [(shared, range(len(batch)))], pad)
+        for first in range(0, len(rows), BATCH):
+            batch, kept = (each[first : first + BATCH] for each in (rows, counts))
+            shared = len(commonprefix([list(row[:-count]) for row, count in zip(batch, kept, strict=True)]))
+            given = begin_rows(host, batch, [(shared, range(len(batch)))], pad)
             try:
-                for layer, seen in zip(layers, ends, strict=True):
-                    layer.calibration = seen
-                host.outputs(count=1, **inputs)
+                for layer, seen in zip(layers, inputs, strict=True):
+                    layer.calibration, seen.counts = seen, kept
+                host.outputs(count=1, **given)
             finally:
                 for layer in layers:
                     layer.calibration = None
-    return [torch.cat(seen) for seen in ends]
+    return [torch.cat(seen) for seen in inputs]

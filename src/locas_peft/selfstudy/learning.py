@@ -7,7 +7,9 @@ import copy
 import math
 import random
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from os.path import commonprefix
 from typing import Any
@@ -21,7 +23,7 @@ from ..ttt.anchor import Anchor, OwnText
 from ..ttt.learner import Learner
 from ..ttt.loop import calibrate_empty
 from ..tuner import evaluating, trained_parameters
-from .discriminants import can_tell_apart, place_discriminants
+from .discriminants import can_tell_apart, place_discriminants, upper_layers_trained
 from .exchanges import Exchange, Passage, correct, digest_exchanges, split_passages
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
 from .writing import BLOCK, check_window, write_exchanges
@@ -38,8 +40,8 @@ SORTED = 32
 """A batch takes lessons of about one length from so many."""
 PULL_EVERY = 4
 """Every n-th step also limits the change of other answers and of other text, with n times the weight."""
-PROMPTS = 2048
-"""The most prompts that discriminants are computed from."""
+PROMPTS, ANSWERS, OWN_TEXTS = 2048, 4, 4
+"""What discriminants are computed from: the most prompts, the most answers with one passage, the base's own texts."""
 BETA = 0.98
 """Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall."""
 WHOLE_EVERY = 5
@@ -108,8 +110,8 @@ class SelfStudy:
         given: the exchanges that are learned, in place of written ones.
         earlier: those that the memory has learned before; they are learned again as far as they are lost. One whose
             question a new exchange asks in the same words leaves: the new answer corrects it.
-        discriminants: half of a LOCAS memory's slots, which has no norm clip, begin with rows that tell the passages
-            apart (see `place_discriminants`), where `can_tell_apart`. Elsewhere questions and least steps are doubled.
+        discriminants: where `can_tell_apart`, the upper layers of a LOCAS memory, which has no norm clip, begin with
+            `place_discriminants`, and they alone are trained. Elsewhere questions and least steps are doubled.
 
     A text shorter than a passage, a window without room for one, and a given exchange longer than the model's
     positions are a `ValueError`.
@@ -201,6 +203,10 @@ class SelfStudy:
         rate = min(1.0, (usual / self._passes) ** 0.5)
         if apart and not self._step:
             self._tell_apart()
+        with upper_layers_trained(self._model) if apart else nullcontext():
+            yield from self._learn_all(rate)
+
+    def _learn_all(self, rate: float) -> Iterator[StudyStep]:
         whole = len(self._lessons) * self._passes
         while (left := whole - sum(each.due for each in self._progress)) > 0:
             began = time.perf_counter()
@@ -231,15 +237,25 @@ class SelfStudy:
         return self._discriminants and can_tell_apart(self._model, passages)
 
     def _tell_apart(self) -> None:
-        """Give the memory rows that tell the lessons' answers apart, and from the questions that the pull asks."""
-        began = time.perf_counter()
-        numbers, prompts = dict[str, int](), [self._encode(each)[0] for each in range(len(self._lessons))]
-        passages = [numbers.setdefault(each.answer, len(numbers)) for each in self.exchanges]
-        chosen = random.Random(self._seed).sample(range(len(prompts)), min(len(prompts), PROMPTS))
-        others = [prompt for prompt, *_ in self._list_others()]
-        rows = [prompts[each] for each in chosen] + others
-        labels = [passages[each] for each in chosen] + [-1] * len(others)
-        place_discriminants(self._model, rows, labels, find_pad_token(self._tokenizer))
+        """Give the memory rows that tell the lessons' answers apart, at the ends of prompts and inside the answers.
+
+        What the pull asks, the base's answers to it, and the base's own text are of no passage.
+        """
+        began, pad, numbers = time.perf_counter(), find_pad_token(self._tokenizer), dict[str, int]()
+        of_lesson = [numbers.setdefault(each.answer, len(numbers)) for each in self.exchanges]
+        chosen = random.Random(self._seed).sample(range(len(of_lesson)), min(len(of_lesson), PROMPTS))
+        rows = [(*self._encode(each), of_lesson[each]) for each in chosen]
+        rows += [(*row, -1) for row in self._list_others()]
+        prompts, passages = [row[0] for row in rows], [row[-1] for row in rows]
+        place_discriminants(self._model, prompts, [1] * len(rows), passages, pad, inside=False)
+        told, seen = [], Counter[int]()
+        for prompt, _, answer, number in rows:
+            seen[number] += 1
+            if number < 0 or seen[number] <= ANSWERS:
+                told.append(([*prompt, *answer.tolist()][:-1], len(answer) - 1, number))
+        texts = [self._free.texts[number].tolist() for number in range(OWN_TEXTS)] if self._free else []
+        told = [each for each in [*told, *((text, len(text) - 1, -1) for text in texts)] if each[1]]
+        place_discriminants(self._model, *zip(*told, strict=True), pad, inside=True)
         self._seconds["learn"] += time.perf_counter() - began
 
     def _learn(self, done: float, rate: float) -> float:

@@ -1,0 +1,130 @@
+"""A whole conversation: what its one memory recites against what BM25 finds, as the context of the base.
+
+    locas eval locomo locomo6.json --model smollm2 --method none,locas-glu --study --exchanges 3 --passes 3 \
+        --conversations conv-41 --setting no-context,recited,evidence --no-wrong-memory --out conv-41
+    python benchmarks/conversation.py locomo6.json --conversation conv-41 --run conv-41 --out conversation.json
+
+The first command teaches the memory, lets it recite ten passages for each question, and asks the base with these, with
+nothing and with the evidence. The second one asks the base in the same way with ten passages that BM25 ranks first, of
+the passages alone and of each with the questions that the study wrote; and with each of these and the recited ones in
+turns. `--out` has figures and the numbers of questions alone (LoCoMo's licence).
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measuring import describe_machine
+from year import describe, lines_of, merge, rank_passages
+
+from locas_peft.asking import Question, answer, encode_answer
+from locas_peft.asking.scoring import score_targets
+from locas_peft.bases import load_base
+from locas_peft.evaluation.conversations import Conversation, choose_conversations, dialogue_lines, load_locomo
+from locas_peft.evaluation.f1 import ADVERSARIAL
+from locas_peft.evaluation.intervals import mean_interval
+from locas_peft.evaluation.locomo import f1_by_category
+from locas_peft.evaluation.prompts import FROM_RECITED, make_prompts
+from locas_peft.files import load_json, write_json
+from locas_peft.library.routing import join_exchanges
+from locas_peft.selfstudy import load_exchanges, split_passages
+from locas_peft.selfstudy.exchanges import EXCHANGES
+
+METHOD = "locas-glu"
+
+
+def ask(base, tokenizer, talk: Conversation, passages: dict[int, list[str]]) -> list[dict[str, Any]]:
+    """Ask the base each question with its passages, by the question's index; return the figures of each answer."""
+    lines, prompts = lines_of(talk), make_prompts(base, tokenizer, talk, FROM_RECITED, recited=passages)[0]
+    rows: dict[int, dict[str, Any]] = {}
+    for batch, texts in answer(base, tokenizer, prompts):
+        golds = [(prompts[number], encode_answer(tokenizer, talk.questions[number].answer)) for number in batch]
+        for number, text, score in zip(batch, texts, score_targets(base, golds), strict=True):
+            asked = talk.questions[number]
+            rows[number] = describe(asked, text, passages[asked.index], lines) | {
+                "category": asked.category,
+                "gold_nats": score.per_token,
+            }
+    return [rows[number] for number in sorted(rows)]
+
+
+def read_run(folder: Path, talk: Conversation) -> tuple[dict[str, list[dict[str, Any]]], dict[int, list[str]]]:
+    """Return the answers of the protocol's run, by how the base was asked, and what the memory recited."""
+    lines, found = lines_of(talk), {}
+    name, questions = talk.sample_id, {each.index: each for each in talk.questions}
+    files = {"no context": f"none/{name}.no-context.memory-none", "evidence": f"none/{name}.evidence.memory-none"}
+    files["recited"] = f"{METHOD}/{name}.recited.memory-{name}"
+    recited: dict[int, list[str]] = {}
+    for kind, file in files.items():
+        records = load_json(folder / "locomo" / "predictions" / f"{file}.json")
+        rows = found[kind] = []
+        for record in records:
+            passages = record["recited"] or []
+            row = describe(questions[record["index"]], record["prediction"], passages, lines)
+            rows.append({**row, "category": record["category"], "gold_nats": record["gold_nats"]})
+            if kind == "recited":
+                recited[record["index"]] = passages
+    return found, recited
+
+
+def tabulate(answers: dict[str, list[dict[str, Any]]]) -> str:
+    """Return a line for each way: right, F1, nats, share of the gap closed, hits of the evidence, F1 by category."""
+    rows = {kind: [row for row in found if row["category"] != ADVERSARIAL] for kind, found in answers.items()}
+    alone, evidence = (np.mean([row["gold_nats"] for row in rows[kind]]) for kind in ("no context", "evidence"))
+    table = []
+    for kind, found in rows.items():
+        nats, f1 = (mean_interval([row[key] for row in found]) for key in ("gold_nats", "f1"))
+        ranks = [row["rank"] or np.inf for row in found]
+        hits = [sum(rank <= count for rank in ranks) for count in (1, 5, 10)]
+        gap = (alone - nats["mean"]) / (alone - evidence)
+        shown = [f"{each['mean']:.3f} [{each['low']:.3f}, {each['high']:.3f}]" for each in (f1, nats)]
+        right = sum(row["right"] for row in found)
+        line = f"{kind}: {right} right of {len(found)}, F1 {shown[0]}, nats {shown[1]}, gap {gap:.2f}"
+        abstaining = [{**row, "abstains": False} for row in answers[kind] if row["category"] != ADVERSARIAL]
+        by_category = {name: round(100 * each["mean"], 1) for name, each in f1_by_category(abstaining).items()}
+        table.append(f"{line}, evidence among 1, 5, 10 {hits}, F1 by category {by_category}")
+    return "\n".join(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--conversation", required=True)
+    parser.add_argument("--run", type=Path, required=True, help="folder of the protocol's run")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    (talk,) = choose_conversations(load_locomo(arguments.file)[0], [arguments.conversation])
+    base, tokenizer = load_base(arguments.model)
+    base.eval()
+    answers, recited = read_run(arguments.run, talk)
+    passages = [each.text for each in split_passages(tokenizer, "\n".join(dialogue_lines(talk)))]
+    memory = arguments.run / "locomo" / "memories" / METHOD / talk.sample_id
+    held = join_exchanges(load_exchanges(memory / EXCHANGES))
+    questions, indices = [Question(each.question) for each in talk.questions], [each.index for each in talk.questions]
+    by_words, with_questions = (
+        dict(zip(indices, rank_passages(texts, questions), strict=True))
+        for texts in (dict(zip(passages, passages, strict=True)), held)
+    )
+    contexts = {
+        "bm25": by_words,
+        "bm25 and the study's questions": with_questions,
+        "recited and bm25, in turns": {each: merge(recited[each], by_words[each]) for each in indices},
+        "recited and these, in turns": {each: merge(recited[each], with_questions[each]) for each in indices},
+    }
+    began = time.process_time()
+    for kind, found in contexts.items():
+        answers[kind] = ask(base, tokenizer, talk, found)
+    results = {"machine": describe_machine(base.device), "conversation": talk.sample_id, "passages": len(passages)}
+    results["asking_cpu_seconds"] = (time.process_time() - began) / len(contexts) / len(questions)
+    results["taught"] = load_json(arguments.run / "locomo.json")["teachings"][METHOD][talk.sample_id]
+    write_json(arguments.out, {**results, "answers": answers})
+    print(tabulate(answers))
+
+
+if __name__ == "__main__":
+    main()
