@@ -396,9 +396,9 @@ def main() -> None:
     names = arguments.pages.split(",")
     results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
     done = results.setdefault("pages", {})
+    load_stemmer()  # a missing package is reported before the work begins
     own_answers = write_own_answers(base, tokenizer)
     if arguments.seeds:
-        load_stemmer()  # a missing package is reported before the work begins
         method, options = parse_method(arguments.method)
         options |= {each: getattr(arguments, each) for each in ("exchanges", "passes", "anchor")}
         options |= {"method": method, "study": True}

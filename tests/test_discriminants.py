@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from locas_peft import LocasConfig, text
 from locas_peft.bases import loading
+from locas_peft.memories import CHECKPOINT_FOLDER
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import attached, memorize
-from locas_peft.selfstudy import Exchange, discriminants
+from locas_peft.selfstudy import Exchange, SelfStudy, discriminants, lessons
 from locas_peft.selfstudy.discriminants import can_tell_apart, place_discriminants, upper_layers_trained
 from locas_peft.ttt.loop import calibrate_empty
 from locas_peft.tuner.attached import list_layers
@@ -173,3 +176,41 @@ def test_the_trained_memory_gets_them_where_others_are_active_beside_it(loaded):
         for layer, other in zip(list_layers(model), others, strict=True):
             assert torch.equal(layer.locas_gate["other"].weight, other)
         assert not torch.equal(list_layers(model)[-1].locas_gate["default"].weight, own[-1])
+
+
+def test_an_interrupted_study_goes_on_to_the_same_bits_and_lower_layers_do_not_learn(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
+    base, tokenizer = loaded
+    settings = ReadingSettings(study=True, passes=4, anchor=0.3, r=16)
+    options = {"tokenizer": tokenizer, "exchanges": GIVEN, "checkpoint_seconds": 0}
+    ids, folders = text.tokenize(tokenizer, TEXT), [tmp_path / name for name in ("whole", "broken")]
+
+    def interrupt(step):
+        if step.phase == "learn" and step.done >= 2:
+            raise KeyboardInterrupt
+
+    memorize(base, ids, settings, out=folders[0], **options)
+    broken = {"out": folders[1], "checkpoint_dir": folders[1] / CHECKPOINT_FOLDER, **options}
+    with pytest.raises(KeyboardInterrupt):
+        memorize(base, ids, settings, on_study=interrupt, **broken)
+    memorize(base, ids, settings, resume=True, **broken)
+    found = [load_file(folder / "adapter_model.safetensors") for folder in folders]
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+    memorize(base, ids, replace(settings, study=False, passes=None), out=tmp_path / "read", tokenizer=tokenizer)
+    read = load_file(tmp_path / "read" / "adapter_model.safetensors")
+    changed = [not torch.equal(read[key], found[0][key]) for key in sorted(read) if "locas_down" in key]
+    first = int(discriminants.FIRST_LAYER * len(changed))
+    assert changed == [number >= first for number in range(len(changed))]
+
+
+def test_a_study_that_is_left_at_a_step_leaves_the_memory_trainable(model, loaded):
+    tokenizer = loaded[1]
+    study = SelfStudy(
+        model, tokenizer, text.tokenize(tokenizer, TEXT), per_passage=1, passes=2, learning_rate=1e-3, given=GIVEN,
+        discriminants=True,
+    )  # fmt: skip
+    before = [each.requires_grad for each in model.parameters()]
+    steps = study.run()
+    next(steps)
+    assert [each.requires_grad for each in model.parameters()] == before

@@ -89,8 +89,8 @@ def answer_from(
 def rank_recited(model: nn.Module, tokenizer, questions: Sequence[str], max_new_tokens=64) -> list[dict[str, float]]:
     """Let a memory recite passages for each question; return each with its score in nats, the least and best first.
 
-    The score is half of the negative log-likelihood of the passage after the question, by the memory, and that of the
-    question after the passage, by the base: a noisy channel (Yee et al., 2019, arXiv:1908.05731).
+    The score is the negative log-likelihood of the question after the passage, by the base, plus half of that of the
+    passage after the question, by the memory: a noisy channel (Yee et al., 2019, arXiv:1908.05731).
     """
     prompts, ranked = [encode_question(tokenizer, question) for question in questions], []
     recited = recite(model, tokenizer, prompts, MOST_RECITED, max_new_tokens)

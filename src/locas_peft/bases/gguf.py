@@ -77,8 +77,7 @@ def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
         while block := file.read(2**20):
             digest.update(block)
     name = f"{digest.hexdigest()[:16]}-{str(dtype).removeprefix('torch.')}"
-    folder = find_kept("gguf", name)
-    return folder and folder / "checkpoint"
+    return (folder := find_kept("gguf", name)) and folder / "checkpoint"
 
 
 def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

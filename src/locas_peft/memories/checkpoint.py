@@ -22,7 +22,7 @@ CHECKPOINT_FOLDER = "checkpoint"
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
-_KIND, _VERSION = "locas-checkpoint", 8
+_KIND, _VERSION = "locas-checkpoint", 9
 
 
 def has_checkpoint(directory: str | Path) -> bool:

@@ -1,12 +1,14 @@
 """The base's weights: their digest, and what was computed of them alone, so that it is computed once."""
 
 import hashlib
-import inspect
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from ..files import find_kept, staged_file
@@ -36,10 +38,9 @@ def fingerprint(model: nn.Module) -> str:
 def compute_once(model: nn.Module, compute: Callable[..., Any], *arguments: Hashable) -> Any:
     """Return `compute(model, *arguments)`, which depends on the base alone: once for each base and its arguments.
 
-    A base is known by its name and fingerprint. For one with a name the result is also kept on disk (see `find_kept`),
-    as long as the source of the function's module is the same: the arguments are then tokenizers or JSON values, and
-    the result has tensors and plain values alone. It is computed each time where frozen adapters stay on as part of
-    the base (see `adapters_disabled`). The caller must not change it.
+    A base is known by its name and fingerprint. For one with a name, whose weights the fingerprint sees, the result is
+    also kept on disk (see `find_kept`): it has tensors and plain values alone, and the arguments are tokenizers and
+    JSON values. It is computed each time where frozen adapters stay on as part of the base. Do not change the result.
     """
     with adapters_disabled(model):
         if any(isinstance(each, ADAPTER_LAYERS) and not each._disable_adapters for each in used_modules(model)):
@@ -54,14 +55,16 @@ def compute_once(model: nn.Module, compute: Callable[..., Any], *arguments: Hash
 
 
 def _load_or_compute(base: tuple[str, str], model: nn.Module, compute: Callable[..., Any], arguments: tuple) -> Any:
-    plain = [digest_tokenizer(each) if hasattr(each, "chat_template") else each for each in arguments]
-    device, source = next(model.parameters()).device.type, inspect.getsource(inspect.getmodule(compute))
-    key = digest_json([*base, device, source, compute.__name__, plain])
-    if not base[0] or (folder := find_kept("bases", key)) is None:
+    if not base[0] or any(each.is_meta or type(each.data) is not torch.Tensor for _, each in base_parameters(model)):
+        return compute(model, *arguments)
+    code = hashlib.sha256(b"".join(each.read_bytes() for each in sorted(Path(__file__).parents[1].rglob("*.py"))))
+    versions = code.hexdigest(), torch.__version__, transformers.__version__, model.config.to_json_string()
+    plain = [(digest_tokenizer(each), each.eos_token) if callable(each) else each for each in arguments]
+    if (folder := find_kept("bases", digest_json([*base, *versions, compute.__name__, plain]))) is None:
         return compute(model, *arguments)
     with suppress(Exception):  # none is kept, or each kind of damage raises an error of another type
-        return torch.load(folder / "result.pt", weights_only=True, map_location=device)
-    found = compute(model, *arguments)
-    with suppress(OSError), staged_file(folder / "result.pt") as temporary, temporary.open("wb") as file:
-        torch.save(found, file)
+        return torch.load(folder / "result.pt", weights_only=True, map_location="cpu")
+    torch.save(found := compute(model, *arguments), content := BytesIO())
+    with suppress(OSError), staged_file(folder / "result.pt") as temporary:
+        temporary.write_bytes(content.getvalue())
     return found

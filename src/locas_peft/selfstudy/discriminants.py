@@ -23,10 +23,8 @@ __all__ = ["can_tell_apart", "place_discriminants", "upper_layers_trained"]
 
 RIDGE_AT_ENDS, RIDGE_INSIDE = 0.1, 1.0
 """Of the mean squared length of the inputs, at the ends of prompts and inside answers."""
-LEVEL = 3.0
-"""What a gate is for the tokens of its own passage, before the activation; for all others it is as far below 0."""
-UP = 2.0
-"""What the up projection is for every token."""
+LEVEL, UP = 3.0, 2.0
+"""A gate for the tokens of its own passage, before the activation (minus this for all others), and each up row."""
 SLOTS_EACH = 3
 """The most slots of half a layer for one passage: with more, a note of two sentences has other words in it."""
 FEWEST = 8
@@ -42,20 +40,21 @@ class _Inputs(list[Tensor]):
     counts: Sequence[int] = ()  # of the rows of the batch
 
     def update(self, ffn_input: Tensor, *_: object) -> None:
-        self.extend(row[-count:] for row, count in zip(ffn_input, self.counts, strict=True))
+        rows = ffn_input.reshape(len(self.counts), -1, ffn_input.shape[-1])  # OPT flattens them
+        self.extend(row[-count:].clone() for row, count in zip(rows, self.counts, strict=True))
 
 
 def can_tell_apart(model: nn.Module, passages: int) -> bool:
-    """Return whether there are `FEWEST` passages or more, and one slot for each in half of every layer's slots."""
-    name, lower, upper = _find_trained(model)
-    return FEWEST <= passages <= min(layer.locas_down[name].in_features for layer in lower + upper) // 2
+    """Return whether there are `FEWEST` passages or more, and one slot for each in half of an upper layer's slots."""
+    name, _, layers = _find_trained(model)
+    return FEWEST <= passages <= min(layer.locas_down[name].in_features for layer in layers) // 2
 
 
 @torch.no_grad()
 def place_discriminants(
     model: nn.Module, rows: Rows, counts: Sequence[int], passages: Sequence[int], pad: int, *, inside: bool
 ) -> None:
-    """Give half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
+    """Give up to half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
 
     It is the memory that is trained; it has no norm clip (`CompleteSettings.separates`). A slot's gate row is open
     at the tokens of one passage and closed at all others; in a memory without gates its up row is. The passages take
@@ -88,29 +87,31 @@ def _regress(inputs: Tensor, own: Tensor, count: int, inside: bool) -> Tensor:
     The inputs are [N, D]. Inside answers a passage's own ones weigh as much as all others together. At the ends of
     prompts, of which there are few, that would fit these prompts alone.
     """
-    rows, ridge = [], (RIDGE_INSIDE if inside else RIDGE_AT_ENDS) * inputs.pow(2).sum(1).mean()
-    for number in range(count + 1):
-        mine = own == number if number < count else torch.ones_like(own, dtype=torch.bool)
-        heavy = (~mine).sum() / mine.sum().clamp(min=1) if inside and number < count else 1.0
-        weights = torch.where(mine, heavy, 1.0)
-        targets = torch.where(mine, LEVEL, -LEVEL) if number < count else torch.full_like(weights, UP)
-        products = inputs.T @ (inputs * weights[:, None])
-        products.diagonal().add_(ridge)
-        rows.append(torch.linalg.solve(products, inputs.T @ (weights * targets)))
-    return torch.stack(rows)
+    ridge = (RIDGE_INSIDE if inside else RIDGE_AT_ENDS) * inputs.pow(2).sum(1).mean()
+    products = inputs.T @ inputs + ridge * torch.eye(inputs.shape[1], device=inputs.device)
+    targets = torch.where(own[:, None] == torch.arange(count, device=own.device), LEVEL, -LEVEL).to(inputs)
+    sums = inputs.T @ torch.cat([targets, torch.full_like(targets[:, :1], UP)], 1)
+    rows = torch.linalg.solve(products, sums).T
+    for number in range(count if inside else 0):
+        mine = inputs[own == number]
+        more = (len(inputs) - len(mine)) / max(len(mine), 1) - 1
+        rows[number] = torch.linalg.solve(
+            products + more * mine.T @ mine, sums[:, number] + more * LEVEL * mine.sum(0)
+        )
+    return rows
 
 
 @contextmanager
-def upper_layers_trained(model: nn.Module) -> Iterator[None]:
-    """Train the memory in the layers that get discriminants alone within the context."""
-    name, lower, _ = _find_trained(model)
-    frozen = [module.weight for layer in lower for module in layer.projections(name)]
+def upper_layers_trained(model: nn.Module, alone: bool = True) -> Iterator[None]:
+    """Within the context, only the layers that get discriminants are trained; with `alone` False nothing changes."""
+    name, lower, _ = _find_trained(model) if alone else ("", [], [])
+    trained = [module.weight for layer in lower for module in layer.projections(name) if module.weight.requires_grad]
     try:
-        for weight in frozen:
+        for weight in trained:
             weight.requires_grad_(False)
         yield
     finally:
-        for weight in frozen:
+        for weight in trained:
             weight.requires_grad_(True)
 
 
@@ -123,7 +124,7 @@ def _find_trained(model: nn.Module) -> tuple[str, list, list]:
 
 
 def _list_inputs(model: nn.Module, layers: Sequence, rows: Rows, counts: Sequence[int], pad: int) -> list[Tensor]:
-    """Return each layer's FFN inputs at the last tokens of rows, [N, D], in their order, without memories."""
+    """Return each layer's FFN inputs at the last tokens of rows, [N, D], in their order, without its memories."""
     host, inputs = CausalLM(model), [_Inputs() for _ in layers]
     with evaluating(model), adapters_disabled(model):
         for first in range(0, len(rows), BATCH):

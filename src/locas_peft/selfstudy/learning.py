@@ -9,7 +9,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from os.path import commonprefix
 from typing import Any
@@ -111,7 +110,7 @@ class SelfStudy:
         earlier: those that the memory has learned before; they are learned again as far as they are lost. One whose
             question a new exchange asks in the same words leaves: the new answer corrects it.
         discriminants: where `can_tell_apart`, the upper layers of a LOCAS memory, which has no norm clip, begin with
-            `place_discriminants`, and they alone are trained. Elsewhere questions and least steps are doubled.
+            rows of `place_discriminants`, and they alone are trained. Elsewhere questions and least steps are doubled.
 
     A text shorter than a passage, a window without room for one, and a given exchange longer than the model's
     positions are a `ValueError`.
@@ -196,21 +195,16 @@ class SelfStudy:
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         self._progress = self._progress or [_Progress() for _ in self._lessons]
-        apart = self._can_tell_apart(len({each.answer for each in self.exchanges}))
-        least = LEAST_STEPS if apart else 2 * LEAST_STEPS
+        least = LEAST_STEPS if self._is_apart() else 2 * LEAST_STEPS
         usual = max(PASSES, math.ceil(least * BATCH / max(len(self._lessons), 1)))
         self._passes = self._passes or usual
         rate = min(1.0, (usual / self._passes) ** 0.5)
-        if apart and not self._step:
+        if self._is_apart() and not self._step:
             self._tell_apart()
-        with upper_layers_trained(self._model) if apart else nullcontext():
-            yield from self._learn_all(rate)
-
-    def _learn_all(self, rate: float) -> Iterator[StudyStep]:
         whole = len(self._lessons) * self._passes
         while (left := whole - sum(each.due for each in self._progress)) > 0:
             began = time.perf_counter()
-            with evaluating(self._model):
+            with evaluating(self._model), upper_layers_trained(self._model, self._is_apart()):
                 loss = self._learn(1 - left / whole, rate)
             self._losses.append(loss)
             self._step += 1
@@ -220,7 +214,7 @@ class SelfStudy:
 
     def _write(self) -> Iterator[StudyStep]:
         options = {"seed": self._seed, "first": self._blocks}
-        count = self._per_passage or (EXCHANGES if self._can_tell_apart(len(self._passages)) else 2 * EXCHANGES)
+        count = self._per_passage or (EXCHANGES if self._is_apart(len(self._passages)) else 2 * EXCHANGES)
         writing = write_exchanges(self._model, self._tokenizer, self._passages, count, **options)
         while BLOCK * self._blocks < len(self._passages):
             began = time.perf_counter()
@@ -233,7 +227,8 @@ class SelfStudy:
             done = min(BLOCK * self._blocks, len(self._passages))
             yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=tuple(written.exchanges))
 
-    def _can_tell_apart(self, passages: int) -> bool:
+    def _is_apart(self, passages: int = 0) -> bool:
+        passages = passages or len({each.answer for each in self.exchanges})
         return self._discriminants and can_tell_apart(self._model, passages)
 
     def _tell_apart(self) -> None:
@@ -253,9 +248,10 @@ class SelfStudy:
             seen[number] += 1
             if number < 0 or seen[number] <= ANSWERS:
                 told.append(([*prompt, *answer.tolist()][:-1], len(answer) - 1, number))
-        texts = [self._free.texts[number].tolist() for number in range(OWN_TEXTS)] if self._free else []
-        told = [each for each in [*told, *((text, len(text) - 1, -1) for text in texts)] if each[1]]
-        place_discriminants(self._model, *zip(*told, strict=True), pad, inside=True)
+        for text in [self._free.texts[number].tolist() for number in range(OWN_TEXTS)] if self._free else ():
+            told.append((text, len(text) - 1, -1))
+        if told := [each for each in told if each[1]]:
+            place_discriminants(self._model, *zip(*told, strict=True), pad, inside=True)
         self._seconds["learn"] += time.perf_counter() - began
 
     def _learn(self, done: float, rate: float) -> float:
@@ -359,7 +355,8 @@ class SelfStudy:
         self._progress = [_Progress(*each) for each in state["progress"]]
         for name in _PLAIN_STATE:
             setattr(self, name, copy.copy(state[name]))
-        self._learner.load_state_dict(state["learner"])
+        with upper_layers_trained(self._model, self._is_apart()):
+            self._learner.load_state_dict(state["learner"])
 
 
 def _divergences(logits: Tensor, lesson: Lesson) -> Tensor:
