@@ -95,6 +95,23 @@ def test_a_named_bases_result_is_kept_on_disk_for_other_processes(tmp_path, monk
     assert len(CALLS) == 6, "other weights are another base"
 
 
+@pytest.mark.parametrize("fails", ["find_kept", "staged_file"])
+def test_where_nothing_can_be_kept_the_result_is_computed(fails, tmp_path, monkeypatch):
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    replaced = {"find_kept": lambda kind, name: None, "staged_file": full}
+    monkeypatch.setattr(base_weights, "find_kept", lambda kind, name: find_kept(kind, name, tmp_path))
+    monkeypatch.setattr(base_weights, fails, replaced[fails])
+    host, tokenizer = make_host("llama"), backbone.load()[1]
+    host.config.name_or_path = "named"
+    CALLS.clear()
+    for _ in range(2):
+        base_weights._KNOWN.clear()
+        assert len(compute_once(host, count_letters, tokenizer, "abc")[0][1]) == 3
+    assert len(CALLS) == 2 and not list(tmp_path.glob("*/*"))
+
+
 def find_kept(kind, name, folder):
     assert kind == "bases"
     (folder / name).mkdir(exist_ok=True)

@@ -97,6 +97,13 @@ def test_a_first_slot_is_open_inside_the_answers_with_one_passage_alone(model, l
             assert gate[own, slot].min() > gate[~own, slot].max()
 
 
+def test_inputs_that_a_host_flattens_are_rows_again():
+    seen, inputs = discriminants._Inputs(), torch.arange(24.0).reshape(2, 4, 3)
+    seen.counts = (1, 2)
+    seen.update(inputs.flatten(0, 1))
+    assert torch.equal(torch.cat(seen), torch.cat([inputs[0, -1:], inputs[1, -2:]]))
+
+
 def test_lower_layers_are_not_trained_meanwhile(model):
     layers = list_layers(model)
     first = int(discriminants.FIRST_LAYER * len(layers))

@@ -17,7 +17,7 @@ from locas_peft.asking import (
     load_questions,
 )
 from locas_peft.asking import answer as answer_all
-from locas_peft.asking.answers import MOST_RECITED, answer_from
+from locas_peft.asking.answers import MOST_RECITED, answer_from, rank_recited
 from locas_peft.asking.continuation import continue_rows, recite
 from locas_peft.asking.scoring import score_targets
 from locas_peft.memories import memory_attached
@@ -172,6 +172,7 @@ def test_the_best_recited_passage_explains_the_question_too(tmp_path, monkeypatc
             patched.setattr(CausalLM, "can_cache", lambda host: False)
             assert recite(model, tokenizer, [prompt], MOST_RECITED) == recited
         (answer,), (ranked,) = ask_by_reciting(model, tokenizer, asked, rerank=True)
+        (scored,) = rank_recited(model, tokenizer, [asked[0].question])
         (short,), again = ask_by_reciting(model, tokenizer, asked, max_new_tokens=8)
         after_question = [(prompt, encode_answer(tokenizer, passage)) for passage in ranked]
         nats = [score.nll_nats for score in score_targets(model, after_question)]
@@ -179,5 +180,6 @@ def test_the_best_recited_passage_explains_the_question_too(tmp_path, monkeypatc
     requests = [f"Old House\n\n{passage}\n\nWrite a question about this text." for passage in ranked]
     channel = score_targets(base, [(encode_prompt(tokenizer, request), target) for request in requests])
     sums = [own / 2 + other.nll_nats for own, other in zip(nats, channel, strict=True)]
+    assert list(scored) == ranked and list(scored.values()) == pytest.approx(sums, rel=1e-4)
     assert sums == sorted(sums) and answer == ranked[0] and sorted(ranked) == sorted(recited[0]) and len(ranked) > 1
     assert again[0] and answer_from(base, tokenizer, asked, again, 8) == [short], "the base answers from the passages"
