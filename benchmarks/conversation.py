@@ -7,13 +7,12 @@
 The first command teaches the memory, lets it recite ten passages for each question, and asks the base with these, with
 nothing and with the evidence. The second one asks the base in the same way with ten passages that BM25 ranks first, of
 the passages alone and of each with the questions that the study wrote; and with each of these and the recited ones in
-turns. `--out` has figures and the numbers of questions alone (LoCoMo's licence).
+turns. What is finished is not done again. `--out` has figures and the numbers of questions alone (LoCoMo's licence).
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +100,7 @@ def main() -> None:
     (talk,) = choose_conversations(load_locomo(arguments.file)[0], [arguments.conversation])
     base, tokenizer = load_base(arguments.model)
     base.eval()
-    answers, recited = read_run(arguments.run, talk)
+    results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
     passages = [each.text for each in split_passages(tokenizer, "\n".join(dialogue_lines(talk)))]
     memory = arguments.run / "locomo" / "memories" / METHOD / talk.sample_id
     held = join_exchanges(load_exchanges(memory / EXCHANGES))
@@ -110,19 +109,21 @@ def main() -> None:
         dict(zip(indices, rank_passages(texts, questions), strict=True))
         for texts in (dict(zip(passages, passages, strict=True)), held)
     )
+    answers, recited = read_run(arguments.run, talk)
     contexts = {
         "bm25": by_words,
-        "bm25 and the study's questions": with_questions,
         "recited and bm25, in turns": {each: merge(recited[each], by_words[each]) for each in indices},
+        "bm25 and the study's questions": with_questions,
         "recited and these, in turns": {each: merge(recited[each], with_questions[each]) for each in indices},
     }
-    began = time.process_time()
-    for kind, found in contexts.items():
-        answers[kind] = ask(base, tokenizer, talk, found)
-    results = {"machine": describe_machine(base.device), "conversation": talk.sample_id, "passages": len(passages)}
-    results["asking_cpu_seconds"] = (time.process_time() - began) / len(contexts) / len(questions)
+    results |= {"conversation": talk.sample_id, "passages": len(passages)}
     results["taught"] = load_json(arguments.run / "locomo.json")["teachings"][METHOD][talk.sample_id]
-    write_json(arguments.out, {**results, "answers": answers})
+    results["answers"] = answers = {**results.get("answers", {}), **answers}
+    for kind, found in contexts.items():
+        if kind not in answers:
+            answers[kind] = ask(base, tokenizer, talk, found)
+            write_json(arguments.out, results)
+    write_json(arguments.out, results)
     print(tabulate(answers))
 
 
