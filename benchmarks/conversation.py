@@ -5,9 +5,9 @@
     python benchmarks/conversation.py locomo6.json --conversation conv-41 --run conv-41 --out conversation.json
 
 The first command teaches the memory, lets it recite ten passages for each question, and asks the base with these, with
-nothing and with the evidence. The second one asks the base in the same way with ten passages that BM25 ranks first, of
-the passages alone and of each with the questions that the study wrote; and with each of these and the recited ones in
-turns. What is finished is not done again. `--out` has figures and the numbers of questions alone (LoCoMo's licence).
+nothing and with the evidence. The second one asks the base in the same way with the ten passages that BM25 ranks
+first, and with these and the recited ones in turns. What is finished is not done again. `--out` has figures and the
+numbers of questions alone (LoCoMo's licence).
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.locomo import f1_by_category
 from locas_peft.evaluation.prompts import FROM_RECITED, make_prompts
 from locas_peft.files import load_json, write_json
-from locas_peft.library.routing import join_exchanges
-from locas_peft.selfstudy import load_exchanges, split_passages
-from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.selfstudy import split_passages
 
 METHOD = "locas-glu"
 
@@ -102,19 +100,13 @@ def main() -> None:
     base.eval()
     results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
     passages = [each.text for each in split_passages(tokenizer, "\n".join(dialogue_lines(talk)))]
-    memory = arguments.run / "locomo" / "memories" / METHOD / talk.sample_id
-    held = join_exchanges(load_exchanges(memory / EXCHANGES))
     questions, indices = [Question(each.question) for each in talk.questions], [each.index for each in talk.questions]
-    by_words, with_questions = (
-        dict(zip(indices, rank_passages(texts, questions), strict=True))
-        for texts in (dict(zip(passages, passages, strict=True)), held)
-    )
+    ranked = rank_passages(dict(zip(passages, passages, strict=True)), questions)
+    by_words = dict(zip(indices, ranked, strict=True))
     answers, recited = read_run(arguments.run, talk)
     contexts = {
         "bm25": by_words,
         "recited and bm25, in turns": {each: merge(recited[each], by_words[each]) for each in indices},
-        "bm25 and the study's questions": with_questions,
-        "recited and these, in turns": {each: merge(recited[each], with_questions[each]) for each in indices},
     }
     results |= {"conversation": talk.sample_id, "passages": len(passages)}
     results["taught"] = load_json(arguments.run / "locomo.json")["teachings"][METHOD][talk.sample_id]
