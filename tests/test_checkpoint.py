@@ -127,7 +127,7 @@ TAMPERED = {
     "empty": (lambda path: path.write_bytes(b""), DAMAGED),
     "code": (write(5, Malicious()), DAMAGED),
     "foreign": (write(), "be written by locas_peft, got '{}': choose another folder"),
-    "version": (write(2, {}), "be of version 8, got 2 in '{}': load it with the locas_peft that wrote it, *afresh"),
+    "version": (write(2, {}), "be of version 9, got 2 in '{}': load it with the locas_peft that wrote it, *afresh"),
     "folder": (lambda path: (path.unlink(), path.mkdir()), "be a file, got '{}': remove it, or choose another folder"),
 }
 
