@@ -109,7 +109,8 @@ def main() -> None:
         "recited and bm25, in turns": {each: merge(recited[each], by_words[each]) for each in indices},
     }
     results |= {"conversation": talk.sample_id, "passages": len(passages)}
-    results["taught"] = load_json(arguments.run / "locomo.json")["teachings"][METHOD][talk.sample_id]
+    results["taught"] = taught = load_json(arguments.run / "locomo.json")["teachings"][METHOD][talk.sample_id]
+    taught["studied"].pop("samples", None)  # texts
     results["answers"] = answers = {**results.get("answers", {}), **answers}
     for kind, found in contexts.items():
         if kind not in answers:
