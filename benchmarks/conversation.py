@@ -18,12 +18,18 @@ from typing import Any
 
 import numpy as np
 from measuring import describe_machine
-from year import describe, lines_of, merge, rank_passages
+from year import count_hits, describe, lines_of, merge, rank_passages
 
 from locas_peft.asking import Question, answer, encode_answer
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
-from locas_peft.evaluation.conversations import Conversation, choose_conversations, dialogue_lines, load_locomo
+from locas_peft.evaluation.conversations import (
+    Conversation,
+    LocomoQuestion,
+    choose_conversations,
+    dialogue_lines,
+    load_locomo,
+)
 from locas_peft.evaluation.f1 import ADVERSARIAL
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.locomo import f1_by_category
@@ -34,6 +40,13 @@ from locas_peft.selfstudy import split_passages
 METHOD = "locas-glu"
 
 
+def describe_scored(
+    asked: LocomoQuestion, given: str, gold_nats: float, passages: list[str], lines: dict[str, str]
+) -> dict[str, Any]:
+    """Return an answer's figures, its question's category, and the nats a token of the gold answer."""
+    return {**describe(asked, given, passages, lines), "category": asked.category, "gold_nats": gold_nats}
+
+
 def ask(base, tokenizer, talk: Conversation, passages: dict[int, list[str]]) -> list[dict[str, Any]]:
     """Ask the base each question with its passages, by the question's index; return the figures of each answer."""
     lines, prompts = lines_of(talk), make_prompts(base, tokenizer, talk, FROM_RECITED, recited=passages)[0]
@@ -42,10 +55,7 @@ def ask(base, tokenizer, talk: Conversation, passages: dict[int, list[str]]) -> 
         golds = [(prompts[number], encode_answer(tokenizer, talk.questions[number].answer)) for number in batch]
         for number, text, score in zip(batch, texts, score_targets(base, golds), strict=True):
             asked = talk.questions[number]
-            rows[number] = describe(asked, text, passages[asked.index], lines) | {
-                "category": asked.category,
-                "gold_nats": score.per_token,
-            }
+            rows[number] = describe_scored(asked, text, score.per_token, passages[asked.index], lines)
     return [rows[number] for number in sorted(rows)]
 
 
@@ -61,8 +71,8 @@ def read_run(folder: Path, talk: Conversation) -> tuple[dict[str, list[dict[str,
         rows = found[kind] = []
         for record in records:
             passages = record["recited"] or []
-            row = describe(questions[record["index"]], record["prediction"], passages, lines)
-            rows.append({**row, "category": record["category"], "gold_nats": record["gold_nats"]})
+            asked, given = questions[record["index"]], record["prediction"]
+            rows.append(describe_scored(asked, given, record["gold_nats"], passages, lines))
             if kind == "recited":
                 recited[record["index"]] = passages
     return found, recited
@@ -75,15 +85,12 @@ def tabulate(answers: dict[str, list[dict[str, Any]]]) -> str:
     table = []
     for kind, found in rows.items():
         nats, f1 = (mean_interval([row[key] for row in found]) for key in ("gold_nats", "f1"))
-        ranks = [row["rank"] or np.inf for row in found]
-        hits = [sum(rank <= count for rank in ranks) for count in (1, 5, 10)]
         gap = (alone - nats["mean"]) / (alone - evidence)
         shown = [f"{each['mean']:.3f} [{each['low']:.3f}, {each['high']:.3f}]" for each in (f1, nats)]
         right = sum(row["right"] for row in found)
         line = f"{kind}: {right} right of {len(found)}, F1 {shown[0]}, nats {shown[1]}, gap {gap:.2f}"
-        abstaining = [{**row, "abstains": False} for row in answers[kind] if row["category"] != ADVERSARIAL]
-        by_category = {name: round(100 * each["mean"], 1) for name, each in f1_by_category(abstaining).items()}
-        table.append(f"{line}, evidence among 1, 5, 10 {hits}, F1 by category {by_category}")
+        by_category = {name: round(100 * each["mean"], 1) for name, each in f1_by_category(found).items()}
+        table.append(f"{line}, evidence among 1, 5, 10 {count_hits(found)}, F1 by category {by_category}")
     return "\n".join(table)
 
 

@@ -224,12 +224,17 @@ def go_on(
         print(name_of(session), {key: value for key, value in row.items() if key != "answers"}, flush=True)
 
 
+def count_hits(rows: list[dict[str, Any]]) -> list[int]:
+    """Return for how many questions a passage of the evidence is among the first 1, 5 and 10."""
+    ranks = [row["rank"] or np.inf for row in rows]
+    return [sum(rank <= count for rank in ranks) for count in (1, 5, 10)]
+
+
 def tabulate(rows: dict[str, list[dict[str, Any]]]) -> str:
     """Return a line for each way to ask: right answers, F1, hits of the evidence among 1, 5 and 10 passages."""
     table = []
     for kind, found in rows.items():
-        ranks = [row["rank"] or np.inf for row in found]
-        hits = [sum(rank <= count for rank in ranks) for count in (1, 5, 10)]
+        hits = count_hits(found)
         right, f1 = sum(row["right"] for row in found), 100 * np.mean([row["f1"] for row in found])
         table.append(f"{kind}: {right} right of {len(found)}, F1 {f1:.1f}, evidence among 1, 5, 10 passages {hits}")
     return "\n".join(table)

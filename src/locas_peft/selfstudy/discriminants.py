@@ -95,9 +95,8 @@ def _regress(inputs: Tensor, own: Tensor, count: int, inside: bool) -> Tensor:
     for number in range(count if inside else 0):
         mine = inputs[own == number]
         more = (len(inputs) - len(mine)) / max(len(mine), 1) - 1
-        rows[number] = torch.linalg.solve(
-            products + more * mine.T @ mine, sums[:, number] + more * LEVEL * mine.sum(0)
-        )
+        extra = more * mine.T
+        rows[number] = torch.linalg.solve(products + extra @ mine, sums[:, number] + more * LEVEL * mine.sum(0))
     return rows
 
 

@@ -195,16 +195,17 @@ class SelfStudy:
         self.exchanges = correct(self._earlier, self.exchanges)
         self._lessons = [make_lesson(exchange, self._tokenizer) for exchange in self.exchanges]
         self._progress = self._progress or [_Progress() for _ in self._lessons]
-        least = LEAST_STEPS if self._is_apart() else 2 * LEAST_STEPS
+        apart = self._is_apart()
+        least = LEAST_STEPS if apart else 2 * LEAST_STEPS
         usual = max(PASSES, math.ceil(least * BATCH / max(len(self._lessons), 1)))
         self._passes = self._passes or usual
         rate = min(1.0, (usual / self._passes) ** 0.5)
-        if self._is_apart() and not self._step:
+        if apart and not self._step:
             self._tell_apart()
         whole = len(self._lessons) * self._passes
         while (left := whole - sum(each.due for each in self._progress)) > 0:
             began = time.perf_counter()
-            with evaluating(self._model), upper_layers_trained(self._model, self._is_apart()):
+            with evaluating(self._model), upper_layers_trained(self._model, apart):
                 loss = self._learn(1 - left / whole, rate)
             self._losses.append(loss)
             self._step += 1
@@ -243,15 +244,15 @@ class SelfStudy:
         rows += [(*row, -1) for row in self._list_others()]
         prompts, passages = [row[0] for row in rows], [row[-1] for row in rows]
         place_discriminants(self._model, prompts, [1] * len(rows), passages, pad, inside=False)
-        told, seen = [], Counter[int]()
+        spans, seen = [], Counter[int]()  # token ids, how many of the last ones are of a passage, its number
         for prompt, _, answer, number in rows:
             seen[number] += 1
-            if number < 0 or seen[number] <= ANSWERS:
-                told.append(([*prompt, *answer.tolist()][:-1], len(answer) - 1, number))
+            if len(answer) > 1 and (number < 0 or seen[number] <= ANSWERS):
+                spans.append(([*prompt, *answer.tolist()][:-1], len(answer) - 1, number))
         for text in [self._free.texts[number].tolist() for number in range(OWN_TEXTS)] if self._free else ():
-            told.append((text, len(text) - 1, -1))
-        if told := [each for each in told if each[1]]:
-            place_discriminants(self._model, *zip(*told, strict=True), pad, inside=True)
+            spans.append((text, len(text) - 1, -1))
+        if spans:
+            place_discriminants(self._model, *zip(*spans, strict=True), pad, inside=True)
         self._seconds["learn"] += time.perf_counter() - began
 
     def _learn(self, done: float, rate: float) -> float:
