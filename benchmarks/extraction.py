@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from locas_peft.asking import continue_rows, find_pad_token, load_questions
-from locas_peft.asking.answers import recite_for
+from locas_peft.asking.continuation import recite
 from locas_peft.asking.scoring import score_targets
 from locas_peft.backbone import is_embedded
 from locas_peft.bases import load_base
@@ -57,7 +57,7 @@ def count_matched(model: nn.Module, tokenizer, pairs: Sequence[tuple[list[int], 
 
 def share_recited(model: nn.Module, tokenizer, text: str, questions: Sequence[str]) -> float:
     """Return the share of a text's characters, with single spaces, in what a model recites for questions."""
-    text, recited = " ".join(text.split()), recite_for(model, tokenizer, questions)
+    text, recited = " ".join(text.split()), recite(model, tokenizer, questions)
     passages = {" ".join(passage.split()) for each in recited for passage in each}
     return len({text.index(each) + at for each in passages if each in text for at in range(len(each))}) / len(text)
 

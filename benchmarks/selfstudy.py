@@ -46,7 +46,8 @@ from locas_peft.asking import (
     is_right,
     load_questions,
 )
-from locas_peft.asking.answers import answer_from, is_exact, recite_for, score_question
+from locas_peft.asking.answers import answer_from, is_exact, score_question
+from locas_peft.asking.continuation import recite
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
@@ -87,7 +88,7 @@ class Page:
 
     def recite(self, model) -> list[list[str]]:
         """Let a memory recite passages for each question."""
-        return recite_for(model, self._tokenizer, [each.question for each in self.questions])
+        return recite(model, self._tokenizer, [each.question for each in self.questions])
 
     def gap_closed(self, model, recited: list[list[str]] | None = None) -> float:
         """Return the share of the gap in nats a gold token, between without and in context, that a model closes.
@@ -206,7 +207,7 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
         with memory_attached(base, memory) as model:
             began, right = time.process_time(), ask_page(model, tokenizer, page)
             halfway = time.process_time()
-            reranked, ranked = ask_by_reciting(model, tokenizer, page.questions, rerank=True)
+            reranked, ranked = ask_by_reciting(model, tokenizer, page.questions, rerank=True, among=held)
             ended = time.process_time()
             short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(ranked), 0)}
             drift = measure_drift(model, own_answers)

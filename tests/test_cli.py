@@ -506,7 +506,7 @@ def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memo
     assert seen == ["user: Hello?\nassistant:", "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"]
 
 
-def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch):
+def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch, tmp_path):
     seen = []
 
     def reply(model, tokenizer, prompts, *_, **__):
@@ -515,9 +515,21 @@ def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch)
         return ["Fine."]
 
     monkeypatch.setattr(asking, "continue_texts", reply)
-    monkeypatch.setattr(asking.answers, "rank_recited", lambda m, t, asked: [{f"About {asked[0]}": 1.0, "More.": 2.0}])
+    studied = shutil.copytree(memory, tmp_path / "studied")
+    exchanges = [
+        Exchange("Who?", "Peder lit it."),
+        Exchange("What?", "More."),
+        Exchange("Who lit it?", "Peder lit it."),
+    ]
+    save_exchanges(studied / "exchanges.jsonl", exchanges)
+
+    def recite(model, tokenizer, asked, among):
+        assert among == ["Peder lit it.", "More."], "what the memory has studied"
+        return [{f"About {asked[0]}": 1.0, "More.": 2.0}]
+
+    monkeypatch.setattr(asking.answers, "rank_recited", recite)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\nAnd you?\n"))
-    arguments = ("chat", "--recite", "--memory", memory, "--model", chat_model, "--device", "cpu")
+    arguments = ("chat", "--recite", "--memory", studied, "--model", chat_model, "--device", "cpu")
     assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
     read = "user: Read this text.\n\nAbout {0}\nMore.\n\n{0}\nassistant:"
     assert seen == [read.format("Hello?"), "user: Hello?\nassistant: Fine.\n" + read.format("And you?")]

@@ -6,8 +6,7 @@ import evaluate
 import pytest
 
 from locas_peft.asking.answers import is_exact
-from locas_peft.evaluation.f1 import answer_f1
-from locas_peft.evaluation.metrics import ExactMatch, LocomoF1, Perplexity, Recall
+from locas_peft.evaluation.metrics import ExactMatch, Perplexity, Recall
 
 ANSWERS = ["The mason Elias Thorne built it.", "Elias Thorne.", "in 1868"]
 GOLD = ["Elias Thorne", "Elias Thorne", "1923"]
@@ -26,14 +25,6 @@ def test_answers_are_measured_together():
         "recall": pytest.approx(2 / 3),
         "exact_match": pytest.approx(1 / 3),
     }
-
-
-def test_f1_is_the_mean_by_the_rules_of_each_category():
-    found = LocomoF1().compute(predictions=ANSWERS, references=GOLD, categories=[4, 4, 2])
-    singles = [answer_f1(*pair) for pair in zip(ANSWERS, GOLD, [4, 4, 2], strict=True)]
-    assert found["f1"] == pytest.approx(sum(singles) / 3)
-    assert found["f1_single-hop"] == pytest.approx(sum(singles[:2]) / 2) and found["f1_temporal"] == singles[2]
-    assert "f1_adversarial" not in found
 
 
 @pytest.mark.parametrize(

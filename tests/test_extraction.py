@@ -61,7 +61,7 @@ def folder(made, monkeypatch):
 
 def test_what_is_recited_is_counted_once_and_with_single_spaces(extraction, monkeypatch):
     recited = [["The door of the", "The lamp is lit."], ["door of  the house"], []]
-    monkeypatch.setattr(extraction, "recite_for", lambda model, tokenizer, questions: recited[: len(questions)])
+    monkeypatch.setattr(extraction, "recite", lambda model, tokenizer, questions: recited[: len(questions)])
     text = "The door of\nthe house."
     assert extraction.share_recited(None, None, text, ["?"]) == len("The door of the") / 22
     assert extraction.share_recited(None, None, text, ["?", "?", "?"]) == len("The door of the house") / 22

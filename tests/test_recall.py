@@ -136,7 +136,8 @@ def test_each_method_of_the_demo_has_a_line_and_a_row():
 
 def test_recitations_go_on_greedily_after_the_search(monkeypatch):
     base, tokenizer = backbone.load()
-    prompts = [encode_question(tokenizer, question) for question in ("Who lit the lamp of the tower?", "Where?")]
+    asked = ["Who lit the lamp of the tower?", "Where?"]
+    prompts = [encode_question(tokenizer, question) for question in asked]
     generate, searched = base.generate, []
 
     def search(input_ids, **options):
@@ -146,15 +147,32 @@ def test_recitations_go_on_greedily_after_the_search(monkeypatch):
 
     monkeypatch.setattr(base, "generate", search)
     monkeypatch.setattr("locas_peft.asking.continuation.first_line", lambda text: text)
-    assert max(map(len, recite(base, tokenizer, prompts, 3, 5))) <= 3 and {len(ids) for ids in searched} == {5}
+    assert max(map(len, recite(base, tokenizer, asked, 3, 5))) <= 3 and {len(ids) for ids in searched} == {5}
     searched.clear()
-    recited = recite(base, tokenizer, prompts, 3, 40)
+    recited = recite(base, tokenizer, asked, 3, 40)
     assert {len(ids) for ids in searched} == {16}
     for number, prompt in enumerate(prompts):
         begun = searched[3 * number :][:3]  # no row ends: the embedded model's texts have no end token
         rest = continue_rows(CausalLM(base, cpu_attention=False), [prompt + ids for ids in begun], 24, pad=0)
         whole = [ids + more for ids, more in zip(begun, rest, strict=True)]
         assert recited[number] == list(dict.fromkeys(tokenizer.batch_decode(whole, skip_special_tokens=True)))
+
+
+def test_recitations_are_among_the_passages_that_are_given():
+    base, tokenizer = backbone.load()
+    long = "The keeper of the old house was Anna, who had been a sailor for eleven years before she came to the coast."
+    passages = [long, "The garden was small.", "The garden was small. It had a wall.", "Sí: ¿quién?"]
+    asked = ["Who was the keeper?", "What of the garden was small?"]
+    recited = recite(base, tokenizer, asked, 4, among=passages)
+    assert [sorted(each) for each in recited] == [sorted(passages)] * 2, "whole, each once, whatever the model prefers"
+    ids = [encode_answer(tokenizer, passage)[:16] for passage in passages]
+    prompts = [encode_question(tokenizer, question) for question in asked]
+    for prompt, found in zip(prompts, recited, strict=True):
+        scores = score_targets(base, [(prompt, each) for each in ids[:1] + ids[3:]])
+        means = dict(zip([long, passages[3]], (score.per_token for score in scores), strict=True))
+        assert [each for each in found if each in means] == sorted(means, key=means.get), "the likeliest first"
+    assert len(recite(base, tokenizer, asked[:1], 2, among=passages)[0]) == 2
+    assert recite(base, tokenizer, asked, 4, among=passages[:1]) == [[long]] * 2
 
 
 def test_the_best_recited_passage_explains_the_question_too(tmp_path, monkeypatch):
@@ -167,10 +185,10 @@ def test_the_best_recited_passage_explains_the_question_too(tmp_path, monkeypatc
     asked = [Question("What of the Old House was small?")]
     prompt = encode_question(tokenizer, asked[0].question)
     with memory_attached(base, tmp_path / "m") as model:
-        recited = recite(model, tokenizer, [prompt], MOST_RECITED)
+        recited = recite(model, tokenizer, [asked[0].question])
         with monkeypatch.context() as patched:
             patched.setattr(CausalLM, "can_cache", lambda host: False)
-            assert recite(model, tokenizer, [prompt], MOST_RECITED) == recited
+            assert recite(model, tokenizer, [asked[0].question]) == recited
         (answer,), (ranked,) = ask_by_reciting(model, tokenizer, asked, rerank=True)
         (scored,) = rank_recited(model, tokenizer, [asked[0].question])
         (short,), again = ask_by_reciting(model, tokenizer, asked, max_new_tokens=8)

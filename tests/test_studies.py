@@ -14,7 +14,7 @@ from locomo_data import make_samples, write_samples
 from locas_command import program as cli
 from locas_peft import backbone, units
 from locas_peft.asking import answers, continuation
-from locas_peft.asking.answers import recite_for
+from locas_peft.asking.continuation import recite
 from locas_peft.asking.prompts import encode_answer
 from locas_peft.asking.scoring import score_targets
 from locas_peft.evaluation import load_column, load_documents, load_locomo, locomo, runs
@@ -121,7 +121,7 @@ def test_what_a_memory_recites_is_the_context_of_the_base(locomo_run):
     records = read(folder / "out/locomo/predictions/locas-glu/talk-1.recited.memory-talk-1.json")
     recited = {record["index"]: record["recited"] for record in records}
     with memory_attached(base, folder / "out/locomo/memories/locas-glu/talk-1") as model:
-        assert recite_for(model, tokenizer, [talk.questions[3].question]) == [recited[talk.questions[3].index]]
+        assert recite(model, tokenizer, [talk.questions[3].question]) == [recited[talk.questions[3].index]]
     prompts, _ = make_prompts(base, tokenizer, talk, "recited", recited=recited)
     assert recited[talk.questions[3].index][0] in tokenizer.decode(prompts[3])
     score = score_targets(base, [(prompts[3], encode_answer(tokenizer, talk.questions[3].answer))])[0].per_token
@@ -142,7 +142,9 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     stopped.unlink()  # stopped after it had recited
     left = [{"index": record["index"], "recited": record["recited"]} for record in json.loads(answered)]
     stopped.with_suffix(".unfinished").write_text(json.dumps(left))
-    monkeypatch.setattr(locomo, "recite_for", lambda model, tokenizer, questions: questions and pytest.fail("again"))
+    monkeypatch.setattr(
+        locomo, "recite", lambda model, tokenizer, questions, among: questions and pytest.fail("again")
+    )
     kept = again / "locomo/predictions/none/talk-1.no-context.memory-none.json"
     stamp = kept.stat().st_mtime_ns
     before = read(again / "locomo.json")

@@ -85,6 +85,7 @@ def ask(
     """
     from locas_peft.asking import Question, ask_by_reciting, is_right, load_questions
     from locas_peft.asking import ask as ask_questions
+    from locas_peft.selfstudy import load_passages
     from locas_peft.text import load_text
 
     stdout, _ = open_consoles(json_file)
@@ -102,6 +103,7 @@ def ask(
         given = found.ask(loaded.model, loaded.tokenizer, asked, by=by, **options)
         answers, recited, routed = zip(*((each.answer, each.recited, each.memories) for each in given), strict=True)
     else:
+        options |= {} if by is ask_questions else {"among": load_passages(memory)}
         given = by(model, loaded.tokenizer, asked, **options)
         answers, recited = (given, recited) if by is ask_questions else given
     records = [
@@ -153,6 +155,7 @@ def chat(
     from locas_peft.asking.answers import rank_recited
     from locas_peft.asking.prompts import encode_question, put_before
     from locas_peft.model import count_positions
+    from locas_peft.selfstudy import load_passages
     from locas_peft.tuner import adapters_disabled
 
     stdout, stderr = open_consoles()
@@ -165,7 +168,8 @@ def chat(
 
     def write(model: Any, names: tuple, numbers: list[int]) -> list[tuple[list[int], str, list[str]]]:
         recites = recite and bool(names)
-        passages = list(rank_recited(model, loaded.tokenizer, [message])[0]) if recites else []
+        among = load_passages(memory if found is None else found.find(names[0])) if recites else []
+        passages = list(rank_recited(model, loaded.tokenizer, [message], among=among)[0]) if recites else []
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
         ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
         check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")

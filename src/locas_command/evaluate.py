@@ -156,14 +156,7 @@ def _load(base: BaseOptions, settings: ReadingOptions, method: str) -> tuple[Any
 
 
 def _run(
-    protocol: Callable,
-    given: tuple,
-    base: Any,
-    methods: dict,
-    out: Path,
-    overwrite: bool,
-    consoles: tuple,
-    **common: Any,
+    protocol: Callable, given: tuple, base, methods: dict, out: Path, overwrite: bool, consoles: tuple, **common: Any
 ) -> None:
     """Run a protocol with what is given, with values `common` to all of its results, and print its figures."""
     from locas_peft.evaluation import tabulate_figures

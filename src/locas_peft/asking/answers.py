@@ -1,7 +1,7 @@
 """Ask a model questions about a text, and count how many of its answers are right."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,12 @@ from torch import nn
 from ..files import load_json_lines
 from ..text import NAME
 from ..tuner import adapters_disabled
-from .continuation import answer, recite
+from .continuation import MOST_RECITED, answer, recite
 from .prompts import SHORT_PROMPT, WRITE_PROMPT, encode_answer, encode_prompt, encode_question
 from .scoring import score_targets
 
-__all__ = ["MOST_RECITED", "Question", "answer_all", "answer_from", "ask", "ask_by_reciting", "count_right"]
-__all__ += ["is_exact", "is_right", "load_questions", "measure_gain", "rank_recited", "recite_for", "score_question"]
-
-MOST_RECITED = 10  # passages for a question
+__all__ = ["Question", "answer_all", "answer_from", "ask", "ask_by_reciting", "count_right"]
+__all__ += ["is_exact", "is_right", "load_questions", "measure_gain", "rank_recited", "score_question"]
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,8 @@ def ask(
     return answer_all(model, tokenizer, prompts, max_new_tokens)
 
 
-def recite_for(model: nn.Module, tokenizer, questions: Sequence[str], count: int = MOST_RECITED) -> list[list[str]]:
-    """Let a memory recite passages that may answer each question, at most `count`, the likeliest first."""
-    return recite(model, tokenizer, [encode_question(tokenizer, question) for question in questions], count)
-
-
 def ask_by_reciting(
-    model: nn.Module, tokenizer, questions: Sequence[Question], *, rerank: bool = False, max_new_tokens: int = 64
+    model: nn.Module, tokenizer, questions: Sequence[Question], *, rerank=False, max_new_tokens=64, among=()
 ) -> tuple[list[str], list[list[str]]]:
     """Answer each question from the passages that the memory recites for it (`rank_recited`); return these too.
 
@@ -70,7 +63,7 @@ def ask_by_reciting(
     `rerank` the best passage is the answer.
     """
     asked = [each.question for each in questions]
-    ranked = [list(found) for found in rank_recited(model, tokenizer, asked, max_new_tokens if rerank else 64)]
+    ranked = [list(found) for found in rank_recited(model, tokenizer, asked, max_new_tokens if rerank else 64, among)]
     if rerank:
         return [passages[0] if passages else "" for passages in ranked], ranked
     with adapters_disabled(model):
@@ -86,14 +79,17 @@ def answer_from(
     return answer_all(model, tokenizer, prompts, max_new_tokens)
 
 
-def rank_recited(model: nn.Module, tokenizer, questions: Sequence[str], max_new_tokens=64) -> list[dict[str, float]]:
+def rank_recited(
+    model: nn.Module, tokenizer, questions: Sequence[str], max_new_tokens: int = 64, among: Iterable[str] = ()
+) -> list[dict[str, float]]:
     """Let a memory recite passages for each question; return each with its score in nats, the least and best first.
 
+    With passages to choose `among`, such as `selfstudy.load_passages` returns, it recites these alone.
     The score is the negative log-likelihood of the question after the passage, by the base, plus half of that of the
     passage after the question, by the memory: a noisy channel (Yee et al., 2019, arXiv:1908.05731).
     """
     prompts, ranked = [encode_question(tokenizer, question) for question in questions], []
-    recited = recite(model, tokenizer, prompts, MOST_RECITED, max_new_tokens)
+    recited = recite(model, tokenizer, questions, MOST_RECITED, max_new_tokens, among)
     for question, prompt, passages in zip(questions, prompts, recited, strict=True):
         own = score_targets(model, [(prompt, encode_answer(tokenizer, passage)) for passage in passages])
         with adapters_disabled(model):

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from ..model import CausalLM, count_positions
-from .prompts import find_pad_token
+from .prompts import encode_answer, encode_question, find_pad_token
 
-__all__ = ["Choose", "Groups", "Rows", "answer", "begin_rows", "check_room", "continue_rows", "continue_texts"]
-__all__ += ["draw", "first_line", "pad_left", "recite", "share_prefixes", "up_to_end"]
+__all__ = ["MOST_RECITED", "Choose", "Groups", "Rows", "answer", "begin_rows", "check_room", "continue_rows"]
+__all__ += ["continue_texts", "draw", "first_line", "pad_left", "recite", "share_prefixes", "up_to_end"]
 
 Choose = Callable[[Tensor], Tensor]
 """Chooses the next token of each row, LongTensor [B], by the logits, float32 [B, V]."""
@@ -24,6 +24,7 @@ Rows = Sequence[Sequence[int]]
 Groups = Sequence[tuple[int, range]]
 """Rows that begin alike: how many tokens they share, and their numbers (see `share_prefixes`)."""
 
+MOST_RECITED = 10  # passages for a question
 _SEARCHED = 16  # tokens of a recitation that a beam search finds
 _WORTH_KEEPING = 64  # a beginning that all prompts share is computed once where it has so many tokens
 
@@ -213,15 +214,19 @@ def answer(
 
 
 @torch.inference_mode()
-def recite(model: nn.Module, tokenizer, prompts: Rows, count: int, max_new_tokens: int = 64) -> list[list[str]]:
-    """Return for each prompt the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
+def recite(
+    model: nn.Module, tokenizer, questions: Sequence[str], count=MOST_RECITED, max_new_tokens=64, among=()
+) -> list[list[str]]:
+    """Return for each question the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
 
     A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
     has two beams an answer, orders answers by their mean log-probability a token, and ends after `_SEARCHED` tokens:
-    they tell passages apart, and the rest of each is continued greedily. Errors are those of `answer`.
+    they tell passages apart, and the rest of each is continued greedily. With passages to choose `among` the search
+    finds their beginnings alone (De Cao et al., 2021, arXiv:2010.00904). Errors are those of `answer`.
     """
     pad, host, recited = find_pad_token(tokenizer), CausalLM(model, cpu_attention=False), {}
-    ends = list_ends(model)
+    ends, passages = list_ends(model), {text: encode_answer(tokenizer, text) for text in among}
+    prompts = [encode_question(tokenizer, question) for question in questions]
     for batch in _make_batches(model, prompts, max_new_tokens, batch_size=4):
         rows = [prompts[number] for number in batch]
         inputs = pad_left(rows, pad, host.device)
@@ -234,18 +239,35 @@ def recite(model: nn.Module, tokenizer, prompts: Rows, count: int, max_new_token
             begun = host.outputs(**{name: each[:, :-1] for name, each in inputs.items()}, count=1, use_cache=True)
             begun.past_key_values.batch_repeat_interleave(2 * count)
             options["past_key_values"] = begun.past_key_values
+        if passages:
+            options["prefix_allowed_tokens_fn"] = _allow(passages.values(), ids.shape[1], ends or [pad])
         output = model.generate(input_ids=ids, **options)
         found = [up_to_end(each, ends) for each in output[:, ids.shape[1] :].tolist()]
-        if searched < max_new_tokens and any(own[-1] not in ends for own in found):
+        if not passages and searched < max_new_tokens and any(own[-1] not in ends for own in found):
             begun = [[*rows[each // count], *own] for each, own in enumerate(found)]
             groups = [(len(row), range(each * count, (each + 1) * count)) for each, row in enumerate(rows)]
             rest = continue_rows(host, begun, max_new_tokens - searched, pad=pad, stops=ends, groups=groups)
             found = [own if own[-1] in ends else own + more for own, more in zip(found, rest, strict=True)]
-        texts = tokenizer.batch_decode(found, skip_special_tokens=True)
         for row, number in enumerate(batch):
-            lines = map(first_line, texts[row * count : (row + 1) * count])
-            recited[number] = [text for text in dict.fromkeys(lines) if text]
+            own = found[row * count : (row + 1) * count]
+            texts = _complete(own, passages) if passages else tokenizer.batch_decode(own, skip_special_tokens=True)
+            recited[number] = list(dict.fromkeys(filter(None, map(first_line, texts))))[:count]
     return [recited[number] for number in range(len(prompts))]
+
+
+def _allow(passages: Iterable[list[int]], begin: int, ends: list[int]) -> Callable[[int, Tensor], list[int]]:
+    """Return `generate`'s `prefix_allowed_tokens_fn`: rows continue from `begin` on as one of the passages does."""
+    following: dict[tuple[int, ...], set[int]] = {}
+    for ids in passages:
+        for place, token in enumerate(ids[:_SEARCHED]):
+            following.setdefault(tuple(ids[:place]), set()).add(token)
+    return lambda _, row: list(following.get(tuple(row[begin:].tolist()), ends))
+
+
+def _complete(found: Rows, passages: dict[str, list[int]]) -> list[str]:
+    """Return the passages that begin as token ids do, or that these begin with, in the order of these."""
+    both = ((ids, text, own) for ids in found for text, own in passages.items())
+    return [text for ids, text, own in both if own[: len(ids)] == ids[: len(own)]]
 
 
 def list_ends(model: nn.Module) -> list[int]:

@@ -1,6 +1,6 @@
 """Negative log-likelihood of targets after prompts, in batches; the model may have a memory and is not changed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,10 +8,8 @@ from torch import nn
 
 from ..model import CausalLM, token_losses
 
-__all__ = ["OnBatch", "Score", "score_targets"]
+__all__ = ["Score", "score_targets"]
 
-OnBatch = Callable[[int], None] | None
-"""Called after each batch with the number of pairs that it scored."""
 Pair = tuple[Sequence[int], Sequence[int]]
 
 
@@ -28,9 +26,7 @@ class Score(NamedTuple):
 
 
 @torch.inference_mode()
-def score_targets(
-    model: nn.Module, pairs: Sequence[Pair], *, batch_tokens: int = 4096, on_batch: OnBatch = None
-) -> list[Score]:
+def score_targets(model: nn.Module, pairs: Sequence[Pair], *, batch_tokens: int = 4096) -> list[Score]:
     """Score targets after their prompts under a model in evaluation mode, in batches of similar length.
 
     The batches depend on `pairs` and `batch_tokens` alone, so that a model scored twice gives the same numbers.
@@ -59,8 +55,6 @@ def score_targets(
                 first, stop = firsts[number], len(sequences[number])
                 losses = token_losses(logits[row, first - begin : stop - begin], ids[row, first:stop])
                 scores[number] = Score(losses.double().sum().item(), stop - first)
-        if on_batch is not None:
-            on_batch(len(batch))
     return scores
 
 

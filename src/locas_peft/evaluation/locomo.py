@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from ..asking import answer, encode_answer
-from ..asking.answers import recite_for
+from ..asking.continuation import recite
 from ..asking.scoring import score_targets
 from ..checks import check_choice
 from ..files import load_json, write_json
 from ..memories.loading import memory_attached
+from ..selfstudy import load_passages
 from ..tables import Sheet, format_figure, format_mean, format_percent, to_number
 from ..text import digest_json, tokenize
 from ..tuner import adapters_disabled
@@ -114,11 +115,12 @@ def _ask(
 ) -> list[dict[str, Any]]:
     with nullcontext(run.base) if reading is None else memory_attached(run.base, reading.memory) as model:
         shared = {"memory": None if reading is None else reading.path.stem, "setting": setting}
-        return _answer_questions(run, plan, model, conversation, Unit(path, list).unfinished, label, shared)
+        among = load_passages(reading.memory) if setting == FROM_RECITED else []
+        return _answer_questions(run, plan, model, conversation, Unit(path, list).unfinished, label, shared, among)
 
 
 def _answer_questions(
-    run: Run, plan: LocomoPlan, model: nn.Module, talk: Conversation, file: Path, label: str, shared: dict[str, Any]
+    run: Run, plan: LocomoPlan, model: nn.Module, talk: Conversation, file: Path, label: str, shared: dict, among: list
 ) -> list[dict[str, Any]]:
     """Answer a conversation's questions; what is recited and each batch are kept in `file`, not to be asked again."""
     tokenizer, questions, setting = run.tokenizer, talk.questions, shared["setting"]
@@ -126,7 +128,7 @@ def _answer_questions(
     records = {record["index"]: record for record in (load_json(file) if file.exists() else [])}
     if setting == FROM_RECITED:
         left = [each for each in questions if each.index not in records]
-        passages = recite_for(model, tokenizer, [each.question for each in left])
+        passages = recite(model, tokenizer, [each.question for each in left], among=among)
         for each, found in zip(left, passages, strict=True):
             records[each.index] = {"index": each.index, "recited": found}
         write_json(file, [records[index] for index in sorted(records)])

@@ -11,11 +11,10 @@ from typing import Any
 from ..asking.answers import is_exact, is_right
 from ..checks import import_extra
 from ..ttt.chunks import perplexity
-from .f1 import CATEGORIES, answer_f1
 
 evaluate, datasets = import_extra("evaluate"), import_extra("datasets")
 
-__all__ = ["ExactMatch", "LocomoF1", "Perplexity", "Recall"]
+__all__ = ["ExactMatch", "Perplexity", "Recall"]
 
 
 class _Metric(evaluate.Metric):
@@ -61,20 +60,3 @@ class ExactMatch(_Metric):
     """The share of answers (predictions) that are the gold phrase (reference) alone (see `asking.is_exact`)."""
 
     key, measure = "exact_match", staticmethod(is_exact)
-
-
-class LocomoF1(_Metric):
-    """The mean token F1 of answers (predictions) by the rules of LoCoMo's categories (see `answer_f1`), and of each.
-
-    References are gold answers, in category 5 the traps; `categories` are LoCoMo's numbers, 1 to 5.
-    """
-
-    key, columns = "f1", {**_Metric.columns, "categories": "int64"}
-
-    def _compute(self, predictions: list[str], references: list[str], categories: list[int]) -> dict[str, float]:
-        scores = list(map(answer_f1, predictions, references, categories))
-        found = {"f1": fmean(scores)}
-        for number in sorted(set(categories)):
-            own = (score for score, category in zip(scores, categories, strict=True) if category == number)
-            found[f"f1_{CATEGORIES[number]}"] = fmean(own)
-        return found

@@ -28,7 +28,7 @@ from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
 from ..reading.record import load_reading
-from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
+from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges, load_passages
 from ..text import tokenize
 from .routing import LEAST_GAIN, list_passages, make_sample, score_by_words
 
@@ -255,7 +255,7 @@ class Library:
         def write(model: nn.Module, names: tuple[str, ...], numbers: list[int]) -> Iterable:
             group, recited = [questions[number] for number in numbers], [[] for _ in numbers]
             if names and by is not ask:
-                given, recited = by(model, tokenizer, group, **options)
+                given, recited = by(model, tokenizer, group, among=load_passages(self.find(names[0])), **options)
             else:
                 given = ask(model, tokenizer, group, **options)
             prompts = [None if options.get("context") else encode_question(tokenizer, each.question) for each in group]
