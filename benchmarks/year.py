@@ -34,7 +34,7 @@ import torch
 from measuring import describe_machine
 
 from locas_peft.asking import Question, ask_by_reciting, encode_question, is_right
-from locas_peft.asking.answers import answer_from, measure_gain, rank_recited
+from locas_peft.asking.answers import answer_all, answer_from, measure_gain, rank_recited
 from locas_peft.asking.continuation import MOST_RECITED
 from locas_peft.bases import load_base
 from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, dialogue_lines, load_locomo
@@ -107,7 +107,7 @@ def study(base, tokenizer, talk: Conversation, library: Library, results: dict[s
 def recite(base, tokenizer, library: Library, questions: list[Question], wanted: list[set[str]], work: Path) -> dict:
     """Let each memory recite for the questions that want it: by its name and the question's number, ranked passages.
 
-    A memory whose best passage the base would say as well has none (`LEAST_GAIN`). A file for each memory in `work`
+    A memory whose own answer the base would say as well has none (`LEAST_GAIN`). A file for each memory in `work`
     keeps what is done.
     """
     found = {}
@@ -120,7 +120,7 @@ def recite(base, tokenizer, library: Library, questions: list[Question], wanted:
             with library.attach(base, [name]) as model:
                 ranked = rank_recited(model, tokenizer, asked, among=among)
                 prompts = [encode_question(tokenizer, each) for each in asked]
-                gains = measure_gain(model, tokenizer, prompts, [next(iter(each), "") for each in ranked])
+                gains = measure_gain(model, tokenizer, prompts, answer_all(model, tokenizer, prompts, 64))
             kept = [each if gain >= LEAST_GAIN else {} for each, gain in zip(ranked, gains, strict=True)]
             seconds = (time.process_time() - began) / len(asked)
             write_json(file, {"seconds": seconds, "ranked": dict(zip(map(str, numbers), kept, strict=True))})

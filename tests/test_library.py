@@ -94,6 +94,10 @@ def test_a_studied_memory_that_says_what_the_base_would_say_leaves_the_question_
     assert library.ask(*base, asked[:1], max_new_tokens=8)[0].memories == ("lamp",)
     (recited,) = library.ask(*base, asked[:1], by=ask_by_reciting, max_new_tokens=8)
     assert recited.recited == ("Old Peder",), "what it has studied, word for word"
+    monkeypatch.setattr(module, "measure_gain", lambda *args: said.append(args[-1]) or measure_gain(*args))
+    said = []
+    library.ask(*base, asked[:1], by=ask_by_reciting, max_new_tokens=8)
+    assert said[0] != ["Old Peder"], "its own answer is measured, since it recites its passages whatever is asked"
 
 
 def test_the_gain_is_that_of_the_memory_over_the_base_in_nats_a_token(library, base):

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..asking import Question, ask, encode_question
-from ..asking.answers import measure_gain
+from ..asking.answers import answer_all, measure_gain
 from ..files import finish_replacement, staged
 from ..memories import FILES, MEMORY_CONFIG, READING, check_vacant, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
@@ -279,8 +279,9 @@ class Library:
                 continue
             with self.attach(base, names) as model:
                 prompts, given, recited = zip(*write(model, names, numbers), strict=True)
-                said = [passages[0] if passages else answer for answer, passages in zip(given, recited, strict=True)]
                 studied = names and (self.find(names[0]) / EXCHANGES).is_file() and None not in prompts
+                # A studied memory recites its passages whatever is asked: there its own answer is measured.
+                said = answer_all(model, tokenizer, prompts, 64) if studied and any(recited) else given
                 gains = measure_gain(model, tokenizer, prompts, said) if studied else [LEAST_GAIN] * len(numbers)
             for number, answer, passages, gain in zip(numbers, given, recited, gains, strict=True):
                 answers[number] = RoutedAnswer(questions[number], answer, names, tuple(passages))
