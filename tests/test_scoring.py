@@ -47,12 +47,6 @@ def test_without_a_prompt_the_first_token_is_not_scored():
     assert scores[0].per_token == scores[0].nll_nats / 5 and scores[1].per_token != scores[1].per_token
 
 
-def test_progress_counts_every_pair():
-    seen = []
-    score_targets(make_host("llama"), make_pairs(), batch_tokens=30, on_batch=seen.append)
-    assert sum(seen) == 7 and len(seen) > 1
-
-
 def test_targets_that_cannot_be_scored_are_one_line():
     model = make_host("llama")
     with pytest.raises(ValueError, match=r"^pair 0 must fit the model's 64 positions, got 66 tokens: shorten its"):
