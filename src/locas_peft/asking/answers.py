@@ -57,7 +57,7 @@ def ask(
 def ask_by_reciting(
     model: nn.Module, tokenizer, questions: Sequence[Question], *, rerank=False, max_new_tokens=64, among=()
 ) -> tuple[list[str], list[list[str]]]:
-    """Answer each question from the passages that the memory recites for it (`rank_recited`); return these too.
+    """Answer each question from passages that the memory recites, `among` those given; return these (`rank_recited`).
 
     The base answers in a few words with the passages in its context (Sun et al., 2023, arXiv:2210.01296). With
     `rerank` the best passage is the answer.
