@@ -224,7 +224,8 @@ def test_a_finished_reading_is_not_compared_again_after_it_is_resumed(tmp_path):
 
 
 def test_one_document_of_many_is_taken_back_and_the_others_go_on():
-    model = get_peft_model(make_host("llama"), LocasConfig(r=4, scaling=16.0, output_scale="paper"))
+    # float64: at this rate the rounding of float32 grows to more than the tolerance, on some CPUs.
+    model = get_peft_model(make_host("llama").double(), LocasConfig(r=4, scaling=16.0, output_scale="paper"))
     documents = {"good": make_ids(4).repeat(30), "bad": torch.cat([make_ids(4).repeat(6), make_ids(96, seed=3)])}
     reading = read_many(model, documents, **SETTINGS | {"learning_rate": 0.3, "brake": True})
     scores = {name: [] for name in documents}
@@ -234,7 +235,7 @@ def test_one_document_of_many_is_taken_back_and_the_others_go_on():
     assert reading.taken_back["bad"] and not reading.taken_back["good"]
     alone = {}
     for name, ids in documents.items():
-        model = get_peft_model(make_host("llama"), LocasConfig(r=4, scaling=16.0, output_scale="paper"))
+        model = get_peft_model(make_host("llama").double(), LocasConfig(r=4, scaling=16.0, output_scale="paper"))
         trainer = TestTimeTrainer(model, **SETTINGS | {"learning_rate": 0.3, "brake": True})
         alone[name] = read(trainer, ids), trainer.taken_back
     for name in documents:
