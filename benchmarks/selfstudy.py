@@ -4,16 +4,16 @@
 
 Pages: the demo's, on which the settings were chosen, and those of the folder `pages`. The model writes the exchanges
 of a page once, for all methods. The gap is measured in nats a token of the gold answers: 0 without the page, 1 with
-the page in context. "Recited" is the gap that the base closes with what the memory recites for each question, and
-"direct" what the memory closes without reciting. The first is also measured in the middle of a study, and after some
-of the readings of the method that only reads. At the end both are measured, for the page's own questions and for those
-of the next page (wrong memory). The questions are asked in both ways, and the KL from the base is measured on the
-base's own answers to questions about other things. A page with results is not read again.
+the page in context. "Recited" is the gap that the base closes with what the memory recites freely for each question,
+and "direct" what the memory closes without reciting. The first is also measured in the middle of a study, and after
+some of the readings of the method that only reads. At the end both are measured, for the page's own questions and for
+those of the next page (wrong memory). The questions are asked in both ways, and the KL from the base is measured on
+the base's own answers to questions about other things. A page with results is not read again.
 
     python benchmarks/selfstudy.py --seeds 0,1,2 --pages expedition,ferry,foundry,garden,theatre --out fresh.json
 
 With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
-asked: directly, and reranked, where the best of ten recited passages is the answer. Beside it stand the page in
+asked: directly, and reranked, where the best of ten recited sentences of it is the answer. Beside it stand the page in
 context; BM25: its best sentence as the answer, the best one where each has the questions that the study wrote about
 it, and its best three in the base's context; and the sentence after which the question is the likeliest for the base.
 A second table has short answers, which the base gives with the best passages of each in its context: how many have the

@@ -120,7 +120,7 @@ def recite(base, tokenizer, library: Library, questions: list[Question], wanted:
             with library.attach(base, [name]) as model:
                 ranked = rank_recited(model, tokenizer, asked, among=among)
                 prompts = [encode_question(tokenizer, each) for each in asked]
-                gains = measure_gain(model, tokenizer, prompts, answer_all(model, tokenizer, prompts, 64))
+                gains = measure_gain(model, tokenizer, prompts, answer_all(model, tokenizer, prompts))
             kept = [each if gain >= LEAST_GAIN else {} for each, gain in zip(ranked, gains, strict=True)]
             seconds = (time.process_time() - began) / len(asked)
             write_json(file, {"seconds": seconds, "ranked": dict(zip(map(str, numbers), kept, strict=True))})

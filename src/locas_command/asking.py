@@ -81,7 +81,7 @@ def ask(
             texts with many similar passages, such as dialogues.
         rerank: the memory recites passages for each question, and the one that also explains the question is the
             answer. Of a studied memory more answers are right, and each takes longer.
-        max_new_tokens: the longest answer, in tokens.
+        max_new_tokens: the longest answer, in tokens; a passage that was studied is recited whole.
     """
     from locas_peft.asking import Question, ask_by_reciting, is_right, load_questions
     from locas_peft.asking import ask as ask_questions
@@ -102,10 +102,10 @@ def ask(
     if found is not None:
         given = found.ask(loaded.model, loaded.tokenizer, asked, by=by, **options)
         answers, recited, routed = zip(*((each.answer, each.recited, each.memories) for each in given), strict=True)
+    elif by is ask_questions:
+        answers = by(model, loaded.tokenizer, asked, **options)
     else:
-        options |= {} if by is ask_questions else {"among": load_passages(memory)}
-        given = by(model, loaded.tokenizer, asked, **options)
-        answers, recited = (given, recited) if by is ask_questions else given
+        answers, recited = by(model, loaded.tokenizer, asked, among=load_passages(memory), **options)
     records = [
         {
             "question": item.question,

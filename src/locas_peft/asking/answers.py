@@ -122,7 +122,7 @@ def measure_gain(model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], 
     return [base.per_token - with_memory.per_token if given else 0.0 for base, with_memory, given in both]
 
 
-def answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int) -> list[str]:
+def answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int = 64) -> list[str]:
     """Return the first line of a greedy answer to each prompt (see `continuation.answer`)."""
     answers: dict[int, str] = {}
     for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):

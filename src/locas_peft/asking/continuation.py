@@ -222,7 +222,8 @@ def recite(
     A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
     has two beams an answer, orders answers by their mean log-probability a token, and ends after `_SEARCHED` tokens:
     they tell passages apart, and the rest of each is continued greedily. With passages to choose `among` the search
-    finds their beginnings alone (De Cao et al., 2021, arXiv:2010.00904). Errors are those of `answer`.
+    finds their beginnings alone, and each is returned whole (De Cao et al., 2021, arXiv:2010.00904).
+    Errors are those of `answer`.
     """
     pad, host, recited = find_pad_token(tokenizer), CausalLM(model, cpu_attention=False), {}
     ends, passages = list_ends(model), {text: encode_answer(tokenizer, text) for text in among}

@@ -114,21 +114,20 @@ def _ask(
     run: Run, plan: LocomoPlan, setting: str, conversation: Conversation, reading: Unit | None, path: Path, label: str
 ) -> list[dict[str, Any]]:
     with nullcontext(run.base) if reading is None else memory_attached(run.base, reading.memory) as model:
-        shared = {"memory": None if reading is None else reading.path.stem, "setting": setting}
-        among = load_passages(reading.memory) if setting == FROM_RECITED else []
-        return _answer_questions(run, plan, model, conversation, Unit(path, list).unfinished, label, shared, among)
+        return _answer_questions(run, plan, model, conversation, reading, setting, Unit(path, list).unfinished, label)
 
 
 def _answer_questions(
-    run: Run, plan: LocomoPlan, model: nn.Module, talk: Conversation, file: Path, label: str, shared: dict, among: list
+    run: Run, plan: LocomoPlan, model: nn.Module, talk: Conversation, unit: Unit, setting: str, file: Path, label: str
 ) -> list[dict[str, Any]]:
-    """Answer a conversation's questions; what is recited and each batch are kept in `file`, not to be asked again."""
-    tokenizer, questions, setting = run.tokenizer, talk.questions, shared["setting"]
+    """Answer a conversation's questions with the memory of `unit`, if any; what is done stays in `file`."""
+    tokenizer, questions = run.tokenizer, talk.questions
+    shared = {"memory": None if unit is None else unit.path.stem, "setting": setting}
     advance = run.progress(label, len(questions))
     records = {record["index"]: record for record in (load_json(file) if file.exists() else [])}
     if setting == FROM_RECITED:
         left = [each for each in questions if each.index not in records]
-        passages = recite(model, tokenizer, [each.question for each in left], among=among)
+        passages = recite(model, tokenizer, [each.question for each in left], among=load_passages(unit.memory))
         for each, found in zip(left, passages, strict=True):
             records[each.index] = {"index": each.index, "recited": found}
         write_json(file, [records[index] for index in sorted(records)])

@@ -281,7 +281,7 @@ class Library:
                 prompts, given, recited = zip(*write(model, names, numbers), strict=True)
                 studied = names and (self.find(names[0]) / EXCHANGES).is_file() and None not in prompts
                 # A studied memory recites its passages whatever is asked: there its own answer is measured.
-                said = answer_all(model, tokenizer, prompts, 64) if studied and any(recited) else given
+                said = answer_all(model, tokenizer, prompts) if studied and any(recited) else given
                 gains = measure_gain(model, tokenizer, prompts, said) if studied else [LEAST_GAIN] * len(numbers)
             for number, answer, passages, gain in zip(numbers, given, recited, gains, strict=True):
                 answers[number] = RoutedAnswer(questions[number], answer, names, tuple(passages))
