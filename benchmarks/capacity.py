@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from biographies import Person, make_people
-from measuring import describe_machine, make_table
+from measuring import describe_machine, is_exact, make_table
 
 from locas_peft.asking import SHORT_PROMPT, Question, ask, encode_question, is_right
-from locas_peft.asking.answers import answer_all, is_exact
+from locas_peft.asking.answers import answer_all
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
 from locas_peft.evaluation.f1 import token_f1

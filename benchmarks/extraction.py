@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import make_table
+from measuring import make_table, recite
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from locas_peft.asking import continue_rows, find_pad_token, load_questions
-from locas_peft.asking.continuation import recite
 from locas_peft.asking.scoring import score_targets
 from locas_peft.backbone import is_embedded
 from locas_peft.bases import load_base

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -14,9 +15,16 @@ from typing import Any
 import peft
 import torch
 import transformers
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
+from locas_peft.asking import check_room, encode_question, find_pad_token
+from locas_peft.asking.continuation import first_line
 from locas_peft.bases import DTYPES, choose_device
+from locas_peft.model import CausalLM
+
+RECITED_TOKENS = 64
+"""The most tokens of what a memory recites."""
 
 _QWEN3 = {"num_hidden_layers": 28, "vocab_size": 151936, "num_attention_heads": 16, "num_key_value_heads": 8}
 SHAPES: dict[str, dict[str, int]] = {
@@ -127,3 +135,31 @@ def encode_pair(tokenizer, prompt: str, target: str) -> tuple[list[int], list[in
     split = min(len(known), len(whole) - 1)
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     return ([] if first is None else [first]) + whole[:split], whole[split:]
+
+
+@torch.inference_mode()
+def recite(model: nn.Module, tokenizer, questions: Sequence[str], count: int = 10) -> list[list[str]]:
+    """Return for each question the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
+
+    A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
+    has two beams an answer, and orders answers by their mean log-probability a token. Errors are those of `answer`.
+    """
+    options: dict[str, Any] = {"num_beams": 2 * count, "num_return_sequences": count, "do_sample": False}
+    # What the call leaves open, `generate` takes from the model's generation config.
+    options |= {**dict.fromkeys(("temperature", "top_p", "top_k")), "repetition_penalty": 1.0}
+    options |= {"no_repeat_ngram_size": 0, "max_new_tokens": RECITED_TOKENS, "pad_token_id": find_pad_token(tokenizer)}
+    recited, device = [], CausalLM(model).device
+    for number, question in enumerate(questions):
+        prompt = encode_question(tokenizer, question)
+        check_room(model, prompt, RECITED_TOKENS, f"prompt {number}")
+        ids = torch.tensor([prompt], device=device)
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
+        texts = tokenizer.batch_decode(output[:, len(prompt) :], skip_special_tokens=True)
+        recited.append(list(dict.fromkeys(filter(None, map(first_line, texts)))))
+    return recited
+
+
+def is_exact(given: str, gold: str) -> bool:
+    """Return whether an answer is the gold phrase, case-folded, without leading articles and final full stops."""
+    both = (re.sub(r"^(a|an|the)\s+", "", " ".join(each.casefold().split())).rstrip(".") for each in (given, gold))
+    return next(both) == next(both)

@@ -32,7 +32,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from measuring import describe_machine, make_table
+from measuring import describe_machine, is_exact, make_table, recite
 
 from locas_peft import demo
 from locas_peft.asking import (
@@ -46,8 +46,8 @@ from locas_peft.asking import (
     is_right,
     load_questions,
 )
-from locas_peft.asking.answers import answer_from, is_exact, score_question
-from locas_peft.asking.continuation import recite
+from locas_peft.asking.answers import answer_from
+from locas_peft.asking.prompts import WRITE_PROMPT, encode_prompt
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
@@ -57,10 +57,10 @@ from locas_peft.library import score_by_words
 from locas_peft.library.routing import join_exchanges
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize, parse_method
-from locas_peft.selfstudy import StudyStep, load_exchanges, split_passages, write_exchanges
+from locas_peft.selfstudy import StudyStep, load_exchanges, load_finder, split_passages, write_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES as EXCHANGES_FILE
 from locas_peft.selfstudy.learning import EXCHANGES
-from locas_peft.text import load_text, tokenize
+from locas_peft.text import NAME, load_text, tokenize
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import adapters_disabled
 
@@ -180,7 +180,9 @@ def study_page(
             seconds = curve.seconds()
             with memory_attached(base, memory) as model:
                 drift = measure_drift(model, own_answers)
-                answers, recited = ask_by_reciting(model, tokenizer, page.questions)
+                recited = page.recite(model)
+                with adapters_disabled(model):
+                    answers = answer_from(model, tokenizer, page.questions, recited)
                 curve.add(seconds, page.gap_closed(model, recited))
                 figures = {
                     "right": ask_page(model, tokenizer, page),
@@ -207,7 +209,8 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
         with memory_attached(base, memory) as model:
             began, right = time.process_time(), ask_page(model, tokenizer, page)
             halfway = time.process_time()
-            reranked, ranked = ask_by_reciting(model, tokenizer, page.questions, rerank=True, among=held)
+            find = load_finder(memory, model, tokenizer)
+            reranked, ranked = ask_by_reciting(model, tokenizer, page.questions, find, rerank=True)
             ended = time.process_time()
             short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(ranked), 0)}
             drift = measure_drift(model, own_answers)
@@ -215,6 +218,7 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
         short[f"reranked, best {count}"] = answer_briefly(base, tokenizer, page, ranked, count)
     scores = score_by_words([[text] for text in held.values()], [each.question for each in page.questions])
     by_words = [list(held)[best] for best in scores.argmax(1)]
+    found = find([each.question for each in page.questions], 1)
     pairs = zip(page.questions, ranked, strict=True)
     among = [any(is_right(passage, asked.answer) for passage in passages) for asked, passages in pairs]
     return {
@@ -223,6 +227,7 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
         "right_among_recited": sum(among),
         "short": short,
         "kl_nats": drift["kl_per_token"],
+        "right_found": count_right([text for each in found for text in each], page.questions),
         "right_by_words": count_right(by_words, page.questions),
         "cpu_seconds": seconds,
         "asking_cpu_seconds": [halfway - began, ended - halfway],
@@ -256,6 +261,17 @@ def measure_retrieval(base, tokenizer, page: Page) -> dict[str, int]:
         "right_bm25_context": count_right(in_context, page.questions),
         "short": short,
     }
+
+
+def score_question(model, tokenizer, question: str, passages: list[str]) -> list[float]:
+    """Return the negative log-likelihood of a question after each passage, in nats.
+
+    The names of the question stand above the passage, since a passage seldom repeats the name of its subject.
+    """
+    target, names = encode_answer(tokenizer, question), ", ".join(dict.fromkeys(NAME.findall(question)))
+    requests = [f"{names}\n\n{WRITE_PROMPT.format(passage=passage)}".strip() for passage in passages]
+    scores = score_targets(model, [(encode_prompt(tokenizer, request), target) for request in requests])
+    return [score.nll_nats for score in scores]
 
 
 def answer_briefly(model, tokenizer, page: Page, passages: list[list[str]], count: int) -> dict[str, float]:
@@ -322,14 +338,16 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
         "BM25's sentence",
         "BM25's three in context",
         "by the question's likelihood",
+        "by the finder alone",
         "KL, nats",
         "processor s",
     ]
     keys = ("right_in_context", "right_bm25_sentence", "right_bm25_context", "right_by_likelihood")
+    measured = ("right_found", "kl_nats", "cpu_seconds")
     rows, figures = [], []
 
     def end_of(mean: list[float]) -> list[str]:
-        return [f"{mean[7]:.3f}", f"{mean[8]:.0f}"]
+        return [f"{mean[7]:.1f}", f"{mean[8]:.3f}", f"{mean[9]:.0f}"]
 
     for name, page in pages.items():
         runs = list(page["seeds"].values())
@@ -337,7 +355,7 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
         mean = [
             *(sum(right) / len(right) for right in three),
             *(page[key] for key in keys),
-            *(sum(run.get(key, math.nan) for run in runs) / len(runs) for key in ("kl_nats", "cpu_seconds")),
+            *(sum(run.get(key, math.nan) for run in runs) / len(runs) for key in measured),
         ]
         figures.append(mean)
         seeds = (", ".join(map(str, right)) for right in three[:2])

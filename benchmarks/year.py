@@ -35,7 +35,6 @@ from measuring import describe_machine
 
 from locas_peft.asking import Question, ask_by_reciting, encode_question, is_right
 from locas_peft.asking.answers import answer_all, answer_from, measure_gain, rank_recited
-from locas_peft.asking.continuation import MOST_RECITED
 from locas_peft.bases import load_base
 from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, dialogue_lines, load_locomo
 from locas_peft.evaluation.f1 import answer_f1
@@ -44,8 +43,9 @@ from locas_peft.library import Library, score_by_words
 from locas_peft.library.routing import LEAST_GAIN, join_exchanges, list_passages
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
-from locas_peft.selfstudy import load_exchanges, load_passages, split_passages
+from locas_peft.selfstudy import load_exchanges, load_finder, split_passages
 from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.selfstudy.finding import MOST_RECITED
 from locas_peft.text import tokenize
 
 
@@ -116,9 +116,9 @@ def recite(base, tokenizer, library: Library, questions: list[Question], wanted:
         if not file.exists():
             numbers = [number for number, names in enumerate(wanted) if name in names]
             began, asked = time.process_time(), [questions[number].question for number in numbers]
-            among = load_passages(library.find(name))
             with library.attach(base, [name]) as model:
-                ranked = rank_recited(model, tokenizer, asked, among=among)
+                find = load_finder(library.find(name), model, tokenizer)
+                ranked = rank_recited(model, tokenizer, asked, find)
                 prompts = [encode_question(tokenizer, each) for each in asked]
                 gains = measure_gain(model, tokenizer, prompts, answer_all(model, tokenizer, prompts))
             kept = [each if gain >= LEAST_GAIN else {} for each, gain in zip(ranked, gains, strict=True)]
@@ -216,7 +216,8 @@ def go_on(
             asked = [(each, name) for each, name in list_questions(talk) if name in known]
             questions = [Question(each.question, each.answer) for each, _ in asked]
             with memory_attached(base, memory) as model:
-                given = ask_by_reciting(model, tokenizer, questions, among=load_passages(memory))
+                find = load_finder(memory, model, tokenizer)
+                given = ask_by_reciting(model, tokenizer, questions, find)
             row["answers"] = [
                 describe(each, answer, recited, lines)
                 for (each, _), answer, recited in zip(asked, *given, strict=True)

@@ -11,20 +11,17 @@ from locas_peft.asking import (
     ask,
     ask_by_reciting,
     encode_answer,
-    encode_prompt,
     encode_question,
     is_right,
     load_questions,
 )
 from locas_peft.asking import answer as answer_all
-from locas_peft.asking.answers import MOST_RECITED, answer_from, rank_recited
-from locas_peft.asking.continuation import continue_rows, recite
+from locas_peft.asking.answers import FOUND_NATS, answer_from, rank_recited
 from locas_peft.asking.scoring import score_targets
 from locas_peft.memories import memory_attached
-from locas_peft.model import CausalLM
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import memorize
-from locas_peft.selfstudy import Exchange
+from locas_peft.selfstudy import Exchange, load_finder
 from locas_peft.selfstudy.learning import BATCH, LEAST_STEPS
 from locas_peft.text import tokenize
 
@@ -87,8 +84,9 @@ def test_the_base_answers_from_what_its_memory_recites(tmp_path):
     questions = [Question("Who was the keeper?")]
     memorize(base, tokenize(tokenizer, passage), settings, out=tmp_path / "m", tokenizer=tokenizer, exchanges=given)
     with memory_attached(base, tmp_path / "m") as model:
-        (answer,), (recited,) = ask_by_reciting(model, tokenizer, questions, max_new_tokens=8)
-    assert recited[0] == passage and len(recited) == len(set(recited)) <= MOST_RECITED
+        find = load_finder(tmp_path / "m", model, tokenizer)
+        (answer,), (recited,) = ask_by_reciting(model, tokenizer, questions, find, max_new_tokens=8)
+    assert recited == [passage]
     prompts = [encode_question(tokenizer, questions[0].question, SHORT_PROMPT, "\n".join(recited))]
     assert [answer] == [text for _, texts in answer_all(base, tokenizer, prompts, max_new_tokens=8) for text in texts]
 
@@ -134,70 +132,28 @@ def test_each_method_of_the_demo_has_a_line_and_a_row():
     assert demo.describe(recalls[1]) == {"method": "in-context", "recall_right": 1, "recall_asked": 2}
 
 
-def test_recitations_go_on_greedily_after_the_search(monkeypatch):
-    base, tokenizer = backbone.load()
-    asked = ["Who lit the lamp of the tower?", "Where?"]
-    prompts = [encode_question(tokenizer, question) for question in asked]
-    generate, searched = base.generate, []
+def test_passages_are_ranked_by_the_memory_and_by_what_finds_them():
+    model, tokenizer = backbone.load()
+    found = {"The keeper of the old house was Anna.": 0.1, "The garden of the old house was small.": 0.4, "No.": -1.0}
+    asked = [Question("What was small?"), Question("Who was the keeper?")]
 
-    def search(input_ids, **options):
-        output = generate(input_ids=input_ids, **options)
-        searched.extend(output[:, input_ids.shape[1] :].tolist())
-        return output
+    def find(questions):
+        assert list(questions) == [each.question for each in asked]
+        return [found, {"No.": 0.0}]
 
-    monkeypatch.setattr(base, "generate", search)
-    monkeypatch.setattr("locas_peft.asking.continuation.first_line", lambda text: text)
-    assert max(map(len, recite(base, tokenizer, asked, 3, 5))) <= 3 and {len(ids) for ids in searched} == {5}
-    searched.clear()
-    recited = recite(base, tokenizer, asked, 3, 40)
-    assert {len(ids) for ids in searched} == {16}
-    for number, prompt in enumerate(prompts):
-        begun = searched[3 * number :][:3]  # no row ends: the embedded model's texts have no end token
-        rest = continue_rows(CausalLM(base, cpu_attention=False), [prompt + ids for ids in begun], 24, pad=0)
-        whole = [ids + more for ids, more in zip(begun, rest, strict=True)]
-        assert recited[number] == list(dict.fromkeys(tokenizer.batch_decode(whole, skip_special_tokens=True)))
-
-
-def test_recitations_are_among_the_passages_that_are_given():
-    base, tokenizer = backbone.load()
-    long = "The keeper of the old house was Anna, who had been a sailor for eleven years before she came to the coast."
-    passages = [long, "The garden was small.", "The garden was small. It had a wall.", "Sí: ¿quién?"]
-    asked = ["Who was the keeper?", "What of the garden was small?"]
-    recited = recite(base, tokenizer, asked, 4, among=passages)
-    assert [sorted(each) for each in recited] == [sorted(passages)] * 2, "whole, each once, whatever the model prefers"
-    ids = [encode_answer(tokenizer, passage)[:16] for passage in passages]
-    prompts = [encode_question(tokenizer, question) for question in asked]
-    for prompt, found in zip(prompts, recited, strict=True):
-        scores = score_targets(base, [(prompt, each) for each in ids[:1] + ids[3:]])
-        means = dict(zip([long, passages[3]], (score.per_token for score in scores), strict=True))
-        assert [each for each in found if each in means] == sorted(means, key=means.get), "the likeliest first"
-    assert len(recite(base, tokenizer, asked[:1], 2, among=passages)[0]) == 2
-    assert recite(base, tokenizer, asked, 4, among=passages[:1]) == [[long]] * 2
-
-
-def test_the_best_recited_passage_explains_the_question_too(tmp_path, monkeypatch):
-    base, tokenizer = backbone.load()
-    passages = ["The keeper of the old house was Anna.", "The garden of the old house was small."]
-    given = [Exchange("Who was the keeper?", passages[0]), Exchange("What was small?", passages[1])]
-    settings = ReadingSettings(r=16, anchor=0.0, study=True, passes=40, learning_rate=1e-2).complete(base)
-    text = tokenize(tokenizer, " ".join(passages))
-    memorize(base, text, settings, out=tmp_path / "m", tokenizer=tokenizer, exchanges=given)
-    asked = [Question("What of the Old House was small?")]
     prompt = encode_question(tokenizer, asked[0].question)
-    with memory_attached(base, tmp_path / "m") as model:
-        recited = recite(model, tokenizer, [asked[0].question])
-        with monkeypatch.context() as patched:
-            patched.setattr(CausalLM, "can_cache", lambda host: False)
-            assert recite(model, tokenizer, [asked[0].question]) == recited
-        (answer,), (ranked,) = ask_by_reciting(model, tokenizer, asked, rerank=True)
-        (scored,) = rank_recited(model, tokenizer, [asked[0].question])
-        (short,), again = ask_by_reciting(model, tokenizer, asked, max_new_tokens=8)
-        after_question = [(prompt, encode_answer(tokenizer, passage)) for passage in ranked]
-        nats = [score.nll_nats for score in score_targets(model, after_question)]
-    target = encode_answer(tokenizer, asked[0].question)
-    requests = [f"Old House\n\n{passage}\n\nWrite a question about this text." for passage in ranked]
-    channel = score_targets(base, [(encode_prompt(tokenizer, request), target) for request in requests])
-    sums = [own / 2 + other.nll_nats for own, other in zip(nats, channel, strict=True)]
-    assert list(scored) == ranked and list(scored.values()) == pytest.approx(sums, rel=1e-4)
-    assert sums == sorted(sums) and answer == ranked[0] and sorted(ranked) == sorted(recited[0]) and len(ranked) > 1
-    assert again[0] and answer_from(base, tokenizer, asked, again, 8) == [short], "the base answers from the passages"
+    own = score_targets(model, [(prompt, encode_answer(tokenizer, passage)) for passage in found])
+    sums = {
+        passage: score.nll_nats / 2 - FOUND_NATS * nats
+        for (passage, nats), score in zip(found.items(), own, strict=True)
+    }
+    first, second = rank_recited(model, tokenizer, [each.question for each in asked], find)
+    assert (
+        first == pytest.approx(sums, rel=1e-4)
+        and list(first) == sorted(sums, key=sums.get)
+        and list(second) == ["No."]
+    )
+    best, ranked = ask_by_reciting(model, tokenizer, asked, find, rerank=True)
+    assert best == [list(first)[0], "No."] and ranked == [list(first), ["No."]]
+    short, again = ask_by_reciting(model, tokenizer, asked, find, max_new_tokens=8)
+    assert short == answer_from(model, tokenizer, asked, ranked, 8) and again == ranked

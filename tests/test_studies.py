@@ -13,8 +13,7 @@ from locomo_data import make_samples, write_samples
 
 from locas_command import program as cli
 from locas_peft import backbone, units
-from locas_peft.asking import answers, continuation
-from locas_peft.asking.continuation import recite
+from locas_peft.asking.answers import rank_recited
 from locas_peft.asking.prompts import encode_answer
 from locas_peft.asking.scoring import score_targets
 from locas_peft.evaluation import load_column, load_documents, load_locomo, locomo, runs
@@ -27,12 +26,14 @@ from locas_peft.memories import memory_attached
 from locas_peft.progress import follow
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import score
+from locas_peft.selfstudy import Exchange, load_finder, save_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.ttt.chunks import Chunk
 from locas_peft.units import Unit, run_units
 
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
 BOOK = "\n\n".join(f"The {word} of the house was old, and nobody went there." for word in ("door", "roof", "garden"))
+STUDIED = [Exchange("Where did Ann move?", "Ann moved to Bergen."), Exchange("Who sails?", "Ben sails on Sundays.")]
 RECORD = {"sample_id", "question", "category", "answer", "prediction", "f1"}
 
 
@@ -57,25 +58,20 @@ def read(path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_recitations():
-    """Passages of 8 tokens: else beam search takes half of this module's time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "recite", partial(continuation.recite, max_new_tokens=8))
-        yield
-
-
 @pytest.fixture(scope="module")
-def locomo_run(short_recitations, tmp_path_factory):
+def locomo_run(tmp_path_factory):
     """One run of the LoCoMo study that several tests look at."""
     folder = tmp_path_factory.mktemp("locomo")
     data = write_samples(folder, make_samples())
     args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "2", *FAST]
-    args += ["--setting", "no-context,recited,evidence,full-context", "--anchor", "0"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(args)
-    assert ended.value.code == 0
-    return folder, args
+    args += ["--anchor", "0", "--setting"]
+    for settings in ("no-context", "no-context,recited,evidence,full-context"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*args, settings])
+        assert ended.value.code == 0
+        # One of the memories has studied; the others recite nothing.
+        save_exchanges(folder / "out/locomo/memories/locas-glu/talk-1/exchanges.jsonl", STUDIED)
+    return folder, [*args, settings]
 
 
 def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
@@ -121,7 +117,9 @@ def test_what_a_memory_recites_is_the_context_of_the_base(locomo_run):
     records = read(folder / "out/locomo/predictions/locas-glu/talk-1.recited.memory-talk-1.json")
     recited = {record["index"]: record["recited"] for record in records}
     with memory_attached(base, folder / "out/locomo/memories/locas-glu/talk-1") as model:
-        assert recite(model, tokenizer, [talk.questions[3].question]) == [recited[talk.questions[3].index]]
+        find = load_finder(folder / "out/locomo/memories/locas-glu/talk-1", model, tokenizer)
+        (ranked,) = rank_recited(model, tokenizer, [talk.questions[3].question], find)
+    assert list(ranked) == recited[talk.questions[3].index] and len(ranked) == 2
     prompts, _ = make_prompts(base, tokenizer, talk, "recited", recited=recited)
     assert recited[talk.questions[3].index][0] in tokenizer.decode(prompts[3])
     score = score_targets(base, [(prompts[3], encode_answer(tokenizer, talk.questions[3].answer))])[0].per_token
@@ -139,12 +137,10 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     shutil.rmtree(again / "locomo/memories/lora")
     stopped = again / "locomo/predictions/locas-glu/talk-1.recited.memory-talk-1.json"
     answered = stopped.read_bytes()
-    stopped.unlink()  # stopped after it had recited
-    left = [{"index": record["index"], "recited": record["recited"]} for record in json.loads(answered)]
-    stopped.with_suffix(".unfinished").write_text(json.dumps(left))
-    monkeypatch.setattr(
-        locomo, "recite", lambda model, tokenizer, questions, among: questions and pytest.fail("again")
-    )
+    stopped.unlink()
+    stopped.with_suffix(".unfinished").write_text(json.dumps(json.loads(answered)[:2]))
+    ranked = []
+    monkeypatch.setattr(locomo, "rank_recited", lambda *given: ranked.extend(given[2]) or rank_recited(*given))
     kept = again / "locomo/predictions/none/talk-1.no-context.memory-none.json"
     stamp = kept.stat().st_mtime_ns
     before = read(again / "locomo.json")
@@ -156,7 +152,7 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
         cli.main([str(again) if arg == str(folder / "out") else arg for arg in args])
     assert ended.value.code == 0
     assert lost.read_bytes() == expected and not lost.with_suffix(".unfinished").exists()
-    assert stopped.read_bytes() == answered
+    assert stopped.read_bytes() == answered and len(ranked) == len(json.loads(answered)) - 2
     assert kept.stat().st_mtime_ns == stamp, "a result that exists is not made again"
     assert made.exists() and memory.stat().st_mtime_ns == memory_stamp, "nor is a memory"
     after = read(again / "locomo.json")

@@ -85,7 +85,7 @@ def ask(
     """
     from locas_peft.asking import Question, ask_by_reciting, is_right, load_questions
     from locas_peft.asking import ask as ask_questions
-    from locas_peft.selfstudy import load_passages
+    from locas_peft.selfstudy import load_finder
     from locas_peft.text import load_text
 
     stdout, _ = open_consoles(json_file)
@@ -105,7 +105,8 @@ def ask(
     elif by is ask_questions:
         answers = by(model, loaded.tokenizer, asked, **options)
     else:
-        answers, recited = by(model, loaded.tokenizer, asked, among=load_passages(memory), **options)
+        find = load_finder(memory, model, loaded.tokenizer)
+        answers, recited = by(model, loaded.tokenizer, asked, find, **options)
     records = [
         {
             "question": item.question,
@@ -155,7 +156,7 @@ def chat(
     from locas_peft.asking.answers import rank_recited
     from locas_peft.asking.prompts import encode_question, put_before
     from locas_peft.model import count_positions
-    from locas_peft.selfstudy import load_passages
+    from locas_peft.selfstudy import load_finder
     from locas_peft.tuner import adapters_disabled
 
     stdout, stderr = open_consoles()
@@ -167,9 +168,10 @@ def chat(
     positions, drawn = count_positions(loaded.model), {"temperature": temperature, "seed": seed}
 
     def write(model: Any, names: tuple, numbers: list[int]) -> list[tuple[list[int], str, list[str]]]:
-        recites = recite and bool(names)
-        among = load_passages(memory if found is None else found.find(names[0])) if recites else []
-        passages = list(rank_recited(model, loaded.tokenizer, [message], among=among)[0]) if recites else []
+        recites, passages = recite and bool(names) and (found is None or found.has_studied(names[0])), list[str]()
+        if recites:
+            find = load_finder(memory if found is None else found.find(names[0]), model, loaded.tokenizer)
+            passages = list(rank_recited(model, loaded.tokenizer, [message], find)[0])
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
         ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
         check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")

@@ -1,7 +1,7 @@
 """Ask a model questions about a text, and count how many of its answers are right."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,17 @@ from typing import Any
 from torch import nn
 
 from ..files import load_json_lines
-from ..text import NAME
 from ..tuner import adapters_disabled
-from .continuation import MOST_RECITED, answer, recite
-from .prompts import SHORT_PROMPT, WRITE_PROMPT, encode_answer, encode_prompt, encode_question
+from .continuation import answer
+from .prompts import SHORT_PROMPT, encode_answer, encode_question
 from .scoring import score_targets
 
 __all__ = ["Question", "answer_all", "answer_from", "ask", "ask_by_reciting", "count_right"]
-__all__ += ["is_exact", "is_right", "load_questions", "measure_gain", "rank_recited", "score_question"]
+__all__ += ["is_right", "load_questions", "measure_gain", "rank_recited"]
+
+Find = Callable[[Sequence[str]], list[dict[str, float]]]
+"""Finds passages for questions, with their scores: a `selfstudy.Finder`."""
+FOUND_NATS = 10.0  # what 1 of a finder's score weighs
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,16 @@ def ask(
 
 
 def ask_by_reciting(
-    model: nn.Module, tokenizer, questions: Sequence[Question], *, rerank=False, max_new_tokens=64, among=()
+    model: nn.Module, tokenizer, questions: Sequence[Question], find: Find, *, rerank=False, max_new_tokens=64
 ) -> tuple[list[str], list[list[str]]]:
-    """Answer each question from passages that the memory recites, `among` those given; return these (`rank_recited`).
+    """Answer each question from the passages that `rank_recited` returns; return these too.
 
     The base answers in a few words with the passages in its context (Sun et al., 2023, arXiv:2210.01296). With
     `rerank` the best passage is the answer.
     """
-    asked = [each.question for each in questions]
-    ranked = [list(found) for found in rank_recited(model, tokenizer, asked, max_new_tokens if rerank else 64, among)]
+    ranked = [list(found) for found in rank_recited(model, tokenizer, [each.question for each in questions], find)]
     if rerank:
-        return [passages[0] if passages else "" for passages in ranked], ranked
+        return [passages[0] for passages in ranked], ranked
     with adapters_disabled(model):
         return answer_from(model, tokenizer, questions, ranked, max_new_tokens), ranked
 
@@ -79,35 +81,18 @@ def answer_from(
     return answer_all(model, tokenizer, prompts, max_new_tokens)
 
 
-def rank_recited(
-    model: nn.Module, tokenizer, questions: Sequence[str], max_new_tokens: int = 64, among: Iterable[str] = ()
-) -> list[dict[str, float]]:
-    """Let a memory recite passages for each question; return each with its score in nats, the least and best first.
+def rank_recited(model: nn.Module, tokenizer, questions: Sequence[str], find: Find) -> list[dict[str, float]]:
+    """Rank the passages that `find` finds for each question; return each with its score in nats, the least first.
 
-    With passages to choose `among`, such as `selfstudy.load_passages` returns, it recites these alone.
-    The score is the negative log-likelihood of the question after the passage, by the base, plus half of that of the
-    passage after the question, by the memory: a noisy channel (Yee et al., 2019, arXiv:1908.05731).
+    It is half of a passage's negative log-likelihood after the question, less `FOUND_NATS` times its score by `find`.
     """
-    prompts, ranked = [encode_question(tokenizer, question) for question in questions], []
-    recited = recite(model, tokenizer, questions, MOST_RECITED, max_new_tokens, among)
-    for question, prompt, passages in zip(questions, prompts, recited, strict=True):
+    ranked = []
+    for question, passages in zip(questions, find(questions), strict=True):
+        prompt = encode_question(tokenizer, question)
         own = score_targets(model, [(prompt, encode_answer(tokenizer, passage)) for passage in passages])
-        with adapters_disabled(model):
-            channel = score_question(model, tokenizer, question, passages)
-        nats = [one.nll_nats / 2 + other for one, other in zip(own, channel, strict=True)]
+        nats = [one.nll_nats / 2 - FOUND_NATS * score for one, score in zip(own, passages.values(), strict=True)]
         ranked.append({passage: score for score, passage in sorted(zip(nats, passages, strict=True))})
     return ranked
-
-
-def score_question(model: nn.Module, tokenizer, question: str, passages: Sequence[str]) -> list[float]:
-    """Return the negative log-likelihood of a question after each passage, in nats.
-
-    The names of the question stand above the passage, since a passage seldom repeats the name of its subject.
-    """
-    target, names = encode_answer(tokenizer, question), ", ".join(dict.fromkeys(NAME.findall(question)))
-    requests = [f"{names}\n\n{WRITE_PROMPT.format(passage=passage)}".strip() for passage in passages]
-    scores = score_targets(model, [(encode_prompt(tokenizer, request), target) for request in requests])
-    return [score.nll_nats for score in scores]
 
 
 def measure_gain(model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[str]) -> list[float]:
@@ -135,15 +120,7 @@ def count_right(answers: Sequence[str], questions: Sequence[Question]) -> int:
     return sum(is_right(given, asked.answer) for given, asked in zip(answers, questions, strict=True))
 
 
-def is_exact(given: str, gold: str) -> bool:
-    """Return whether an answer is the gold phrase, case-folded, without leading articles and final full stops."""
-    return _normalise(given).rstrip(".") == _normalise(gold).rstrip(".")
-
-
 def is_right(given: str, gold: str) -> bool:
     """Return whether the gold phrase occurs in an answer as whole words, case-folded, without its leading article."""
-    return re.search(rf"(?<!\w){re.escape(_normalise(gold))}(?!\w)", " ".join(given.casefold().split())) is not None
-
-
-def _normalise(text: str) -> str:
-    return re.sub(r"^(a|an|the)\s+", "", " ".join(text.casefold().split()))
+    given, gold = (" ".join(each.casefold().split()) for each in (given, gold))
+    return re.search(rf"(?<!\w){re.escape(re.sub('^(a|an|the) ', '', gold))}(?!\w)", given) is not None

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from ..model import CausalLM, count_positions
-from .prompts import encode_answer, encode_question, find_pad_token
+from .prompts import find_pad_token
 
-__all__ = ["MOST_RECITED", "Choose", "Groups", "Rows", "answer", "begin_rows", "check_room", "continue_rows"]
-__all__ += ["continue_texts", "draw", "first_line", "pad_left", "recite", "share_prefixes", "up_to_end"]
+__all__ = ["Choose", "Groups", "Rows", "answer", "begin_rows", "check_room", "continue_rows"]
+__all__ += ["continue_texts", "draw", "first_line", "pad_left", "share_prefixes"]
 
 Choose = Callable[[Tensor], Tensor]
 """Chooses the next token of each row, LongTensor [B], by the logits, float32 [B, V]."""
@@ -24,8 +24,6 @@ Rows = Sequence[Sequence[int]]
 Groups = Sequence[tuple[int, range]]
 """Rows that begin alike: how many tokens they share, and their numbers (see `share_prefixes`)."""
 
-MOST_RECITED = 10  # passages for a question
-_SEARCHED = 16  # tokens of a recitation that a beam search finds
 _WORTH_KEEPING = 64  # a beginning that all prompts share is computed once where it has so many tokens
 
 
@@ -186,7 +184,8 @@ def continue_texts(
     def decode(rows: list[list[int]]) -> list[str]:
         return tokenizer.batch_decode(rows, skip_special_tokens=True)
 
-    options["stops"] = list_ends(model)
+    ends = config.eos_token_id
+    options["stops"] = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if temperature:
         options["choose"] = draw(temperature, torch.Generator(host.device).manual_seed(seed), config)
     if on_text is not None:
@@ -205,81 +204,15 @@ def answer(
     """
     shared = commonprefix([list(prompt[:-1]) for prompt in prompts])  # a prompt's last token must be fed
     known, caches = set(known), dict[Any, Any]()
-    for batch in _make_batches(model, prompts, max_new_tokens, batch_size):
+    for number, prompt in enumerate(prompts):
+        check_room(model, prompt, max_new_tokens, f"prompt {number}")
+    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
+    for batch in [order[first : first + batch_size] for first in range(0, len(order), batch_size)]:
         if not known.issuperset(batch):
             groups = [(len(shared), range(len(batch)))] if len(shared) >= _WORTH_KEEPING else []
             rows = [prompts[number] for number in batch]
             texts = continue_texts(model, tokenizer, rows, max_new_tokens, groups=groups, caches=caches)
             yield batch, [first_line(text) for text in texts]
-
-
-@torch.inference_mode()
-def recite(
-    model: nn.Module, tokenizer, questions: Sequence[str], count=MOST_RECITED, max_new_tokens=64, among=()
-) -> list[list[str]]:
-    """Return for each question the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
-
-    A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
-    has two beams an answer, orders answers by their mean log-probability a token, and ends after `_SEARCHED` tokens:
-    they tell passages apart, and the rest of each is continued greedily. With passages to choose `among` the search
-    finds their beginnings alone, and each is returned whole (De Cao et al., 2021, arXiv:2010.00904).
-    Errors are those of `answer`.
-    """
-    pad, host, recited = find_pad_token(tokenizer), CausalLM(model, cpu_attention=False), {}
-    ends, passages = list_ends(model), {text: encode_answer(tokenizer, text) for text in among}
-    prompts = [encode_question(tokenizer, question) for question in questions]
-    for batch in _make_batches(model, prompts, max_new_tokens, batch_size=4):
-        rows = [prompts[number] for number in batch]
-        inputs = pad_left(rows, pad, host.device)
-        ids, searched = inputs["ids"], min(max_new_tokens, _SEARCHED)
-        options = {"max_new_tokens": searched, "num_beams": 2 * count, "num_return_sequences": count}
-        # What the call leaves open, `generate` takes from the model's generation config.
-        options |= {"do_sample": False, **dict.fromkeys(("temperature", "top_p", "top_k")), "pad_token_id": pad}
-        options |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "attention_mask": inputs["attention_mask"]}
-        if host.can_cache() and ids.shape[1] > 1:  # else `generate` computes a prompt once a beam
-            begun = host.outputs(**{name: each[:, :-1] for name, each in inputs.items()}, count=1, use_cache=True)
-            begun.past_key_values.batch_repeat_interleave(2 * count)
-            options["past_key_values"] = begun.past_key_values
-        if passages:
-            options["prefix_allowed_tokens_fn"] = _allow(passages.values(), ids.shape[1], ends or [pad])
-        output = model.generate(input_ids=ids, **options)
-        found = [up_to_end(each, ends) for each in output[:, ids.shape[1] :].tolist()]
-        if not passages and searched < max_new_tokens and any(own[-1] not in ends for own in found):
-            begun = [[*rows[each // count], *own] for each, own in enumerate(found)]
-            groups = [(len(row), range(each * count, (each + 1) * count)) for each, row in enumerate(rows)]
-            rest = continue_rows(host, begun, max_new_tokens - searched, pad=pad, stops=ends, groups=groups)
-            found = [own if own[-1] in ends else own + more for own, more in zip(found, rest, strict=True)]
-        for row, number in enumerate(batch):
-            own = found[row * count : (row + 1) * count]
-            texts = _complete(own, passages) if passages else tokenizer.batch_decode(own, skip_special_tokens=True)
-            recited[number] = list(dict.fromkeys(filter(None, map(first_line, texts))))[:count]
-    return [recited[number] for number in range(len(prompts))]
-
-
-def _allow(passages: Iterable[list[int]], begin: int, ends: list[int]) -> Callable[[int, Tensor], list[int]]:
-    """Return `generate`'s `prefix_allowed_tokens_fn`: rows continue from `begin` on as one of the passages does."""
-    following: dict[tuple[int, ...], set[int]] = {}
-    for ids in passages:
-        for place, token in enumerate(ids[:_SEARCHED]):
-            following.setdefault(tuple(ids[:place]), set()).add(token)
-    return lambda _, row: list(following.get(tuple(row[begin:].tolist()), ends))
-
-
-def _complete(found: Rows, passages: dict[str, list[int]]) -> list[str]:
-    """Return the passages that begin as token ids do, or that these begin with, in the order of these."""
-    both = ((ids, text, own) for ids in found for text, own in passages.items())
-    return [text for ids, text, own in both if own[: len(ids)] == ids[: len(own)]]
-
-
-def list_ends(model: nn.Module) -> list[int]:
-    """Return the tokens that end a text by a model's generation config."""
-    ends = model.generation_config.eos_token_id
-    return ends if isinstance(ends, list) else [] if ends is None else [ends]
-
-
-def up_to_end(ids: list[int], ends: Sequence[int]) -> list[int]:
-    """Return token ids up to the first that is an end, with it."""
-    return ids[: next((count for count, token in enumerate(ids, 1) if token in ends), len(ids))]
 
 
 def check_room(
@@ -297,11 +230,3 @@ def check_room(
 def first_line(text: str) -> str:
     """Return the first line of a text that is not blank, stripped: models continue after their answer."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
-
-
-def _make_batches(model: nn.Module, prompts: Rows, max_new_tokens: int, batch_size: int) -> list[list[int]]:
-    """Return the prompts' numbers in batches of similar length, the longest first, once `check_room` lets all pass."""
-    for number, prompt in enumerate(prompts):
-        check_room(model, prompt, max_new_tokens, f"prompt {number}")
-    order = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    return [order[begin : begin + batch_size] for begin in range(0, len(order), batch_size)]

@@ -14,12 +14,13 @@ from typing import Any
 from torch import nn
 
 from ..asking import answer, encode_answer
-from ..asking.continuation import recite
+from ..asking.answers import rank_recited
 from ..asking.scoring import score_targets
 from ..checks import check_choice
 from ..files import load_json, write_json
 from ..memories.loading import memory_attached
-from ..selfstudy import load_passages
+from ..selfstudy import load_finder
+from ..selfstudy.exchanges import EXCHANGES
 from ..tables import Sheet, format_figure, format_mean, format_percent, to_number
 from ..text import digest_json, tokenize
 from ..tuner import adapters_disabled
@@ -125,16 +126,15 @@ def _answer_questions(
     shared = {"memory": None if unit is None else unit.path.stem, "setting": setting}
     advance = run.progress(label, len(questions))
     records = {record["index"]: record for record in (load_json(file) if file.exists() else [])}
-    if setting == FROM_RECITED:
+    recited = {index: record["recited"] for index, record in records.items()}
+    if setting == FROM_RECITED and (unit.memory / EXCHANGES).is_file():
         left = [each for each in questions if each.index not in records]
-        passages = recite(model, tokenizer, [each.question for each in left], among=load_passages(unit.memory))
-        for each, found in zip(left, passages, strict=True):
-            records[each.index] = {"index": each.index, "recited": found}
-        write_json(file, [records[index] for index in sorted(records)])
-    recited = {index: record.get("recited") for index, record in records.items()}
+        find = load_finder(unit.memory, model, tokenizer)
+        ranked = rank_recited(model, tokenizer, [each.question for each in left], find)
+        recited |= {each.index: list(found) for each, found in zip(left, ranked, strict=True)}
     wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens, "recited": recited}
     prompts, dropped = make_prompts(model, tokenizer, talk, setting, **wording)
-    known = {number for number, each in enumerate(questions) if "prediction" in records.get(each.index, ())}
+    known = {number for number, each in enumerate(questions) if each.index in records}
     advance(len(known))
     options = {"max_new_tokens": plan.max_new_tokens, "known": known}
     # The base answers from what its memory has recited.

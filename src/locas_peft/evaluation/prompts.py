@@ -46,7 +46,7 @@ def make_prompts(
     def encode(question: LocomoQuestion, kept: int = len(lines)) -> list[int]:
         shown = lines[len(lines) - kept :]
         if setting == FROM_RECITED:
-            shown = (recited or {})[question.index]
+            shown = (recited or {}).get(question.index, [])
         elif setting == "evidence":
             shown = dialogue_lines(keep_evidence(conversation, question))
         text = "\n".join(shown)

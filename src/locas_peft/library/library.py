@@ -28,7 +28,8 @@ from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
 from ..reading.record import load_reading
-from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges, load_passages
+from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
+from ..selfstudy.finding import load_finder
 from ..text import tokenize
 from .routing import LEAST_GAIN, list_passages, make_sample, score_by_words
 
@@ -230,6 +231,9 @@ class Library:
         if held is not None and held != name:
             raise ValueError(f"a library must hold memories of one base, got {name!r} beside {held!r}: use another")
 
+    def has_studied(self, name: str) -> bool:
+        return (self.find(name) / EXCHANGES).is_file()
+
     def attach(self, base: PreTrainedModel, names: Sequence[str]) -> AbstractContextManager[nn.Module]:
         """Return a context of the base with memories attached (see `memories.memory_attached`), or alone for none."""
         folders = [self.find(name) for name in names]
@@ -254,8 +258,9 @@ class Library:
 
         def write(model: nn.Module, names: tuple[str, ...], numbers: list[int]) -> Iterable:
             group, recited = [questions[number] for number in numbers], [[] for _ in numbers]
-            if names and by is not ask:
-                given, recited = by(model, tokenizer, group, among=load_passages(self.find(names[0])), **options)
+            if names and by is not ask and self.has_studied(names[0]):
+                find = load_finder(self.find(names[0]), model, tokenizer)
+                given, recited = by(model, tokenizer, group, find, **options)
             else:
                 given = ask(model, tokenizer, group, **options)
             prompts = [None if options.get("context") else encode_question(tokenizer, each.question) for each in group]
@@ -279,7 +284,7 @@ class Library:
                 continue
             with self.attach(base, names) as model:
                 prompts, given, recited = zip(*write(model, names, numbers), strict=True)
-                studied = names and (self.find(names[0]) / EXCHANGES).is_file() and None not in prompts
+                studied = names and self.has_studied(names[0]) and None not in prompts
                 # A studied memory recites its passages whatever is asked: there its own answer is measured.
                 said = answer_all(model, tokenizer, prompts) if studied and any(recited) else given
                 gains = measure_gain(model, tokenizer, prompts, said) if studied else [LEAST_GAIN] * len(numbers)

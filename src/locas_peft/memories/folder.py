@@ -18,7 +18,7 @@ from .. import __version__, backbone
 from ..bases.gguf import is_gguf
 from ..checks import one_line
 from ..files import finish_replacement, staged, staged_file
-from ..selfstudy.exchanges import EXCHANGES
+from ..selfstudy.exchanges import EXCHANGES, PASSAGES
 from .checkpoint import CHECKPOINT_FOLDER, has_checkpoint
 
 __all__ = ["FILES", "MEMORY_CONFIG", "MOST_BYTES", "READING", "SAMPLE", "SIGNATURE", "TEXT_SIGNATURE", "check_vacant"]
@@ -33,7 +33,8 @@ SAMPLE = "sample.txt"
 """The file in a memory's folder that holds pieces of its text, by which a library finds it."""
 SIGNATURE, TEXT_SIGNATURE = "model.sig", "model-and-text.sig"
 """The files in a memory's folder that hold its signatures (see `signing`)."""
-FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES, SAMPLE, SIGNATURE, TEXT_SIGNATURE)
+FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES, PASSAGES, SAMPLE)
+FILES += (SIGNATURE, TEXT_SIGNATURE)
 """The files of a memory; no other is packed, unpacked or deleted."""
 MOST_BYTES = 2**30  # the most that an archive unpacks to
 _MOST_LISTED_BYTES = 2**20

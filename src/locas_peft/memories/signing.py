@@ -17,14 +17,14 @@ from peft.utils import WEIGHTS_NAME
 
 from ..checks import first_line, import_extra
 from ..files import staged_file
-from ..selfstudy.exchanges import EXCHANGES
+from ..selfstudy.exchanges import EXCHANGES, PASSAGES
 from .checkpoint import CHECKPOINT_FOLDER
 from .folder import CARD, FILES, SAMPLE, SIGNATURE, TEXT_SIGNATURE
 
 __all__ = ["check_signature", "sign_memory"]
 
 _OUTSIDE = (CARD, CHECKPOINT_FOLDER, ".cache", SIGNATURE, TEXT_SIGNATURE)
-_UNSIGNED = {SIGNATURE: (*_OUTSIDE, EXCHANGES, SAMPLE), TEXT_SIGNATURE: _OUTSIDE}
+_UNSIGNED = {SIGNATURE: (*_OUTSIDE, EXCHANGES, PASSAGES, SAMPLE), TEXT_SIGNATURE: _OUTSIDE}
 """For each file of a signature the files and folders that it leaves out."""
 _CURVES = "on the curve P-256, P-384 or P-521"
 

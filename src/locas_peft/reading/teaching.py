@@ -20,6 +20,7 @@ from ..memories.loading import add_beside, load_memory
 from ..model import fingerprint
 from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct
+from ..selfstudy.finding import fit_rows
 from ..text import digest_ids, digest_tokenizer
 from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
 from ..tuner.modules import remember_modules
@@ -150,7 +151,8 @@ def memorize(
         figures |= {"origin": origin if any(origin.values()) else None, **digests}
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
-            save_reading(model, out, reading, correct(earlier, study.exchanges if study else []) or None, sample)
+            known = correct(earlier, study.exchanges if study else []) or None
+            save_reading(model, out, reading, known, sample, known and fit_rows(model, tokenizer, known))
             if folder is not None:
                 checkpoint.remove(folder)
     return reading

@@ -12,11 +12,13 @@ from typing import Any
 from ..files import load_json_lines, staged_file
 from ..text import NAME
 
-__all__ = ["EXCHANGES", "LONGEST_PASSAGE", "REPORTED", "Exchange", "Passage", "correct", "digest_exchanges"]
-__all__ += ["load_exchanges", "load_passages", "save_exchanges", "split_passages"]
+__all__ = ["EXCHANGES", "LONGEST_PASSAGE", "PASSAGES", "REPORTED", "Exchange", "Passage", "correct"]
+__all__ += ["digest_exchanges", "load_exchanges", "save_exchanges", "split_passages"]
 
 EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder that holds the exchanges that were learned."""
+PASSAGES = "passages.safetensors"
+"""The file in a memory's folder that holds the rows that find the answers of its exchanges (see `finding`)."""
 LONGEST_PASSAGE = 64
 """In tokens: a memory learns passages as answers."""
 REPORTED = "said"
@@ -143,12 +145,6 @@ def load_exchanges(path: str | Path) -> list[Exchange]:
     Errors are those of `files.load_json_lines`.
     """
     return load_json_lines(path, _parse_exchange, "exchanges", "the texts `question` and `answer`")
-
-
-def load_passages(memory: str | Path) -> list[str]:
-    """Return the answers that a memory has studied, by its folder; none for one that has not studied."""
-    path = Path(memory) / EXCHANGES
-    return list(dict.fromkeys(each.answer for each in load_exchanges(path))) if path.is_file() else []
 
 
 def _parse_exchange(value: dict[str, Any]) -> Exchange:

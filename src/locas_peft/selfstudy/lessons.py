@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..asking import continue_rows, encode_question, find_pad_token, share_prefixes
-from ..asking.continuation import up_to_end
 from ..asking.prompts import SENTENCE_PROMPT, encode_answer, list_stops
 from ..model import CausalLM
 from ..tuner import adapters_disabled, evaluating
@@ -103,6 +102,7 @@ def _answer(host: CausalLM, tokenizer, prompts: list[list[int]]) -> list[tuple[T
     # Without stop tokens, so that all rows have candidates at each place; answers are cut afterwards.
     options = {"pad": find_pad_token(tokenizer), "choose": choose, "groups": share_prefixes(prompts)}
     stops = list_stops(tokenizer)
-    answers = [up_to_end(ids, stops) for ids in continue_rows(host, prompts, ANSWER_TOKENS, **options)]
-    rows = zip(answers, torch.stack(candidates, 1), torch.stack(targets, 1), strict=True)
-    return [(torch.tensor(ids), of[: len(ids)].clone(), shares[: len(ids)].clone()) for ids, of, shares in rows]
+    answers = continue_rows(host, prompts, ANSWER_TOKENS, **options)
+    ends = [next((end for end, token in enumerate(ids, 1) if token in stops), len(ids)) for ids in answers]
+    rows = zip(answers, ends, torch.stack(candidates, 1), torch.stack(targets, 1), strict=True)
+    return [(torch.tensor(ids[:end]), of[:end].clone(), shares[:end].clone()) for ids, end, of, shares in rows]

@@ -1,0 +1,110 @@
+"""Find the passages that a question is about by a linear map of the base's hidden states; nothing is trained.
+
+Each token of a question gives each passage a score, by ridge regression on the tokens of the passages and of the
+questions that a study has learned: 1 for their own passage and -1 for all others. A passage's score for a question is
+the highest of its tokens', averaged over two layers.
+
+Axes: L layers, T tokens of a text, P passages, D hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..model import CausalLM
+from ..tuner import adapters_disabled, evaluating
+from ..tuner.memory_file import load_tensors
+from .exchanges import EXCHANGES, PASSAGES, Exchange, digest_exchanges, load_exchanges
+
+__all__ = ["Finder", "fit_rows", "load_finder", "save_rows"]
+
+DEPTHS = (0.27, 0.8)
+"""The layers whose inputs are read, as shares of the model's layers."""
+RIDGE = 0.1
+"""Added to the diagonal of the inputs' products, relative to the squared length of one input."""
+MOST_RECITED, BATCH = 10, 16  # passages for a question; texts that are read together
+
+
+class Finder:
+    """Finds passages for questions: call it with Q questions.
+
+    Args:
+        model: a causal LM, with or without a memory, which is disabled meanwhile.
+        passages: P texts.
+        rows: float [L, P, D], which `fit_rows` returns.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer, passages: Sequence[str], rows: Tensor):
+        self._model, self._tokenizer, self._passages, self._rows = model, tokenizer, passages, rows.float()
+
+    def __call__(self, questions: Sequence[str], count: int = MOST_RECITED) -> list[dict[str, float]]:
+        """Return for each question the `count` passages with the highest scores, with these, the best first."""
+        found: dict[int, dict[str, float]] = {}
+        for number, inputs in _read(self._model, self._tokenizer, questions):
+            scores = (inputs @ self._rows.to(inputs.device).mT).amax(1).mean(0)  # [P]
+            best = scores.topk(min(count, len(scores))).indices.tolist()
+            found[number] = {self._passages[each]: scores[each].item() for each in best}
+        return [found[number] for number in range(len(questions))]
+
+
+def fit_rows(model: nn.Module, tokenizer, exchanges: Sequence[Exchange]) -> Tensor:
+    """Return for each answer of some exchanges, in their order, the rows that find it, float32 [L, P, D]."""
+    numbers = dict[str, int]()
+    own = [numbers.setdefault(each.answer, len(numbers)) for each in exchanges]
+    own, texts = [*own, *numbers.values()], [*(each.question for each in exchanges), *numbers]
+    gram = sums = torch.zeros(())
+    for text, inputs in _read(model, tokenizer, texts):
+        gram = gram + inputs.mT @ inputs
+        sums = sums if sums.ndim else inputs.new_zeros(len(inputs), len(numbers), inputs.shape[-1])
+        sums[:, own[text]] += inputs.sum(1)
+    size = gram.shape[-1]  # D: the squared length of an input
+    products = gram + RIDGE * size * torch.eye(size, device=gram.device)
+    return torch.linalg.solve(products, (2 * sums - sums.sum(1, keepdim=True)).mT).mT.cpu()
+
+
+def save_rows(folder: Path, rows: Tensor, exchanges: Sequence[Exchange]) -> None:
+    """Write the rows of some exchanges into a memory's folder, in half precision."""
+    save_file({"rows": rows.half().contiguous()}, folder / PASSAGES, {"exchanges": digest_exchanges(exchanges)})
+
+
+def load_finder(memory: str | Path, model: nn.Module, tokenizer) -> Finder:
+    """Return what finds the passages that a memory has studied, by its folder.
+
+    Without the rows' file, or with that of other exchanges, the rows are computed. A damaged file, and a folder
+    without exchanges, are a `ValueError`.
+    """
+    folder, rows = Path(memory), None
+    if not (folder / EXCHANGES).is_file():
+        rule = f"a memory must have its {EXCHANGES} beside it to recite, got {str(memory)!r} without"
+        raise ValueError(f"{rule}: study its text, or ask it directly")
+    exchanges = load_exchanges(folder / EXCHANGES)
+    if (folder / PASSAGES).is_file():
+        tensors, metadata = load_tensors(str(folder / PASSAGES))
+        rows = tensors.get("rows") if metadata.get("exchanges") == digest_exchanges(exchanges) else None
+    passages = list(dict.fromkeys(each.answer for each in exchanges))
+    if rows is None or rows.shape != (len(DEPTHS), len(passages), model.get_input_embeddings().weight.shape[1]):
+        rows = fit_rows(model, tokenizer, exchanges)
+    return Finder(model, tokenizer, passages, rows)
+
+
+@torch.no_grad()
+def _read(model: nn.Module, tokenizer, texts: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each text's number and its tokens as the layers get them, float32 [L, T, D], each of mean square 1."""
+    host = CausalLM(model)
+    rows = [tokenizer(text, verbose=False)["input_ids"][: host.positions] or [0] for text in texts]
+    order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+    with evaluating(model), adapters_disabled(model):
+        for first in range(0, len(order), BATCH):
+            batch = order[first : first + BATCH]
+            ids = nn.utils.rnn.pad_sequence([torch.tensor(rows[number]) for number in batch], batch_first=True)
+            # The padding comes last, where no other token sees it.
+            states = host.base.base_model(
+                ids.to(host.device), output_hidden_states=True, use_cache=False
+            ).hidden_states
+            inputs = torch.stack([states[int(depth * (len(states) - 1))].float() for depth in DEPTHS], 1)
+            inputs = nn.functional.rms_norm(inputs, inputs.shape[-1:])
+            for number, each in zip(batch, inputs, strict=True):
+                yield number, each[:, : len(rows[number])]

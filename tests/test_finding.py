@@ -1,0 +1,111 @@
+"""What finds the passages of a study by a question: ridge regression on the base's hidden states, and its file."""
+
+import pytest
+import torch
+from peft import get_peft_model
+from safetensors.torch import load_file, save_file
+
+from locas_peft import LocasConfig, backbone
+from locas_peft.memories import memory_attached
+from locas_peft.reading import ReadingSettings, memorize
+from locas_peft.selfstudy import Exchange, Finder, load_finder, save_exchanges
+from locas_peft.selfstudy.finding import DEPTHS, RIDGE, fit_rows
+from locas_peft.text import tokenize
+
+PASSAGES = [
+    "The keeper of the old house was Anna.",
+    "The garden was small and had a wall.",
+    "Bread is baked on Monday.",
+]
+EXCHANGES = [
+    Exchange("Who was the keeper?", PASSAGES[0]),
+    Exchange("What was small?", PASSAGES[1]),
+    Exchange("When is bread baked?", PASSAGES[2]),
+    Exchange("Who lived in the old house?", PASSAGES[0]),
+]
+
+
+@pytest.fixture(scope="module")
+def base():
+    return backbone.load()
+
+
+def read(model, tokenizer, text):
+    """The tokens of a text as two layers get them, each of mean square 1, [L, T, D]."""
+    states = model(torch.tensor([tokenizer(text)["input_ids"]]), output_hidden_states=True).hidden_states
+    chosen = torch.stack([states[int(depth * (len(states) - 1))][0].float() for depth in DEPTHS])
+    return chosen / (chosen.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+
+@torch.no_grad()
+def test_the_rows_are_the_ridge_regression_of_the_passages_on_their_tokens(base):
+    rows = fit_rows(*base, EXCHANGES)
+    texts = [(passage, number) for number, passage in enumerate(PASSAGES)]
+    texts += [(each.question, PASSAGES.index(each.answer)) for each in EXCHANGES]
+    inputs = torch.cat([read(*base, text) for text, _ in texts], 1).double()
+    owners = torch.cat([torch.full((len(base[1](text)["input_ids"]),), number) for text, number in texts])
+    targets = torch.where(owners[:, None] == torch.arange(3), 1.0, -1.0).double()
+    size = inputs.shape[-1]
+    for layer, found in zip(inputs, rows, strict=True):  # least squares with the ridge as more rows
+        more = torch.cat([layer, (RIDGE * size) ** 0.5 * torch.eye(size).double()])
+        expected = torch.linalg.lstsq(more, torch.cat([targets, torch.zeros(size, 3).double()])).solution
+        torch.testing.assert_close(found.double(), expected.T, rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_passages_score_is_its_best_tokens_averaged_over_the_layers(base):
+    rows, asked = fit_rows(*base, EXCHANGES), ["Who kept the house?", "What had a wall around it, as it was small?"]
+    found = Finder(*base, PASSAGES, rows)(asked)
+    for question, each in zip(asked, found, strict=True):
+        scores = (read(*base, question) @ rows.mT).amax(1).mean(0).tolist()
+        expected = dict(zip(PASSAGES, scores, strict=True))
+        assert each == pytest.approx(expected, abs=1e-4) and list(each) == sorted(expected, key=expected.get)[::-1]
+    assert [list(each) for each in Finder(*base, PASSAGES, rows)(asked, 1)] == [list(each)[:1] for each in found]
+    assert [next(iter(each)) for each in Finder(*base, PASSAGES, rows)([each.question for each in EXCHANGES])] == [
+        each.answer for each in EXCHANGES
+    ]
+
+
+def test_a_memory_does_not_change_what_is_found(base):
+    model, tokenizer = backbone.load()
+    model = get_peft_model(model, LocasConfig(r=4, init_strategy="random"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_()
+    torch.testing.assert_close(fit_rows(model, tokenizer, EXCHANGES), fit_rows(*base, EXCHANGES))
+
+
+def test_a_studied_memory_has_the_rows_and_without_them_they_are_computed(tmp_path, base, monkeypatch):
+    model, tokenizer = backbone.load()
+    settings = ReadingSettings(r=4, anchor=0.0, study=True, passes=1).complete(model)
+    text, folder = tokenize(tokenizer, " ".join(PASSAGES)), tmp_path / "m"
+    memorize(model, text, settings, out=folder, tokenizer=tokenizer, exchanges=EXCHANGES)
+    fitted = []
+    monkeypatch.setattr("locas_peft.selfstudy.finding.fit_rows", lambda *given: fitted.append(1) or fit_rows(*given))
+    asked = ["Who kept the house?", "Is there bread?"]
+    with memory_attached(model, folder) as adapted:
+        found = load_finder(folder, adapted, tokenizer)(asked)
+    assert not fitted
+    for each, other in zip(found, Finder(*base, PASSAGES, fit_rows(*base, EXCHANGES))(asked), strict=True):
+        assert each == pytest.approx(other, abs=1e-2), "in half precision"
+    path = folder / "passages.safetensors"
+    rows = load_file(path)["rows"]
+    assert rows.dtype == torch.float16 and rows.shape == (2, 3, base[0].config.hidden_size)
+    kept = path.read_bytes()
+    for change in (
+        path.unlink,
+        lambda: save_file({"rows": rows[:, :2].contiguous()}, path, {"exchanges": "0"}),
+        lambda: path.write_bytes(kept) and save_exchanges(folder / "exchanges.jsonl", EXCHANGES[:2]),
+    ):
+        change()
+        before = len(fitted)
+        assert load_finder(folder, *base)(asked)[0] and len(fitted) == before + 1
+    path.write_bytes(kept[:100])
+    with pytest.raises(ValueError, match="passages.safetensors is truncated or not a safetensors file"):
+        load_finder(folder, *base)
+    (folder / "exchanges.jsonl").unlink()
+    with pytest.raises(
+        ValueError, match="^a memory must have its exchanges.jsonl beside it to recite, got '.*m' without"
+    ):
+        load_finder(folder, *base)
