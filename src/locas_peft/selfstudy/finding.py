@@ -19,7 +19,7 @@ from ..tuner import adapters_disabled, evaluating
 from ..tuner.memory_file import load_tensors
 from .exchanges import EXCHANGES, PASSAGES, Exchange, digest_exchanges, load_exchanges
 
-__all__ = ["Finder", "fit_rows", "load_finder", "save_rows"]
+__all__ = ["MOST_RECITED", "Finder", "fit_rows", "load_finder", "save_rows"]
 
 DEPTHS = (0.27, 0.8)
 """The layers whose inputs are read, as shares of the model's layers."""
