@@ -77,10 +77,9 @@ def ask(
         library: a folder of memories: each question is answered with the one that it is about, if any.
         context: a text file that the model sees before each question.
         without_memory: ask the base model alone; --memory then only names it.
-        recite: the memory recites passages for each question, and the base answers from them in a few words. For
+        recite: ten studied passages are found for each question, and the base answers from them in a few words. For
             texts with many similar passages, such as dialogues.
-        rerank: the memory recites passages for each question, and the one that also explains the question is the
-            answer. Of a studied memory more answers are right, and each takes longer.
+        rerank: ten studied passages are found for each question, and the best one is the answer. Of a studied memory more answers are right, and each takes longer.
         max_new_tokens: the longest answer, in tokens; a passage that was studied is recited whole.
     """
     from locas_peft.asking import Question, ask_by_reciting, is_right, load_questions
@@ -147,7 +146,7 @@ def chat(
     Args:
         library: a folder of memories: each message is replied to with the one that it is about, if any.
         without_memory: talk with the base model alone; --memory then only names it.
-        recite: the memory recites passages for each message, and the base replies with these before it.
+        recite: ten studied passages are found for each message, and the base replies with these before it.
         max_new_tokens: the longest reply, in tokens.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
         seed: of the tokens that are drawn.
