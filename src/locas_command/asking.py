@@ -79,7 +79,8 @@ def ask(
         without_memory: ask the base model alone; --memory then only names it.
         recite: ten studied passages are found for each question, and the base answers from them in a few words. For
             texts with many similar passages, such as dialogues.
-        rerank: ten studied passages are found for each question, and the best one is the answer. Of a studied memory more answers are right, and each takes longer.
+        rerank: ten studied passages are found for each question, and the best one is the answer: more answers
+            are right, and each takes longer.
         max_new_tokens: the longest answer, in tokens; a passage that was studied is recited whole.
     """
     from locas_peft.asking import Question, ask_by_reciting, is_right, load_questions
