@@ -142,7 +142,7 @@ def recite(model: nn.Module, tokenizer, questions: Sequence[str], count: int = 1
     """Return for each question the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
 
     A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
-    has two beams an answer, and orders answers by their mean log-probability a token. Errors are those of `answer`.
+    has two beams an answer, and orders answers by their mean log-probability a token. For errors see `check_room`.
     """
     options: dict[str, Any] = {"num_beams": 2 * count, "num_return_sequences": count, "do_sample": False}
     # What the call leaves open, `generate` takes from the model's generation config.

@@ -13,8 +13,8 @@ the base's own answers to questions about other things. A page with results is n
     python benchmarks/selfstudy.py --seeds 0,1,2 --pages expedition,ferry,foundry,garden,theatre --out fresh.json
 
 With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
-asked: directly, and reranked, where the best of ten recited sentences of it is the answer. Beside it stand the page in
-context; BM25: its best sentence as the answer, the best one where each has the questions that the study wrote about
+asked: directly, and reranked, where the best of ten sentences that are found is the answer. Beside it stand the page
+in context; BM25: its best sentence as the answer, the best one where each has the questions that the study wrote about
 it, and its best three in the base's context; and the sentence after which the question is the likeliest for the base.
 A second table has short answers, which the base gives with the best passages of each in its context: how many have the
 gold phrase, how many are the phrase alone, and their F1.

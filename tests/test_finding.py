@@ -1,5 +1,7 @@
 """What finds the passages of a study by a question: ridge regression on the base's hidden states, and its file."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import get_peft_model
@@ -109,3 +111,13 @@ def test_a_studied_memory_has_the_rows_and_without_them_they_are_computed(tmp_pa
         ValueError, match="^a memory must have its exchanges.jsonl beside it to recite, got '.*m' without"
     ):
         load_finder(folder, *base)
+
+
+def test_a_studied_memory_goes_on_without_a_tokenizer_and_its_rows_are_computed_later(tmp_path):
+    model, tokenizer = backbone.load()
+    text, settings = tokenize(tokenizer, " ".join(PASSAGES)), ReadingSettings(r=4, anchor=0.0)
+    study = replace(settings, study=True, passes=1).complete(model)
+    memorize(model, text, study, out=tmp_path / "m", tokenizer=tokenizer, exchanges=EXCHANGES)
+    memorize(model, text, settings.complete(model), out=tmp_path / "m", start=tmp_path / "m")
+    assert (tmp_path / "m/exchanges.jsonl").is_file() and not (tmp_path / "m/passages.safetensors").exists()
+    assert list(load_finder(tmp_path / "m", model, tokenizer)([EXCHANGES[1].question])[0])[0] == PASSAGES[1]

@@ -167,10 +167,12 @@ def chat(
     turns: list[dict[str, str]] = []
     positions, drawn = count_positions(loaded.model), {"temperature": temperature, "seed": seed}
 
+    own = load_finder(memory, model, loaded.tokenizer) if recite and found is None else None
+
     def write(model: Any, names: tuple, numbers: list[int]) -> list[tuple[list[int], str, list[str]]]:
-        recites, passages = recite and bool(names) and (found is None or found.has_studied(names[0])), list[str]()
+        recites, passages = recite and bool(names) and (own is not None or found.has_studied(names[0])), list[str]()
         if recites:
-            find = load_finder(memory if found is None else found.find(names[0]), model, loaded.tokenizer)
+            find = own or load_finder(found.find(names[0]), model, loaded.tokenizer)
             passages = list(rank_recited(model, loaded.tokenizer, [message], find)[0])
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
         ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)

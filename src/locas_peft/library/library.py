@@ -198,7 +198,7 @@ class Library:
         answer is studied. `base` is mutated meanwhile. Options and errors are those of `reading.memorize`.
         """
         memories, exchanges = {name: self.find(name) for name in names}, list[Exchange]()
-        if len(memories) < 2 or not all((folder / EXCHANGES).is_file() for folder in memories.values()):
+        if len(memories) < 2 or not all(map(self.has_studied, memories)):
             raise ValueError(f"names must be of two or more studied memories, got {', '.join(names)}: choose others")
         check_vacant(target := self.choose_folder(out))
         for name in filter(memories.get, self.list()):  # the latest first
@@ -232,6 +232,7 @@ class Library:
             raise ValueError(f"a library must hold memories of one base, got {name!r} beside {held!r}: use another")
 
     def has_studied(self, name: str) -> bool:
+        """Return whether a memory has exchanges."""
         return (self.find(name) / EXCHANGES).is_file()
 
     def attach(self, base: PreTrainedModel, names: Sequence[str]) -> AbstractContextManager[nn.Module]:

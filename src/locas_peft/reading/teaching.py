@@ -152,7 +152,8 @@ def memorize(
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
             known = correct(earlier, study.exchanges if study else []) or None
-            save_reading(model, out, reading, known, sample, known and fit_rows(model, tokenizer, known))
+            rows = fit_rows(model, tokenizer, known) if known and tokenizer is not None else None
+            save_reading(model, out, reading, known, sample, rows)
             if folder is not None:
                 checkpoint.remove(folder)
     return reading

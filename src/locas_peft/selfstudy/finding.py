@@ -101,10 +101,9 @@ def _read(model: nn.Module, tokenizer, texts: Sequence[str]) -> Iterator[tuple[i
             batch = order[first : first + BATCH]
             ids = nn.utils.rnn.pad_sequence([torch.tensor(rows[number]) for number in batch], batch_first=True)
             # The padding comes last, where no other token sees it.
-            states = host.base.base_model(
-                ids.to(host.device), output_hidden_states=True, use_cache=False
-            ).hidden_states
-            inputs = torch.stack([states[int(depth * (len(states) - 1))].float() for depth in DEPTHS], 1)
-            inputs = nn.functional.rms_norm(inputs, inputs.shape[-1:])
+            given = {"output_hidden_states": True, "use_cache": False}
+            states = host.base.base_model(ids.to(host.device), **given).hidden_states
+            chosen = [states[int(depth * (len(states) - 1))] for depth in DEPTHS]  # on the devices of their layers
+            inputs = torch.stack([each.to(host.device, torch.float32) for each in chosen], 1)
             for number, each in zip(batch, inputs, strict=True):
-                yield number, each[:, : len(rows[number])]
+                yield number, nn.functional.rms_norm(each[:, : len(rows[number])], each.shape[-1:])
