@@ -13,7 +13,7 @@ the base's own answers to questions about other things. A page with results is n
     python benchmarks/selfstudy.py --seeds 0,1,2 --pages expedition,ferry,foundry,garden,theatre --out fresh.json
 
 With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
-asked: directly, and reranked, where the best of ten sentences that are found is the answer. Beside it stand the page
+asked: directly, and by printing the sentence that is found (`selfstudy.Finder`). Beside it stand the page
 in context; BM25: its best sentence as the answer, the best one where each has the questions that the study wrote about
 it, and its best three in the base's context; and the sentence after which the question is the likeliest for the base.
 A second table has short answers, which the base gives with the best passages of each in its context: how many have the
@@ -210,24 +210,22 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
             began, right = time.process_time(), ask_page(model, tokenizer, page)
             halfway = time.process_time()
             find = load_finder(memory, model, tokenizer)
-            reranked, ranked = ask_by_reciting(model, tokenizer, page.questions, find, rerank=True)
+            best, found = ask_by_reciting(model, tokenizer, page.questions, find, passage=True)
             ended = time.process_time()
-            short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(ranked), 0)}
+            short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(found), 0)}
             drift = measure_drift(model, own_answers)
     for count in SHORT_CONTEXTS:
-        short[f"reranked, best {count}"] = answer_briefly(base, tokenizer, page, ranked, count)
+        short[f"found, best {count}"] = answer_briefly(base, tokenizer, page, found, count)
     scores = score_by_words([[text] for text in held.values()], [each.question for each in page.questions])
     by_words = [list(held)[best] for best in scores.argmax(1)]
-    found = find([each.question for each in page.questions], 1)
-    pairs = zip(page.questions, ranked, strict=True)
+    pairs = zip(page.questions, found, strict=True)
     among = [any(is_right(passage, asked.answer) for passage in passages) for asked, passages in pairs]
     return {
         "right": right,
-        "right_reranked": count_right(reranked, page.questions),
-        "right_among_recited": sum(among),
+        "right_found": count_right(best, page.questions),
+        "right_among_found": sum(among),
         "short": short,
         "kl_nats": drift["kl_per_token"],
-        "right_found": count_right([text for each in found for text in each], page.questions),
         "right_by_words": count_right(by_words, page.questions),
         "cpu_seconds": seconds,
         "asking_cpu_seconds": [halfway - began, ended - halfway],
@@ -330,32 +328,31 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     head = [
         "page",
         "studied, a seed",
-        "reranked, a seed",
+        "passage found, a seed",
         "mean, studied",
-        "mean, reranked",
+        "mean, passage found",
         "mean, by words and the study's questions",
         "in context",
         "BM25's sentence",
         "BM25's three in context",
         "by the question's likelihood",
-        "by the finder alone",
         "KL, nats",
         "processor s",
     ]
     keys = ("right_in_context", "right_bm25_sentence", "right_bm25_context", "right_by_likelihood")
-    measured = ("right_found", "kl_nats", "cpu_seconds")
+    measured = ("kl_nats", "cpu_seconds")
     rows, figures = [], []
 
     def end_of(mean: list[float]) -> list[str]:
-        return [f"{mean[7]:.1f}", f"{mean[8]:.3f}", f"{mean[9]:.0f}"]
+        return [f"{mean[7]:.3f}", f"{mean[8]:.0f}"]
 
     for name, page in pages.items():
         runs = list(page["seeds"].values())
-        three = [[run[key] for run in runs] for key in ("right", "right_reranked", "right_by_words")]
+        three = [[run[key] for run in runs] for key in ("right", "right_found", "right_by_words")]
         mean = [
             *(sum(right) / len(right) for right in three),
             *(page[key] for key in keys),
-            *(sum(run.get(key, math.nan) for run in runs) / len(runs) for key in measured),
+            *(sum(run[key] for run in runs) / len(runs) for key in measured),
         ]
         figures.append(mean)
         seeds = (", ".join(map(str, right)) for right in three[:2])

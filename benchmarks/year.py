@@ -4,7 +4,7 @@
 
 Each session is studied into a memory of its own in a library. The memory that the library finds for a question, the
 others of up to three whose score by words is at least half of its score, and that of the session which holds the
-evidence recite passages (`rank_recited`). The base answers in a few words from ten passages: those of the evidence's
+evidence recite passages (`selfstudy.Finder`). The base answers from ten passages: those of the evidence's
 memory, of the memory that is found, the best of the up to three, and BM25's over all sessions, of the passages alone
 and of each with the questions that its study wrote. The last are also merged by rank with recited ones, and recited
 ones that the text has stand before others. Separate memories do not change: the questions are asked once, after the
@@ -34,7 +34,7 @@ import torch
 from measuring import describe_machine
 
 from locas_peft.asking import Question, ask_by_reciting, encode_question, is_right
-from locas_peft.asking.answers import answer_all, answer_from, measure_gain, rank_recited
+from locas_peft.asking.answers import answer_all, answer_from, measure_gain
 from locas_peft.bases import load_base
 from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, dialogue_lines, load_locomo
 from locas_peft.evaluation.f1 import answer_f1
@@ -45,7 +45,7 @@ from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import load_exchanges, load_finder, split_passages
 from locas_peft.selfstudy.exchanges import EXCHANGES
-from locas_peft.selfstudy.finding import MOST_RECITED
+from locas_peft.selfstudy.finding import MOST_FOUND
 from locas_peft.text import tokenize
 
 
@@ -118,7 +118,7 @@ def recite(base, tokenizer, library: Library, questions: list[Question], wanted:
             began, asked = time.process_time(), [questions[number].question for number in numbers]
             with library.attach(base, [name]) as model:
                 find = load_finder(library.find(name), model, tokenizer)
-                ranked = rank_recited(model, tokenizer, asked, find)
+                ranked = find(asked)
                 prompts = [encode_question(tokenizer, each) for each in asked]
                 gains = measure_gain(model, tokenizer, prompts, answer_all(model, tokenizer, prompts))
             kept = [each if gain >= LEAST_GAIN else {} for each, gain in zip(ranked, gains, strict=True)]
@@ -153,7 +153,7 @@ def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str
     def best_of(number: int, names: Sequence[str], before: Container[str] = ()) -> list[str]:
         ranked = [found[name]["ranked"][str(number)] for name in names]
         scored = sorted((each not in before, nats, each) for passages in ranked for each, nats in passages.items())
-        return list(dict.fromkeys(passage for *_, passage in scored))[:MOST_RECITED]
+        return list(dict.fromkeys(passage for *_, passage in scored))[:MOST_FOUND]
 
     passages = [each.text for s in talk.sessions for each in split_passages(tokenizer, text_of(talk, s))]
     held = join_exchanges(each for s in talk.sessions for each in load_exchanges(library.find(name_of(s)) / EXCHANGES))
@@ -187,13 +187,13 @@ def rank_passages(texts: dict[str, str], questions: list[Question]) -> list[list
     """Return for each question the passages that BM25 ranks first, as many as a memory recites, by their texts."""
     scores = score_by_words([[text] for text in texts.values()], [each.question for each in questions])
     names = list(texts)
-    return [[names[number] for number in row.argsort()[::-1][:MOST_RECITED]] for row in scores]
+    return [[names[number] for number in row.argsort()[::-1][:MOST_FOUND]] for row in scores]
 
 
 def merge(one: Sequence[str], other: Sequence[str]) -> list[str]:
     """Return the passages of two rankings in turns, each once, as many as a memory recites."""
     turns = chain.from_iterable(zip_longest(one, other))
-    return list(dict.fromkeys(filter(None, turns)))[:MOST_RECITED]
+    return list(dict.fromkeys(filter(None, turns)))[:MOST_FOUND]
 
 
 def go_on(

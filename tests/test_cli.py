@@ -27,7 +27,7 @@ from locas_command import demo as demo_command
 from locas_command import memories as memory_commands
 from locas_command import program as cli
 from locas_command.options import ReadingOptions
-from locas_peft import asking, backbone, demo, files, text
+from locas_peft import asking, backbone, demo, files, selfstudy, text
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
 from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
@@ -295,8 +295,11 @@ REFUSALS = [
     ("chat --memory memory", "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas "),
     ("chat --memory memory --recite --without-memory", "--recite needs the memory and nothing else to answer from, "),
     ("ask Who? --memory memory --recite --context text.txt", "--recite needs the memory and nothing else to answer "),
-    ("ask Who? --memory memory --rerank --context text.txt", "--rerank needs the memory and nothing else to answer "),
-    ("ask Who? --memory memory --recite --rerank", "--recite needs the memory and nothing else to answer from, got "),
+    (
+        "ask Who? --memory memory --passage --context text.txt",
+        "--passage needs the memory and nothing else to answer ",
+    ),
+    ("ask Who? --memory memory --recite --passage", "--recite needs the memory and nothing else to answer from, got "),
     ("ask --memory memory", "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
     ("ask ' ' --memory memory", "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
     ("ask Who?", "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with "),
@@ -523,11 +526,13 @@ def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch,
     ]
     save_exchanges(studied / "exchanges.jsonl", exchanges)
 
-    def recite(model, tokenizer, asked, find):
-        assert sorted(find(asked)[0]) == ["More.", "Peder lit it."], "what the memory has studied"
-        return [{f"About {asked[0]}": 1.0, "More.": 2.0}]
+    find = selfstudy.Finder.__call__
 
-    monkeypatch.setattr(asking.answers, "rank_recited", recite)
+    def recite(self, asked, *count):
+        assert sorted(find(self, asked)[0]) == ["More.", "Peder lit it."], "what the memory has studied"
+        return [{f"About {asked[0]}": 2.0, "More.": 1.0}]
+
+    monkeypatch.setattr(selfstudy.Finder, "__call__", recite)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\nAnd you?\n"))
     arguments = ("chat", "--recite", "--memory", studied, "--model", chat_model, "--device", "cpu")
     assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
@@ -571,6 +576,15 @@ def test_memorize_studies_given_exchanges(run, tmp_path):
     assert "nothing is left to do" in run(*arguments, "--study", "--passes", 2, "--resume")[2]
     (tmp_path / "mine.jsonl").write_text(line + "{\n")
     assert "got something else in line 2" in run(*arguments, "--study", "--overwrite")[2]
+
+
+def test_merge_keeps_the_stored_dtype(run, memory, tmp_path, monkeypatch):
+    monkeypatch.setattr("locas_peft.bases.placing.is_fast_in_bfloat16", lambda device: False)
+    model, tokenizer = backbone.load(torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    tokenizer.save_pretrained(tmp_path / "half")
+    assert run("merge", memory, "--model", "half", "--out", "merged")[0] == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
 def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):
@@ -740,7 +754,7 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
     asked = ("ask", "Who lit the lamp at Skarn?", "Who wrote Hamlet?", "--library", "notes", "--max-new-tokens", 4)
     records = json.loads(run(*asked, "--json", "-")[1])
     assert [record["memories"] for record in records] == [["lamp"], []]
-    for option in ("--recite", "--rerank"):
+    for option in ("--recite", "--passage"):
         code, stdout, _ = run(*asked, option)
         assert code == 0 and "[lamp]" in stdout and "[no memory]" in stdout
     assert {row["name"] for row in json.loads(run("library", "notes", "--json", "-")[1])} == {"lamp", "bread"}
@@ -844,7 +858,9 @@ def test_ask_recites_passages_and_answers_from_them(run, memory, tmp_path):
     code, stdout, _ = run(*arguments)
     shown = [" ".join(passage.split()) for passage in [record["answer"], *record["recited"]]]
     assert code == 0 and " ".join(stdout.split()) == " ".join(["Who?", *shown])
-    (ranked,) = json.loads(run("ask", "Who?", "--memory", memory, "--rerank", "--max-new-tokens", 8, "--json", "-")[1])
+    (ranked,) = json.loads(
+        run("ask", "Who?", "--memory", memory, "--passage", "--max-new-tokens", 8, "--json", "-")[1]
+    )
     assert ranked["answer"] == ranked["recited"][0] and len(ranked["recited"]) > 1
 
 

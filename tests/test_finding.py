@@ -33,9 +33,10 @@ def base():
 
 
 def read(model, tokenizer, text):
-    """The tokens of a text as two layers get them, each of mean square 1, [L, T, D]."""
-    states = model(torch.tensor([tokenizer(text)["input_ids"]]), output_hidden_states=True).hidden_states
-    chosen = torch.stack([states[int(depth * (len(states) - 1))][0].float() for depth in DEPTHS])
+    """The tokens of a text's second copy as four layers get them, each of mean square 1, [L, T, D]."""
+    once, between = (tokenizer(each)["input_ids"] for each in (text, "\n"))
+    states = model(torch.tensor([[*once, *between, *once]]), output_hidden_states=True).hidden_states
+    chosen = torch.stack([states[int(depth * (len(states) - 1))][0, -len(once) :].float() for depth in DEPTHS])
     return chosen / (chosen.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
 
@@ -62,7 +63,6 @@ def test_a_passages_score_is_its_best_tokens_averaged_over_the_layers(base):
         scores = (read(*base, question) @ rows.mT).amax(1).mean(0).tolist()
         expected = dict(zip(PASSAGES, scores, strict=True))
         assert each == pytest.approx(expected, abs=1e-4) and list(each) == sorted(expected, key=expected.get)[::-1]
-    assert [list(each) for each in Finder(*base, PASSAGES, rows)(asked, 1)] == [list(each)[:1] for each in found]
     assert [next(iter(each)) for each in Finder(*base, PASSAGES, rows)([each.question for each in EXCHANGES])] == [
         each.answer for each in EXCHANGES
     ]
@@ -93,7 +93,7 @@ def test_a_studied_memory_has_the_rows_and_without_them_they_are_computed(tmp_pa
         assert each == pytest.approx(other, abs=1e-2), "in half precision"
     path = folder / "passages.safetensors"
     rows = load_file(path)["rows"]
-    assert rows.dtype == torch.float16 and rows.shape == (2, 3, base[0].config.hidden_size)
+    assert rows.dtype == torch.float16 and rows.shape == (len(DEPTHS), 3, base[0].config.hidden_size)
     kept = path.read_bytes()
     for change in (
         path.unlink,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from locas_peft import backbone
-from locas_peft.bases import loading
+from locas_peft.bases import loading, placing
 
 
 def test_the_backbone_loads_by_default():
@@ -126,8 +128,41 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
 
 def test_unknown_dtypes_and_devices():
     with pytest.raises(
-        ValueError, match="^dtype must be one of auto, float32, bfloat16, float16, got 'int3': choose one of them$"
+        ValueError,
+        match="^dtype must be one of auto, stored, float32, bfloat16, float16, got 'int3': choose one of them$",
     ):
         loading.load_base(dtype="int3", device="cpu")
     with pytest.raises(ValueError, match="^device must be one that torch can use, got 'abacus' "):
         loading.load_base(device="abacus")
+
+
+@pytest.fixture
+def half(tmp_path):
+    """A folder with the embedded backbone's weights in bfloat16."""
+    model, tokenizer = backbone.load(torch.bfloat16)
+    model.save_pretrained(tmp_path / "half")
+    tokenizer.save_pretrained(tmp_path / "half")
+    return str(tmp_path / "half")
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+@pytest.mark.parametrize(
+    ("fast", "dtype", "expected"),
+    [
+        (True, "auto", torch.bfloat16),
+        (False, "auto", torch.float32),
+        (False, "stored", torch.bfloat16),
+        (False, "bfloat16", torch.bfloat16),
+    ],
+)
+def test_a_cpu_that_is_slow_at_16_bits_gets_float32(device, fast, dtype, expected, half, monkeypatch):
+    monkeypatch.setattr(placing, "PartialState", lambda: SimpleNamespace(device=torch.device("cpu")))
+    monkeypatch.setattr(placing, "is_fast_in_bfloat16", lambda device: fast)
+    assert loading.load_base(half, dtype, device)[0].dtype == expected
+
+
+def test_float32_is_only_taken_where_it_fits(half, monkeypatch):
+    monkeypatch.setattr(placing, "is_fast_in_bfloat16", lambda device: False)
+    stored = sum(each.nbytes for each in backbone.load(torch.bfloat16)[0].parameters())
+    monkeypatch.setattr(placing, "get_max_memory", lambda: {"cpu": int(1.9 * stored / 0.8)})
+    assert loading.load_base(half, device="cpu")[0].dtype == torch.bfloat16

@@ -13,10 +13,9 @@ from locomo_data import make_samples, write_samples
 
 from locas_command import program as cli
 from locas_peft import backbone, units
-from locas_peft.asking.answers import rank_recited
 from locas_peft.asking.prompts import encode_answer
 from locas_peft.asking.scoring import score_targets
-from locas_peft.evaluation import load_column, load_documents, load_locomo, locomo, runs
+from locas_peft.evaluation import load_column, load_documents, load_locomo, runs
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
@@ -26,7 +25,7 @@ from locas_peft.memories import memory_attached
 from locas_peft.progress import follow
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import score
-from locas_peft.selfstudy import Exchange, load_finder, save_exchanges
+from locas_peft.selfstudy import Exchange, Finder, load_finder, save_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.ttt.chunks import Chunk
 from locas_peft.units import Unit, run_units
@@ -118,7 +117,7 @@ def test_what_a_memory_recites_is_the_context_of_the_base(locomo_run):
     recited = {record["index"]: record["recited"] for record in records}
     with memory_attached(base, folder / "out/locomo/memories/locas-glu/talk-1") as model:
         find = load_finder(folder / "out/locomo/memories/locas-glu/talk-1", model, tokenizer)
-        (ranked,) = rank_recited(model, tokenizer, [talk.questions[3].question], find)
+        (ranked,) = find([talk.questions[3].question])
     assert list(ranked) == recited[talk.questions[3].index] and len(ranked) == 2
     prompts, _ = make_prompts(base, tokenizer, talk, "recited", recited=recited)
     assert recited[talk.questions[3].index][0] in tokenizer.decode(prompts[3])
@@ -140,7 +139,8 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     stopped.unlink()
     stopped.with_suffix(".unfinished").write_text(json.dumps(json.loads(answered)[:2]))
     ranked = []
-    monkeypatch.setattr(locomo, "rank_recited", lambda *given: ranked.extend(given[2]) or rank_recited(*given))
+    find = Finder.__call__
+    monkeypatch.setattr(Finder, "__call__", lambda self, asked: ranked.extend(asked) or find(self, asked))
     kept = again / "locomo/predictions/none/talk-1.no-context.memory-none.json"
     stamp = kept.stat().st_mtime_ns
     before = read(again / "locomo.json")

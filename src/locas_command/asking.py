@@ -64,7 +64,7 @@ def ask(
     context: Path | None = None,
     without_memory: bool = False,
     recite: bool = False,
-    rerank: bool = False,
+    passage: bool = False,
     max_new_tokens: Count = 64,
     json_file: JsonFile = None,
     base: MemoryBase = BASE,
@@ -77,10 +77,8 @@ def ask(
         library: a folder of memories: each question is answered with the one that it is about, if any.
         context: a text file that the model sees before each question.
         without_memory: ask the base model alone; --memory then only names it.
-        recite: ten studied passages are found for each question, and the base answers from them in a few words. For
-            texts with many similar passages, such as dialogues.
-        rerank: ten studied passages are found for each question, and the best one is the answer: more answers
-            are right, and each takes longer.
+        recite: ten studied passages are found for each question, and the base answers from them in a few words.
+        passage: the answer is the studied passage that is found for the question: more answers are right.
         max_new_tokens: the longest answer, in tokens; a passage that was studied is recited whole.
     """
     from locas_peft.asking import Question, ask_by_reciting, is_right, load_questions
@@ -89,13 +87,13 @@ def ask(
     from locas_peft.text import load_text
 
     stdout, _ = open_consoles(json_file)
-    _check_recite(recite=recite, rerank=rerank, without_memory=without_memory, context=context)
+    _check_recite(recite=recite, passage=passage, without_memory=without_memory, context=context)
     asked = [Question(text) for text in question]
     asked += [] if questions is None else load_questions(questions)
     if not asked or any(not item.question.strip() for item in asked):
         raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
     text = None if context is None else load_text(context)
-    by = partial(ask_by_reciting, rerank=rerank) if recite or rerank else ask_questions
+    by = partial(ask_by_reciting, passage=passage) if recite or passage else ask_questions
     options = {"max_new_tokens": max_new_tokens} | ({"context": text} if by is ask_questions else {})
     recited, routed = [[] for _ in asked], None
     loaded, model, found = _load_to_ask(memory, library, without_memory, base)
@@ -153,7 +151,6 @@ def chat(
         seed: of the tokens that are drawn.
     """
     from locas_peft.asking import Question, can_chat, check_room, continue_texts, fit_turns
-    from locas_peft.asking.answers import rank_recited
     from locas_peft.asking.prompts import encode_question, put_before
     from locas_peft.model import count_positions
     from locas_peft.selfstudy import load_finder
@@ -166,14 +163,13 @@ def chat(
         raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
     turns: list[dict[str, str]] = []
     positions, drawn = count_positions(loaded.model), {"temperature": temperature, "seed": seed}
-
     own = load_finder(memory, model, loaded.tokenizer) if recite and found is None else None
 
     def write(model: Any, names: tuple, numbers: list[int]) -> list[tuple[list[int], str, list[str]]]:
         recites, passages = recite and bool(names) and (own is not None or found.has_studied(names[0])), list[str]()
         if recites:
             find = own or load_finder(found.find(names[0]), model, loaded.tokenizer)
-            passages = list(rank_recited(model, loaded.tokenizer, [message], find)[0])
+            passages = list(find([message])[0])
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
         ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
         check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
@@ -202,7 +198,7 @@ def chat(
 
 def _check_recite(**options: Any) -> None:
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
-    if len(given) > 1 and given[0] in ("--recite", "--rerank"):
+    if len(given) > 1 and given[0] in ("--recite", "--passage"):
         raise ValueError(f"{given[0]} needs the memory and nothing else to answer from, got {given[1]}: leave one out")
 
 

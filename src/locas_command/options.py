@@ -74,7 +74,7 @@ class ReadingOptions:
         study: after reading, the model asks itself about the text, and learns the answers without the text.
         exchanges: questions wanted about each sentence; where not given, 6, or 12 for fewer than 8 sentences or more
             than half of --r.
-        passes: the most times that each exchange is learned; 4, or more for few exchanges, where not given.
+        passes: the most times that each exchange is learned; 4, or more for few, by default; 0 for ask --passage.
         seed: of torch, set before the adapter is made.
     """
 
@@ -124,7 +124,7 @@ class BaseOptions:
     Args:
         model: folder, hub name or GGUF file of a causal LM, or smollm2; where not given, the one that the memory
             names, or an embedded one.
-        dtype: auto, float32, bfloat16 or float16.
+        dtype: float32, bfloat16, float16, stored, or auto: the stored one, but float32 on a CPU that is slow at it.
         device: cpu, cuda, cuda:1, ... or auto, which is Accelerate's: a base that does not fit there is split over all
             devices, the CPU's memory and the disk.
         quantize: nf4 or int8, with bitsandbytes, or int8 with torchao; for folders and hub names.
@@ -140,8 +140,9 @@ class BaseOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class BaseOnCpuOptions(BaseOptions):
-    """The base model of a command that works on the CPU unless a device is given."""
+    """The base model of a command that writes weights: on the CPU and in the stored dtype, unless others are given."""
 
+    dtype: str = "stored"
     device: str = "cpu"
 
 

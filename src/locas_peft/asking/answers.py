@@ -15,11 +15,10 @@ from .prompts import SHORT_PROMPT, encode_answer, encode_question
 from .scoring import score_targets
 
 __all__ = ["Question", "answer_all", "answer_from", "ask", "ask_by_reciting", "count_right"]
-__all__ += ["is_right", "load_questions", "measure_gain", "rank_recited"]
+__all__ += ["is_right", "load_questions", "measure_gain"]
 
 Find = Callable[[Sequence[str]], list[dict[str, float]]]
-"""Finds passages for questions, with their scores: a `selfstudy.Finder`."""
-FOUND_NATS = 10.0  # what 1 of a finder's score weighs
+"""Finds passages for questions, with their scores, the best first: a `selfstudy.Finder`."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +57,18 @@ def ask(
 
 
 def ask_by_reciting(
-    model: nn.Module, tokenizer, questions: Sequence[Question], find: Find, *, rerank=False, max_new_tokens=64
+    model: nn.Module, tokenizer, questions: Sequence[Question], find: Find, *, passage=False, max_new_tokens=64
 ) -> tuple[list[str], list[list[str]]]:
-    """Answer each question from the passages that `rank_recited` returns; return these too.
+    """Answer each question from the passages that `find` finds; return these too.
 
     The base answers in a few words with the passages in its context (Sun et al., 2023, arXiv:2210.01296). With
-    `rerank` the best passage is the answer.
+    `passage` the best one is the answer.
     """
-    ranked = [list(found) for found in rank_recited(model, tokenizer, [each.question for each in questions], find)]
-    if rerank:
-        return [passages[0] for passages in ranked], ranked
+    found = [list(each) for each in find([asked.question for asked in questions])]
+    if passage:
+        return [passages[0] for passages in found], found
     with adapters_disabled(model):
-        return answer_from(model, tokenizer, questions, ranked, max_new_tokens), ranked
+        return answer_from(model, tokenizer, questions, found, max_new_tokens), found
 
 
 def answer_from(
@@ -79,20 +78,6 @@ def answer_from(
     both = zip(questions, map("\n".join, passages), strict=True)
     prompts = [encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both]
     return answer_all(model, tokenizer, prompts, max_new_tokens)
-
-
-def rank_recited(model: nn.Module, tokenizer, questions: Sequence[str], find: Find) -> list[dict[str, float]]:
-    """Rank the passages that `find` finds for each question; return each with its score in nats, the least first.
-
-    It is half of a passage's negative log-likelihood after the question, less `FOUND_NATS` times its score by `find`.
-    """
-    ranked = []
-    for question, passages in zip(questions, find(questions), strict=True):
-        prompt = encode_question(tokenizer, question)
-        own = score_targets(model, [(prompt, encode_answer(tokenizer, passage)) for passage in passages])
-        nats = [one.nll_nats / 2 - FOUND_NATS * score for one, score in zip(own, passages.values(), strict=True)]
-        ranked.append({passage: score for score, passage in sorted(zip(nats, passages, strict=True))})
-    return ranked
 
 
 def measure_gain(model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[str]) -> list[float]:

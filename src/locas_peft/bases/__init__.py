@@ -1,5 +1,6 @@
 """Base models by name: a folder, the hub, a GGUF file, or an embedded backbone; where their weights go."""
 
-from .loading import DTYPES, QUANTIZATIONS, choose_device, load_base
+from .loading import load_base
+from .placing import DTYPES, QUANTIZATIONS, choose_device
 
 __all__ = ["DTYPES", "QUANTIZATIONS", "choose_device", "load_base"]

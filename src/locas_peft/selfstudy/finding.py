@@ -2,7 +2,8 @@
 
 Each token of a question gives each passage a score, by ridge regression on the tokens of the passages and of the
 questions that a study has learned: 1 for their own passage and -1 for all others. A passage's score for a question is
-the highest of its tokens', averaged over two layers.
+the highest of its tokens', averaged over four layers. A text is read twice in a row, and its tokens are those of the
+second copy: no token of the first one has seen all of the text (Springer et al., 2024, arXiv:2402.15449).
 
 Axes: L layers, T tokens of a text, P passages, D hidden size.
 """
@@ -19,13 +20,12 @@ from ..tuner import adapters_disabled, evaluating
 from ..tuner.memory_file import load_tensors
 from .exchanges import EXCHANGES, PASSAGES, Exchange, digest_exchanges, load_exchanges
 
-__all__ = ["MOST_RECITED", "Finder", "fit_rows", "load_finder", "save_rows"]
+__all__ = ["MOST_FOUND", "Finder", "fit_rows", "load_finder", "save_rows"]
 
-DEPTHS = (0.27, 0.8)
-"""The layers whose inputs are read, as shares of the model's layers."""
+DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares of the model's layers
 RIDGE = 0.1
-"""Added to the diagonal of the inputs' products, relative to the squared length of one input."""
-MOST_RECITED, BATCH = 10, 16  # passages for a question; texts that are read together
+"""Added to the diagonal of the inputs' products, relative to the squared length of one input, which is D."""
+MOST_FOUND, BATCH = 10, 16  # passages for a question; texts that are read together
 
 
 class Finder:
@@ -40,12 +40,12 @@ class Finder:
     def __init__(self, model: nn.Module, tokenizer, passages: Sequence[str], rows: Tensor):
         self._model, self._tokenizer, self._passages, self._rows = model, tokenizer, passages, rows.float()
 
-    def __call__(self, questions: Sequence[str], count: int = MOST_RECITED) -> list[dict[str, float]]:
-        """Return for each question the `count` passages with the highest scores, with these, the best first."""
+    def __call__(self, questions: Sequence[str]) -> list[dict[str, float]]:
+        """Return for each question the ten passages with the highest scores, with these, the best first."""
         found: dict[int, dict[str, float]] = {}
         for number, inputs in _read(self._model, self._tokenizer, questions):
             scores = (inputs @ self._rows.to(inputs.device).mT).amax(1).mean(0)  # [P]
-            best = scores.topk(min(count, len(scores))).indices.tolist()
+            best = scores.topk(min(MOST_FOUND, len(scores))).indices.tolist()
             found[number] = {self._passages[each]: scores[each].item() for each in best}
         return [found[number] for number in range(len(questions))]
 
@@ -60,8 +60,7 @@ def fit_rows(model: nn.Module, tokenizer, exchanges: Sequence[Exchange]) -> Tens
         gram = gram + inputs.mT @ inputs
         sums = sums if sums.ndim else inputs.new_zeros(len(inputs), len(numbers), inputs.shape[-1])
         sums[:, own[text]] += inputs.sum(1)
-    size = gram.shape[-1]  # D: the squared length of an input
-    products = gram + RIDGE * size * torch.eye(size, device=gram.device)
+    products = gram + RIDGE * gram.shape[-1] * torch.eye(gram.shape[-1], device=gram.device)
     return torch.linalg.solve(products, (2 * sums - sums.sum(1, keepdim=True)).mT).mT.cpu()
 
 
@@ -94,7 +93,9 @@ def load_finder(memory: str | Path, model: nn.Module, tokenizer) -> Finder:
 def _read(model: nn.Module, tokenizer, texts: Sequence[str]) -> Iterator[tuple[int, Tensor]]:
     """Yield each text's number and its tokens as the layers get them, float32 [L, T, D], each of mean square 1."""
     host = CausalLM(model)
-    rows = [tokenizer(text, verbose=False)["input_ids"][: host.positions] or [0] for text in texts]
+    once = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    twice = tokenizer([f"{text}\n{text}" for text in texts], verbose=False)["input_ids"]
+    rows = [row[-(host.positions or 0) :] for row in twice]
     order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
     with evaluating(model), adapters_disabled(model):
         for first in range(0, len(order), BATCH):
@@ -106,4 +107,5 @@ def _read(model: nn.Module, tokenizer, texts: Sequence[str]) -> Iterator[tuple[i
             chosen = [states[int(depth * (len(states) - 1))] for depth in DEPTHS]  # on the devices of their layers
             inputs = torch.stack([each.to(host.device, torch.float32) for each in chosen], 1)
             for number, each in zip(batch, inputs, strict=True):
-                yield number, nn.functional.rms_norm(each[:, : len(rows[number])], each.shape[-1:])
+                own = each[:, : len(rows[number])][:, -len(once[number]) or -1 :]
+                yield number, nn.functional.rms_norm(own, own.shape[-1:])

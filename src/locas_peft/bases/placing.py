@@ -1,0 +1,93 @@
+"""Where a base's weights go: their dtype, their device or devices, and their quantisation."""
+
+import importlib.util
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState, PartialState, is_initialized
+from accelerate.utils import compute_module_sizes, get_max_memory
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..checks import check_choice, first_line
+
+__all__ = ["DTYPES", "QUANTIZATIONS", "choose_device", "choose_dtype"]
+__all__ += ["choose_quantization", "is_fast_in_bfloat16", "place"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+QUANTIZATIONS = ("nf4", "int8")
+_PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}  # of Accelerate's mixed precision
+_SHARE = 0.8  # of a device's free memory that weights may take; the rest is for a chunk's activations
+
+
+def choose_device(device: str) -> torch.device:
+    """Turn a device's name into a device; "auto" is the one that Accelerate gives to this process."""
+    if device == "auto":
+        return PartialState().device
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device must be one that torch can use, got {device!r} ({first_line(error)})") from None
+    return torch.device(device)
+
+
+def choose_dtype(dtype: str) -> torch.dtype | None:
+    """Turn a dtype's name into a dtype; None where the stored weights decide (see `load_base`)."""
+    check_choice("dtype", dtype, ("auto", "stored", *DTYPES))
+    if dtype == "auto" and is_initialized():
+        precision = AcceleratorState().mixed_precision
+        check_choice("mixed precision", precision, _PRECISIONS)
+        dtype = _PRECISIONS[precision]
+    return DTYPES.get(dtype)
+
+
+def is_fast_in_bfloat16(device: torch.device) -> bool:
+    """Return whether a device multiplies in bfloat16 itself; other CPUs take up to 20 times as long as in float32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+
+
+def place(
+    source: str, dtype: torch.dtype | None, device: torch.device, split: bool, quantization: Any, convert: bool
+) -> dict[str, Any]:
+    """Return the arguments of `from_pretrained` for a base: its dtype, and one device, or a split by Accelerate.
+
+    Args:
+        dtype: None for the stored one.
+        split: whether a base that does not fit on `device` may be split over all.
+        quantization: of `choose_quantization`; quantised weights are placed by Accelerate.
+        convert: whether 16-bit weights may become float32 where that is faster and fits.
+    """
+    if quantization is not None:
+        placed = "auto" if split else {"": device}
+        return {"dtype": dtype or "auto", "device_map": placed, "quantization_config": quantization}
+    config, memory = AutoConfig.from_pretrained(source), get_max_memory()
+    free = _SHARE * memory.get("cpu" if device.type == "cpu" else device.index or 0, torch.inf)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+    stored = compute_module_sizes(empty)[""]
+    slow = device.type == "cpu" and empty.dtype.itemsize == 2 and not is_fast_in_bfloat16(device)
+    if convert and slow and 2 * stored <= free and not hasattr(config, "quantization_config"):
+        return {"dtype": torch.float32, "device_map": {"": device}}
+    limits = {key: int(_SHARE * size) for key, size in memory.items()}
+    placed = {"device_map": "auto", "max_memory": limits} if split and stored > free else {"device_map": {"": device}}
+    return {"dtype": dtype or "auto", **placed}
+
+
+def choose_quantization(name: str | None) -> Any:
+    """Return transformers' configuration of a quantisation, by bitsandbytes, or for int8 without it by torchao."""
+    if name is None:
+        return None
+    check_choice("quantize", name, QUANTIZATIONS)
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if importlib.util.find_spec("bitsandbytes") is not None:
+        if name == "int8":
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    if name == "int8" and importlib.util.find_spec("torchao") is not None:
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return TorchAoConfig(Int8WeightOnlyConfig())
+    packages = "bitsandbytes" if name == "nf4" else "bitsandbytes or torchao"
+    raise ValueError(f"quantize must have its package, got {name!r} without {packages}: pip install bitsandbytes")
