@@ -5,9 +5,11 @@
 A memory is taught the facts of some people (`biographies.py`), each fact by three questions. It is asked for each fact
 in a wording that was not studied. "Right" is an answer with the fact's value in it. "Recited" is an answer that is the
 fact's sentence word for word. An answer that is a sentence about the same person, or the same fact of another person,
-shows a wrong choice among passages. "Short" answers have a few words: exact match and F1. Harm is the KL from the base
-on its answers to questions about other things; `lora@11+0.3` gives LoRA the anchor that Locas has by default,
-`locas-glu@64:2e-3` another rate. A row with a result is not measured again.
+shows a wrong choice among passages. "Short" answers have a few words: exact match and F1. Beside the memory's answers
+stand the sentences that are found (`selfstudy.Finder`), and BM25's over sentences with the questions that are studied.
+`--passes 0` measures these alone. Harm is the KL from the base on its answers to questions about other things.
+`lora@11+0.3` gives LoRA the anchor that Locas has by default, `locas-glu@64:2e-3` another rate. A row with a result
+is not measured again.
 """
 
 from __future__ import annotations
@@ -27,9 +29,11 @@ from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
 from locas_peft.evaluation.f1 import token_f1
 from locas_peft.files import load_json, write_json
+from locas_peft.library import score_by_words
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize, parse_method
-from locas_peft.selfstudy import Exchange
+from locas_peft.selfstudy import Exchange, load_finder
+from locas_peft.selfstudy.exchanges import join_exchanges
 from locas_peft.text import tokenize
 
 METHODS = "locas-glu@4,locas-glu@16,locas-glu@64,lora@3+0.3,lora@11,lora@11+0.3"
@@ -60,6 +64,10 @@ def measure(
             answers = ask(model, tokenizer, questions)
             prompts = [encode_question(tokenizer, each.question, SHORT_PROMPT) for each in questions]
             short = answer_all(model, tokenizer, prompts, max_new_tokens=32)
+            found = load_finder(Path(folder) / "memory", model, tokenizer)([each.question for each in questions])
+    held = join_exchanges(exchanges)
+    scores = score_by_words([[text] for text in held.values()], [each.question for each in questions])
+    by_words = [list(held)[best] for best in scores.argmax(1)]
     numbers = {sentence: number for number, sentence in enumerate(sentences)}
     said = [numbers.get(each.strip()) for each in answers]
     both = list(enumerate(said))
@@ -69,6 +77,8 @@ def measure(
         "steps": reading.studied["steps"],
         "right": sum(map(is_right, answers, golds)),
         "recited": sum(number == other for number, other in both),
+        "found": sum(map(is_right, map(next, map(iter, found)), golds)),
+        "by_words": sum(map(is_right, by_words, golds)),
         "same_person": sum(o is not None and o != n and owners[o] == owners[n] for n, o in both),
         "same_fact": sum(o is not None and owners[o] != owners[n] and (o - n) % FACTS_EACH == 0 for n, o in both),
         "short_exact": sum(map(is_exact, short, golds)),
@@ -81,12 +91,12 @@ def measure(
 def tabulate(rows: dict[str, dict[str, Any]]) -> str:
     """Return a row a number of facts and method."""
     head = ["facts", "method", "parameters", "right, %", "recited, %", "same person, %", "same fact of another, %"]
-    head += ["short, exact, %", "short, F1", "KL, nats", "processor s a fact"]
+    head += ["found, %", "by words, %", "short, exact, %", "short, F1", "KL, nats", "processor s a fact"]
     lines = []
     for label, row in sorted(rows.items(), key=lambda item: int(item[0].split(" ")[0])):
         facts, method = label.split(" ")
-        kinds = ("right", "recited", "same_person", "same_fact", "short_exact")
-        shares = [f"{100 * row[kind] / int(facts):.0f}" for kind in kinds]
+        kinds = ("right", "recited", "same_person", "same_fact", "found", "by_words", "short_exact")
+        shares = [f"{100 * row[kind] / int(facts):.0f}" if kind in row else "" for kind in kinds]
         figures = [
             *shares,
             f"{row['short_f1']:.1f}",

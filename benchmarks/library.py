@@ -38,10 +38,11 @@ from locas_peft.asking import Question, ask, count_right, load_questions
 from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
-from locas_peft.library.routing import join_exchanges, list_passages
+from locas_peft.library.routing import list_passages
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings
 from locas_peft.selfstudy import Exchange
+from locas_peft.selfstudy.exchanges import join_exchanges
 
 SIZES = (6, 20, 50)
 SEEDS = (0, 1, 2)

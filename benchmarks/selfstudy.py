@@ -54,11 +54,12 @@ from locas_peft.evaluation.drift import measure_drift, write_own_answers
 from locas_peft.evaluation.f1 import load_stemmer, token_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
-from locas_peft.library.routing import join_exchanges
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize, parse_method
-from locas_peft.selfstudy import StudyStep, load_exchanges, load_finder, split_passages, write_exchanges
+from locas_peft.selfstudy import Finder, StudyStep, load_exchanges, load_finder, split_passages, write_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES as EXCHANGES_FILE
+from locas_peft.selfstudy.exchanges import join_exchanges
+from locas_peft.selfstudy.finding import fit_rows
 from locas_peft.selfstudy.learning import EXCHANGES
 from locas_peft.text import NAME, load_text, tokenize
 from locas_peft.ttt import Chunk
@@ -205,13 +206,16 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
         memory = Path(folder) / "memory"
         reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer)
         seconds = time.process_time() - began
-        held = join_exchanges(load_exchanges(memory / EXCHANGES_FILE))
+        exchanges = load_exchanges(memory / EXCHANGES_FILE)
+        held = join_exchanges(exchanges)
         with memory_attached(base, memory) as model:
             began, right = time.process_time(), ask_page(model, tokenizer, page)
             halfway = time.process_time()
             find = load_finder(memory, model, tokenizer)
             best, found = ask_by_reciting(model, tokenizer, page.questions, find, passage=True)
             ended = time.process_time()
+            mapped = Finder(model, tokenizer, dict.fromkeys(held, ""), fit_rows(model, tokenizer, exchanges))
+            by_map = [next(iter(each)) for each in mapped([asked.question for asked in page.questions])]
             short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(found), 0)}
             drift = measure_drift(model, own_answers)
     for count in SHORT_CONTEXTS:
@@ -226,6 +230,7 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
         "right_among_found": sum(among),
         "short": short,
         "kl_nats": drift["kl_per_token"],
+        "right_by_map": count_right(by_map, page.questions),
         "right_by_words": count_right(by_words, page.questions),
         "cpu_seconds": seconds,
         "asking_cpu_seconds": [halfway - began, ended - halfway],
@@ -331,6 +336,7 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
         "passage found, a seed",
         "mean, studied",
         "mean, passage found",
+        "mean, by the map alone",
         "mean, by words and the study's questions",
         "in context",
         "BM25's sentence",
@@ -344,11 +350,11 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     rows, figures = [], []
 
     def end_of(mean: list[float]) -> list[str]:
-        return [f"{mean[7]:.3f}", f"{mean[8]:.0f}"]
+        return [f"{mean[8]:.3f}", f"{mean[9]:.0f}"]
 
     for name, page in pages.items():
         runs = list(page["seeds"].values())
-        three = [[run[key] for run in runs] for key in ("right", "right_found", "right_by_words")]
+        three = [[run[key] for run in runs] for key in ("right", "right_found", "right_by_map", "right_by_words")]
         mean = [
             *(sum(right) / len(right) for right in three),
             *(page[key] for key in keys),
@@ -356,9 +362,9 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
         ]
         figures.append(mean)
         seeds = (", ".join(map(str, right)) for right in three[:2])
-        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:3]), *map(str, mean[3:7]), *end_of(mean)])
+        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:4]), *map(str, mean[4:8]), *end_of(mean)])
     means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
-    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:7]), *end_of(means)])
+    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:8]), *end_of(means)])
     return make_table(head, rows)
 
 

@@ -40,11 +40,11 @@ from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Se
 from locas_peft.evaluation.f1 import answer_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
-from locas_peft.library.routing import LEAST_GAIN, join_exchanges, list_passages
+from locas_peft.library.routing import LEAST_GAIN, list_passages
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import load_exchanges, load_finder, split_passages
-from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.selfstudy.exchanges import EXCHANGES, join_exchanges
 from locas_peft.selfstudy.finding import MOST_FOUND
 from locas_peft.text import tokenize
 

@@ -11,7 +11,8 @@ from locas_peft import LocasConfig, backbone
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import Exchange, Finder, load_finder, save_exchanges
-from locas_peft.selfstudy.finding import DEPTHS, RIDGE, fit_rows
+from locas_peft.selfstudy.exchanges import join_exchanges
+from locas_peft.selfstudy.finding import DEPTHS, RIDGE, WORDS, fit_rows, score_by_words
 from locas_peft.text import tokenize
 
 PASSAGES = [
@@ -40,6 +41,11 @@ def read(model, tokenizer, text):
     return chosen / (chosen.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
 
+def alone(model, tokenizer, rows):
+    """A finder that looks for no words."""
+    return Finder(model, tokenizer, dict.fromkeys(PASSAGES, ""), rows)
+
+
 @torch.no_grad()
 def test_the_rows_are_the_ridge_regression_of_the_passages_on_their_tokens(base):
     rows = fit_rows(*base, EXCHANGES)
@@ -58,14 +64,28 @@ def test_the_rows_are_the_ridge_regression_of_the_passages_on_their_tokens(base)
 @torch.no_grad()
 def test_a_passages_score_is_its_best_tokens_averaged_over_the_layers(base):
     rows, asked = fit_rows(*base, EXCHANGES), ["Who kept the house?", "What had a wall around it, as it was small?"]
-    found = Finder(*base, PASSAGES, rows)(asked)
+    found = alone(*base, rows)(asked)
     for question, each in zip(asked, found, strict=True):
         scores = (read(*base, question) @ rows.mT).amax(1).mean(0).tolist()
         expected = dict(zip(PASSAGES, scores, strict=True))
         assert each == pytest.approx(expected, abs=1e-4) and list(each) == sorted(expected, key=expected.get)[::-1]
-    assert [next(iter(each)) for each in Finder(*base, PASSAGES, rows)([each.question for each in EXCHANGES])] == [
-        each.answer for each in EXCHANGES
-    ]
+    assert [
+        next(iter(each))
+        for each in Finder(*base, dict.fromkeys(PASSAGES, ""), rows)([each.question for each in EXCHANGES])
+    ] == [each.answer for each in EXCHANGES]
+
+
+@torch.no_grad()
+def test_the_words_of_a_passage_and_its_questions_count_too(base):
+    rows, asked = fit_rows(*base, EXCHANGES), ["When is bread baked?", "Who wrote Hamlet?"]
+    held = join_exchanges(EXCHANGES)
+    words = dict(zip(held, score_by_words([[each] for each in held.values()], asked)[0].tolist(), strict=True))
+    assert words[PASSAGES[2]] > 1 > words[PASSAGES[0]]
+    with_words, without = (Finder(*base, each, rows)(asked) for each in (held, dict.fromkeys(PASSAGES, "")))
+    for passage in PASSAGES:
+        expected = without[0][passage] + WORDS * words[passage]
+        assert with_words[0][passage] == pytest.approx(expected, abs=1e-5)
+    assert with_words[1] == pytest.approx(without[1], abs=1e-5), "no word of the second question is in the text"
 
 
 def test_a_memory_does_not_change_what_is_found(base):
@@ -89,7 +109,9 @@ def test_a_studied_memory_has_the_rows_and_without_them_they_are_computed(tmp_pa
     with memory_attached(model, folder) as adapted:
         found = load_finder(folder, adapted, tokenizer)(asked)
     assert not fitted
-    for each, other in zip(found, Finder(*base, PASSAGES, fit_rows(*base, EXCHANGES))(asked), strict=True):
+    for each, other in zip(
+        found, Finder(*base, join_exchanges(EXCHANGES), fit_rows(*base, EXCHANGES))(asked), strict=True
+    ):
         assert each == pytest.approx(other, abs=1e-2), "in half precision"
     path = folder / "passages.safetensors"
     rows = load_file(path)["rows"]

@@ -292,7 +292,7 @@ def test_scores_of_nothing_are_zero():
 
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "bm25s", None)
-    message = r"^a library needs bm25s: install the extra with pip install 'locas_peft\[library\]'$"
+    message = r"^what is found by words needs bm25s: install the extra with pip install 'locas_peft\[library\]'$"
     with pytest.raises(ValueError, match=message):
         score_by_words([["a lamp"]], ["Who?"])
 

@@ -29,9 +29,9 @@ from ..memories.folder import unpack
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
 from ..reading.record import load_reading
 from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
-from ..selfstudy.finding import load_finder
+from ..selfstudy.finding import load_finder, score_by_words
 from ..text import tokenize
-from .routing import LEAST_GAIN, list_passages, make_sample, score_by_words
+from .routing import LEAST_GAIN, list_passages, make_sample
 
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 

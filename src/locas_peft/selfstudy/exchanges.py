@@ -13,7 +13,7 @@ from ..files import load_json_lines, staged_file
 from ..text import NAME
 
 __all__ = ["EXCHANGES", "LONGEST_PASSAGE", "PASSAGES", "REPORTED", "Exchange", "Passage", "correct"]
-__all__ += ["digest_exchanges", "load_exchanges", "save_exchanges", "split_passages"]
+__all__ += ["digest_exchanges", "join_exchanges", "load_exchanges", "save_exchanges", "split_passages"]
 
 EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder that holds the exchanges that were learned."""
@@ -158,6 +158,14 @@ def save_exchanges(path: str | Path, exchanges: Iterable[Exchange]) -> None:
     """Write exchanges as JSON Lines, whole or not at all."""
     with staged_file(path) as new:
         new.write_text(_format(exchanges), encoding="utf-8")
+
+
+def join_exchanges(exchanges: Iterable[Exchange]) -> dict[str, str]:
+    """Return each answer of some exchanges with its subject and its questions, by the answer."""
+    found: dict[str, str] = {}
+    for each in exchanges:
+        found[each.answer] = f"{found.get(each.answer, f'{each.subject} {each.answer}')} {each.question}"
+    return found
 
 
 def digest_exchanges(exchanges: Sequence[Exchange]) -> str:

@@ -3,29 +3,39 @@
 Each token of a question gives each passage a score, by ridge regression on the tokens of the passages and of the
 questions that a study has learned: 1 for their own passage and -1 for all others. A passage's score for a question is
 the highest of its tokens', averaged over four layers. A text is read twice in a row, and its tokens are those of the
-second copy: no token of the first one has seen all of the text (Springer et al., 2024, arXiv:2402.15449).
+second copy: no token of the first one has seen all of the text (Springer et al., 2024, arXiv:2402.15449). What the
+passage and its questions share with the question in words, by BM25, is added.
 
 Axes: L layers, T tokens of a text, P passages, D hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..checks import import_extra
 from ..model import CausalLM
 from ..tuner import adapters_disabled, evaluating
 from ..tuner.memory_file import load_tensors
-from .exchanges import EXCHANGES, PASSAGES, Exchange, digest_exchanges, load_exchanges
+from .exchanges import EXCHANGES, PASSAGES, Exchange, digest_exchanges, join_exchanges, load_exchanges
 
-__all__ = ["MOST_FOUND", "Finder", "fit_rows", "load_finder", "save_rows"]
+__all__ = ["MOST_FOUND", "Finder", "fit_rows", "load_finder", "save_rows", "score_by_words"]
 
 DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares of the model's layers
 RIDGE = 0.1
 """Added to the diagonal of the inputs' products, relative to the squared length of one input, which is D."""
 MOST_FOUND, BATCH = 10, 16  # passages for a question; texts that are read together
+WORDS = 0.05  # what 1 of `score_by_words` weighs
+LEAST_SCORE = 0.18  # the BM25 score a unit of idf that is 1 (benchmarks/library.py): less is about no memory
+BACKGROUND = 300  # documents that stand for other texts: with one memory alone, no word of it would be rare
+_WORD = re.compile(r"\b\w\w+\b")
 
 
 class Finder:
@@ -33,20 +43,21 @@ class Finder:
 
     Args:
         model: a causal LM, with or without a memory, which is disabled meanwhile.
-        passages: P texts.
+        passages: P texts, each with the text in which words of a question are looked for (`join_exchanges`).
         rows: float [L, P, D], which `fit_rows` returns.
     """
 
-    def __init__(self, model: nn.Module, tokenizer, passages: Sequence[str], rows: Tensor):
+    def __init__(self, model: nn.Module, tokenizer, passages: Mapping[str, str], rows: Tensor):
         self._model, self._tokenizer, self._passages, self._rows = model, tokenizer, passages, rows.float()
 
     def __call__(self, questions: Sequence[str]) -> list[dict[str, float]]:
         """Return for each question the ten passages with the highest scores, with these, the best first."""
-        found: dict[int, dict[str, float]] = {}
+        found, passages = dict[int, dict[str, float]](), list(self._passages)
+        words = WORDS * torch.from_numpy(score_by_words([[each] for each in self._passages.values()], questions))
         for number, inputs in _read(self._model, self._tokenizer, questions):
-            scores = (inputs @ self._rows.to(inputs.device).mT).amax(1).mean(0)  # [P]
+            scores = (inputs @ self._rows.to(inputs.device).mT).amax(1).mean(0).cpu() + words[number]  # [P]
             best = scores.topk(min(MOST_FOUND, len(scores))).indices.tolist()
-            found[number] = {self._passages[each]: scores[each].item() for each in best}
+            found[number] = {passages[each]: scores[each].item() for each in best}
         return [found[number] for number in range(len(questions))]
 
 
@@ -83,10 +94,40 @@ def load_finder(memory: str | Path, model: nn.Module, tokenizer) -> Finder:
     if (folder / PASSAGES).is_file():
         tensors, metadata = load_tensors(str(folder / PASSAGES))
         rows = tensors.get("rows") if metadata.get("exchanges") == digest_exchanges(exchanges) else None
-    passages = list(dict.fromkeys(each.answer for each in exchanges))
+    passages = join_exchanges(exchanges)
     if rows is None or rows.shape != (len(DEPTHS), len(passages), model.get_input_embeddings().weight.shape[1]):
         rows = fit_rows(model, tokenizer, exchanges)
     return Finder(model, tokenizer, passages, rows)
+
+
+def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:
+    """Score M memories for Q questions by BM25 (Robertson and Zaragoza, 2009) of their best passages; float64 [Q, M].
+
+    A memory answers where its score is at least 1. A score is divided by the sum of the idf of the question's words,
+    so that one threshold serves libraries of any size. It is multiplied by the share of the question's names
+    (the capitalised words after the first) that the memory has: people who share a first name are told apart. A
+    missing package bm25s is a `ValueError`.
+    """
+    bm25s = import_extra("bm25s", "library", "what is found by words")
+    options = {"stopwords": "en_plus", "return_ids": False, "show_progress": False}
+    scores = np.zeros((len(questions), len(passages)))
+    owners = np.repeat(np.arange(len(passages)), [len(each) for each in passages])
+    if not len(owners):
+        return scores
+    documents = bm25s.tokenize([text for each in passages for text in each], **options)
+    having = Counter(word for document in documents for word in set(document))
+    mean_length = max(round(sum(map(len, documents)) / len(documents)), 1)
+    index, all_documents = bm25s.BM25(), len(documents) + BACKGROUND
+    index.index([*documents, *[["\0"] * mean_length] * BACKGROUND], show_progress=False)
+    own = [set(_WORD.findall(" ".join(each).lower())) for each in passages]
+    for row, question, words in zip(scores, questions, bm25s.tokenize(list(questions), **options), strict=True):
+        if not words:
+            continue
+        idf = sum(math.log(1 + (all_documents - having[word] + 0.5) / (having[word] + 0.5)) for word in words)
+        np.maximum.at(row, owners, index.get_scores(words)[: len(owners)] / (LEAST_SCORE * idf))
+        if names := [word.lower() for word in _WORD.findall(question)[1:] if word[0].isupper()]:
+            row *= [sum(name in each for name in names) / len(names) for each in own]
+    return scores
 
 
 @torch.no_grad()
