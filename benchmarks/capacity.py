@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--facts", default="12,50,200")
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--passes", type=int, help="as for locas memorize")
+    parser.add_argument("--seed", type=int, default=0, help="of the people")
     parser.add_argument("--out", type=Path, default=Path("capacity.json"))
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
@@ -141,9 +142,10 @@ def main() -> None:
     rows = results.setdefault("rows", {})
     own_answers = write_own_answers(base, tokenizer)
     for facts in map(int, arguments.facts.split(",")):
-        people = make_people(-(-facts // FACTS_EACH))
+        people = make_people(-(-facts // FACTS_EACH), arguments.seed)
         for method in arguments.methods.split(","):
             label = f"{facts} {method}" + ("" if arguments.passes is None else f",{arguments.passes}x")
+            label += f",people-{arguments.seed}" if arguments.seed else ""
             if label not in rows:
                 rows[label] = measure(base, tokenizer, own_answers, people, facts, method, arguments.passes)
                 print(label, rows[label], flush=True)
