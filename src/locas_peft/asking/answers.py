@@ -17,8 +17,7 @@ from .scoring import score_targets
 __all__ = ["Question", "answer_all", "answer_from", "ask", "ask_by_reciting", "count_right"]
 __all__ += ["is_right", "load_questions", "measure_gain"]
 
-Find = Callable[[Sequence[str]], list[dict[str, float]]]
-"""Finds passages for questions, with their scores, the best first: a `selfstudy.Finder`."""
+Find = Callable[[Sequence[str]], list[dict[str, float]]]  # passages and scores, the best first: `selfstudy.Finder`
 
 
 @dataclass(frozen=True)

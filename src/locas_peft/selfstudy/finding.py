@@ -29,8 +29,7 @@ from .exchanges import EXCHANGES, PASSAGES, Exchange, digest_exchanges, join_exc
 __all__ = ["MOST_FOUND", "Finder", "fit_rows", "load_finder", "save_rows", "score_by_words"]
 
 DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares of the model's layers
-RIDGE = 0.1
-"""Added to the diagonal of the inputs' products, relative to the squared length of one input, which is D."""
+RIDGE = 0.1  # added to the diagonal of the inputs' products, relative to an input's squared length, which is D
 MOST_FOUND, BATCH = 10, 16  # passages for a question; texts that are read together
 WORDS = 0.05  # what 1 of `score_by_words` weighs
 LEAST_SCORE = 0.18  # the BM25 score a unit of idf that is 1 (benchmarks/library.py): less is about no memory
