@@ -143,3 +143,15 @@ def test_a_studied_memory_goes_on_without_a_tokenizer_and_its_rows_are_computed_
     memorize(model, text, settings.complete(model), out=tmp_path / "m", start=tmp_path / "m")
     assert (tmp_path / "m/exchanges.jsonl").is_file() and not (tmp_path / "m/passages.safetensors").exists()
     assert list(load_finder(tmp_path / "m", model, tokenizer)([EXCHANGES[1].question])[0])[0] == PASSAGES[1]
+
+
+def test_a_study_of_no_passes_teaches_nothing_and_makes_what_finds(tmp_path):
+    model, tokenizer = backbone.load()
+    text, settings = tokenize(tokenizer, " ".join(PASSAGES)), ReadingSettings(r=4, anchor=0.0)
+    memorize(model, text, settings.complete(model), out=tmp_path / "read", tokenizer=tokenizer)
+    study = replace(settings, study=True, passes=0).complete(model)
+    made = memorize(model, text, study, out=tmp_path / "m", tokenizer=tokenizer, exchanges=EXCHANGES)
+    assert (made.studied["kept"], made.studied["steps"]) == (4, 0)
+    read, studied = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("read", "m"))
+    torch.testing.assert_close(read, studied, rtol=0, atol=1e-6)
+    assert next(iter(load_finder(tmp_path / "m", model, tokenizer)(["When is bread baked?"])[0])) == PASSAGES[2]
