@@ -166,3 +166,10 @@ def test_float32_is_only_taken_where_it_fits(half, monkeypatch):
     stored = sum(each.nbytes for each in backbone.load(torch.bfloat16)[0].parameters())
     monkeypatch.setattr(placing, "get_max_memory", lambda: {"cpu": int(1.9 * stored / 0.8)})
     assert loading.load_base(half, device="cpu")[0].dtype == torch.bfloat16
+
+
+def test_a_precision_that_accelerate_was_given_is_kept(half, monkeypatch):
+    monkeypatch.setattr(placing, "is_fast_in_bfloat16", lambda device: False)
+    monkeypatch.setattr(placing, "is_initialized", lambda: True)
+    monkeypatch.setattr(placing, "AcceleratorState", lambda: SimpleNamespace(mixed_precision="bf16"))
+    assert loading.load_base(half, device="cpu")[0].dtype == torch.bfloat16

@@ -56,7 +56,7 @@ def place(
         dtype: None for the stored one.
         split: whether a base that does not fit on `device` may be split over all.
         quantization: of `choose_quantization`; quantised weights are placed by Accelerate.
-        convert: whether 16-bit weights may become float32 where that is faster and fits.
+        convert: whether weights stored in 16 bits may become float32 where that is faster and fits.
     """
     if quantization is not None:
         placed = "auto" if split else {"": device}
@@ -67,7 +67,7 @@ def place(
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
     stored = compute_module_sizes(empty)[""]
     slow = device.type == "cpu" and empty.dtype.itemsize == 2 and not is_fast_in_bfloat16(device)
-    if convert and slow and 2 * stored <= free and not hasattr(config, "quantization_config"):
+    if convert and dtype is None and slow and 2 * stored <= free and not hasattr(config, "quantization_config"):
         return {"dtype": torch.float32, "device_map": {"": device}}
     limits = {key: int(_SHARE * size) for key, size in memory.items()}
     placed = {"device_map": "auto", "max_memory": limits} if split and stored > free else {"device_map": {"": device}}
