@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from locas_peft import backbone
 from locas_peft.asking import Question, ask
-from locas_peft.bases import choose_device, load_base, loading
+from locas_peft.bases import choose_device, load_base, placing
 from locas_peft.memories import load_memory, memory_attached
 from locas_peft.model import CausalLM
 from locas_peft.reading import ReadingSettings, memorize, score
@@ -42,7 +42,7 @@ def folder(tmp_path_factory):
 def split(folder, monkeypatch):
     """Load the base where the CPU's memory has room for a part of it."""
     sizes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    monkeypatch.setattr(loading, "get_max_memory", lambda: {"cpu": int(0.95 * sizes)})
+    monkeypatch.setattr(placing, "get_max_memory", lambda: {"cpu": int(0.95 * sizes)})
     base, _ = load_base(str(folder))
     assert set(map(str, base.hf_device_map.values())) == {"cpu", "disk"}
     return base
@@ -121,8 +121,8 @@ def test_a_memory_is_loaded_onto_a_base_on_the_disk(folder, tmp_path, monkeypatc
 )
 def test_refused_quantisations(name, quantize, message, folder, monkeypatch):
     if "without" in message:
-        monkeypatch.setattr(loading.importlib.util, "find_spec", lambda package: None)
+        monkeypatch.setattr(placing.importlib.util, "find_spec", lambda package: None)
     elif quantize == "nf4":
-        monkeypatch.setattr(loading.importlib.util, "find_spec", lambda package: object())
+        monkeypatch.setattr(placing.importlib.util, "find_spec", lambda package: object())
     with pytest.raises(ValueError, match=message):
         load_base(str(folder) if name == "folder" else name, quantize=quantize)
