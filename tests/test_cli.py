@@ -587,6 +587,14 @@ def test_merge_keeps_the_stored_dtype(run, memory, tmp_path, monkeypatch):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
 
 
+def test_a_study_of_no_passes_says_what_to_ask(run, tmp_path):
+    (tmp_path / "given.jsonl").write_text('{"question": "Who came?", "answer": "The old man."}\n')
+    options = (*FAST, *NO_ANCHOR, "--study", "--passes", 0, "--exchanges-file", "given.jsonl")
+    code, stdout, _ = run("memorize", "text.txt", "--out", "m", "--r", 4, *options)
+    assert code == 0 and "locas ask QUESTION --memory m --passage" in " ".join(stdout.split())
+    assert "The old man." in run("ask", "Who came?", "--memory", "m", "--passage", "--device", "cpu")[1]
+
+
 def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):
     options = (*FAST, *NO_ANCHOR, "--max-tokens", 60, "--window", 256, "--study", "--exchanges", 3)
     code, stdout, stderr = run("memorize", "text.txt", "--out", "m", "--r", 4, *options)
