@@ -32,7 +32,7 @@ DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares 
 RIDGE = 0.1  # added to the diagonal of the inputs' products, relative to an input's squared length, which is D
 MOST_FOUND, BATCH = 10, 16  # passages for a question; texts that are read together
 WORDS = 0.05  # what 1 of `score_by_words` weighs
-LEAST_SCORE = 0.18  # the BM25 score a unit of idf that is 1 (benchmarks/library.py): less is about no memory
+LEAST_SCORE = 0.18  # BM25 a unit of idf that counts as 1; chosen by benchmarks/library.py
 BACKGROUND = 300  # documents that stand for other texts: with one memory alone, no word of it would be rare
 _WORD = re.compile(r"\b\w\w+\b")
 
@@ -100,12 +100,12 @@ def load_finder(memory: str | Path, model: nn.Module, tokenizer) -> Finder:
 
 
 def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:
-    """Score M memories for Q questions by BM25 (Robertson and Zaragoza, 2009) of their best passages; float64 [Q, M].
+    """Score M groups of passages for Q questions by BM25 (Robertson and Zaragoza, 2009) of their best; float64 [Q, M].
 
-    A memory answers where its score is at least 1. A score is divided by the sum of the idf of the question's words,
-    so that one threshold serves libraries of any size. It is multiplied by the share of the question's names
-    (the capitalised words after the first) that the memory has: people who share a first name are told apart. A
-    missing package bm25s is a `ValueError`.
+    A library's memory, which is such a group, answers where its score is at least 1. A score is divided by the sum of
+    the idf of the question's words, so that one threshold serves any number of passages. It is multiplied by the share
+    of the question's names that the group has, which tells people of the same first name apart. Names are capitalised
+    words after the first. A missing package bm25s is a `ValueError`.
     """
     bm25s = import_extra("bm25s", "library", "what is found by words")
     options = {"stopwords": "en_plus", "return_ids": False, "show_progress": False}
