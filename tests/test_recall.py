@@ -123,11 +123,14 @@ def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path):
 
 def test_each_method_of_the_demo_has_a_line_and_a_row():
     recalls = [demo.Recall("none", ["a", "b"], 0), demo.Recall(demo.IN_CONTEXT, ["a", "b"], 1)]
+    recalls.append(demo.Recall(demo.FOUND, ["a", "b"], 2, seconds=1.0))
     assert [demo.describe_recall(each) for each in recalls] == [
         "none (no memory): 0 of 2 right",
         "in-context (the page before each question): 1 of 2 right",
+        "found (a sentence of the page; nothing is learned, prepared in 1 s): 2 of 2 right",
     ]
     assert demo.describe(recalls[1]) == {"method": "in-context", "recall_right": 1, "recall_asked": 2}
+    assert demo.describe(recalls[2]) == {"method": "found", "seconds": 1.0, "recall_right": 2, "recall_asked": 2}
 
 
 def test_answers_come_from_the_passages_that_are_found():

@@ -34,14 +34,14 @@ def demo(
         model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.
         preset: where the settings come from: tuned or paper.
         r: memory width, or LoRA rank.
-        max_tokens: tokens to read, for a model that cannot answer questions; where not given, 100,000 for an embedded
-            model, else 6,000.
+        max_tokens: tokens to read, for a model that answers no questions; 6,000 where not given, 100,000 if embedded.
         seed: set before each method.
         device: cpu, cuda, cuda:1, ... or auto.
     """
     from locas_peft import backbone
     from locas_peft import demo as page
     from locas_peft.asking import can_chat
+    from locas_peft.checks import import_extra
     from locas_peft.files import check_output_directory, write_json
     from locas_peft.memories import check_vacant
     from locas_peft.model import count_positions
@@ -69,7 +69,11 @@ def demo(
     rows: list[dict] = []
     if can_chat(base.tokenizer):
         stderr.print(f"{base.name} is asked about a page on a lighthouse that does not exist.")
-        stderr.print("Then it learns the page, with locas-glu and with lora, and answers without seeing it.")
+        stderr.print(
+            "It writes questions about the page, by which it finds a sentence for each question that it is asked."
+        )
+        stderr.print("Then it learns their answers, with locas-glu and with lora, and answers without the page.")
+        import_extra("bm25s", "library", "what is found by words")
         questions = page.load_page_questions()
         with show_progress(stderr) as progress:
             for recalled in page.recall(base.model, base.tokenizer, settings, out, progress=progress):

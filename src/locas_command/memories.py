@@ -55,8 +55,7 @@ def export(
     """Export a memory for engines that serve LoRA; others load what locas merge writes.
 
     Args:
-        out: a new or empty folder, which gets the base, widened by neurons of zeros, in `base`, and a LoRA adapter in
-            `adapter`.
+        out: a new or empty folder: `base` gets the base, widened by neurons of zeros, and `adapter` a LoRA adapter.
         no_base: export the adapter alone, for a base that was exported before with the same --neurons.
         base_only: export the base alone.
         base_name: what the adapter's config calls the exported base, such as the server's --model: engines compare it.
@@ -237,8 +236,7 @@ def inspect(memory: Memory, /, *, others: tuple[Path, ...] = (), json_file: Json
     """Describe a memory: base model, layers, width, bytes, norms, slots, and what is unusual. Loads no base model.
 
     Args:
-        others: a folder of memories of its base to compare it with; may be given again. Where not given, the folder
-            around it.
+        others: a folder of memories of its base to compare it with; may be given again. Else the folder around it.
     """
     from locas_peft.memories.loading import LEAST_OTHERS, describe_memory, find_unusual, tabulate_memory
 

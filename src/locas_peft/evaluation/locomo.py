@@ -22,7 +22,6 @@ from ..selfstudy import load_finder
 from ..selfstudy.exchanges import EXCHANGES
 from ..tables import Sheet, format_figure, format_mean, format_percent, to_number
 from ..text import digest_json, tokenize
-from ..tuner import adapters_disabled
 from ..units import Unit, run_units
 from .conversations import Conversation, dialogue_lines
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
@@ -56,8 +55,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     The run's folder gets answers in `locomo/predictions`, memories in `locomo/memories`, and `locomo.json`. A single
     conversation has no wrong memory.
 
-    Returns, raises: as for `perplexity.run_perplexity`; and a `ValueError` where the model has too few positions for
-    the questions.
+    Returns, raises: as for `perplexity.run_perplexity`; too few positions for a question are a `ValueError`.
     """
     load_stemmer()  # a missing package is reported before the work begins
     texts = {one.sample_id: tokenize(run.tokenizer, "\n".join(dialogue_lines(one))) for one in conversations}
@@ -113,7 +111,8 @@ def _list_asked(
 def _ask(
     run: Run, plan: LocomoPlan, setting: str, conversation: Conversation, reading: Unit | None, path: Path, label: str
 ) -> list[dict[str, Any]]:
-    with nullcontext(run.base) if reading is None else memory_attached(run.base, reading.memory) as model:
+    alone = reading is None or setting == FROM_RECITED  # the base answers from what is found in its memory's folder
+    with nullcontext(run.base) if alone else memory_attached(run.base, reading.memory) as model:
         return _answer_questions(run, plan, model, conversation, reading, setting, Unit(path, list).unfinished, label)
 
 
@@ -135,26 +134,23 @@ def _answer_questions(
     known = {number for number, each in enumerate(questions) if each.index in records}
     advance(len(known))
     options = {"max_new_tokens": plan.max_new_tokens, "known": known}
-    # The base answers from what its memory has recited.
-    with adapters_disabled(model) if setting == FROM_RECITED else nullcontext():
-        for batch, texts in answer(model, tokenizer, prompts, **options):
-            golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
-            scores = score_targets(model, golds)
-            for number, text, score in zip(batch, texts, scores, strict=True):
-                asked = questions[number]
-                records[asked.index] = {
-                    "sample_id": talk.sample_id,
-                    **{name: getattr(asked, name) for name in ("index", "question", "category", "answer")},
-                    "prediction": text,
-                    "recited": recited.get(asked.index),
-                    "f1": answer_f1(text, asked.answer, asked.category),
-                    "abstains": abstains(text),
-                    "gold_nats": score.per_token,
-                    **shared,
-                    "dropped_lines": dropped,
-                }
-            write_json(file, [records[index] for index in sorted(records)])
-            advance(len(batch))
+    for batch, texts in answer(model, tokenizer, prompts, **options):
+        golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
+        for number, text, score in zip(batch, texts, score_targets(model, golds), strict=True):
+            asked = questions[number]
+            records[asked.index] = {
+                "sample_id": talk.sample_id,
+                **{name: getattr(asked, name) for name in ("index", "question", "category", "answer")},
+                "prediction": text,
+                "recited": recited.get(asked.index),
+                "f1": answer_f1(text, asked.answer, asked.category),
+                "abstains": abstains(text),
+                "gold_nats": score.per_token,
+                **shared,
+                "dropped_lines": dropped,
+            }
+        write_json(file, [records[index] for index in sorted(records)])
+        advance(len(batch))
     return [records[index] for index in sorted(records)]
 
 

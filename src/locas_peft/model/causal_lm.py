@@ -73,8 +73,7 @@ class CausalLM:
     def logits(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs) -> Tensor:
         """Return the logits [B, count, V] at the last `count` tokens of each row of `ids`, a LongTensor [B, n].
 
-        `adapters` has one adapter's name for each row, None for the active ones. Of `kwargs`, the model's forward gets
-        what it takes.
+        `adapters` has an adapter's name for each row; None: the active ones. The forward gets the `kwargs` it takes.
         """
         logits = self.outputs(ids, count, adapters, **kwargs).logits
         # Slice only where needed: the backward pass of a slice fills all the logits with zeros.

@@ -20,8 +20,7 @@ Moves = dict[nn.Parameter, tuple[int, Tensor]]
 class Writer:
     """A rule that changes a memory from the recorded passes over a chunk. Each rule is a subclass.
 
-    `adapter_name` is the memory, `None` for the active one. It has one width in all layers, and no gates if the rule
-    `needs_two_layers`.
+    `adapter_name` is the memory, `None` for the active one. It has one width, and no gates if `needs_two_layers`.
     """
 
     arguments: ClassVar[tuple[str, ...]]

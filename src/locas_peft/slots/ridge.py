@@ -34,8 +34,7 @@ SHARPNESS = 32.0
 class RidgeWriter(Writer):
     """Write the ridge regression of all tokens so far into a two-layer memory, after each chunk.
 
-    A `TestTimeTrainer` with this writer and no `learning_rate` learns without an optimizer. The writer holds 3 L D^2
-    numbers in float32.
+    A `TestTimeTrainer` with it and no `learning_rate` learns without an optimizer. It holds 3 L D^2 float32 numbers.
 
     Args:
         model: a model with a two-layer LOCAS memory of `init_strategy="write"`, empty or with a map that this rule
@@ -73,8 +72,7 @@ class RidgeWriter(Writer):
     def write(self, losses: Tensor) -> Moves:
         """Add the last recorded passes to the sums, and write their map in place of the former one.
 
-        The mean of the losses must have been differentiated. A chunk after which a sum or the map is not finite is
-        left out.
+        The mean of the losses must have been differentiated. A chunk that makes a sum or the map infinite is left out.
         """
         before = self._sums
         if self.add(torch.ones_like(losses, dtype=torch.bool)) and not self.solve():

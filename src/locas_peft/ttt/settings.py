@@ -16,8 +16,7 @@ class TrainingSettings:
     Args:
         window: W, the longest stretch of text that a prediction may rest on, in tokens; within the model's positions.
         stride: S, the chunk's length in tokens, 1 <= S <= W. With S = W the context is the one token before the chunk.
-        learning_rate: the rate after the warm-up. None where nothing is trained, or for a callable optimizer, which
-            brings its own rates.
+        learning_rate: the rate after the warm-up. None to train nothing, or for an optimizer with its own rates.
         epochs: optimizer steps a chunk. The first uses the forward pass that scores; each further one runs it again.
         readings: how often the document is read. With 6 chunks or more an adapter without a writer is then the mean of
             its weights after each, since the last ones lose what carries over to other text.
@@ -29,8 +28,7 @@ class TrainingSettings:
             document's first token, where it is the model's `bos_token_id`; else none.
         warmup_steps: the first n steps use 1/(n+1), 2/(n+1), ..., n/(n+1) of the rate.
         decay_steps: step t, counted from 0, uses 1 / sqrt(1 + t / decay_steps) of the rate. 0 for a constant rate.
-        brake: whether the adapter is compared with the base now and then, and taken back where it makes the text
-            worse (`brake.py`).
+        brake: whether an adapter that makes the text worse than the base does is taken back (`brake.py`).
 
     A value out of range is a `TypeError` or `ValueError`, in one line.
     """

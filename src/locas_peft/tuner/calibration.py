@@ -26,8 +26,7 @@ def calibrate(
 
     Args:
         model: a model with a LOCAS memory, as `get_peft_model` or `inject_adapter_in_model` returns it; mutated.
-        batches: `LongTensor [B, T]`, or mappings with `input_ids` and, where there is padding, `attention_mask`, both
-            `[B, T]`.
+        batches: `LongTensor [B, T]`, or mappings with `input_ids` and, if padded, `attention_mask`, both `[B, T]`.
         adapter_name: the memory; `None` for the active ones.
         across_processes: under torch.distributed, whether the text is that of all processes together, which train one
             memory; else each process has a memory of its own.

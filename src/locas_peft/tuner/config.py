@@ -43,8 +43,7 @@ class LocasConfig(PeftConfig):
         ffn_parts: the attribute names of the parts of an unknown FFN, `{"gate": "w_gate", "up": "w_in", "down":
             "w_out", "activation": "act"}`; see `FFNParts`.
         seed: the seed of everything that is drawn at random.
-        init_weights: `False` fills gate, up and down with random numbers, so that the memory changes the output; for
-            tests only.
+        init_weights: `False` fills gate, up and down with random numbers, which change the output; for tests only.
         saved_embeddings: names of the base's own tensors that were saved with the memory (`save_embedding_layers`)
             and replace the base's when it is loaded. Filled in by `save_pretrained`; others in a file are refused.
         host: properties of the base and a sample of its weights. Filled in automatically and compared when the memory
