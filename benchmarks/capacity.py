@@ -77,7 +77,7 @@ def measure(
         "steps": reading.studied["steps"],
         "right": sum(map(is_right, answers, golds)),
         "recited": sum(number == other for number, other in both),
-        "found": sum(map(is_right, map(next, map(iter, found)), golds)),
+        "found": sum(is_right(next(iter(each), ""), gold) for each, gold in zip(found, golds, strict=True)),
         "by_words": sum(map(is_right, by_words, golds)),
         "same_person": sum(o is not None and o != n and owners[o] == owners[n] for n, o in both),
         "same_fact": sum(o is not None and owners[o] != owners[n] and (o - n) % FACTS_EACH == 0 for n, o in both),

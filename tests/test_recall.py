@@ -136,13 +136,15 @@ def test_each_method_of_the_demo_has_a_line_and_a_row():
 def test_answers_come_from_the_passages_that_are_found():
     model, tokenizer = backbone.load()
     found = {"The garden of the old house was small.": 0.4, "The keeper of the old house was Anna.": 0.1, "No.": -1.0}
-    asked = [Question("What was small?"), Question("Who was the keeper?")]
+    asked = [Question("What was small?"), Question("Who was the keeper?"), Question("Who wrote Hamlet?")]
 
     def find(questions):
         assert list(questions) == [each.question for each in asked]
-        return [found, {"No.": 0.0}]
+        return [found, {"No.": 0.0}, {}]
 
-    best, passages = ask_by_reciting(model, tokenizer, asked, find, passage=True)
-    assert best == ["The garden of the old house was small.", "No."] and passages == [list(found), ["No."]]
+    best, passages = ask_by_reciting(model, tokenizer, asked, find, passage=True, max_new_tokens=8)
     short, again = ask_by_reciting(model, tokenizer, asked, find, max_new_tokens=8)
-    assert short == answer_from(model, tokenizer, asked, passages, 8) and again == passages
+    assert passages == again == [list(found), ["No."], []]
+    assert short == answer_from(model, tokenizer, asked, passages, 8)
+    (alone,) = answer_from(model, tokenizer, asked[2:], [[]], 8)
+    assert best == ["The garden of the old house was small.", "No.", alone], "where nothing is found the base answers"

@@ -121,7 +121,7 @@ def ask(
         if routed is not None:
             stdout.print(f"  [{', '.join(record['memories']) or 'no memory'}]", style="dim", markup=False)
         stdout.print(record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})"))
-        for passage in record.get("recited", ()):
+        for passage in (record["recited"] or ["no passage is about this"]) if "recited" in record else ():
             stdout.print(f"  {passage}", style="dim")
     graded = [record["right"] for record in records if record["right"] is not None]
     if graded:

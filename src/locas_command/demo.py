@@ -116,10 +116,8 @@ def app(
     """Open a web page: read a text, ask with and without the memory, keep memories on a shelf.
 
     Args:
-        shelf: a folder of memories that all visitors share and that stays; where not given, each browser has one of
-            its own until the command ends.
-        host: the address to listen on; others than this machine's own can be reached by whoever is in its network,
-            and the page has no password.
+        shelf: a folder of memories that all visitors share; else each browser has its own until the command ends.
+        host: the address to listen on. On another one its whole network can open the page, which has no password.
         port: of the address; 0 for any free one.
         no_browser: only print the page's address.
         model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.

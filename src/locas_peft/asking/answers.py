@@ -61,13 +61,16 @@ def ask_by_reciting(
     """Answer each question from the passages that `find` finds; return these too.
 
     The base answers in a few words with the passages in its context (Sun et al., 2023, arXiv:2210.01296). With
-    `passage` the best one is the answer.
+    `passage` the best one is the answer, where one is found.
     """
     found = [list(each) for each in find([asked.question for asked in questions])]
-    if passage:
-        return [passages[0] for passages in found], found
+    answers = [passages[0] if passages and passage else "" for passages in found]
+    left = [number for number, given in enumerate(answers) if not given]
+    asked, passages = ([each[number] for number in left] for each in (questions, found))
     with adapters_disabled(model):
-        return answer_from(model, tokenizer, questions, found, max_new_tokens), found
+        for number, given in zip(left, answer_from(model, tokenizer, asked, passages, max_new_tokens), strict=True):
+            answers[number] = given
+    return answers, found
 
 
 def answer_from(

@@ -114,7 +114,7 @@ def recall(
     if exchanges:
         find = Finder(base, tokenizer, join_exchanges(exchanges), fit_rows(base, tokenizer, exchanges))
         seconds = time.perf_counter() - began
-        sentences = [next(iter(found)) for found in find([each.question for each in questions])]
+        sentences = [next(iter(found), "") for found in find([each.question for each in questions])]
         yield Recall(FOUND, sentences, count_right(sentences, questions), seconds=seconds)
     for method, each in settings.items():
         if each.method.name != "none":

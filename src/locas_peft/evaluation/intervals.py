@@ -22,8 +22,7 @@ def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
 def rise_interval(before_nats: Sequence[float], after_nats: Sequence[float], tokens: Sequence[int]) -> Interval:
     """Compute the rise of a text's perplexity with its paired interval; nan if there are no chunks.
 
-    The chunks are resampled, each with its summed nll before and after and the number of `tokens` of each sum, so that
-    the difficulty of a chunk cancels.
+    The chunks are resampled, each with its summed nll before and after and its `tokens`: its difficulty cancels.
     """
     before, after, counts = (np.asarray(values, dtype=np.float64) for values in (before_nats, after_nats, tokens))
 

@@ -52,8 +52,7 @@ class LocomoPlan:
 def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan) -> dict[str, Any]:
     """Ask about each conversation: the base, and each method with its memories.
 
-    The run's folder gets answers in `locomo/predictions`, memories in `locomo/memories`, and `locomo.json`. A single
-    conversation has no wrong memory.
+    The run's folder gets `locomo/predictions`, `locomo/memories`, `locomo.json`. One conversation has no wrong memory.
 
     Returns, raises: as for `perplexity.run_perplexity`; too few positions for a question are a `ValueError`.
     """

@@ -3,8 +3,9 @@
 Each token of a question gives each passage a score, by ridge regression on the tokens of the passages and of the
 questions that a study has learned: 1 for their own passage and -1 for all others. A passage's score for a question is
 the highest of its tokens', averaged over four layers. A text is read twice in a row, and its tokens are those of the
-second copy: no token of the first one has seen all of the text (Springer et al., 2024, arXiv:2402.15449). What the
-passage and its questions share with the question in words, by BM25, is added.
+second copy: no token of the first one has seen all of the text (Springer et al., 2024, arXiv:2402.15449). What
+the passage and its questions share with the question in words, by BM25, is added. A question with names, none of
+them in the text, finds nothing.
 
 Axes: L layers, T tokens of a text, P passages, D hidden size.
 """
@@ -48,15 +49,18 @@ class Finder:
 
     def __init__(self, model: nn.Module, tokenizer, passages: Mapping[str, str], rows: Tensor):
         self._model, self._tokenizer, self._passages, self._rows = model, tokenizer, passages, rows.float()
+        self._words = set(_WORD.findall(" ".join(passages.values()).lower()))
 
     def __call__(self, questions: Sequence[str]) -> list[dict[str, float]]:
-        """Return for each question the ten passages with the highest scores, with these, the best first."""
+        """Return for each question the ten passages with the highest scores, with these, the best first, or none."""
         found, passages = dict[int, dict[str, float]](), list(self._passages)
         words = WORDS * torch.from_numpy(score_by_words([[each] for each in self._passages.values()], questions))
         for number, inputs in _read(self._model, self._tokenizer, questions):
             scores = (inputs @ self._rows.to(inputs.device).mT).amax(1).mean(0).cpu() + words[number]  # [P]
             best = scores.topk(min(MOST_FOUND, len(scores))).indices.tolist()
-            found[number] = {passages[each]: scores[each].item() for each in best}
+            names = _list_names(questions[number]) if self._words else []
+            about = not names or self._words.intersection(names)
+            found[number] = {passages[each]: scores[each].item() for each in best if about}
         return [found[number] for number in range(len(questions))]
 
 
@@ -124,9 +128,13 @@ def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) 
             continue
         idf = sum(math.log(1 + (all_documents - having[word] + 0.5) / (having[word] + 0.5)) for word in words)
         np.maximum.at(row, owners, index.get_scores(words)[: len(owners)] / (LEAST_SCORE * idf))
-        if names := [word.lower() for word in _WORD.findall(question)[1:] if word[0].isupper()]:
+        if names := _list_names(question):
             row *= [sum(name in each for name in names) / len(names) for each in own]
     return scores
+
+
+def _list_names(question: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(question)[1:] if word[0].isupper()]
 
 
 @torch.no_grad()

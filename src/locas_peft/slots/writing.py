@@ -46,10 +46,8 @@ class SlotWriter(Writer):
         model: a model with a two-layer LOCAS memory, usually of `init_strategy="write"`.
         epsilon: the length of a written value over all layers together, at the FFNs' outputs.
         tokens: which tokens of a chunk are written: `slots_per_chunk` with the "highest-loss", or "all".
-        normalization: how |G| is computed: for each "token" as in the paper, or as the root mean square over the
-            tokens written together ("chunk").
-        fold: how a full memory is reduced: "nlsvd", or "refit" on the current chunk (`resizing.py`), which suits a
-            memory that is also trained.
+        normalization: how |G| is computed: of each "token" (the paper), or the root mean square over a "chunk".
+        fold: how a full memory is reduced: "nlsvd", or "refit" on the chunk (`resizing.py`), for one that is trained.
         fold_ratio: the share of the slots that a fold leaves, rounded down, above 0 and below 1.
         threshold: of "nlsvd": directions at most this strong, relative to the strongest, are left out.
         adapter_name: the memory; `None` for the active one. It has no gates and one width in all layers.

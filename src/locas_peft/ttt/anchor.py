@@ -31,8 +31,7 @@ class Anchor:
     Args:
         texts: LongTensor [n, L], L >= 2, or an `OwnText`; each pull uses one, in turns.
         weight: of KL(base || with the adapter), the mean over L - 1 tokens in nats, beside the chunk's loss.
-        every: every n-th optimizer step pulls, with n times the weight. A pull takes two forward passes and one
-            backward pass over L - 1 tokens.
+        every: every n-th step pulls, with n times the weight: two forward passes and a backward one over L - 1 tokens.
     """
 
     texts: Tensor | OwnText

@@ -40,8 +40,7 @@ def read_many(
 
     Args:
         model: a PEFT model whose adapters are all LOCAS memories, with one active. Mutated: the memories are added.
-        documents: from names, which no adapter of the model has, to LongTensors [T] or [1, T], T >= 2; lengths may
-            differ. All are in one batch.
+        documents: from names, which no adapter has, to LongTensors [T] or [1, T], T >= 2; all are in one batch.
         settings, anchor, fields: as for `TestTimeTrainer`.
 
     The iterator yields, for each chunk, the records of the documents that have it, by name. A `TypeError` or

@@ -29,8 +29,7 @@ class LocasConfig(PeftConfig):
         exclude_modules, layers_to_transform, layers_pattern, modules_to_save, trainable_token_indices: as in PEFT's
             other methods.
         init_strategy: how gate and up rows are initialised, a row of `STRATEGIES` (the paper's table on
-            initialisation). "write" leaves all slots of a two-layer memory free, to be written in closed form
-            (`SlotWriter`, `RidgeWriter`).
+            initialisation). "write" leaves the slots of a two-layer memory free for a `SlotWriter` or `RidgeWriter`.
         output_scale: "measured" sets the scales of the memory's input and output by what calibration sees, so that
             one learning rate suits every host (`scale.py`). "paper" leaves the input alone and scales the output by
             tau, the mean norm of the host's down columns divided by R.
