@@ -5,7 +5,8 @@
 A memory is taught people (`biographies.py`) by given exchanges. Then the town and the pet of each become others.
 There are three ways to correct. The memory goes on with the exchanges that changed. A fresh memory studies all
 exchanges, the changed ones in their new form. A second memory has the changed ones alone, and a library routes each
-question.
+question. The first two memories and the one before are also asked for the passage that is found (`selfstudy.Finder`):
+with `--passes 0` nothing but this is corrected.
 
     python benchmarks/correction.py --capitals --out benchmarks/results/correction.json
 
@@ -35,7 +36,8 @@ from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library
 from locas_peft.reading import ReadingSettings
-from locas_peft.selfstudy import Exchange
+from locas_peft.selfstudy import Exchange, load_finder
+from locas_peft.tuner import adapters_disabled
 
 CHANGED = {0: TOWNS, 3: PETS}
 """By a fact's number in a biography: where its new value is drawn from."""
@@ -118,10 +120,10 @@ class Figures:
         return sum(score.per_token for score in score_targets(model, pairs)) / len(pairs)
 
 
-def measure(base, tokenizer, people: list[Person], seed: int) -> dict[str, dict[str, Any]]:
+def measure(base, tokenizer, people: list[Person], seed: int, passes: int | None) -> dict[str, dict[str, Any]]:
     """Teach, correct in each way, and return the figures of each."""
     exchanges, changed, old, new = change(people, seed)
-    figures, settings = Figures(tokenizer, old, new), ReadingSettings(study=True, seed=seed)
+    figures, settings = Figures(tokenizer, old, new), ReadingSettings(study=True, seed=seed, passes=passes)
     text, news = ("\n".join(dict.fromkeys(each.answer for each in rows)) for rows in (exchanges, changed))
     corrected = {each.question: each for each in changed}
     whole = [corrected.get(each.question, each) for each in exchanges]
@@ -137,6 +139,10 @@ def measure(base, tokenizer, people: list[Person], seed: int) -> dict[str, dict[
         def note(label: str, name: str, seconds: float) -> None:
             with library.attach(base, [name]) as model:
                 rows[label] = {**figures.measure(model), "cpu_seconds": seconds}
+                found = load_finder(library.find(name), model, tokenizer)([each.question for each in new])
+                with adapters_disabled(model):
+                    passages = [next(iter(each), "") for each in found]
+                    rows[f"{label}, found"] = {**figures.measure(model, passages), "cpu_seconds": seconds}
             print(label, rows[label], flush=True)
 
         note("before", "people", teach("people", text, exchanges))
@@ -188,6 +194,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--people", type=int, default=2)
     parser.add_argument("--capitals", action="store_true", help="a text that contradicts what the base knows")
+    parser.add_argument("--passes", type=int, help="as for locas memorize; not with --capitals")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("correction.json"))
     arguments = parser.parse_args()
@@ -197,7 +204,8 @@ def main() -> None:
     if arguments.capitals:
         kind, rows = "capitals", measure_capitals(base, tokenizer, arguments.seed)
     else:
-        kind, rows = "rows", measure(base, tokenizer, make_people(arguments.people, arguments.seed), arguments.seed)
+        people = make_people(arguments.people, arguments.seed)
+        kind, rows = "rows", measure(base, tokenizer, people, arguments.seed, arguments.passes)
     write_json(arguments.out, results | {kind: rows})
     print(tabulate(rows))
 
