@@ -1,13 +1,13 @@
-"""A whole conversation: what its one memory recites against what BM25 finds, as the context of the base.
+"""A whole conversation: what is found by its one memory's exchanges against BM25, as the context of the base.
 
-    locas eval locomo locomo6.json --model smollm2 --method none,locas-glu --study --exchanges 3 --passes 3 \
+    locas eval locomo locomo6.json --model smollm2 --method none,locas-glu --study --exchanges 3 --passes 0 \
         --conversations conv-41 --setting no-context,recited,evidence --no-wrong-memory --out conv-41
     python benchmarks/conversation.py locomo6.json --conversation conv-41 --run conv-41 --out conversation.json
 
-The first command teaches the memory, lets it recite ten passages for each question, and asks the base with these, with
-nothing and with the evidence. The second one asks the base in the same way with the ten passages that BM25 ranks
-first, and with these and the recited ones in turns. What is finished is not done again. `--out` has figures and the
-numbers of questions alone (LoCoMo's licence).
+The first command has exchanges written about the dialogue, finds ten passages for each question by these
+(`selfstudy.Finder`; "recited"), and asks the base with these, with nothing and with the evidence. The second one asks
+the base in the same way with the ten passages that BM25 ranks first, and with these and the found ones in turns. What
+is finished is not done again. `--out` has figures and the numbers of questions alone (LoCoMo's licence).
 """
 
 from __future__ import annotations

@@ -89,7 +89,9 @@ def test_the_words_of_a_passage_and_its_questions_count_too(base):
 def test_a_question_about_other_names_finds_nothing(base):
     rows, held = fit_rows(*base, EXCHANGES), join_exchanges(EXCHANGES)
     asked = ["Who wrote Hamlet?", "Was Hamlet baked on Monday?", "who wrote it?", "Hamlet, who wrote it?"]
-    assert [len(each) for each in Finder(*base, held, rows)(asked)] == [0, 3, 3, 3], "the first word is no name"
+    assert [len(each) for each in Finder(*base, held, rows)(asked)] == [0, 3, 3, 3], (
+        "the first word of a question is not taken for a name"
+    )
     assert [len(each) for each in alone(*base, rows)(asked)] == [3, 3, 3, 3]
 
 

@@ -62,6 +62,8 @@ def demo(
     base = load(BaseOptions(model=name, device=device))
     options = replace(options, window=min(512, count_positions(base.model) or 512), context="cache")
     settings = complete_all(make_settings(options, base), METHODS, base.model, base.tokenizer)
+    if can_chat(base.tokenizer):
+        import_extra("bm25s", "library", "what is found by words")  # before anything is written
     if not own:
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / DEMO_JSON, [])  # after an interruption the same command may replace what this one wrote
@@ -69,11 +71,8 @@ def demo(
     rows: list[dict] = []
     if can_chat(base.tokenizer):
         stderr.print(f"{base.name} is asked about a page on a lighthouse that does not exist.")
-        stderr.print(
-            "It writes questions about the page, by which it finds a sentence for each question that it is asked."
-        )
+        stderr.print("It writes questions on the page, by which it finds a sentence for each one that it is asked.")
         stderr.print("Then it learns their answers, with locas-glu and with lora, and answers without the page.")
-        import_extra("bm25s", "library", "what is found by words")
         questions = page.load_page_questions()
         with show_progress(stderr) as progress:
             for recalled in page.recall(base.model, base.tokenizer, settings, out, progress=progress):
@@ -117,7 +116,7 @@ def app(
 
     Args:
         shelf: a folder of memories that all visitors share; else each browser has its own until the command ends.
-        host: the address to listen on. On another one its whole network can open the page, which has no password.
+        host: the address to listen on. Others than 127.0.0.1 open the page, which has no password, to their network.
         port: of the address; 0 for any free one.
         no_browser: only print the page's address.
         model: as for the other commands; where not given, smollm2 if it is installed, else the embedded one.

@@ -61,7 +61,8 @@ class ReadingOptions:
         brake: compare with the base now and then, and go back where the text became worse.
         window: tokens that the model sees at once, context and chunk.
         stride: tokens between two learning steps; half the window where not given.
-        context: cache keeps the context's keys and values, recompute feeds it again; the cache if a base can use it.
+        context: cache, the default where the base can use it, keeps the context's keys and values; recompute feeds it
+            again.
         sinks: how many of its first tokens the cache keeps beside the last ones; trained attention needs them.
         start_token: id of the token that each window and the cache begin with; where not given, the one that the
             base's tokenizer puts at the start of a text, if any.
@@ -71,7 +72,7 @@ class ReadingOptions:
         decay_steps: the rate is divided by the root of 1 + steps / this; 0 for a constant rate.
         max_tokens: the first tokens of the text that are read; all where not given.
         study: after reading, the model asks itself about the text, and learns the answers without the text.
-        exchanges: questions wanted about each sentence; 6, or 12 for fewer than 8 sentences or more than half of --r.
+        exchanges: questions wanted about each sentence; by default 6, 12 for fewer than 8 or more than half of --r.
         passes: the most times that each exchange is learned; 4, or more for few, by default; 0 for ask --passage.
         seed: of torch, set before the adapter is made.
     """

@@ -21,7 +21,7 @@ PROMPTS: dict[str, str] = load_json(Path(__file__).with_suffix(".json"))
 """The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`.
 
 The settings "evidence" and "recited" have the prompt of "full-context". Its dialogue is then the turns that the
-question names, or the passages that the memory recites for it.
+question names, or the passages that are found for it.
 """
 
 
