@@ -8,12 +8,20 @@ The first command has exchanges written about the dialogue, finds ten passages f
 (`selfstudy.Finder`; "recited"), and asks the base with these, with nothing and with the evidence. The second one asks
 the base in the same way with the ten passages that BM25 ranks first, and with these and the found ones in turns. What
 is finished is not done again. `--out` has figures and the numbers of questions alone (LoCoMo's licence).
+
+    python benchmarks/conversation.py locomo6.json --conversation conv-41 --run conv-41 --out taught.json \
+        --teach locas-glu@64,lora@11+0.3 --other conv-50
+
+A memory of each method, "+" its anchor, is taught the same exchanges in three passes. It is asked the questions of its
+own conversation, and a hundred of another one, without any passage. The base is asked the same ones.
 """
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -35,9 +43,14 @@ from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.locomo import f1_by_category
 from locas_peft.evaluation.prompts import FROM_RECITED, make_prompts
 from locas_peft.files import load_json, write_json
-from locas_peft.selfstudy import split_passages
+from locas_peft.memories import memory_attached
+from locas_peft.reading import ReadingSettings, memorize, parse_method
+from locas_peft.selfstudy import load_exchanges, split_passages
+from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.text import tokenize
 
 METHOD = "locas-glu"
+PASSES, OTHER_QUESTIONS = 3, 100
 
 
 def describe_scored(
@@ -47,16 +60,58 @@ def describe_scored(
     return {**describe(asked, given, passages, lines), "category": asked.category, "gold_nats": gold_nats}
 
 
-def ask(base, tokenizer, talk: Conversation, passages: dict[int, list[str]]) -> list[dict[str, Any]]:
-    """Ask the base each question with its passages, by the question's index; return the figures of each answer."""
-    lines, prompts = lines_of(talk), make_prompts(base, tokenizer, talk, FROM_RECITED, recited=passages)[0]
+def ask(
+    model, tokenizer, talk: Conversation, passages: dict[int, list[str]] | None = None, setting: str = FROM_RECITED
+) -> list[dict[str, Any]]:
+    """Ask each question with its passages, by the question's index, or in another setting; return the figures."""
+    lines, prompts = lines_of(talk), make_prompts(model, tokenizer, talk, setting, recited=passages)[0]
     rows: dict[int, dict[str, Any]] = {}
-    for batch, texts in answer(base, tokenizer, prompts):
+    for batch, texts in answer(model, tokenizer, prompts):
         golds = [(prompts[number], encode_answer(tokenizer, talk.questions[number].answer)) for number in batch]
-        for number, text, score in zip(batch, texts, score_targets(base, golds), strict=True):
+        for number, text, score in zip(batch, texts, score_targets(model, golds), strict=True):
             asked = talk.questions[number]
-            rows[number] = describe_scored(asked, text, score.per_token, passages[asked.index], lines)
+            rows[number] = describe_scored(asked, text, score.per_token, (passages or {}).get(asked.index, []), lines)
     return [rows[number] for number in sorted(rows)]
+
+
+def teach(base, tokenizer, talk: Conversation, other: Conversation, run: Path, label: str) -> dict[str, Any]:
+    """Teach a memory the run's exchanges; return the study's figures, and the answers about both conversations."""
+    method, _, anchor = label.partition("+")
+    name, fields = parse_method(method)
+    chosen = {"anchor": float(anchor) if anchor else None, **fields}
+    settings = ReadingSettings(method=name, study=True, passes=PASSES, **chosen)
+    exchanges = load_exchanges(run / "locomo/memories" / METHOD / talk.sample_id / EXCHANGES)
+    text = tokenize(tokenizer, "\n".join(dialogue_lines(talk)))
+    with TemporaryDirectory() as folder:
+        memory = Path(folder) / "memory"
+        reading = memorize(base, text, settings, out=memory, tokenizer=tokenizer, exchanges=exchanges)
+        found = {"seconds": reading.seconds, "studied": {**reading.studied, "samples": []}}
+        with memory_attached(base, memory) as model:
+            found |= {
+                kind: ask(model, tokenizer, each, setting="no-context")
+                for kind, each in {"own": talk, "other": other}.items()
+            }
+    return found
+
+
+def teach_all(base, tokenizer, talks: tuple[Conversation, Conversation], arguments, results: dict[str, Any]) -> None:
+    """Teach the methods that are not yet in the results, ask the base, and print a table of each conversation."""
+    for label in arguments.teach.split(","):
+        if label not in results:
+            results[label] = teach(base, tokenizer, *talks, arguments.run, label)
+            write_json(arguments.out, results)
+    for setting in ("no-context", "evidence"):
+        if setting not in results:
+            own, other = (ask(base, tokenizer, talk, setting=setting) for talk in talks)
+            results[setting] = {"own": own, "other": other}
+            write_json(arguments.out, results)
+    for whose in ("own", "other"):
+        kinds = {
+            "no context": "no-context",
+            "evidence": "evidence",
+            **{each: each for each in arguments.teach.split(",")},
+        }
+        print(whose, tabulate({name: results[kind][whose] for name, kind in kinds.items()}), sep="\n")
 
 
 def read_run(folder: Path, talk: Conversation) -> tuple[dict[str, list[dict[str, Any]]], dict[int, list[str]]]:
@@ -100,12 +155,19 @@ def main() -> None:
     parser.add_argument("--conversation", required=True)
     parser.add_argument("--run", type=Path, required=True, help="folder of the protocol's run")
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--teach", help="methods, separated by commas; with --other")
+    parser.add_argument("--other", help="another conversation, which the taught memories do not know")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     (talk,) = choose_conversations(load_locomo(arguments.file)[0], [arguments.conversation])
     base, tokenizer = load_base(arguments.model)
     base.eval()
     results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
+    if arguments.teach:
+        (other,) = choose_conversations(load_locomo(arguments.file)[0], [arguments.other])
+        asked = [each for each in other.questions if each.category != ADVERSARIAL][:OTHER_QUESTIONS]
+        teach_all(base, tokenizer, (talk, replace(other, questions=tuple(asked))), arguments, results)
+        return
     passages = [each.text for each in split_passages(tokenizer, "\n".join(dialogue_lines(talk)))]
     questions, indices = [Question(each.question) for each in talk.questions], [each.index for each in talk.questions]
     ranked = rank_passages(dict(zip(passages, passages, strict=True)), questions)

@@ -59,7 +59,7 @@ from locas_peft.reading import ReadingSettings, memorize, parse_method
 from locas_peft.selfstudy import Finder, StudyStep, load_exchanges, load_finder, split_passages, write_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES as EXCHANGES_FILE
 from locas_peft.selfstudy.exchanges import join_exchanges
-from locas_peft.selfstudy.finding import fit_rows
+from locas_peft.selfstudy.finding import measure_moments
 from locas_peft.selfstudy.learning import EXCHANGES
 from locas_peft.text import NAME, load_text, tokenize
 from locas_peft.ttt import Chunk
@@ -214,7 +214,9 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
             find = load_finder(memory, model, tokenizer)
             best, found = ask_by_reciting(model, tokenizer, page.questions, find, passage=True)
             ended = time.process_time()
-            mapped = Finder(model, tokenizer, dict.fromkeys(held, ""), fit_rows(model, tokenizer, exchanges))
+            mapped = Finder(
+                model, tokenizer, dict.fromkeys(held, ""), measure_moments(model, tokenizer, exchanges).fit_rows()
+            )
             by_map = [next(iter(each)) for each in mapped([asked.question for asked in page.questions])]
             short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(found), 0)}
             drift = measure_drift(model, own_answers)

@@ -12,7 +12,7 @@ from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import Exchange, Finder, load_finder, save_exchanges
 from locas_peft.selfstudy.exchanges import join_exchanges
-from locas_peft.selfstudy.finding import DEPTHS, RIDGE, WORDS, fit_rows, score_by_words
+from locas_peft.selfstudy.finding import DEPTHS, RIDGE, WORDS, measure_moments, save_moments, score_by_words
 from locas_peft.text import tokenize
 
 PASSAGES = [
@@ -39,6 +39,10 @@ def read(model, tokenizer, text):
     states = model(torch.tensor([[*once, *between, *once]]), output_hidden_states=True).hidden_states
     chosen = torch.stack([states[int(depth * (len(states) - 1))][0, -len(once) :].float() for depth in DEPTHS])
     return chosen / (chosen.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+
+
+def fit_rows(model, tokenizer, exchanges):
+    return measure_moments(model, tokenizer, exchanges).fit_rows()
 
 
 def alone(model, tokenizer, rows):
@@ -105,32 +109,41 @@ def test_a_memory_does_not_change_what_is_found(base):
     torch.testing.assert_close(fit_rows(model, tokenizer, EXCHANGES), fit_rows(*base, EXCHANGES))
 
 
-def test_a_studied_memory_has_the_rows_and_without_them_they_are_computed(tmp_path, base, monkeypatch):
+def test_a_studied_memory_has_its_moments_and_without_them_they_are_measured(tmp_path, base, monkeypatch):
     model, tokenizer = backbone.load()
     settings = ReadingSettings(r=4, anchor=0.0, study=True, passes=1).complete(model)
     text, folder = tokenize(tokenizer, " ".join(PASSAGES)), tmp_path / "m"
     memorize(model, text, settings, out=folder, tokenizer=tokenizer, exchanges=EXCHANGES)
-    fitted = []
-    monkeypatch.setattr("locas_peft.selfstudy.finding.fit_rows", lambda *given: fitted.append(1) or fit_rows(*given))
+    measured = []
+
+    def measure(*given):
+        measured.append(given)
+        return measure_moments(*given)
+
+    monkeypatch.setattr("locas_peft.selfstudy.finding.measure_moments", measure)
     asked = ["Who kept the house?", "Is there bread?"]
     with memory_attached(model, folder) as adapted:
         found = load_finder(folder, adapted, tokenizer)(asked)
-    assert not fitted
+    assert not measured
     fresh = Finder(*base, join_exchanges(EXCHANGES), fit_rows(*base, EXCHANGES))(asked)
     for each, other in zip(found, fresh, strict=True):
         assert each == pytest.approx(other, abs=1e-2), "in half precision"
     path = folder / "passages.safetensors"
-    rows = load_file(path)["rows"]
-    assert rows.dtype == torch.float16 and rows.shape == (len(DEPTHS), 3, base[0].config.hidden_size)
+    tensors, size = load_file(path), base[0].config.hidden_size
+    gram, sums, tokens = (tensors[name] for name in ("gram", "sums", "tokens"))
+    assert gram.dtype == sums.dtype == torch.float16 and sums.shape == (len(DEPTHS), 3, size)
+    assert gram.shape == (len(DEPTHS), size * (size + 1) // 2) and tokens.numel() == 1
+    texts = [*PASSAGES, *(each.question for each in EXCHANGES)]
+    assert tokens.item() == pytest.approx(sum(len(base[1](each)["input_ids"]) for each in texts), rel=1e-4)
     kept = path.read_bytes()
     for change in (
         path.unlink,
-        lambda: save_file({"rows": rows[:, :2].contiguous()}, path, {"exchanges": "0"}),
+        lambda: save_file({**tensors, "sums": sums[:, :2].contiguous()}, path, {"exchanges": "0"}),
         lambda: path.write_bytes(kept) and save_exchanges(folder / "exchanges.jsonl", EXCHANGES[:2]),
     ):
         change()
-        before = len(fitted)
-        assert load_finder(folder, *base)(asked)[0] and len(fitted) == before + 1
+        before = len(measured)
+        assert load_finder(folder, *base)(asked)[0] and len(measured) == before + 1
     path.write_bytes(kept[:100])
     with pytest.raises(ValueError, match="passages.safetensors is truncated or not a safetensors file"):
         load_finder(folder, *base)
@@ -141,7 +154,7 @@ def test_a_studied_memory_has_the_rows_and_without_them_they_are_computed(tmp_pa
         load_finder(folder, *base)
 
 
-def test_a_studied_memory_goes_on_without_a_tokenizer_and_its_rows_are_computed_later(tmp_path):
+def test_a_studied_memory_goes_on_without_a_tokenizer_and_its_moments_are_measured_later(tmp_path):
     model, tokenizer = backbone.load()
     text, settings = tokenize(tokenizer, " ".join(PASSAGES)), ReadingSettings(r=4, anchor=0.0)
     study = replace(settings, study=True, passes=1).complete(model)
@@ -151,13 +164,34 @@ def test_a_studied_memory_goes_on_without_a_tokenizer_and_its_rows_are_computed_
     assert list(load_finder(tmp_path / "m", model, tokenizer)([EXCHANGES[1].question])[0])[0] == PASSAGES[1]
 
 
+def test_several_memories_are_searched_as_one_memory_of_all_texts(tmp_path, base):
+    own, asked = (EXCHANGES[:2], EXCHANGES[2:]), [each.question for each in EXCHANGES]
+    assert {each.answer for each in own[0]} & {each.answer for each in own[1]}, "a passage is in both"
+    for name, exchanges in zip(("one", "two"), own, strict=True):
+        (tmp_path / name).mkdir()
+        save_exchanges(tmp_path / name / "exchanges.jsonl", exchanges)
+        save_moments(tmp_path / name, measure_moments(*base, exchanges), exchanges)
+    found = load_finder([tmp_path / "one", tmp_path / "two"], *base)(asked)
+    # Each memory has read the passage of both, so that its own tokens count twice.
+    text = [*EXCHANGES[:2], *EXCHANGES[2:], Exchange(PASSAGES[0], PASSAGES[0])]
+    rows = fit_rows(*base, text)
+    expected = Finder(*base, join_exchanges(EXCHANGES), rows)(asked)
+    for each, other in zip(found, expected, strict=True):
+        assert each == pytest.approx(other, abs=1e-2) and next(iter(each)) == next(iter(other))
+    apart = load_finder(tmp_path / "two", *base)(asked[:1])[0]
+    assert set(apart) == {PASSAGES[0], PASSAGES[2]}
+
+
 def test_a_study_of_no_passes_teaches_nothing_and_makes_what_finds(tmp_path):
     model, tokenizer = backbone.load()
-    text, settings = tokenize(tokenizer, " ".join(PASSAGES)), ReadingSettings(r=4, anchor=0.0)
-    memorize(model, text, settings.complete(model), out=tmp_path / "read", tokenizer=tokenizer)
-    study = replace(settings, study=True, passes=0).complete(model)
-    made = memorize(model, text, study, out=tmp_path / "m", tokenizer=tokenizer, exchanges=EXCHANGES)
-    assert (made.studied["kept"], made.studied["steps"]) == (4, 0)
-    read, studied = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("read", "m"))
-    torch.testing.assert_close(read, studied, rtol=0, atol=1e-6)
+    text, settings = tokenize(tokenizer, " ".join(PASSAGES)), ReadingSettings(r=4, anchor=0.3, study=True, passes=0)
+    made = memorize(
+        model, text, settings.complete(model), out=tmp_path / "m", tokenizer=tokenizer, exchanges=EXCHANGES
+    )
+    assert (made.studied["kept"], made.studied["steps"], made.extra_parameters) == (4, 0, 0)
+    read = memorize(model, text, ReadingSettings(method="none").complete(model))
+    assert made.nll_nats == pytest.approx(read.nll_nats, rel=1e-6)
+    saved = load_file(tmp_path / "m/adapter_model.safetensors")
+    values = [tensor for name, tensor in saved.items() if "down" in name]
+    assert values and not any(each.count_nonzero() for each in values)
     assert next(iter(load_finder(tmp_path / "m", model, tokenizer)(["When is bread baked?"])[0])) == PASSAGES[2]

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from types import SimpleNamespace
 
@@ -98,6 +100,37 @@ def test_a_studied_memory_that_says_what_the_base_would_say_leaves_the_question_
     said = []
     library.ask(*base, asked[:1], by=ask_by_reciting, max_new_tokens=8)
     assert said[0] != ["Old Peder"], "its own answer is measured, since it recites its passages whatever is asked"
+
+
+def test_passages_are_found_in_all_memories_that_fit_nearly_as_well(library, base, monkeypatch):
+    held = {"lamp": "Peder sold eels at the fair in Skarn.", "bread": "Hilda sang at the fair in Skarn."}
+    for name, passage in held.items():
+        asked = passage.replace("Peder", "Who").replace("Hilda", "Who").replace(".", "?")
+        save_exchanges(library.folder / name / "exchanges.jsonl", [Exchange(asked, passage)])
+    both, one = "What was done at the fair in Skarn?", "Who sold eels at the fair in Skarn?"
+    assert [set(each) for each in library.route([both, one, "Who wrote Hamlet?"], 5)] == [{*held}, {"lamp"}, set()]
+    assert [len(each) for each in library.route([both, one], 1)] == [1, 1]
+    monkeypatch.setattr(module, "measure_gain", lambda *args: [2.0 for _ in args[-1]])
+    by = partial(ask_by_reciting, passage=True)
+    answers = library.ask(*base, [Question(both), Question(one)], by=by, max_new_tokens=8)
+    for answer in answers:
+        assert answer.answer == answer.recited[0]
+        assert answer.memories == tuple(name for each in answer.recited for name in held if held[name] == each)
+    assert [len(each.recited) for each in answers] == [2, 1] and answers[1].answer == held["lamp"]
+
+
+def test_a_memory_that_was_taught_nothing_answers_by_what_is_found_in_it(base, tmp_path):
+    library, text = Library(tmp_path), "Old Peder lit the lamp at Skarn. Nobody else went there."
+    study = replace(SETTINGS, study=True, passes=0)
+    exchanges = [Exchange("Who lit the lamp at Skarn?", "Old Peder lit the lamp at Skarn.")]
+    library.add(*base, text, "lamp", study, exchanges=exchanges)
+    asked = [Question("Who lit the lamp in winter?"), Question("Who lit the lamp at Dunmarrow?")]
+    direct = library.ask(*base, asked[:1], max_new_tokens=8)
+    assert [each.memories for each in direct] == [()], "its own answer is the base's"
+    by = partial(ask_by_reciting, passage=True)
+    found, other = library.ask(*base, asked, by=by, max_new_tokens=8)
+    assert (found.answer, found.memories) == (exchanges[0].answer, ("lamp",))
+    assert (other.recited, other.memories) == ((), ()), "its text has no Dunmarrow"
 
 
 def test_the_gain_is_that_of_the_memory_over_the_base_in_nats_a_token(library, base):

@@ -152,6 +152,7 @@ def chat(
     """
     from locas_peft.asking import Question, can_chat, check_room, continue_texts, fit_turns
     from locas_peft.asking.prompts import encode_question, put_before
+    from locas_peft.library.routing import MOST_SEARCHED
     from locas_peft.model import count_positions
     from locas_peft.selfstudy import load_finder
     from locas_peft.tuner import adapters_disabled
@@ -168,7 +169,7 @@ def chat(
     def write(model: Any, names: tuple, numbers: list[int]) -> list[tuple[list[int], str, list[str]]]:
         recites, passages = recite and bool(names) and (own is not None or found.has_studied(names[0])), list[str]()
         if recites:
-            find = own or load_finder(found.find(names[0]), model, loaded.tokenizer)
+            find = own or found.load_finder(names, model, loaded.tokenizer)
             passages = list(find([message])[0])
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
         ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
@@ -189,7 +190,8 @@ def chat(
         if found is None:
             reply = write(model, (memory,), [0])[0][1]
         else:
-            (answer,) = found.answer(loaded.model, loaded.tokenizer, [Question(message)], write)
+            most = MOST_SEARCHED if recite else 1
+            (answer,) = found.answer(loaded.model, loaded.tokenizer, [Question(message)], write, most)
             reply = answer.answer
             stdout.print(f"  [{', '.join(answer.memories) or 'no memory'}]", style="dim", markup=False)
         turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]

@@ -22,7 +22,7 @@ from ..reading.settings import CompleteSettings, StudySettings
 from ..reading.teaching import memorize
 from ..selfstudy import Exchange, Finder, split_passages, write_exchanges
 from ..selfstudy.exchanges import join_exchanges
-from ..selfstudy.finding import fit_rows
+from ..selfstudy.finding import measure_moments
 from ..selfstudy.learning import EXCHANGES
 from ..text import load_text, tokenize
 
@@ -112,7 +112,9 @@ def recall(
         exchanges += written.exchanges  # once for all methods: no adapter takes part in it
         advance(written.passages, f"{len(exchanges)} exchanges")
     if exchanges:
-        find = Finder(base, tokenizer, join_exchanges(exchanges), fit_rows(base, tokenizer, exchanges))
+        find = Finder(
+            base, tokenizer, join_exchanges(exchanges), measure_moments(base, tokenizer, exchanges).fit_rows()
+        )
         seconds = time.perf_counter() - began
         sentences = [next(iter(found), "") for found in find([each.question for each in questions])]
         yield Recall(FOUND, sentences, count_right(sentences, questions), seconds=seconds)

@@ -29,9 +29,9 @@ from ..memories.folder import unpack
 from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
 from ..reading.record import load_reading
 from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
-from ..selfstudy.finding import load_finder, score_by_words
+from ..selfstudy.finding import Finder, load_finder, score_by_words
 from ..text import tokenize
-from .routing import LEAST_GAIN, list_passages, make_sample
+from .routing import LEAST_GAIN, LEAST_SHARE, MOST_SEARCHED, list_passages, make_sample
 
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 
@@ -42,7 +42,10 @@ _FORGOTTEN, FAILURES, ADAPTERS = ".forgotten", "failures.jsonl", ".adapters"
 
 @dataclass(frozen=True)
 class RoutedAnswer:
-    """An answer, the memories that gave it, by name, and what they recited; no memory where the base gave it alone."""
+    """An answer, the names of the memories that gave it, and what was found in them, the best first.
+
+    Without a memory the base gave it alone.
+    """
 
     question: Question
     answer: str
@@ -240,60 +243,86 @@ class Library:
         folders = [self.find(name) for name in names]
         return memory_attached(base, folders[0], self.key, folders[1:]) if folders else nullcontext(base)
 
-    def route(self, questions: Sequence[str]) -> list[tuple[str, ...]]:
-        """Return for each question the name of the memory that it is about, in a tuple; an empty one for none.
+    def has_learned(self, name: str) -> bool:
+        """Return whether a memory was taught anything: a study of no passes only makes what finds passages."""
+        folder = self.find(name)
+        return not (folder / READING).is_file() or load_reading(folder).settings.teaches
 
-        Of two memories that fit as well, the later one is named.
+    def route(self, questions: Sequence[str], most: int = 1) -> list[tuple[str, ...]]:
+        """Return for each question the names of the memories that it is about, the best first; () for none.
+
+        With `most` above 1 there may be so many: those that fit nearly as well as the best one
+        (`routing.LEAST_SHARE`). Of two memories that fit as well, the later one comes first.
         """
         names = self.list()
         scores = score_by_words([list_passages(self.folder / name) for name in names], questions)
-        return [(names[row.argmax()],) if len(row) and row.max() >= 1 else () for row in scores]
+        orders = (-scores).argsort(1, kind="stable")[:, :most]
+        least = [max(1, LEAST_SHARE * row.max(initial=0)) for row in scores]
+        rows = zip(scores, orders, least, strict=True)
+        return [tuple(names[each] for each in order if row[each] >= floor) for row, order, floor in rows]
+
+    def load_finder(self, names: Sequence[str], model: nn.Module, tokenizer) -> Finder:
+        """Return what finds the passages of memories that have studied, of all together; the others are left out."""
+        return load_finder([self.find(name) for name in names if self.has_studied(name)], model, tokenizer)
 
     def ask(
         self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], *, by: Callable = ask, **options: Any
     ) -> list[RoutedAnswer]:
         """Answer each question in one sentence (see `answer`), a memory `by` a function like `asking.ask_by_reciting`.
 
-        With a `context` the memory's answer is taken as it is. Options and errors are those of `asking.ask`.
+        Such a function gets what finds passages in all memories that the question may be about. With a `context` the
+        memory's answer is taken as it is. Options and errors are those of `asking.ask`.
         """
 
         def write(model: nn.Module, names: tuple[str, ...], numbers: list[int]) -> Iterable:
             group, recited = [questions[number] for number in numbers], [[] for _ in numbers]
             if names and by is not ask and self.has_studied(names[0]):
-                find = load_finder(self.find(names[0]), model, tokenizer)
-                given, recited = by(model, tokenizer, group, find, **options)
+                given, recited = by(model, tokenizer, group, self.load_finder(names, model, tokenizer), **options)
             else:
                 given = ask(model, tokenizer, group, **options)
             prompts = [None if options.get("context") else encode_question(tokenizer, each.question) for each in group]
             return zip(prompts, given, recited, strict=True)
 
-        return self.answer(base, tokenizer, questions, write)
+        return self.answer(base, tokenizer, questions, write, 1 if by is ask else MOST_SEARCHED)
 
-    def answer(self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write) -> list[RoutedAnswer]:
+    def answer(
+        self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write, most: int = 1
+    ) -> list[RoutedAnswer]:
         """Answer each question with the memory that it is about, and with the base alone where it is about none.
 
-        Where a studied memory says what the base would say too (`routing.LEAST_GAIN`), the base answers it. `base`
-        is mutated meanwhile. `write` is called with the base with or without a memory, the memory's name in a tuple,
-        and the numbers of questions. It returns for each the token ids of the prompt that the memory answers (None:
-        its answer is taken as it is), the answer, and what the memory recited.
+        Where a memory that has learned says what the base would say too (`routing.LEAST_GAIN`), the base answers.
+        `base` is mutated meanwhile. `write` is called with the base with or without a memory, the names of up to
+        `most` memories, of which the first is attached, and the numbers of questions. It returns for each the token
+        ids of the prompt that the memory answers (None: its answer is taken as it is), the answer, and the passages.
         """
-        routed = self.route([each.question for each in questions])
+        routed = self.route([each.question for each in questions], most)
         answers: dict[int, RoutedAnswer] = {}
         for names in [*dict.fromkeys(filter(None, routed)), ()]:
             numbers = [number for number, each in enumerate(routed) if each == names]
             if not numbers:
                 continue
-            with self.attach(base, names) as model:
+            with self.attach(base, names[:1]) as model:
                 prompts, given, recited = zip(*write(model, names, numbers), strict=True)
-                studied = names and self.has_studied(names[0]) and None not in prompts
-                # A studied memory recites its passages whatever is asked: there its own answer is measured.
-                said = answer_all(model, tokenizer, prompts) if studied and any(recited) else given
-                gains = measure_gain(model, tokenizer, prompts, said) if studied else [LEAST_GAIN] * len(numbers)
+                if not names or not self.has_studied(names[0]) or None in prompts:
+                    gains = [LEAST_GAIN] * len(numbers)
+                elif any(recited) and not self.has_learned(names[0]):
+                    gains = [LEAST_GAIN * bool(passages) for passages in recited]
+                else:  # A studied memory recites its passages whatever is asked: there its own answer is measured.
+                    said = answer_all(model, tokenizer, prompts) if any(recited) else given
+                    gains = measure_gain(model, tokenizer, prompts, said)
             for number, answer, passages, gain in zip(numbers, given, recited, gains, strict=True):
-                answers[number] = RoutedAnswer(questions[number], answer, names, tuple(passages))
+                owners = self._list_owners(names, passages) or names[:1]
+                answers[number] = RoutedAnswer(questions[number], answer, owners, tuple(passages))
                 if gain < LEAST_GAIN:
                     routed[number] = ()  # the last group
         return [answers[number] for number in range(len(questions))]
+
+    def _list_owners(self, names: Sequence[str], passages: Sequence[str]) -> tuple[str, ...]:
+        """Return which of some memories have studied passages, in the order of these."""
+        found, studied = dict[str, str](), filter(self.has_studied, names if passages else ())
+        for name in reversed([*studied]):
+            found |= {each.answer: name for each in load_exchanges(self.find(name) / EXCHANGES)}
+        return tuple(dict.fromkeys(found[each] for each in passages if each in found))
 
     def _check_room(self, taken: set[str]) -> None:
         if self._most is not None and len(taken) >= self._most:

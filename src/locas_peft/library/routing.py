@@ -7,9 +7,10 @@ from pathlib import Path
 from ..memories.folder import SAMPLE
 from ..selfstudy.exchanges import EXCHANGES, join_exchanges, load_exchanges
 
-__all__ = ["LEAST_GAIN", "list_passages", "make_sample"]
+__all__ = ["LEAST_GAIN", "LEAST_SHARE", "MOST_SEARCHED", "list_passages", "make_sample"]
 
 LEAST_GAIN = 1.4  # in nats a token (`measure_gain`) below which the base answers (benchmarks/library.py)
+LEAST_SHARE, MOST_SEARCHED = 0.7, 5  # of the best memory's score; memories whose passages are found together
 SAMPLE_LINES, SAMPLE_CHARACTERS = 200, 200
 
 

@@ -18,7 +18,7 @@ from ..memories.folder import MEMORY_CONFIG, READING, SAMPLE, SIGNATURE, TEXT_SI
 from ..memories.loading import find_files
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, PASSAGES, digest_exchanges
-from ..selfstudy.finding import save_rows
+from ..selfstudy.finding import Moments, save_moments
 from ..text import digest_ids, digest_json
 from ..ttt import perplexity
 from .settings import FIELDS, CompleteSettings, ReadingSettings
@@ -180,22 +180,22 @@ def save_reading(
     reading: Reading,
     exchanges: Sequence[Exchange] | None = None,
     sample: str | None = None,
-    rows: Tensor | None = None,
+    moments: Moments | None = None,
 ) -> None:
-    """Write a reading's memory into a folder, whole or not at all, with its record, exchanges, sample and rows."""
+    """Write a reading's memory into a folder, whole or not at all, with its record and what belongs to it."""
 
     def add_files(folder: Path) -> None:
         write_json(folder / READING, reading.to_json())
         if exchanges is not None:
             save_exchanges(folder / EXCHANGES, exchanges)
-            if rows is not None:
-                save_rows(folder, rows, exchanges)
+            if moments is not None:
+                save_moments(folder, moments, exchanges)
         if sample is not None:
             (folder / SAMPLE).write_text(sample, encoding="utf-8")
 
     card = _make_card(model.peft_config[model.active_adapter], reading)
     save_memory(model, directory, reading.settings.model, card, add_files=add_files)
-    written = {EXCHANGES: exchanges, PASSAGES: rows, SAMPLE: sample, SIGNATURE: None, TEXT_SIGNATURE: None}
+    written = {EXCHANGES: exchanges, PASSAGES: moments, SAMPLE: sample, SIGNATURE: None, TEXT_SIGNATURE: None}
     for name, value in written.items():
         if value is None:
             (Path(directory) / name).unlink(missing_ok=True)  # of the memory that this one replaces

@@ -75,6 +75,11 @@ class CompleteSettings:
         default = getattr(self.method, "init", None) == "topk" and self.method.max_slot_norm is None
         return default and self.study is not None
 
+    @property
+    def teaches(self) -> bool:
+        """Whether the adapter learns: a study of no passes makes what finds passages, and nothing else."""
+        return self.study is None or self.study.passes != 0
+
     def complete(self, base: PreTrainedModel | None = None, tokenizer: Any = None) -> "CompleteSettings":
         """Return these settings: they are complete."""
         return self

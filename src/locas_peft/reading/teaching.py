@@ -20,7 +20,7 @@ from ..memories.loading import add_beside, load_memory
 from ..model import fingerprint
 from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct
-from ..selfstudy.finding import fit_rows
+from ..selfstudy.finding import measure_moments
 from ..text import digest_ids, digest_tokenizer
 from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
 from ..tuner.modules import remember_modules
@@ -150,8 +150,8 @@ def memorize(
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
             known = correct(earlier, study.exchanges if study else []) or None
-            rows = fit_rows(model, tokenizer, known) if known and tokenizer is not None else None
-            save_reading(model, out, reading, known, sample, rows)
+            moments = measure_moments(model, tokenizer, known) if known and tokenizer is not None else None
+            save_reading(model, out, reading, known, sample, moments)
             if folder is not None:
                 checkpoint.remove(folder)
     return reading
@@ -239,8 +239,13 @@ def _make_study(
 
 
 def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTrainer:
-    """Return the trainer of a reading, with the memory's writer and the anchor where the settings ask for them."""
+    """Return the trainer of a reading, with the memory's writer and the anchor where the settings ask for them.
+
+    Where the settings teach nothing, `model` is frozen, and the trainer scores alone.
+    """
     method, anchor = settings.method, None
+    if not settings.teaches:
+        return TestTimeTrainer(model.requires_grad_(False), settings.for_base().training)
     if method.anchor:
         texts = OwnText(model, tokens=max(min(settings.training.stride, ANCHOR_TOKENS), 2), seed=settings.seed)
         anchor = Anchor(texts, weight=method.anchor, every=method.anchor_every)

@@ -7,6 +7,9 @@ second copy: no token of the first one has seen all of the text (Springer et al.
 the passage and its questions share with the question in words, by BM25, is added. A question with names, none of
 them in the text, finds nothing.
 
+Regression needs sums over tokens alone (`Moments`). A memory keeps its own: those of several memories add up to what
+one memory of all their texts would have.
+
 Axes: L layers, T tokens of a text, P passages, D hidden size.
 """
 
@@ -14,6 +17,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +31,7 @@ from ..tuner import adapters_disabled, evaluating
 from ..tuner.memory_file import load_tensors
 from .exchanges import EXCHANGES, PASSAGES, Exchange, digest_exchanges, join_exchanges, load_exchanges
 
-__all__ = ["MOST_FOUND", "Finder", "fit_rows", "load_finder", "save_rows", "score_by_words"]
+__all__ = ["MOST_FOUND", "Finder", "Moments", "load_finder", "measure_moments", "save_moments", "score_by_words"]
 
 DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares of the model's layers
 RIDGE = 0.1  # added to the diagonal of the inputs' products, relative to an input's squared length, which is D
@@ -44,7 +48,7 @@ class Finder:
     Args:
         model: a causal LM, with or without a memory, which is disabled meanwhile.
         passages: P texts, each with the text in which words of a question are looked for (`join_exchanges`).
-        rows: float [L, P, D], which `fit_rows` returns.
+        rows: float [L, P, D], which `Moments.fit_rows` returns.
     """
 
     def __init__(self, model: nn.Module, tokenizer, passages: Mapping[str, str], rows: Tensor):
@@ -64,8 +68,27 @@ class Finder:
         return [found[number] for number in range(len(questions))]
 
 
-def fit_rows(model: nn.Module, tokenizer, exchanges: Sequence[Exchange]) -> Tensor:
-    """Return for each answer of some exchanges, in their order, the rows that find it, float32 [L, P, D]."""
+@dataclass(frozen=True)
+class Moments:
+    """The sums over tokens that a regression needs, float32.
+
+    Attributes:
+        gram: [L, D, D], of the products of all tokens.
+        sums: [L, P, D], of the tokens of each passage and of its questions.
+    """
+
+    gram: Tensor
+    sums: Tensor
+
+    def fit_rows(self) -> Tensor:
+        """Return the rows that find each passage among the others, float32 [L, P, D]."""
+        products = self.gram + RIDGE * self.gram.shape[-1] * torch.eye(self.gram.shape[-1], device=self.gram.device)
+        targets = 2 * self.sums - self.sums.sum(1, keepdim=True)
+        return torch.linalg.solve(products, targets.mT).mT.cpu()
+
+
+def measure_moments(model: nn.Module, tokenizer, exchanges: Sequence[Exchange]) -> Moments:
+    """Return the moments of some exchanges, whose answers are the passages, in their order."""
     numbers = dict[str, int]()
     own = [numbers.setdefault(each.answer, len(numbers)) for each in exchanges]
     own, texts = [*own, *numbers.values()], [*(each.question for each in exchanges), *numbers]
@@ -74,33 +97,54 @@ def fit_rows(model: nn.Module, tokenizer, exchanges: Sequence[Exchange]) -> Tens
         gram = gram + inputs.mT @ inputs
         sums = sums if sums.ndim else inputs.new_zeros(len(inputs), len(numbers), inputs.shape[-1])
         sums[:, own[text]] += inputs.sum(1)
-    products = gram + RIDGE * gram.shape[-1] * torch.eye(gram.shape[-1], device=gram.device)
-    return torch.linalg.solve(products, (2 * sums - sums.sum(1, keepdim=True)).mT).mT.cpu()
+    return Moments(gram, sums)
 
 
-def save_rows(folder: Path, rows: Tensor, exchanges: Sequence[Exchange]) -> None:
-    """Write the rows of some exchanges into a memory's folder, in half precision."""
-    save_file({"rows": rows.half().contiguous()}, folder / PASSAGES, {"exchanges": digest_exchanges(exchanges)})
+def save_moments(folder: Path, moments: Moments, exchanges: Sequence[Exchange]) -> None:
+    """Write the moments of some exchanges into a memory's folder, in half precision."""
+    d = moments.gram.shape[-1]
+    tokens = moments.gram[0].trace() / d  # each has the squared length D
+    rows, columns = torch.triu_indices(d, d)
+    upper = moments.gram[:, rows, columns]
+    tensors = {"gram": (upper / tokens).half(), "sums": (moments.sums / d**0.5).half(), "tokens": tokens.reshape(1)}
+    tensors = {name: each.cpu().contiguous() for name, each in tensors.items()}
+    save_file(tensors, folder / PASSAGES, {"exchanges": digest_exchanges(exchanges)})
 
 
-def load_finder(memory: str | Path, model: nn.Module, tokenizer) -> Finder:
-    """Return what finds the passages that a memory has studied, by its folder.
+def _load_moments(folder: Path, exchanges: Sequence[Exchange], passages: int, d: int) -> Moments | None:
+    """Return the saved moments of some exchanges, or None where the file has none, or others."""
+    tensors, metadata = load_tensors(str(folder / PASSAGES)) if (folder / PASSAGES).is_file() else ({}, {})
+    shapes = {"gram": (len(DEPTHS), d * (d + 1) // 2), "sums": (len(DEPTHS), passages, d), "tokens": (1,)}
+    found = {name: tuple(each.shape) for name, each in tensors.items()}
+    if found != shapes or metadata.get("exchanges") != digest_exchanges(exchanges):
+        return None
+    rows, columns = torch.triu_indices(d, d)
+    gram = torch.zeros(len(DEPTHS), d, d)
+    gram[:, rows, columns] = gram[:, columns, rows] = tensors["gram"].float() * tensors["tokens"].float()
+    return Moments(gram, tensors["sums"].float() * d**0.5)
 
-    Without the rows' file, or with that of other exchanges, the rows are computed. A damaged file, and a folder
+
+def load_finder(memories: str | Path | Sequence[str | Path], model: nn.Module, tokenizer) -> Finder:
+    """Return what finds the passages that a memory has studied, or several together, by their folders.
+
+    Without a file of moments, or with that of other exchanges, they are measured. A damaged file, and a folder
     without exchanges, are a `ValueError`.
     """
-    folder, rows = Path(memory), None
-    if not (folder / EXCHANGES).is_file():
-        rule = f"a memory must have its {EXCHANGES} beside it to recite, got {str(memory)!r} without"
-        raise ValueError(f"{rule}: study its text, or ask it directly")
-    exchanges = load_exchanges(folder / EXCHANGES)
-    if (folder / PASSAGES).is_file():
-        tensors, metadata = load_tensors(str(folder / PASSAGES))
-        rows = tensors.get("rows") if metadata.get("exchanges") == digest_exchanges(exchanges) else None
-    passages = join_exchanges(exchanges)
-    if rows is None or rows.shape != (len(DEPTHS), len(passages), model.get_input_embeddings().weight.shape[1]):
-        rows = fit_rows(model, tokenizer, exchanges)
-    return Finder(model, tokenizer, passages, rows)
+    parts, d = list[tuple[list[Exchange], Moments]](), model.get_input_embeddings().weight.shape[1]
+    for folder in map(Path, [memories] if isinstance(memories, str | Path) else memories):
+        if not (folder / EXCHANGES).is_file():
+            rule = f"a memory must have its {EXCHANGES} beside it to recite, got {str(folder)!r} without"
+            raise ValueError(f"{rule}: study its text, or ask it directly")
+        own = load_exchanges(folder / EXCHANGES)
+        moments = _load_moments(folder, own, len({each.answer for each in own}), d)
+        parts.append((own, moments or measure_moments(model, tokenizer, own)))
+    passages = join_exchanges([each for own, _ in parts for each in own])
+    numbers = {passage: number for number, passage in enumerate(passages)}
+    sums = torch.zeros(len(DEPTHS), len(passages), d)
+    for own, moments in parts:
+        sums.index_add_(1, torch.tensor([numbers[each] for each in join_exchanges(own)]), moments.sums.cpu())
+    joined = Moments(sum(moments.gram.cpu() for _, moments in parts), sums)
+    return Finder(model, tokenizer, passages, joined.fit_rows())
 
 
 def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:
