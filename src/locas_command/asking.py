@@ -103,8 +103,7 @@ def ask(
     elif by is ask_questions:
         answers = by(model, loaded.tokenizer, asked, **options)
     else:
-        find = load_finder(memory, model, loaded.tokenizer)
-        answers, recited = by(model, loaded.tokenizer, asked, find, **options)
+        answers, recited = by(model, loaded.tokenizer, asked, load_finder(memory, model, loaded.tokenizer), **options)
     records = [
         {
             "question": item.question,
@@ -169,8 +168,7 @@ def chat(
     def write(model: Any, names: tuple, numbers: list[int]) -> list[tuple[list[int], str, list[str]]]:
         recites, passages = recite and bool(names) and (own is not None or found.has_studied(names[0])), list[str]()
         if recites:
-            find = own or found.load_finder(names, model, loaded.tokenizer)
-            passages = list(find([message])[0])
+            passages = list((own or found.load_finder(names, model, loaded.tokenizer))([message])[0])
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
         ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
         check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
@@ -204,9 +202,7 @@ def _check_recite(**options: Any) -> None:
         raise ValueError(f"{given[0]} needs the memory and nothing else to answer from, got {given[1]}: leave one out")
 
 
-def _load_to_ask(
-    memory: Path | None, library: Path | None, without_memory: bool, base: BaseOptions
-) -> tuple[Any, Any, Any]:
+def _load_to_ask(memory: Path | None, library: Path | None, without_memory: bool, base: BaseOptions) -> tuple:
     """Load a base and, unless it is asked alone, the memory; return the base, the model that is asked, the library."""
     from .running import load, load_base_of, open_library, open_with_base
 

@@ -167,7 +167,7 @@ def forget(folder: Path, name: str, /) -> None:
 
 
 def consolidate(folder: Path, /, *name: str, out: str, base: options.MemoryBase = options.BASE) -> None:
-    """Make one memory of several of a library: their sum, resized, studies all their exchanges. The others stay.
+    """Make one memory of several of a library: a fresh one studies all their exchanges. The others stay.
 
     Args:
         folder: the library.

@@ -92,9 +92,7 @@ def make_settings(options: ReadingOptions, base: Base) -> ReadingSettings:
     return ReadingSettings(**vars(options), model=base.name)
 
 
-def read(
-    base: Base, input_ids: torch.LongTensor, settings: CompleteSettings, stderr: Console, **options: Any
-) -> Reading:
+def read(base: Base, input_ids: torch.LongTensor, settings: CompleteSettings, stderr: Console, **options) -> Reading:
     """Read a text, LongTensor [T], with a progress bar (see `teaching.memorize`)."""
     with show_progress(stderr) as progress, deferring_signals(stderr) as check:
 

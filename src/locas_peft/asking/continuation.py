@@ -151,8 +151,7 @@ def draw(temperature: float, generator: torch.Generator, limits: GenerationConfi
     warpers += [TopPLogitsWarper(limits.top_p)] if (limits.top_p or 1) < 1 else []
 
     def choose(logits: Tensor) -> Tensor:
-        shares = warpers(None, logits / temperature).softmax(-1)
-        return torch.multinomial(shares, 1, generator=generator)[:, 0]
+        return torch.multinomial(warpers(None, logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
 
     return choose
 

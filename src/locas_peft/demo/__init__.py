@@ -20,7 +20,7 @@ from ..progress import Progress, follow, follow_study
 from ..reading.record import Reading
 from ..reading.settings import CompleteSettings, StudySettings
 from ..reading.teaching import memorize
-from ..selfstudy import Exchange, Finder, split_passages, write_exchanges
+from ..selfstudy import Finder, split_passages, write_exchanges
 from ..selfstudy.exchanges import join_exchanges
 from ..selfstudy.finding import measure_moments
 from ..selfstudy.learning import EXCHANGES
@@ -67,12 +67,7 @@ def load_page_questions() -> list[Question]:
 
 
 def teach_page(
-    base: PreTrainedModel,
-    tokenizer,
-    settings: CompleteSettings,
-    exchanges: list[Exchange],
-    out: Path,
-    progress: Progress,
+    base: PreTrainedModel, tokenizer, settings: CompleteSettings, exchanges: list, out: Path, progress: Progress
 ) -> Reading:
     """Teach the page, with these exchanges, to a fresh adapter, and save it in `out`.
 
@@ -112,9 +107,8 @@ def recall(
         exchanges += written.exchanges  # once for all methods: no adapter takes part in it
         advance(written.passages, f"{len(exchanges)} exchanges")
     if exchanges:
-        find = Finder(
-            base, tokenizer, join_exchanges(exchanges), measure_moments(base, tokenizer, exchanges).fit_rows()
-        )
+        rows = measure_moments(base, tokenizer, exchanges).fit_rows()
+        find = Finder(base, tokenizer, join_exchanges(exchanges), rows)
         seconds = time.perf_counter() - began
         sentences = [next(iter(found), "") for found in find([each.question for each in questions])]
         yield Recall(FOUND, sentences, count_right(sentences, questions), seconds=seconds)

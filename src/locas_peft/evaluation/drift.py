@@ -50,9 +50,7 @@ def write_own_answers(base: nn.Module, tokenizer, max_new_tokens: int = 48) -> l
 
 
 @torch.inference_mode()
-def measure_drift(
-    model: nn.Module, pieces: Iterable[Piece], on_chunk: Callable[[int], None] | None = None
-) -> dict[str, Any]:
+def measure_drift(model: nn.Module, pieces: Iterable[Piece], on_chunk: Callable | None = None) -> dict[str, Any]:
     """Score pieces of text with frozen weights, one by one, under a model and under its reference.
 
     The model, in evaluation mode, is not changed. The reference of a PEFT model is its base. `on_chunk` is called with

@@ -49,8 +49,7 @@ def make_prompts(
             shown = (recited or {}).get(question.index, [])
         elif setting == "evidence":
             shown = dialogue_lines(keep_evidence(conversation, question))
-        text = "\n".join(shown)
-        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, text, prompts))
+        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, "\n".join(shown), prompts))
 
     encoded = [encode(question) for question in conversation.questions]
     positions = count_positions(model)

@@ -15,7 +15,7 @@ from ..memories.checkpoint import has_checkpoint, held
 from ..memories.folder import FILES
 from ..progress import Progress, follow, follow_study, silent
 from ..reading.record import Reading
-from ..reading.settings import CompleteSettings, ReadingSettings
+from ..reading.settings import AnySettings, CompleteSettings
 from ..reading.teaching import memorize
 from ..text import digest_ids
 from ..units import Unit, add_needed, is_locked, lock_path, remove_unit
@@ -38,7 +38,7 @@ class Run:
 
     base: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    methods: dict[str, ReadingSettings | CompleteSettings]
+    methods: dict[str, AnySettings]
     out: Path
     common: dict[str, Any] = field(default_factory=dict)
     overwrite: bool = False

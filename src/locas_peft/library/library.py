@@ -26,8 +26,9 @@ from ..files import finish_replacement, staged
 from ..memories import FILES, MEMORY_CONFIG, READING, check_vacant, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
-from ..reading import CompleteSettings, Reading, ReadingSettings, memorize
+from ..reading import Reading, memorize
 from ..reading.record import load_reading
+from ..reading.settings import AnySettings
 from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
 from ..selfstudy.finding import Finder, load_finder, score_by_words
 from ..text import tokenize
@@ -42,10 +43,7 @@ _FORGOTTEN, FAILURES, ADAPTERS = ".forgotten", "failures.jsonl", ".adapters"
 
 @dataclass(frozen=True)
 class RoutedAnswer:
-    """An answer, the names of the memories that gave it, and what was found in them, the best first.
-
-    Without a memory the base gave it alone.
-    """
+    """An answer, the memories that gave it, by name, and what was found in them; no memory where the base gave it."""
 
     question: Question
     answer: str
@@ -172,15 +170,7 @@ class Library:
                     raise ValueError(str(error).replace(str(unpacked), name)) from None
             return folder.name
 
-    def add(
-        self,
-        base: PreTrainedModel,
-        tokenizer: Any,
-        text: str,
-        name: str,
-        settings: ReadingSettings | CompleteSettings,
-        **options: Any,
-    ) -> Reading:
+    def add(self, base: PreTrainedModel, tokenizer, text: str, name: str, settings: AnySettings, **options) -> Reading:
         """Read a text into a memory of a name; settings, options and errors are those of `reading.memorize`.
 
         `start` may be the folder of a memory here, whose name may stay the same; `beside` has names of memories here.
@@ -319,9 +309,8 @@ class Library:
 
     def _list_owners(self, names: Sequence[str], passages: Sequence[str]) -> tuple[str, ...]:
         """Return which of some memories have studied passages, in the order of these."""
-        found, studied = dict[str, str](), filter(self.has_studied, names if passages else ())
-        for name in reversed([*studied]):
-            found |= {each.answer: name for each in load_exchanges(self.find(name) / EXCHANGES)}
+        studied = [self.find(name) for name in names if passages and self.has_studied(name)]
+        found = {each.answer: path.name for path in studied[::-1] for each in load_exchanges(path / EXCHANGES)}
         return tuple(dict.fromkeys(found[each] for each in passages if each in found))
 
     def _check_room(self, taken: set[str]) -> None:

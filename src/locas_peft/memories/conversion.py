@@ -27,11 +27,7 @@ def share_weights(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def merge_memory(
-    base: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    memory: Path,
-    out: Path,
-    pad_to_multiple_of: int | None = None,
+    base: PreTrainedModel, tokenizer, memory: Path, out: Path, pad_to_multiple_of: int | None = None
 ) -> PreTrainedModel:
     """Save a memory merged into its base, as a checkpoint that stock transformers loads, and return that model.
 
@@ -80,9 +76,7 @@ def export_memory(
     return neurons, max([config.r, *config.rank_pattern.values()])
 
 
-def save_adapter(
-    model: PeftModel, adapter_name: str, base_name: str, out: Path, title: str, rows: dict[str, str]
-) -> None:
+def save_adapter(model: PeftModel, adapter_name: str, base_name: str, out: Path, title: str, rows: dict) -> None:
     """Save a memory that was made of others, with a title and rows, in Markdown, for its card (see `make_card`)."""
     config = model.peft_config[adapter_name]
     rows = {"base": escape(base_name), "slots in a layer": str(config.r), **rows}

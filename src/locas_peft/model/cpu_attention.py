@@ -24,9 +24,7 @@ class CpuAttention(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _is_faster(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, *_, **__
-) -> bool:
+def _is_faster(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, **_) -> bool:
     fits = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.dim() == 4
     return fits and attn_mask is not None and not dropout_p and not is_causal
 

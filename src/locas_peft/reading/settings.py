@@ -19,7 +19,7 @@ from ..text import find_start_token
 from ..ttt import TrainingSettings
 from .methods import METHOD_FIELDS, METHODS, PRESETS, Method, check_fields, checked
 
-__all__ = ["CompleteSettings", "ReadingSettings", "StudySettings", "complete_all", "parse_method"]
+__all__ = ["AnySettings", "CompleteSettings", "ReadingSettings", "StudySettings", "complete_all", "parse_method"]
 
 _SEEN = ("window", "stride", "context", "sinks", "start_token")
 _TRAINING = tuple(field.name for field in dataclasses.fields(TrainingSettings))
@@ -184,6 +184,9 @@ class ReadingSettings(_Given):
 
     def _list_given(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+AnySettings = ReadingSettings | CompleteSettings
 
 
 def complete_all(

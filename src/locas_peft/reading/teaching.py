@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ from ..tuner.modules import remember_modules
 from .methods import SHAPE
 from .record import Reading, describe_origin, find_finished, load_reading, save_reading
 from .resuming import Checkpoints, restore
-from .settings import CompleteSettings, ReadingSettings
+from .settings import AnySettings, CompleteSettings
 
 __all__ = ["PeakMemory", "StopReading", "attached", "make_trainer", "memorize", "score"]
 
@@ -44,7 +43,7 @@ class StopReading(Exception):
 def memorize(
     base: PreTrainedModel,
     input_ids: torch.LongTensor,
-    settings: ReadingSettings | CompleteSettings,
+    settings: AnySettings,
     *,
     out: str | Path | None = None,
     checkpoint_dir: str | Path | None = None,
@@ -185,11 +184,7 @@ def attached(
 
 
 class PeakMemory:
-    """Records the highest memory in use from now on, in bytes: torch's on CUDA, the process's resident size elsewhere.
-
-    Each process (on CUDA: each device) has one record. A new object resets it on Linux and on CUDA; on other systems
-    the record covers the whole life of the process.
-    """
+    """Records the most memory in use, in bytes, on CUDA torch's, on Linux the process's. A new one resets it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -197,20 +192,15 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
         else:
             with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak in /proc/self/status
+                Path("/proc/self/clear_refs").write_text("5")  # resets the peak in /proc/self/status
 
     def read(self) -> int | None:
-        """Return the peak so far; None on systems that record none."""
+        """Return the peak so far; None on other systems."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        status = Path("/proc/self/status")  # Linux: getrusage may return the peak of the parent process
-        if status.exists() and (found := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
-            return int(found[1]) * 1024
-        with suppress(ImportError):  # Windows
-            import resource
-
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            return peak if sys.platform == "darwin" else peak * 1024
+        with suppress(OSError):
+            if found := re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+                return int(found[1]) * 1024
         return None
 
 

@@ -18,7 +18,7 @@ __all__ += ["digest_exchanges", "join_exchanges", "load_exchanges", "save_exchan
 EXCHANGES = "exchanges.jsonl"
 """The file in a memory's folder that holds the exchanges that were learned."""
 PASSAGES = "passages.safetensors"
-"""The file in a memory's folder that holds the rows that find the answers of its exchanges (see `finding`)."""
+"""The file in a memory's folder that holds what finds the answers of its exchanges (see `finding.Moments`)."""
 LONGEST_PASSAGE = 64
 """In tokens: a memory learns passages as answers."""
 REPORTED = "said"

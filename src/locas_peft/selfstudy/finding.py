@@ -70,12 +70,7 @@ class Finder:
 
 @dataclass(frozen=True)
 class Moments:
-    """The sums over tokens that a regression needs, float32.
-
-    Attributes:
-        gram: [L, D, D], of the products of all tokens.
-        sums: [L, P, D], of the tokens of each passage and of its questions.
-    """
+    """Sums over tokens, float32, which a regression needs: of all products [L, D, D], of each passage's [L, P, D]."""
 
     gram: Tensor
     sums: Tensor

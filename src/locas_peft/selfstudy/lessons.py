@@ -85,8 +85,7 @@ def write_replay_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[tup
         forms = [FORMS[number % len(FORMS)] for number in range(len(questions))]
         prompts = [encode_question(tokenizer, *each) for each in zip(questions, forms, strict=True)]
         answers = _answer(host, tokenizer, prompts)
-    of_each = zip(questions, forms, answers, strict=True)
-    return [(question, "", *answer, (form,)) for question, form, answer in of_each]
+    return [(question, "", *answer, (form,)) for question, form, answer in zip(questions, forms, answers, strict=True)]
 
 
 def _answer(host: CausalLM, tokenizer, prompts: list[list[int]]) -> list[tuple[Tensor, Tensor, Tensor]]:

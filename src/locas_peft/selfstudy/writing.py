@@ -143,15 +143,12 @@ def _ask(
     return [(passage, question) for passage, found in questions.items() for question in found]
 
 
-def write_replies(
-    host: CausalLM, tokenizer, requests: Sequence[tuple[str, str]], generator: torch.Generator
-) -> Iterator[str]:
+def write_replies(host: CausalLM, tokenizer, requests: Sequence[tuple], generator: torch.Generator) -> Iterator[str]:
     """Yield what the model replies to requests, each with the first words of its reply, which are part of it."""
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
         top, candidates = logits.topk(min(_CANDIDATES, logits.shape[1]))
-        chosen = torch.multinomial((top / _TEMPERATURE).softmax(-1), 1, generator=generator)
-        return candidates.gather(1, chosen)[:, 0]
+        return candidates.gather(1, torch.multinomial((top / _TEMPERATURE).softmax(-1), 1, generator=generator))[:, 0]
 
     options = {"pad": find_pad_token(tokenizer), "stops": list_stops(tokenizer), "choose": choose}
     for first in range(0, len(requests), _ROWS):

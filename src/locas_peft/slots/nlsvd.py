@@ -43,13 +43,7 @@ class ReducedMemory(NamedTuple):
 
 
 def nl_svd(
-    key: Tensor,
-    value: Tensor,
-    rank: int,
-    *,
-    activation: Activation = torch.relu,
-    probe_norm: float = 1.0,
-    threshold: float = 0.0,
+    key: Tensor, value: Tensor, rank: int, *, activation: Activation = torch.relu, probe_norm=1.0, threshold=0.0
 ) -> ReducedMemory:
     """Reduce a two-layer memory to `rank` slots whose output equals the memory's at `rank` orthonormal probes.
 

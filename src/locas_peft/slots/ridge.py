@@ -49,15 +49,7 @@ class RidgeWriter(Writer):
 
     arguments = ("rate", "ridge", "prior")
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        rate: float = 0.08,
-        ridge: float = 0.03,
-        prior: float = 32000.0,
-        adapter_name: str | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, *, rate=0.08, ridge=0.03, prior=32000.0, adapter_name: str | None = None):
         super().__init__(model, adapter_name)
         self.rate, self.ridge, self.prior = rate, ridge, prior
         for name in self.arguments:

@@ -63,8 +63,7 @@ class Anchor:
         with torch.no_grad(), adapters_disabled(host.model):
             base = host.logits(ids, count, use_cache=False)[0]
         logits = host.logits(ids.expand(rows, -1), count, adapters, use_cache=False)
-        means = torch.stack([divergences(row_logits, base).mean() for row_logits in logits])
-        return self.weight * self.every * means
+        return self.weight * self.every * torch.stack([divergences(each, base).mean() for each in logits])
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -50,9 +50,8 @@ class Learner:
     def _make_adamw(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         # One fused kernel: unfused, a step over many small matrices takes a tenth of a chunk's time on a CPU.
         fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
-        return torch.optim.AdamW(
-            parameters, lr=self._learning_rate, betas=(0.9, self._beta), weight_decay=0.0, fused=fused
-        )
+        betas = 0.9, self._beta
+        return torch.optim.AdamW(parameters, lr=self._learning_rate, betas=betas, weight_decay=0.0, fused=fused)
 
     def _start(self, parameters: list[nn.Parameter]) -> None:
         self.optimizer = self._make_optimizer(parameters)

@@ -278,8 +278,7 @@ class Loop:
         targets = batch.tokens(max(bounds.start, 1), bounds.stop)
         ids = self._window(batch, bounds.begin, bounds.stop - 1)
         with nullcontext() if with_adapters else adapters_disabled(self.host.model):
-            adapters = batch.adapters if with_adapters else None
-            logits = self.host.logits(ids, bounds.scored, adapters, use_cache=False)
+            logits = self.host.logits(ids, bounds.scored, batch.adapters if with_adapters else None, use_cache=False)
         losses = token_losses(logits.flatten(0, 1), targets.flatten()).unflatten(0, targets.shape)
         return [row_losses.double().sum().item() for row_losses in losses]
 
@@ -330,8 +329,7 @@ class Loop:
             text = self.anchor.text_of(step)
             if text is not None:
                 with nullcontext() if self.writer is None else self.writer.pausing():
-                    adapters = replace(batch, rows=rows).adapters
-                    self.anchor.losses(self.host, text, adapters, len(rows)).sum().backward()
+                    self.anchor.losses(self.host, text, replace(batch, rows=rows).adapters, len(rows)).sum().backward()
 
 
 def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:

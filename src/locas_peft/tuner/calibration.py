@@ -16,9 +16,7 @@ Batches = Iterable[Tensor | Mapping[str, Tensor]]
 
 
 @torch.no_grad()
-def calibrate(
-    model: nn.Module, batches: Batches, adapter_name: str | None = None, across_processes: bool = True
-) -> None:
+def calibrate(model: nn.Module, batches: Batches, adapter_name: str | None = None, across_processes=True) -> None:
     """Make a memory's gate and up rows from what the host does on a text, and measure its scale. The values stay zero.
 
     Each batch takes one forward pass of the host without its head. Other memories are switched off meanwhile. Paper,
@@ -56,12 +54,7 @@ def calibrate(
 
 
 def observe_host(
-    model: nn.Module,
-    batches: Iterable,
-    name: str,
-    layers: list[LocasLayer],
-    r: int | None = None,
-    across_processes: bool = True,
+    model: nn.Module, batches: Iterable, name: str, layers: list, r: int | None = None, across_processes=True
 ) -> list[Statistics]:
     """Return what the host's FFNs do on a text, for each of the layers of a memory. No memory takes part.
 

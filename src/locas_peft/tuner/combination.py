@@ -18,9 +18,7 @@ from .config import LocasConfig
 from .layer import LocasLayer
 
 
-def combined_config(
-    layers: Sequence[LocasLayer], configs: dict[str, LocasConfig], weights: Sequence[float]
-) -> LocasConfig:
+def combined_config(layers: Sequence[LocasLayer], configs: dict[str, LocasConfig], weights: Sequence) -> LocasConfig:
     """Return the config of the memory that combines others, or raise a `ValueError` if they cannot be combined."""
     if len(weights) != len(configs) or not all(math.isfinite(weight) for weight in weights):
         raise ValueError(f"weights must be a finite number for each of {', '.join(configs)}, got {list(weights)}.")

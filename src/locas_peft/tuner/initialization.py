@@ -43,9 +43,7 @@ class Calibration:
         self._generator = make_generator(seed, f"process {rank}")
 
     @torch.no_grad()
-    def update(
-        self, ffn_input: Tensor, sum_activity: SumActivity, output: Tensor, token_mask: Tensor | None = None
-    ) -> None:
+    def update(self, ffn_input: Tensor, sum_activity: SumActivity, output: Tensor, token_mask: Tensor | None = None):
         """Add the tokens of a forward pass: A `[..., D]`, the sum of their |M|, and FFN(A) `[..., D]`.
 
         `token_mask`, `[B, T]`, is nonzero where a token is no padding; ignored if its size is not that of the batch.

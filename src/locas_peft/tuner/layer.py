@@ -37,9 +37,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     adapter_layer_names: tuple[str, ...] = ("locas_gate", "locas_up", "locas_down")
     other_param_names: tuple[str, ...] = ("locas_input_scale", "locas_tau", "locas_config", "locas_multiplier")
 
-    def __init__(
-        self, base_layer: nn.Module, ffn: AnyFFN, name: str, adapter_name: str, config: LocasConfig, r: int
-    ) -> None:
+    def __init__(self, base_layer: nn.Module, ffn: AnyFFN, name: str, adapter_name: str, config: LocasConfig, r: int):
         super().__init__()
         self.base_layer = base_layer
         self.training = base_layer.training  # a new module starts in training mode, where a forward calibrates

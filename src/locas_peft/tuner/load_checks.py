@@ -105,8 +105,7 @@ def _find_shape_problem(parts: Tensors, config: LocasConfig) -> str | None:
 
 def _find_gain_problem(parts: Tensors, config: LocasConfig) -> str | None:
     factors = {part: tensor.abs().max().item() for part, tensor in parts.items()}
-    k = factors.pop("locas_input_scale", 1.0)
-    projections = [k] * (2 if "locas_gate" in factors else 1)
+    projections = [factors.pop("locas_input_scale", 1.0)] * (2 if "locas_gate" in factors else 1)
     gain = math.prod(max(1.0, factor) for factor in (*factors.values(), *projections, abs(config.scaling)))
     if gain > LARGEST:
         return f"the product of its largest numbers is {gain:.3g}, at most {LARGEST:.0e} expected"

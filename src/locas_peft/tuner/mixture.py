@@ -236,8 +236,7 @@ class HostMixture:
         inputs, expected = record["inputs"], torch.zeros_like(record["routed"], dtype=torch.float32)
         with torch.no_grad():
             for expert, token, weight in _list_choices(record):
-                activation = self.activate(expert, inputs[token])
-                out = nn.functional.linear(activation, self.experts.down_proj[expert])
+                out = nn.functional.linear(self.activate(expert, inputs[token]), self.experts.down_proj[expert])
                 expected.index_add_(0, token, (out * weight[:, None]).float())
             if self.shared is not None:
                 expected += (self.shared_weight(inputs) * record["shared"]).float()

@@ -76,8 +76,7 @@ def width_step(model: nn.Module, ffn: AnyFFN) -> int:
     """Return the number that an FFN's width in the model's config is a multiple of."""
     if not isinstance(ffn, HostMixture) or not ffn.widens_shared or not hasattr(model, "config"):
         return 1
-    has_field = any(hasattr(model.config.get_text_config(), field) for field in SHARED_FIELDS)
-    return 1 if has_field else ffn.expert_width
+    return 1 if any(hasattr(model.config.get_text_config(), field) for field in SHARED_FIELDS) else ffn.expert_width
 
 
 def _set_width(config: PretrainedConfig, group: WidthGroup) -> None:
