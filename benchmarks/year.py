@@ -2,13 +2,12 @@
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json
 
-Each session is studied into a memory of its own in a library. The memory that the library finds for a question, the
-others of up to three whose score by words is at least half of its score, and that of the session which holds the
-evidence recite passages (`selfstudy.Finder`). The base answers from ten passages: those of the evidence's
-memory, of the memory that is found, the best of the up to three, and BM25's over all sessions, of the passages alone
-and of each with the questions that its study wrote. The last are also merged by rank with recited ones, and recited
-ones that the text has stand before others. Separate memories do not change: the questions are asked once, after the
-last session.
+Each session is studied into a memory of its own in a library. Passages are found (`selfstudy.Finder`) in the memory of
+the session which holds the evidence, in the one that the library finds for the question, and in all of up to five that
+fit nearly as well, together. The base answers from ten of these, from BM25's ten over all sessions, of the passages
+alone and of each with the questions that its study wrote, and from BM25's and those of the several memories in turns.
+Separate memories do not change: the questions are asked once, after the last session. With `--passes 0` nothing is
+learned: a memory is then what finds its passages.
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json --goes-on 10 --every 5
 
@@ -23,7 +22,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -33,14 +32,14 @@ import numpy as np
 import torch
 from measuring import describe_machine
 
-from locas_peft.asking import Question, ask_by_reciting, encode_question, is_right
-from locas_peft.asking.answers import answer_all, answer_from, measure_gain
+from locas_peft.asking import Question, ask_by_reciting, is_right
+from locas_peft.asking.answers import answer_from
 from locas_peft.bases import load_base
 from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, dialogue_lines, load_locomo
 from locas_peft.evaluation.f1 import answer_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
-from locas_peft.library.routing import LEAST_GAIN, list_passages
+from locas_peft.library.routing import MOST_SEARCHED
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import load_exchanges, load_finder, split_passages
@@ -104,83 +103,52 @@ def study(base, tokenizer, talk: Conversation, library: Library, results: dict[s
         print(name, rows[name], flush=True)
 
 
-def recite(base, tokenizer, library: Library, questions: list[Question], wanted: list[set[str]], work: Path) -> dict:
-    """Let each memory recite for the questions that want it: by its name and the question's number, ranked passages.
-
-    A memory whose own answer the base would say as well has none (`LEAST_GAIN`). A file for each memory in `work`
-    keeps what is done.
-    """
-    found = {}
-    for name in sorted(set().union(*wanted)):
-        file = work / f"{name}.json"
-        if not file.exists():
-            numbers = [number for number, names in enumerate(wanted) if name in names]
-            began, asked = time.process_time(), [questions[number].question for number in numbers]
-            with library.attach(base, [name]) as model:
-                find = load_finder(library.find(name), model, tokenizer)
-                ranked = find(asked)
-                prompts = [encode_question(tokenizer, each) for each in asked]
-                gains = measure_gain(model, tokenizer, prompts, answer_all(model, tokenizer, prompts))
-            kept = [each if gain >= LEAST_GAIN else {} for each, gain in zip(ranked, gains, strict=True)]
-            seconds = (time.process_time() - began) / len(asked)
-            write_json(file, {"seconds": seconds, "ranked": dict(zip(map(str, numbers), kept, strict=True))})
-            print(f"{name} recites for {len(asked)} questions, {seconds:.1f} s each", flush=True)
-        found[name] = load_json(file)
+def find(
+    base, tokenizer, library: Library, questions: list[Question], searched: list[tuple[str, ...]]
+) -> list[list[str]]:
+    """Return for each question the passages that are found in some memories, by their names, searched as one."""
+    found: list[list[str]] = [[] for _ in questions]
+    for names in filter(None, dict.fromkeys(searched)):
+        numbers = [number for number, each in enumerate(searched) if each == names]
+        rows = library.load_finder(names, base, tokenizer)([questions[number].question for number in numbers])
+        for number, row in zip(numbers, rows, strict=True):
+            found[number] = list(row)
     return found
 
 
-def route_to_several(library: Library, questions: list[str], most: int = 3, share: float = 0.5) -> list[list[str]]:
-    """Return for each question the memory that `Library.route` finds, first, and others that fit nearly as well."""
-    names = library.list()
-    scores = score_by_words([list_passages(library.find(name)) for name in names], questions)
-    orders = (-scores).argsort(1, kind="stable")[:, :most]
-    both = zip(scores, orders, strict=True)
-    return [[names[each] for each in order if row[each] >= max(1, share * row.max())] for row, order in both]
-
-
-def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], out: Path, work: Path) -> None:
-    """Ask each question with its own session's memory, with those that are found, and of the base with passages."""
+def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], out: Path) -> None:
+    """Ask the base each question with passages of its own session's memory, of those that are found, and of BM25."""
     lines, asked = lines_of(talk), list_questions(talk)
-    questions, owners = [Question(each.question, each.answer) for each, _ in asked], [owner for _, owner in asked]
+    questions, owners = [Question(each.question, each.answer) for each, _ in asked], [(owner,) for _, owner in asked]
+    texts = [each.question for each in questions]
     began = time.perf_counter()
-    routed = route_to_several(library, [each.question for each in questions])
-    results["seconds_a_routing"] = (time.perf_counter() - began) / len(questions)
-    work.mkdir(parents=True, exist_ok=True)
-    wanted = [{*names, owner} for names, owner in zip(routed, owners, strict=True)]
-    found = recite(base, tokenizer, library, questions, wanted, work)
-    results["seconds_a_memory_and_question"] = [each["seconds"] for each in found.values()]
-
-    def best_of(number: int, names: Sequence[str], before: Container[str] = ()) -> list[str]:
-        ranked = [found[name]["ranked"][str(number)] for name in names]
-        scored = sorted((each not in before, nats, each) for passages in ranked for each, nats in passages.items())
-        return list(dict.fromkeys(passage for *_, passage in scored))[:MOST_FOUND]
-
+    first, several = library.route(texts), library.route(texts, MOST_SEARCHED)
+    results["seconds_a_routing"] = (time.perf_counter() - began) / 2 / len(questions)
+    began = time.process_time()
+    together = find(base, tokenizer, library, questions, several)
+    results["seconds_a_question"] = (time.process_time() - began) / len(questions)
     passages = [each.text for s in talk.sessions for each in split_passages(tokenizer, text_of(talk, s))]
     held = join_exchanges(each for s in talk.sessions for each in load_exchanges(library.find(name_of(s)) / EXCHANGES))
-    with_questions = rank_passages(held, questions)
-    first = [best_of(number, names[:1]) for number, names in enumerate(routed)]
-    several = [best_of(number, names) for number, names in enumerate(routed)]
+    by_words = rank_passages(dict(zip(passages, passages, strict=True)), questions)
     kinds = {
         "base": [[] for _ in questions],
-        "own": [best_of(number, [owner]) for number, owner in enumerate(owners)],
-        "first": first,
-        "first, passages of the text first": [best_of(n, names[:1], held) for n, names in enumerate(routed)],
-        "several": several,
-        "bm25": rank_passages(dict(zip(passages, passages, strict=True)), questions),
-        "bm25 and the study's questions": with_questions,
-        "first and these, merged": [merge(*both) for both in zip(first, with_questions, strict=True)],
-        "several and these, merged": [merge(*both) for both in zip(several, with_questions, strict=True)],
+        "own": find(base, tokenizer, library, questions, owners),
+        "first": find(base, tokenizer, library, questions, first),
+        "together": together,
+        "bm25": by_words,
+        "bm25 and the study's questions": rank_passages(held, questions),
+        "together and bm25, in turns": [merge(*both) for both in zip(together, by_words, strict=True)],
     }
-    rows: dict[str, list[dict[str, Any]]] = {}
+    rows = results.setdefault("answers", {})
     for kind, contexts in kinds.items():
         answers = answer_from(base, tokenizer, questions, contexts)
-        described = zip(asked, answers, contexts, routed, strict=True)
+        described = zip(asked, answers, contexts, several, strict=True)
         rows[kind] = [
             describe(each, answer, found, lines) | {"own": owner, "memories": list(names)}
             for (each, owner), answer, found, names in described
         ]
-    results["answers"] = rows
-    write_json(out, results)
+        write_json(out, results)
+        print(tabulate({kind: rows[kind]}), flush=True)
 
 
 def rank_passages(texts: dict[str, str], questions: list[Question]) -> list[list[str]]:
@@ -271,8 +239,7 @@ def main() -> None:
         shared = results, settings, arguments.out, arguments.work
         go_on(base, tokenizer, talk, library, *shared, arguments.goes_on, arguments.every)
     else:
-        ask(base, tokenizer, talk, library, results, arguments.out, arguments.work / "recited")
-        print(tabulate(results["answers"]))
+        ask(base, tokenizer, talk, library, results, arguments.out)
 
 
 if __name__ == "__main__":
