@@ -246,14 +246,15 @@ class Library:
         """
         names = self.list()
         scores = score_by_words([list_passages(self.folder / name) for name in names], questions)
-        orders = (-scores).argsort(1, kind="stable")[:, :most]
-        least = [max(1, LEAST_SHARE * row.max(initial=0)) for row in scores]
-        rows = zip(scores, orders, least, strict=True)
-        return [tuple(names[each] for each in order if row[each] >= floor) for row, order, floor in rows]
+        both = zip(scores, (-scores).argsort(1, kind="stable")[:, :most], strict=True)
+        return [tuple(names[n] for n in order if row[n] >= max(1, LEAST_SHARE * row.max())) for row, order in both]
 
     def load_finder(self, names: Sequence[str], model: nn.Module, tokenizer) -> Finder:
         """Return what finds the passages of memories that have studied, of all together; the others are left out."""
-        return load_finder([self.find(name) for name in names if self.has_studied(name)], model, tokenizer)
+        folders = [self.find(name) for name in names if self.has_studied(name)]
+        for folder in folders:
+            load_memory_config(folder, self.key)  # it refuses one that its owner has not signed
+        return load_finder(folders, model, tokenizer)
 
     def ask(
         self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], *, by: Callable = ask, **options: Any

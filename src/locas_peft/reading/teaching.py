@@ -229,10 +229,7 @@ def _make_study(
 
 
 def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTrainer:
-    """Return the trainer of a reading, with the memory's writer and the anchor where the settings ask for them.
-
-    Where the settings teach nothing, `model` is frozen, and the trainer scores alone.
-    """
+    """Return the trainer of a reading, with its writer and anchor; where nothing is taught, of a frozen `model`."""
     method, anchor = settings.method, None
     if not settings.teaches:
         return TestTimeTrainer(model.requires_grad_(False), settings.for_base().training)
