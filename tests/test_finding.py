@@ -11,7 +11,7 @@ from locas_peft import LocasConfig, backbone
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import Exchange, Finder, load_finder, save_exchanges
-from locas_peft.selfstudy.exchanges import join_exchanges
+from locas_peft.selfstudy.exchanges import digest_exchanges, join_exchanges
 from locas_peft.selfstudy.finding import DEPTHS, RIDGE, WORDS, measure_moments, save_moments, score_by_words
 from locas_peft.text import tokenize
 
@@ -138,8 +138,10 @@ def test_a_studied_memory_has_its_moments_and_without_them_they_are_measured(tmp
     kept = path.read_bytes()
     for change in (
         path.unlink,
-        lambda: save_file({**tensors, "sums": sums[:, :2].contiguous()}, path, {"exchanges": "0"}),
-        lambda: path.write_bytes(kept) and save_exchanges(folder / "exchanges.jsonl", EXCHANGES[:2]),
+        lambda: save_file(
+            {**tensors, "sums": sums[:, :2].contiguous()}, path, {"exchanges": digest_exchanges(EXCHANGES)}
+        ),
+        lambda: save_file(tensors, path, {"exchanges": "0"}),
     ):
         change()
         before = len(measured)
@@ -180,6 +182,19 @@ def test_several_memories_are_searched_as_one_memory_of_all_texts(tmp_path, base
         assert each == pytest.approx(other, abs=1e-2) and next(iter(each)) == next(iter(other))
     apart = load_finder(tmp_path / "two", *base)(asked[:1])[0]
     assert set(apart) == {PASSAGES[0], PASSAGES[2]}
+    with pytest.raises(
+        ValueError, match=r"^a memory must have its exchanges.jsonl beside it to recite, got '.' without"
+    ):
+        load_finder([], *base)
+
+
+def test_the_first_of_several_memories_corrects_the_answers_of_the_others(tmp_path, base):
+    new = [Exchange(EXCHANGES[2].question.upper(), "Bread is baked at night."), EXCHANGES[1]]
+    for name, exchanges in (("new", new), ("old", EXCHANGES)):
+        (tmp_path / name).mkdir()
+        save_exchanges(tmp_path / name / "exchanges.jsonl", exchanges)
+    found = load_finder([tmp_path / "new", tmp_path / "old"], *base)([EXCHANGES[2].question])[0]
+    assert PASSAGES[2] not in found and set(found) == {"Bread is baked at night.", *PASSAGES[:2]}
 
 
 def test_a_study_of_no_passes_teaches_nothing_and_makes_what_finds(tmp_path):

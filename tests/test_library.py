@@ -133,6 +133,18 @@ def test_a_memory_that_was_taught_nothing_answers_by_what_is_found_in_it(base, t
     assert (other.recited, other.memories) == ((), ()), "its text has no Dunmarrow"
 
 
+def test_a_taught_memory_that_goes_on_without_passes_is_still_asked_what_it_would_say(library, base, monkeypatch):
+    exchanges, asked = (
+        [Exchange("Who lit the lamp at Skarn?", "Old Peder lit it.")],
+        [Question("Who lit the lamp at Skarn?")],
+    )
+    more = replace(SETTINGS, study=True, passes=0)
+    library.add(*base, TEXTS["lamp"], "lamp", more, start=library.find("lamp"), exchanges=exchanges)
+    monkeypatch.setattr(module, "measure_gain", lambda *args: [0.5 for _ in args[-1]])
+    (answer,) = library.ask(*base, asked, by=ask_by_reciting, max_new_tokens=8)
+    assert answer.memories == (), "its weights are those of its reading, which has taught it"
+
+
 def test_the_gain_is_that_of_the_memory_over_the_base_in_nats_a_token(library, base):
     question, given = "Who lit the lamp?", "Old Peder lit the lamp at Skarn."
     prompt, answer = encode_question(base[1], question), encode_answer(base[1], given)

@@ -74,7 +74,7 @@ def ask(
     Args:
         question: the questions.
         questions: a JSON Lines file with more, an object a line: question and, if known, answer.
-        library: a folder of memories: each question is answered with the one that it is about, if any.
+        library: a folder of memories: each question is answered with the one (--recite: five) that it is about.
         context: a text file that the model sees before each question.
         without_memory: ask the base model alone; --memory then only names it.
         recite: ten studied passages are found for each question, and the base answers from them in a few words.
@@ -142,7 +142,7 @@ def chat(
     """Talk with a model about what it has read: one message a line; /exit or the end of the input ends it.
 
     Args:
-        library: a folder of memories: each message is replied to with the one that it is about, if any.
+        library: a folder of memories: each message is replied to with the one that it is about, if any (see ask).
         without_memory: talk with the base model alone; --memory then only names it.
         recite: ten studied passages are found for each message, and the base replies with these before it.
         max_new_tokens: the longest reply, in tokens.

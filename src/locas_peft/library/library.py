@@ -196,10 +196,10 @@ class Library:
         check_vacant(target := self.choose_folder(out))
         for name in filter(memories.get, self.list()):  # the latest first
             exchanges = correct(load_exchanges(memories[name] / EXCHANGES), exchanges)
-        widest = max(map(load_reading, memories.values()), key=lambda record: record.settings.method.r)
+        made = [load_reading(folder).settings for folder in memories.values()]
+        settings = replace(max(made, key=lambda each: (each.teaches, each.method.r)), max_tokens=None)
         text = "\n".join(dict.fromkeys(each.answer for each in exchanges))
         options = {"title": " and ".join(names), "tokenizer": tokenizer, "sample": make_sample(text), **options}
-        settings = replace(widest.settings, max_tokens=None)
         return memorize(base, tokenize(tokenizer, text), settings, out=target, exchanges=exchanges, **options)
 
     def list_taught_beside(self, name: str) -> dict[str, Reading]:
@@ -233,11 +233,6 @@ class Library:
         folders = [self.find(name) for name in names]
         return memory_attached(base, folders[0], self.key, folders[1:]) if folders else nullcontext(base)
 
-    def has_learned(self, name: str) -> bool:
-        """Return whether a memory was taught anything: a study of no passes only makes what finds passages."""
-        folder = self.find(name)
-        return not (folder / READING).is_file() or load_reading(folder).settings.teaches
-
     def route(self, questions: Sequence[str], most: int = 1) -> list[tuple[str, ...]]:
         """Return for each question the names of the memories that it is about, the best first; () for none.
 
@@ -250,8 +245,8 @@ class Library:
         return [tuple(names[n] for n in order if row[n] >= max(1, LEAST_SHARE * row.max())) for row, order in both]
 
     def load_finder(self, names: Sequence[str], model: nn.Module, tokenizer) -> Finder:
-        """Return what finds the passages of memories that have studied, of all together; the others are left out."""
-        folders = [self.find(name) for name in names if self.has_studied(name)]
+        """Return what finds passages in those memories that have studied; a later one corrects an earlier one."""
+        folders = [self.find(name) for name in self.list() if name in names and self.has_studied(name)]
         for folder in folders:
             load_memory_config(folder, self.key)  # it refuses one that its owner has not signed
         return load_finder(folders, model, tokenizer)
@@ -281,10 +276,10 @@ class Library:
     ) -> list[RoutedAnswer]:
         """Answer each question with the memory that it is about, and with the base alone where it is about none.
 
-        Where a memory that has learned says what the base would say too (`routing.LEAST_GAIN`), the base answers.
-        `base` is mutated meanwhile. `write` is called with the base with or without a memory, the names of up to
-        `most` memories, of which the first is attached, and the numbers of questions. It returns for each the token
-        ids of the prompt that the memory answers (None: its answer is taken as it is), the answer, and the passages.
+        Where a studied memory says what the base would say too (`routing.LEAST_GAIN`), the base answers; one that has
+        learned nothing answers where passages are found. `base` is mutated meanwhile. `write` gets the base, the names
+        of up to `most` memories, of which the first is attached, and the numbers of questions. It returns for each the
+        token ids of the memory's prompt (None: its answer is taken as it is), the answer, and the passages.
         """
         routed = self.route([each.question for each in questions], most)
         answers: dict[int, RoutedAnswer] = {}
@@ -296,7 +291,7 @@ class Library:
                 prompts, given, recited = zip(*write(model, names, numbers), strict=True)
                 if not names or not self.has_studied(names[0]) or None in prompts:
                     gains = [LEAST_GAIN] * len(numbers)
-                elif any(recited) and not self.has_learned(names[0]):
+                elif any(recited) and not _has_learned(model):
                     gains = [LEAST_GAIN * bool(passages) for passages in recited]
                 else:  # A studied memory recites its passages whatever is asked: there its own answer is measured.
                     said = answer_all(model, tokenizer, prompts) if any(recited) else given
@@ -317,3 +312,8 @@ class Library:
     def _check_room(self, taken: set[str]) -> None:
         if self._most is not None and len(taken) >= self._most:
             raise ValueError(f"this library must hold at most {self._most} memories: forget some first")
+
+
+def _has_learned(model: nn.Module) -> bool:
+    """Return whether a memory's output is not zero, that of Locas or LoRA."""
+    return any(each.any() for name, each in model.named_parameters() if "locas_down" in name or "lora_B" in name)

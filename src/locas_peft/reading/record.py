@@ -220,6 +220,6 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
         seconds = reading.studied["writing_seconds"] + reading.studied["learning_seconds"]
         rows["self-study"] = f"{reading.studied['kept']} exchanges in {seconds:,.0f} s"
     rows |= {name: f"`{value}`" for name in _CARD_SETTINGS if (value := given[name]) is not None}
-    made = "trained by reading one text"
+    made = "trained by reading one text" if settings.teaches else "made for finding passages of one text"
     note = f"The perplexities are of this text alone. All settings and figures are in `{READING}`."
     return make_card(settings.model, config.peft_type, title, made, rows, note)

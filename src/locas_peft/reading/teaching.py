@@ -184,7 +184,7 @@ def attached(
 
 
 class PeakMemory:
-    """Records the most memory in use, in bytes, on CUDA torch's, on Linux the process's. A new one resets it."""
+    """Records the peak of the memory in use, in bytes: torch's on CUDA, else the process's on Linux, from now on."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -232,7 +232,8 @@ def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTraine
     """Return the trainer of a reading, with its writer and anchor; where nothing is taught, of a frozen `model`."""
     method, anchor = settings.method, None
     if not settings.teaches:
-        return TestTimeTrainer(model.requires_grad_(False), settings.for_base().training)
+        scored = settings.for_base(readings=settings.training.readings)
+        return TestTimeTrainer(model.requires_grad_(False), scored.training)
     if method.anchor:
         texts = OwnText(model, tokens=max(min(settings.training.stride, ANCHOR_TOKENS), 2), seed=settings.seed)
         anchor = Anchor(texts, weight=method.anchor, every=method.anchor_every)

@@ -115,9 +115,9 @@ def upper_layers_trained(model: nn.Module, alone: bool = True) -> Iterator[None]
 
 
 def _find_trained(model: nn.Module) -> tuple[str, list, list]:
-    """Return the name of the memory that is trained, else of the first one, and its lower and upper layers."""
+    """Return the name of the memory that is trained, else of the last one, and its lower and upper layers."""
     layers = {name: list_layers(model, name) for name in names_or_active(model, None)}
-    name, own = max(layers.items(), key=lambda each: each[1][-1].locas_down[each[0]].weight.requires_grad)
+    name, own = max(reversed(layers.items()), key=lambda each: each[1][-1].locas_down[each[0]].weight.requires_grad)
     first = int(FIRST_LAYER * len(own))
     return name, own[:first], own[first:]
 

@@ -29,7 +29,7 @@ from ..checks import import_extra
 from ..model import CausalLM
 from ..tuner import adapters_disabled, evaluating
 from ..tuner.memory_file import load_tensors
-from .exchanges import EXCHANGES, PASSAGES, Exchange, digest_exchanges, join_exchanges, load_exchanges
+from .exchanges import EXCHANGES, PASSAGES, Exchange, correct, digest_exchanges, join_exchanges, load_exchanges
 
 __all__ = ["MOST_FOUND", "Finder", "Moments", "load_finder", "measure_moments", "save_moments", "score_by_words"]
 
@@ -97,8 +97,7 @@ def measure_moments(model: nn.Module, tokenizer, exchanges: Sequence[Exchange]) 
 
 def save_moments(folder: Path, moments: Moments, exchanges: Sequence[Exchange]) -> None:
     """Write the moments of some exchanges into a memory's folder, in half precision."""
-    d = moments.gram.shape[-1]
-    tokens = moments.gram[0].trace() / d  # each has the squared length D
+    d, tokens = moments.gram.shape[-1], moments.gram[0].diagonal().mean()  # each token has the squared length D
     rows, columns = torch.triu_indices(d, d)
     upper = moments.gram[:, rows, columns]
     tensors = {"gram": (upper / tokens).half(), "sums": (moments.sums / d**0.5).half(), "tokens": tokens.reshape(1)}
@@ -122,23 +121,25 @@ def _load_moments(folder: Path, exchanges: Sequence[Exchange], passages: int, d:
 def load_finder(memories: str | Path | Sequence[str | Path], model: nn.Module, tokenizer) -> Finder:
     """Return what finds the passages that a memory has studied, or several together, by their folders.
 
-    Without a file of moments, or with that of other exchanges, they are measured. A damaged file, and a folder
-    without exchanges, are a `ValueError`.
+    Where several ask a question in the same words, the first one's answer stays. Without a file of moments, or with
+    that of other exchanges, they are measured. A damaged file, and no folder with exchanges, is a `ValueError`.
     """
-    parts, d = list[tuple[list[Exchange], Moments]](), model.get_input_embeddings().weight.shape[1]
-    for folder in map(Path, [memories] if isinstance(memories, str | Path) else memories):
+    folders = [*map(Path, [memories] if isinstance(memories, str | Path) else memories)]
+    parts, exchanges, d = [], list[Exchange](), model.config.get_text_config().hidden_size
+    for folder in folders or [Path()]:
         if not (folder / EXCHANGES).is_file():
             rule = f"a memory must have its {EXCHANGES} beside it to recite, got {str(folder)!r} without"
             raise ValueError(f"{rule}: study its text, or ask it directly")
         own = load_exchanges(folder / EXCHANGES)
-        moments = _load_moments(folder, own, len({each.answer for each in own}), d)
-        parts.append((own, moments or measure_moments(model, tokenizer, own)))
-    passages = join_exchanges([each for own, _ in parts for each in own])
-    numbers = {passage: number for number, passage in enumerate(passages)}
-    sums = torch.zeros(len(DEPTHS), len(passages), d)
-    for own, moments in parts:
-        sums.index_add_(1, torch.tensor([numbers[each] for each in join_exchanges(own)]), moments.sums.cpu())
-    joined = Moments(sum(moments.gram.cpu() for _, moments in parts), sums)
+        answers = list(join_exchanges(own))
+        parts.append((answers, _load_moments(folder, own, len(answers), d) or measure_moments(model, tokenizer, own)))
+        exchanges = correct(own, exchanges)
+    passages = join_exchanges(exchanges)
+    sums = dict.fromkeys(passages, torch.zeros(len(DEPTHS), d))
+    for answers, moments in parts:
+        own = zip(answers, moments.sums.cpu().unbind(1), strict=True)
+        sums |= {each: sums[each] + tokens for each, tokens in own if each in sums}
+    joined = Moments(sum(moments.gram.cpu() for _, moments in parts), torch.stack([*sums.values()], 1))
     return Finder(model, tokenizer, passages, joined.fit_rows())
 
 
