@@ -159,6 +159,8 @@ def main() -> None:
     parser.add_argument("--other", help="another conversation, which the taught memories do not know")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if bool(arguments.teach) != bool(arguments.other):
+        parser.error("--teach and --other go together: give both, or neither")
     (talk,) = choose_conversations(load_locomo(arguments.file)[0], [arguments.conversation])
     base, tokenizer = load_base(arguments.model)
     base.eval()

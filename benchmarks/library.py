@@ -18,6 +18,10 @@ on lighthouse and composer with other general questions.
 So many people are studied, a memory each, and one memory of all their texts. All questions are asked with the memory
 that the router finds, with the right one, with the sum of all, with the one of all texts, and, without a memory, with
 the three passages in the context that BM25 finds among all.
+
+    python benchmarks/library.py --study 34 --passes 0 --seed 2 --out benchmarks/results/library-found.json
+
+Nothing is learned: the answers are the sentences found in the library, in the one memory of all texts, and by BM25.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -34,7 +39,7 @@ import torch
 from biographies import Person, make_people
 from measuring import describe_machine, make_table
 
-from locas_peft.asking import Question, ask, count_right, load_questions
+from locas_peft.asking import Question, ask, ask_by_reciting, count_right, load_questions
 from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
@@ -145,6 +150,35 @@ def measure_answers(base, tokenizer, people: list[Person], passes: int, seed: in
     return results
 
 
+def measure_found(base, tokenizer, people: list[Person]) -> dict[str, Any]:
+    """Return how often the right sentence is found: in memories of one person each, in one of all, and by BM25."""
+    questions = [Question(**row) for person in people for row in person.questions]
+    names = [person.name for person in people for _ in person.questions]
+    settings, by = ReadingSettings(study=True, passes=0, r=1), partial(ask_by_reciting, passage=True)
+    with TemporaryDirectory() as folder:
+        each, whole, began = Library(Path(folder) / "each"), Library(Path(folder) / "one"), time.process_time()
+        for person in people:
+            exchanges = [Exchange(**row) for row in person.exchanges]
+            each.add(base, tokenizer, person.text, person.name, settings, exchanges=exchanges)
+        seconds = (time.process_time() - began) / len(questions)
+        found = each.ask(base, tokenizer, questions, by=by)
+        exchanges = [Exchange(**row) for person in people for row in person.exchanges]
+        text = "\n".join(person.text for person in people)
+        whole.add(base, tokenizer, text, "all", settings, exchanges=exchanges)
+        together = whole.load_finder(["all"], base, tokenizer)([asked.question for asked in questions])
+    held = join_exchanges(exchanges)
+    scores = score_by_words([[text] for text in held.values()], [asked.question for asked in questions])
+    return {
+        "people": len(people),
+        "asked": len(questions),
+        "cpu_seconds_a_fact": seconds,
+        "right_memory_first": sum(one.memories[:1] == (name,) for one, name in zip(found, names, strict=True)),
+        "right_memory_each": count_right([one.answer for one in found], questions),
+        "right_one_memory_of_all": count_right([next(iter(one), "") for one in together], questions),
+        "right_bm25": count_right([list(held)[best] for best in scores.argmax(1)], questions),
+    }
+
+
 def measure_pages(base, tokenizer, memories: list[Path], files: list[Path]) -> dict[str, Any]:
     """Ask studied pages' questions and general ones of a library of the pages; return how many memories answered."""
     results: dict[str, Any] = {"asked": 0, "routed_by_words": 0, "answered_by_the_right": 0}
@@ -208,8 +242,11 @@ def main() -> None:
     if arguments.study:
         base, tokenizer = load_base(arguments.model)
         people = make_people(arguments.study, arguments.seed)
-        results["answers"] = measure_answers(base, tokenizer, people, arguments.passes, arguments.seed)
-        print(results["answers"])
+        if arguments.passes:
+            results["answers"] = measure_answers(base, tokenizer, people, arguments.passes, arguments.seed)
+        else:
+            results["found"] = measure_found(base, tokenizer, people)
+        print(results)
     elif arguments.ask:
         results["pages"] = measure_pages(*load_base(arguments.model), arguments.pages, arguments.questions)
         print(results["pages"])

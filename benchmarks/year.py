@@ -2,12 +2,17 @@
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json
 
-Each session is studied into a memory of its own in a library. Passages are found (`selfstudy.Finder`) in the memory of
-the session which holds the evidence, in the one that the library finds for the question, and in all of up to five that
-fit nearly as well, together. The base answers from ten of these, from BM25's ten over all sessions, of the passages
-alone and of each with the questions that its study wrote, and from BM25's and those of the several memories in turns.
-Separate memories do not change: the questions are asked once, after the last session. With `--passes 0` nothing is
-learned: a memory is then what finds its passages.
+Each session is studied into a memory of its own in a library. With `--passes 0` nothing is learned: a memory then has
+what finds its passages (`selfstudy.Finder`) alone. The base answers each question from ten passages, those
+
+- own: found in the memory of the session which has the evidence;
+- first: found in the memory that the library finds for the question;
+- together: found in up to five memories that fit nearly as well, searched as one;
+- bm25: of all sessions, by their words; also by these and those of the study's questions;
+- together and bm25, in turns.
+
+With `--answer together,bm25` the base answers from these alone; the others are compared by the rank of the evidence.
+Separate memories do not change: the questions are asked once, after the last session.
 
     python benchmarks/year.py locomo6.json --conversation conv-30 --work year --out year.json --goes-on 10 --every 5
 
@@ -22,7 +27,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -68,12 +73,19 @@ def list_questions(talk: Conversation) -> list[tuple[LocomoQuestion, str]]:
     return [(each, owners.pop()) for each, owners in held if each.category != 5 and len(owners) == 1]
 
 
-def describe(asked: LocomoQuestion, given: str, recited: Sequence[str], lines: dict[str, str]) -> dict[str, Any]:
-    """Return an answer's figures: is the gold phrase in it, its F1, and at which rank a passage of the evidence is."""
+def describe(
+    asked: LocomoQuestion, given: str | None, recited: Sequence[str], lines: dict[str, str]
+) -> dict[str, Any]:
+    """Return an answer's figures: is the gold phrase in it, its F1, and at which rank a passage of the evidence is.
+
+    Where no answer is given, the rank alone.
+    """
     evidence = [lines[turn] for turn in asked.evidence if turn in lines]
     ranks = [rank for rank, passage in enumerate(recited, 1) if any(is_of(passage, line) for line in evidence)]
-    right, f1 = is_right(given, asked.answer), answer_f1(given, asked.answer, asked.category)
-    return {"index": asked.index, "right": right, "f1": f1, "rank": ranks[0] if ranks else None}
+    found = {"index": asked.index, "rank": ranks[0] if ranks else None}
+    if given is not None:
+        found |= {"right": is_right(given, asked.answer), "f1": answer_f1(given, asked.answer, asked.category)}
+    return found
 
 
 def is_of(passage: str, line: str) -> bool:
@@ -116,7 +128,9 @@ def find(
     return found
 
 
-def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], out: Path) -> None:
+def ask(
+    base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], out: Path, answered: list[str]
+) -> None:
     """Ask the base each question with passages of its own session's memory, of those that are found, and of BM25."""
     lines, asked = lines_of(talk), list_questions(talk)
     questions, owners = [Question(each.question, each.answer) for each, _ in asked], [(owner,) for _, owner in asked]
@@ -130,24 +144,27 @@ def ask(base, tokenizer, talk: Conversation, library: Library, results: dict[str
     passages = [each.text for s in talk.sessions for each in split_passages(tokenizer, text_of(talk, s))]
     held = join_exchanges(each for s in talk.sessions for each in load_exchanges(library.find(name_of(s)) / EXCHANGES))
     by_words = rank_passages(dict(zip(passages, passages, strict=True)), questions)
-    kinds = {
-        "base": [[] for _ in questions],
-        "own": find(base, tokenizer, library, questions, owners),
-        "first": find(base, tokenizer, library, questions, first),
-        "together": together,
-        "bm25": by_words,
-        "bm25 and the study's questions": rank_passages(held, questions),
-        "together and bm25, in turns": [merge(*both) for both in zip(together, by_words, strict=True)],
+    kinds: dict[str, Callable[[], list[list[str]]]] = {
+        "base": lambda: [[] for _ in questions],
+        "own": lambda: find(base, tokenizer, library, questions, owners),
+        "first": lambda: find(base, tokenizer, library, questions, first),
+        "together": lambda: together,
+        "bm25": lambda: by_words,
+        "bm25 and the study's questions": lambda: rank_passages(held, questions),
+        "together and bm25, in turns": lambda: [merge(*both) for both in zip(together, by_words, strict=True)],
     }
     rows = results.setdefault("answers", {})
-    for kind, contexts in kinds.items():
-        answers = answer_from(base, tokenizer, questions, contexts)
-        described = zip(asked, answers, contexts, several, strict=True)
-        rows[kind] = [
-            describe(each, answer, found, lines) | {"own": owner, "memories": list(names)}
-            for (each, owner), answer, found, names in described
-        ]
-        write_json(out, results)
+    for kind, make in kinds.items():
+        if kind not in rows or (kind in answered and "right" not in rows[kind][0]):
+            contexts, answers = make(), [None] * len(questions)
+            if not answered or kind in answered:
+                answers = answer_from(base, tokenizer, questions, contexts)
+            described = zip(asked, answers, contexts, several, strict=True)
+            rows[kind] = [
+                describe(each, answer, found, lines) | {"own": owner, "memories": list(names)}
+                for (each, owner), answer, found, names in described
+            ]
+            write_json(out, results)
         print(tabulate({kind: rows[kind]}), flush=True)
 
 
@@ -205,9 +222,12 @@ def tabulate(rows: dict[str, list[dict[str, Any]]]) -> str:
     """Return a line for each way to ask: right answers, F1, hits of the evidence among 1, 5 and 10 passages."""
     table = []
     for kind, found in rows.items():
-        hits = count_hits(found)
-        right, f1 = sum(row["right"] for row in found), 100 * np.mean([row["f1"] for row in found])
-        table.append(f"{kind}: {right} right of {len(found)}, F1 {f1:.1f}, evidence among 1, 5, 10 passages {hits}")
+        line = f"{kind}: of {len(found)}, evidence among 1, 5, 10 passages {count_hits(found)}"
+        if "right" in found[0]:
+            line += (
+                f", {sum(row['right'] for row in found)} right, F1 {100 * np.mean([row['f1'] for row in found]):.1f}"
+            )
+        table.append(line)
     return "\n".join(table)
 
 
@@ -220,6 +240,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-sessions", type=int)
+    parser.add_argument("--answer", help="kinds of passages, separated by commas, that the base answers from; all")
     parser.add_argument("--goes-on", type=int, default=0, help="teach one memory so many sessions")
     parser.add_argument("--every", type=int, default=5, help="ask it after every so many")
     parser.add_argument("--work", type=Path, required=True, help="folder of the memories")
@@ -239,7 +260,8 @@ def main() -> None:
         shared = results, settings, arguments.out, arguments.work
         go_on(base, tokenizer, talk, library, *shared, arguments.goes_on, arguments.every)
     else:
-        ask(base, tokenizer, talk, library, results, arguments.out)
+        answered = arguments.answer.split(",") if arguments.answer else []
+        ask(base, tokenizer, talk, library, results, arguments.out, answered)
 
 
 if __name__ == "__main__":
