@@ -8,6 +8,7 @@ what finds its passages (`selfstudy.Finder`) alone. The base answers each questi
 - own: found in the memory of the session which has the evidence;
 - first: found in the memory that the library finds for the question;
 - together: found in up to five memories that fit nearly as well, searched as one;
+- all: found in all memories, as in one memory of the whole dialogue;
 - bm25: of all sessions, by their words; also by these and those of the study's questions;
 - together and bm25, in turns.
 
@@ -149,6 +150,7 @@ def ask(
         "own": lambda: find(base, tokenizer, library, questions, owners),
         "first": lambda: find(base, tokenizer, library, questions, first),
         "together": lambda: together,
+        "all": lambda: find(base, tokenizer, library, questions, [tuple(library.list())] * len(questions)),
         "bm25": lambda: by_words,
         "bm25 and the study's questions": lambda: rank_passages(held, questions),
         "together and bm25, in turns": lambda: [merge(*both) for both in zip(together, by_words, strict=True)],
