@@ -594,6 +594,8 @@ def test_a_study_of_no_passes_says_what_to_ask(run, tmp_path):
     code, stdout, _ = run("memorize", "text.txt", "--out", "m", "--r", 4, *options)
     assert code == 0 and "locas ask QUESTION --memory m --passage" in " ".join(stdout.split())
     assert "The old man." in run("ask", "Who came?", "--memory", "m", "--passage", "--device", "cpu")[1]
+    code, stdout, _ = run("memorize", "text.txt", "--library", "l", "--name", "m", "--r", 4, *options)
+    assert code == 0 and "locas ask QUESTION --library l --passage" in " ".join(stdout.split())
 
 
 def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):

@@ -149,5 +149,7 @@ def memorize(
     if saves:
         asks = library is not None or settings.passes == 0 or can_chat(loaded.tokenizer)
         then = "locas ask QUESTION" if asks else "locas generate PROMPT"
-        where = f"--memory {out}{' --passage' * (settings.passes == 0)}" if library is None else f"--library {library}"
-        stdout.print(f"The memory is in {out}. Next: {then} {where}, or locas inspect {out}")
+        where = f"--memory {out}" if library is None else f"--library {library}"
+        stdout.print(
+            f"The memory is in {out}. Next: {then} {where}{' --passage' * (settings.passes == 0)}, or locas inspect {out}"
+        )
