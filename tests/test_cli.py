@@ -592,10 +592,10 @@ def test_a_study_of_no_passes_says_what_to_ask(run, tmp_path):
     (tmp_path / "given.jsonl").write_text('{"question": "Who came?", "answer": "The old man."}\n')
     options = (*FAST, *NO_ANCHOR, "--study", "--passes", 0, "--exchanges-file", "given.jsonl")
     code, stdout, _ = run("memorize", "text.txt", "--out", "m", "--r", 4, *options)
-    assert code == 0 and "locas ask QUESTION --memory m --passage" in " ".join(stdout.split())
+    assert code == 0 and "locas ask QUESTION --passage --memory m" in " ".join(stdout.split())
     assert "The old man." in run("ask", "Who came?", "--memory", "m", "--passage", "--device", "cpu")[1]
     code, stdout, _ = run("memorize", "text.txt", "--library", "l", "--name", "m", "--r", 4, *options)
-    assert code == 0 and "locas ask QUESTION --library l --passage" in " ".join(stdout.split())
+    assert code == 0 and "locas ask QUESTION --passage --library l" in " ".join(stdout.split())
 
 
 def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):

@@ -148,8 +148,6 @@ def memorize(
     write_result(json_file, result.to_json())
     if saves:
         asks = library is not None or settings.passes == 0 or can_chat(loaded.tokenizer)
-        then = "locas ask QUESTION" if asks else "locas generate PROMPT"
+        then = "locas ask QUESTION" + " --passage" * (settings.passes == 0) if asks else "locas generate PROMPT"
         where = f"--memory {out}" if library is None else f"--library {library}"
-        stdout.print(
-            f"The memory is in {out}. Next: {then} {where}{' --passage' * (settings.passes == 0)}, or locas inspect {out}"
-        )
+        stdout.print(f"The memory is in {out}. Next: {then} {where}, or locas inspect {out}")
