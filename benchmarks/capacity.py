@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from biographies import Person, make_people
-from measuring import describe_machine, is_exact, make_table
+from measuring import describe_machine, is_exact, make_study, make_table
 
 from locas_peft.asking import SHORT_PROMPT, Question, ask, encode_question, is_right
 from locas_peft.asking.answers import answer_all
@@ -31,7 +31,7 @@ from locas_peft.evaluation.f1 import token_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.memories import memory_attached
-from locas_peft.reading import ReadingSettings, memorize, parse_method
+from locas_peft.reading import memorize
 from locas_peft.selfstudy import Exchange, load_finder
 from locas_peft.selfstudy.exchanges import join_exchanges
 from locas_peft.text import tokenize
@@ -48,10 +48,7 @@ def measure(
     questions = [Question(**row) for person in people for row in person.questions][:facts]
     sentences = [each.answer for each in exchanges[::3]]
     owners = [number // FACTS_EACH for number in range(facts)]
-    label, _, anchor = method.partition("+")
-    name, own = parse_method(label)
-    anchor = float(anchor) if anchor else None
-    settings = ReadingSettings(method=name, study=True, passes=passes, anchor=anchor, **own)
+    settings = make_study(method, passes)
     input_ids = tokenize(tokenizer, " ".join(sentences))
     began = time.process_time()
     with TemporaryDirectory() as folder:

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from measuring import describe_machine
+from measuring import describe_machine, make_study
 from year import count_hits, describe, lines_of, merge, rank_passages
 
 from locas_peft.asking import Question, answer, encode_answer
@@ -44,7 +44,7 @@ from locas_peft.evaluation.locomo import f1_by_category
 from locas_peft.evaluation.prompts import FROM_RECITED, make_prompts
 from locas_peft.files import load_json, write_json
 from locas_peft.memories import memory_attached
-from locas_peft.reading import ReadingSettings, memorize, parse_method
+from locas_peft.reading import memorize
 from locas_peft.selfstudy import load_exchanges, split_passages
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.text import tokenize
@@ -76,27 +76,23 @@ def ask(
 
 def teach(base, tokenizer, talk: Conversation, other: Conversation, run: Path, label: str) -> dict[str, Any]:
     """Teach a memory the run's exchanges; return the study's figures, and the answers about both conversations."""
-    method, _, anchor = label.partition("+")
-    name, fields = parse_method(method)
-    chosen = {"anchor": float(anchor) if anchor else None, **fields}
-    settings = ReadingSettings(method=name, study=True, passes=PASSES, **chosen)
     exchanges = load_exchanges(run / "locomo/memories" / METHOD / talk.sample_id / EXCHANGES)
     text = tokenize(tokenizer, "\n".join(dialogue_lines(talk)))
     with TemporaryDirectory() as folder:
         memory = Path(folder) / "memory"
-        reading = memorize(base, text, settings, out=memory, tokenizer=tokenizer, exchanges=exchanges)
+        reading = memorize(base, text, make_study(label, PASSES), out=memory, tokenizer=tokenizer, exchanges=exchanges)
         found = {"seconds": reading.seconds, "studied": {**reading.studied, "samples": []}}
         with memory_attached(base, memory) as model:
-            found |= {
-                kind: ask(model, tokenizer, each, setting="no-context")
-                for kind, each in {"own": talk, "other": other}.items()
-            }
+            found["own"], found["other"] = (
+                ask(model, tokenizer, each, setting="no-context") for each in (talk, other)
+            )
     return found
 
 
 def teach_all(base, tokenizer, talks: tuple[Conversation, Conversation], arguments, results: dict[str, Any]) -> None:
     """Teach the methods that are not yet in the results, ask the base, and print a table of each conversation."""
-    for label in arguments.teach.split(","):
+    labels = arguments.teach.split(",")
+    for label in labels:
         if label not in results:
             results[label] = teach(base, tokenizer, *talks, arguments.run, label)
             write_json(arguments.out, results)
@@ -106,12 +102,8 @@ def teach_all(base, tokenizer, talks: tuple[Conversation, Conversation], argumen
             results[setting] = {"own": own, "other": other}
             write_json(arguments.out, results)
     for whose in ("own", "other"):
-        kinds = {
-            "no context": "no-context",
-            "evidence": "evidence",
-            **{each: each for each in arguments.teach.split(",")},
-        }
-        print(whose, tabulate({name: results[kind][whose] for name, kind in kinds.items()}), sep="\n")
+        rows = {each.replace("no-", "no "): results[each][whose] for each in ("no-context", "evidence", *labels)}
+        print(whose, tabulate(rows), sep="\n")
 
 
 def read_run(folder: Path, talk: Conversation) -> tuple[dict[str, list[dict[str, Any]]], dict[int, list[str]]]:

@@ -22,6 +22,7 @@ from locas_peft.asking import check_room, encode_question, find_pad_token
 from locas_peft.asking.continuation import first_line
 from locas_peft.bases import DTYPES, choose_device
 from locas_peft.model import CausalLM
+from locas_peft.reading import ReadingSettings, parse_method
 
 RECITED_TOKENS = 64
 """The most tokens of what a memory recites."""
@@ -112,6 +113,13 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "peft": peft.__version__,
         "commit": commit or None,
     }
+
+
+def make_study(label: str, passes: int | None) -> ReadingSettings:
+    """Return the settings of a study by a method's label: NAME[@WIDTH][:RATE], and "+" its anchor where it has one."""
+    method, _, anchor = label.partition("+")
+    name, own = parse_method(method)
+    return ReadingSettings(method=name, study=True, passes=passes, anchor=float(anchor) if anchor else None, **own)
 
 
 def make_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

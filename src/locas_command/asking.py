@@ -151,7 +151,6 @@ def chat(
     """
     from locas_peft.asking import Question, can_chat, check_room, continue_texts, fit_turns
     from locas_peft.asking.prompts import encode_question, put_before
-    from locas_peft.library.routing import MOST_SEARCHED
     from locas_peft.model import count_positions
     from locas_peft.selfstudy import load_finder
     from locas_peft.tuner import adapters_disabled
@@ -188,8 +187,7 @@ def chat(
         if found is None:
             reply = write(model, (memory,), [0])[0][1]
         else:
-            most = MOST_SEARCHED if recite else 1
-            (answer,) = found.answer(loaded.model, loaded.tokenizer, [Question(message)], write, most)
+            (answer,) = found.answer(loaded.model, loaded.tokenizer, [Question(message)], write, several=recite)
             reply = answer.answer
             stdout.print(f"  [{', '.join(answer.memories) or 'no memory'}]", style="dim", markup=False)
         turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]

@@ -147,7 +147,7 @@ def memorize(
     show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
-        asks = library is not None or settings.passes == 0 or can_chat(loaded.tokenizer)
-        then = "locas ask QUESTION" + " --passage" * (settings.passes == 0) if asks else "locas generate PROMPT"
+        asks = library is not None or not complete.teaches or can_chat(loaded.tokenizer)
+        then = "locas ask QUESTION" + " --passage" * (not complete.teaches) if asks else "locas generate PROMPT"
         where = f"--memory {out}" if library is None else f"--library {library}"
         stdout.print(f"The memory is in {out}. Next: {then} {where}, or locas inspect {out}")

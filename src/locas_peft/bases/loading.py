@@ -7,12 +7,12 @@ from pathlib import Path
 
 from peft.utils import CONFIG_NAME
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .. import backbone
 from ..checks import first_line
 from ..files import is_out_of_memory
-from .gguf import check_complete, find_gguf, load_gguf
+from .gguf import Loaded, check_complete, find_gguf, load_gguf
 from .placing import choose_device, choose_dtype, choose_quantization, place
 
 __all__ = ["load_base"]
@@ -22,7 +22,7 @@ _HUB_SECONDS = 10.0
 
 def load_base(
     name: str = backbone.NAME, dtype: str = "auto", device: str = "auto", quantize: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> Loaded:
     """Load a causal LM and its tokenizer, frozen and in evaluation mode.
 
     Args:

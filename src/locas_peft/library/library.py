@@ -269,19 +269,19 @@ class Library:
             prompts = [None if options.get("context") else encode_question(tokenizer, each.question) for each in group]
             return zip(prompts, given, recited, strict=True)
 
-        return self.answer(base, tokenizer, questions, write, 1 if by is ask else MOST_SEARCHED)
+        return self.answer(base, tokenizer, questions, write, several=by is not ask)
 
     def answer(
-        self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write, most: int = 1
+        self, base: PreTrainedModel, tokenizer, questions: Sequence[Question], write, several: bool = False
     ) -> list[RoutedAnswer]:
         """Answer each question with the memory that it is about, and with the base alone where it is about none.
 
         Where a studied memory says what the base would say too (`routing.LEAST_GAIN`), the base answers; one that has
         learned nothing answers where passages are found. `base` is mutated meanwhile. `write` gets the base, the names
-        of up to `most` memories, of which the first is attached, and the numbers of questions. It returns for each the
-        token ids of the memory's prompt (None: its answer is taken as it is), the answer, and the passages.
+        of memories (one, or `several`), the first of which is attached, and the numbers of questions. It returns for
+        each the token ids of the memory's prompt (None: its answer is taken as it is), the answer, and the passages.
         """
-        routed = self.route([each.question for each in questions], most)
+        routed = self.route([each.question for each in questions], MOST_SEARCHED if several else 1)
         answers: dict[int, RoutedAnswer] = {}
         for names in [*dict.fromkeys(filter(None, routed)), ()]:
             numbers = [number for number, each in enumerate(routed) if each == names]
@@ -296,18 +296,14 @@ class Library:
                 else:  # A studied memory recites its passages whatever is asked: there its own answer is measured.
                     said = answer_all(model, tokenizer, prompts) if any(recited) else given
                     gains = measure_gain(model, tokenizer, prompts, said)
+            searched = [self.find(name) for name in names[::-1] if any(recited) and self.has_studied(name)]
+            owners = {each.answer: path.name for path in searched for each in load_exchanges(path / EXCHANGES)}
             for number, answer, passages, gain in zip(numbers, given, recited, gains, strict=True):
-                owners = self._list_owners(names, passages) or names[:1]
-                answers[number] = RoutedAnswer(questions[number], answer, owners, tuple(passages))
+                found = tuple(dict.fromkeys(owners[each] for each in passages if each in owners)) or names[:1]
+                answers[number] = RoutedAnswer(questions[number], answer, found, tuple(passages))
                 if gain < LEAST_GAIN:
                     routed[number] = ()  # the last group
         return [answers[number] for number in range(len(questions))]
-
-    def _list_owners(self, names: Sequence[str], passages: Sequence[str]) -> tuple[str, ...]:
-        """Return which of some memories have studied passages, in the order of these."""
-        studied = [self.find(name) for name in names if passages and self.has_studied(name)]
-        found = {each.answer: path.name for path in studied[::-1] for each in load_exchanges(path / EXCHANGES)}
-        return tuple(dict.fromkeys(found[each] for each in passages if each in found))
 
     def _check_room(self, taken: set[str]) -> None:
         if self._most is not None and len(taken) >= self._most:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -184,7 +185,7 @@ def attached(
 
 
 class PeakMemory:
-    """Records the peak of the memory in use, in bytes: torch's on CUDA, else the process's on Linux, from now on."""
+    """Records the peak of the memory in use, in bytes: torch's on CUDA, else the process's resident size."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -195,12 +196,16 @@ class PeakMemory:
                 Path("/proc/self/clear_refs").write_text("5")  # resets the peak in /proc/self/status
 
     def read(self) -> int | None:
-        """Return the peak so far; None on other systems."""
+        """Return the peak since this object was made, on macOS since the process began; None if none is kept."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         with suppress(OSError):
             if found := re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
                 return int(found[1]) * 1024
+        with suppress(ImportError):  # Windows
+            import resource
+
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return None
 
 
@@ -230,14 +235,13 @@ def _make_study(
 
 def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTrainer:
     """Return the trainer of a reading, with its writer and anchor; where nothing is taught, of a frozen `model`."""
-    method, anchor = settings.method, None
+    method, training, anchor = settings.method, settings.training, None
     if not settings.teaches:
-        scored = settings.for_base(readings=settings.training.readings)
-        return TestTimeTrainer(model.requires_grad_(False), scored.training)
+        return TestTimeTrainer(model.requires_grad_(False), settings.for_base(readings=training.readings).training)
     if method.anchor:
-        texts = OwnText(model, tokens=max(min(settings.training.stride, ANCHOR_TOKENS), 2), seed=settings.seed)
+        texts = OwnText(model, tokens=max(min(training.stride, ANCHOR_TOKENS), 2), seed=settings.seed)
         anchor = Anchor(texts, weight=method.anchor, every=method.anchor_every)
-    return TestTimeTrainer(model, settings.training, writer=method.make_writer(model), anchor=anchor)
+    return TestTimeTrainer(model, training, writer=method.make_writer(model), anchor=anchor)
 
 
 def _make_reading(

@@ -105,8 +105,9 @@ def save_moments(folder: Path, moments: Moments, exchanges: Sequence[Exchange]) 
     save_file(tensors, folder / PASSAGES, {"exchanges": digest_exchanges(exchanges)})
 
 
-def _load_moments(folder: Path, exchanges: Sequence[Exchange], passages: int, d: int) -> Moments | None:
+def _load_moments(folder: Path, exchanges: Sequence[Exchange], model: nn.Module) -> Moments | None:
     """Return the saved moments of some exchanges, or None where the file has none, or others."""
+    passages, d = len({each.answer for each in exchanges}), model.config.get_text_config().hidden_size
     tensors, metadata = load_tensors(str(folder / PASSAGES)) if (folder / PASSAGES).is_file() else ({}, {})
     shapes = {"gram": (len(DEPTHS), d * (d + 1) // 2), "sums": (len(DEPTHS), passages, d), "tokens": (1,)}
     found = {name: tuple(each.shape) for name, each in tensors.items()}
@@ -125,22 +126,20 @@ def load_finder(memories: str | Path | Sequence[str | Path], model: nn.Module, t
     that of other exchanges, they are measured. A damaged file, and no folder with exchanges, is a `ValueError`.
     """
     folders = [*map(Path, [memories] if isinstance(memories, str | Path) else memories)]
-    parts, exchanges, d = [], list[Exchange](), model.config.get_text_config().hidden_size
+    exchanges, gram, sums = list[Exchange](), torch.zeros(()), dict[str, Tensor]()
     for folder in folders or [Path()]:
         if not (folder / EXCHANGES).is_file():
             rule = f"a memory must have its {EXCHANGES} beside it to recite, got {str(folder)!r} without"
             raise ValueError(f"{rule}: study its text, or ask it directly")
         own = load_exchanges(folder / EXCHANGES)
-        answers = list(join_exchanges(own))
-        parts.append((answers, _load_moments(folder, own, len(answers), d) or measure_moments(model, tokenizer, own)))
+        moments = _load_moments(folder, own, model) or measure_moments(model, tokenizer, own)
+        gram = gram + moments.gram.cpu()
+        for answer, tokens in zip(join_exchanges(own), moments.sums.cpu().unbind(1), strict=True):
+            sums[answer] = sums.get(answer, 0) + tokens
         exchanges = correct(own, exchanges)
     passages = join_exchanges(exchanges)
-    sums = dict.fromkeys(passages, torch.zeros(len(DEPTHS), d))
-    for answers, moments in parts:
-        own = zip(answers, moments.sums.cpu().unbind(1), strict=True)
-        sums |= {each: sums[each] + tokens for each, tokens in own if each in sums}
-    joined = Moments(sum(moments.gram.cpu() for _, moments in parts), torch.stack([*sums.values()], 1))
-    return Finder(model, tokenizer, passages, joined.fit_rows())
+    moments = Moments(gram, torch.stack([sums[each] for each in passages], 1))
+    return Finder(model, tokenizer, passages, moments.fit_rows())
 
 
 def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:

@@ -16,7 +16,9 @@ Batches = Iterable[Tensor | Mapping[str, Tensor]]
 
 
 @torch.no_grad()
-def calibrate(model: nn.Module, batches: Batches, adapter_name: str | None = None, across_processes=True) -> None:
+def calibrate(
+    model: nn.Module, batches: Batches, adapter_name: str | None = None, across_processes: bool = True
+) -> None:
     """Make a memory's gate and up rows from what the host does on a text, and measure its scale. The values stay zero.
 
     Each batch takes one forward pass of the host without its head. Other memories are switched off meanwhile. Paper,
