@@ -9,7 +9,7 @@ shows a wrong choice among passages. "Short" answers have a few words: exact mat
 stand the sentences that are found (`selfstudy.Finder`), and BM25's over sentences with the questions that are studied.
 `--passes 0` measures these alone. Harm is the KL from the base on its answers to questions about other things.
 `lora@11+0.3` gives LoRA the anchor that Locas has by default, `locas-glu@64:2e-3` another rate. A row with a result
-is not measured again.
+is not measured again; with all measured, the command only makes the table and the plot.
 """
 
 from __future__ import annotations
@@ -105,21 +105,21 @@ def tabulate(rows: dict[str, dict[str, Any]]) -> str:
 
 
 def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
-    """Plot right answers against facts, a line a method."""
+    """Plot the share of right answers against facts, a line a method; dashed where the number of passes is given."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    points: dict[str, list[tuple[int, int]]] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for label, row in rows.items():
         facts, method = label.split(" ")
-        points.setdefault(method, []).append((int(facts), row["right"]))
+        points.setdefault(method, []).append((int(facts), 100 * row["right"] / int(facts)))
+    colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(each.split(",")[0] for each in points))}
     for method, each in points.items():
-        axes.plot(*zip(*sorted(each), strict=True), marker="o", label=method)
-    most = max(facts for each in points.values() for facts, _ in each)
-    axes.plot([0, most], [0, most], color="grey", linewidth=0.8, label="all")
-    axes.set(xlabel="facts taught", ylabel="right answers")
-    axes.legend()
+        style = {"color": colours[method.split(",")[0]], "linestyle": "--" if "," in method else "-"}
+        axes.plot(*zip(*sorted(each), strict=True), marker="o", label=method, **style)
+    axes.set(xlabel="facts taught", ylabel="right answers, %", xscale="log", ylim=(0, 100))
+    axes.legend(fontsize="x-small")
     figure.savefig(path, dpi=150)
 
 
