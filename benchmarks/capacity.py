@@ -6,10 +6,11 @@ A memory is taught the facts of some people (`biographies.py`), each fact by thr
 in a wording that was not studied. "Right" is an answer with the fact's value in it. "Recited" is an answer that is the
 fact's sentence word for word. An answer that is a sentence about the same person, or the same fact of another person,
 shows a wrong choice among passages. "Short" answers have a few words: exact match and F1. Beside the memory's answers
-stand the sentences that are found (`selfstudy.Finder`), and BM25's over sentences with the questions that are studied.
-`--passes 0` measures these alone. Harm is the KL from the base on its answers to questions about other things.
-`lora@11+0.3` gives LoRA the anchor that Locas has by default, `locas-glu@64:2e-3` another rate. A row with a result
-is not measured again; with all measured, the command only makes the table and the plot.
+stand three sentences: the one that the memory chooses among those that are found (`selfstudy.Finder`), the one that is
+found without it, and BM25's, over sentences with the questions that are studied. `--passes 0` measures these alone.
+Harm is the KL from the base on its answers to questions about other things. `lora@11+0.3` gives LoRA the anchor that
+Locas has by default, `locas-glu@64:2e-3` another rate. A row with a result is not measured again; with all measured,
+the command only makes the table and the plot.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def measure(
     exchanges = [Exchange(**row) for person in people for row in person.exchanges][: 3 * facts]
     questions = [Question(**row) for person in people for row in person.questions][:facts]
     sentences = [each.answer for each in exchanges[::3]]
-    owners = [number // FACTS_EACH for number in range(facts)]
+    owners, texts = [number // FACTS_EACH for number in range(facts)], [each.question for each in questions]
     settings = make_study(method, passes)
     input_ids = tokenize(tokenizer, " ".join(sentences))
     began = time.process_time()
@@ -59,11 +60,12 @@ def measure(
         with memory_attached(base, Path(folder) / "memory") as model:
             drift = measure_drift(model, own_answers)["kl_per_token"]
             answers = ask(model, tokenizer, questions)
-            prompts = [encode_question(tokenizer, each.question, SHORT_PROMPT) for each in questions]
+            prompts = [encode_question(tokenizer, each, SHORT_PROMPT) for each in texts]
             short = answer_all(model, tokenizer, prompts, max_new_tokens=32)
-            found = load_finder(Path(folder) / "memory", model, tokenizer)([each.question for each in questions])
+            chosen = load_finder(Path(folder) / "memory", model, tokenizer)(texts)
+        found = load_finder(Path(folder) / "memory", base, tokenizer)(texts)
     held = join_exchanges(exchanges)
-    scores = score_by_words([[text] for text in held.values()], [each.question for each in questions])
+    scores = score_by_words([[text] for text in held.values()], texts)
     by_words = [list(held)[best] for best in scores.argmax(1)]
     numbers = {sentence: number for number, sentence in enumerate(sentences)}
     said = [numbers.get(each.strip()) for each in answers]
@@ -74,7 +76,8 @@ def measure(
         "steps": reading.studied["steps"],
         "right": sum(map(is_right, answers, golds)),
         "recited": sum(number == other for number, other in both),
-        "found": sum(is_right(next(iter(each), ""), gold) for each, gold in zip(found, golds, strict=True)),
+        "chosen": count_first(chosen, golds),
+        "found": count_first(found, golds),
         "by_words": sum(map(is_right, by_words, golds)),
         "same_person": sum(o is not None and o != n and owners[o] == owners[n] for n, o in both),
         "same_fact": sum(o is not None and owners[o] != owners[n] and (o - n) % FACTS_EACH == 0 for n, o in both),
@@ -85,14 +88,19 @@ def measure(
     }
 
 
+def count_first(found: list[dict[str, float]], golds: list[str]) -> int:
+    """Return for how many questions the first passage is right."""
+    return sum(is_right(next(iter(each), ""), gold) for each, gold in zip(found, golds, strict=True))
+
+
 def tabulate(rows: dict[str, dict[str, Any]]) -> str:
     """Return a row a number of facts and method."""
     head = ["facts", "method", "parameters", "right, %", "recited, %", "same person, %", "same fact of another, %"]
-    head += ["found, %", "by words, %", "short, exact, %", "short, F1", "KL, nats", "processor s a fact"]
+    head += ["chosen, %", "found, %", "by words, %", "short, exact, %", "short, F1", "KL, nats", "processor s a fact"]
     lines = []
     for label, row in sorted(rows.items(), key=lambda item: int(item[0].split(" ")[0])):
         facts, method = label.split(" ")
-        kinds = ("right", "recited", "same_person", "same_fact", "found", "by_words", "short_exact")
+        kinds = ("right", "recited", "same_person", "same_fact", "chosen", "found", "by_words", "short_exact")
         shares = [f"{100 * row[kind] / int(facts):.0f}" if kind in row else "" for kind in kinds]
         figures = [
             *shares,

@@ -13,11 +13,11 @@ the base's own answers to questions about other things. A page with results is n
     python benchmarks/selfstudy.py --seeds 0,1,2 --pages expedition,ferry,foundry,garden,theatre --out fresh.json
 
 With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
-asked: directly, and by printing the sentence that is found (`selfstudy.Finder`). Beside it stand the page
-in context; BM25: its best sentence as the answer, the best one where each has the questions that the study wrote about
-it, and its best three in the base's context; and the sentence after which the question is the likeliest for the base.
-A second table has short answers, which the base gives with the best passages of each in its context: how many have the
-gold phrase, how many are the phrase alone, and their F1.
+asked: directly, and by printing the sentence that is found (`selfstudy.Finder`), chosen with the memory and without
+it. Beside it stand the page in context; BM25: its best sentence as the answer, the best one where each has the
+questions that the study wrote about it, and its best three in the base's context; and the sentence after which the
+question is the likeliest for the base. A second table has short answers, which the base gives with the best passages
+of each in its context: how many have the gold phrase, how many are the phrase alone, and their F1.
 """
 
 from __future__ import annotations
@@ -211,15 +211,16 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
         with memory_attached(base, memory) as model:
             began, right = time.process_time(), ask_page(model, tokenizer, page)
             halfway = time.process_time()
-            find = load_finder(memory, model, tokenizer)
-            best, found = ask_by_reciting(model, tokenizer, page.questions, find, passage=True)
+            chosen = load_finder(memory, model, tokenizer)([asked.question for asked in page.questions])
             ended = time.process_time()
             mapped = Finder(
                 model, tokenizer, dict.fromkeys(held, ""), measure_moments(model, tokenizer, exchanges).fit_rows()
             )
             by_map = [next(iter(each)) for each in mapped([asked.question for asked in page.questions])]
-            short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(found), 0)}
+            short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(chosen), 0)}
             drift = measure_drift(model, own_answers)
+        find = load_finder(memory, base, tokenizer)
+        best, found = ask_by_reciting(base, tokenizer, page.questions, find, passage=True)
     for count in SHORT_CONTEXTS:
         short[f"found, best {count}"] = answer_briefly(base, tokenizer, page, found, count)
     scores = score_by_words([[text] for text in held.values()], [each.question for each in page.questions])
@@ -228,6 +229,7 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
     among = [any(is_right(passage, asked.answer) for passage in passages) for asked, passages in pairs]
     return {
         "right": right,
+        "right_chosen": count_right([next(iter(each), "") for each in chosen], page.questions),
         "right_found": count_right(best, page.questions),
         "right_among_found": sum(among),
         "short": short,
@@ -335,8 +337,10 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     head = [
         "page",
         "studied, a seed",
+        "passage chosen with the memory, a seed",
         "passage found, a seed",
         "mean, studied",
+        "mean, passage chosen",
         "mean, passage found",
         "mean, by the map alone",
         "mean, by words and the study's questions",
@@ -352,21 +356,22 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     rows, figures = [], []
 
     def end_of(mean: list[float]) -> list[str]:
-        return [f"{mean[8]:.3f}", f"{mean[9]:.0f}"]
+        return [f"{mean[9]:.3f}", f"{mean[10]:.0f}"]
 
     for name, page in pages.items():
         runs = list(page["seeds"].values())
-        three = [[run[key] for run in runs] for key in ("right", "right_found", "right_by_map", "right_by_words")]
+        kinds = ("right", "right_chosen", "right_found", "right_by_map", "right_by_words")
+        rights = [[run[key] for run in runs] for key in kinds]
         mean = [
-            *(sum(right) / len(right) for right in three),
+            *(sum(right) / len(right) for right in rights),
             *(page[key] for key in keys),
             *(sum(run[key] for run in runs) / len(runs) for key in measured),
         ]
         figures.append(mean)
-        seeds = (", ".join(map(str, right)) for right in three[:2])
-        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:4]), *map(str, mean[4:8]), *end_of(mean)])
+        seeds = (", ".join(map(str, right)) for right in rights[:3])
+        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:5]), *map(str, mean[5:9]), *end_of(mean)])
     means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
-    rows.append(["mean", "", "", *(f"{mean:.1f}" for mean in means[:8]), *end_of(means)])
+    rows.append(["mean", *[""] * 3, *(f"{mean:.1f}" for mean in means[:9]), *end_of(means)])
     return make_table(head, rows)
 
 

@@ -8,11 +8,11 @@ from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 
 from locas_peft import LocasConfig, backbone
-from locas_peft.memories import memory_attached
+from locas_peft.asking import encode_answer, encode_question
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import Exchange, Finder, load_finder, save_exchanges
 from locas_peft.selfstudy.exchanges import digest_exchanges, join_exchanges
-from locas_peft.selfstudy.finding import DEPTHS, RIDGE, WORDS, measure_moments, save_moments, score_by_words
+from locas_peft.selfstudy.finding import DEPTHS, MEMORY, RIDGE, WORDS, measure_moments, save_moments, score_by_words
 from locas_peft.text import tokenize
 
 PASSAGES = [
@@ -109,6 +109,34 @@ def test_a_memory_does_not_change_what_is_found(base):
     torch.testing.assert_close(fit_rows(model, tokenizer, EXCHANGES), fit_rows(*base, EXCHANGES))
 
 
+def test_one_memory_that_has_learned_chooses_among_what_is_found(tmp_path, base):
+    model, tokenizer = backbone.load()
+    model = get_peft_model(model, LocasConfig(r=4, init_strategy="random")).eval()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        save_exchanges(tmp_path / name / "exchanges.jsonl", EXCHANGES)
+    asked, given = [each.question for each in EXCHANGES], (tmp_path / "one", [tmp_path / "one", tmp_path / "two"])
+    expected, together = (load_finder(each, *base)(asked) for each in given)
+    assert load_finder(tmp_path / "one", model, tokenizer)(asked) == expected, "it has learned nothing"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "locas_down" in name:
+                parameter.normal_(std=20.0)
+    found, several = (load_finder(each, model, tokenizer)(asked) for each in given)
+    assert several == together, "of several none is asked"
+    for question, scores, own in zip(asked, found, expected, strict=True):
+        prompt, nats = encode_question(tokenizer, question), []
+        for passage in own:
+            ids = torch.tensor([[*prompt, *encode_answer(tokenizer, passage)]])
+            with torch.no_grad():
+                logs = model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
+            nats.append(logs.gather(1, ids[0, len(prompt) :, None]).sum())
+        shares = torch.stack(nats).softmax(0)
+        heard = {each: own[each] + MEMORY * share.item() for each, share in zip(own, shares, strict=True)}
+        assert scores == pytest.approx(heard, rel=1e-3)
+        assert list(scores) == sorted(heard, key=heard.get, reverse=True)
+
+
 def test_a_studied_memory_has_its_moments_and_without_them_they_are_measured(tmp_path, base, monkeypatch):
     model, tokenizer = backbone.load()
     settings = ReadingSettings(r=4, anchor=0.0, study=True, passes=1).complete(model)
@@ -122,8 +150,7 @@ def test_a_studied_memory_has_its_moments_and_without_them_they_are_measured(tmp
 
     monkeypatch.setattr("locas_peft.selfstudy.finding.measure_moments", measure)
     asked = ["Who kept the house?", "Is there bread?"]
-    with memory_attached(model, folder) as adapted:
-        found = load_finder(folder, adapted, tokenizer)(asked)
+    found = load_finder(folder, *base)(asked)
     assert not measured
     fresh = Finder(*base, join_exchanges(EXCHANGES), fit_rows(*base, EXCHANGES))(asked)
     for each, other in zip(found, fresh, strict=True):

@@ -160,8 +160,3 @@ def test_the_first_sessions_keep_the_questions_that_they_answer(conversations):
     assert [session.number for session in kept.sessions] == [1]
     assert [question.index for question in kept.questions] == [0, 4, 5]
     assert keep_sessions(conversations[0], 2) == conversations[0]
-
-
-def test_prompts_are_data(conversations):
-    first, prompts = conversations[0], {**PROMPTS, "no-context": "Q: {question} A:"}
-    assert make_prompt(first, first.questions[0], "no-context", "", prompts) == "Q: What did Ida buy? A:"

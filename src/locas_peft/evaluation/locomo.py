@@ -6,7 +6,7 @@ with the memory of conversation i - 1. A memory that helps no more than that has
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ class LocomoPlan:
     """What is asked, and how: `wrong_memory` asks another one too. A setting not in `ANSWERED` is a `ValueError`."""
 
     settings: tuple[str, ...] = ANSWERED
-    prompts: dict[str, str] = field(default_factory=lambda: dict(PROMPTS))
     max_new_tokens: int = 32
     wrong_memory: bool = True
 
@@ -68,7 +67,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     units = [unit for row in readings.values() for unit in row.values()]
     units += [unit for row in asked.values() for unit in row]
     digests = {one.sample_id: digest_json(asdict(one)) for one in conversations}
-    shared = {name: value for name, value in asdict(plan).items() if name != "settings"}
+    shared = {"prompts": PROMPTS, "max_new_tokens": plan.max_new_tokens, "wrong_memory": plan.wrong_memory}
     head = run.open(NAME, units, conversations=digests, plan=shared)
     run_units(units, run.progress)
     taught = {m: {name: summarize_reading(unit.load()) for name, unit in row.items()} for m, row in readings.items()}
@@ -128,12 +127,11 @@ def _answer_questions(
         left = [each for each in questions if each.index not in records]
         found = load_finder(unit.memory, model, tokenizer)([each.question for each in left])
         recited |= {each.index: list(passages) for each, passages in zip(left, found, strict=True)}
-    wording = {"prompts": plan.prompts, "max_new_tokens": plan.max_new_tokens, "recited": recited}
-    prompts, dropped = make_prompts(model, tokenizer, talk, setting, **wording)
+    most = {"max_new_tokens": plan.max_new_tokens}
+    prompts, dropped = make_prompts(model, tokenizer, talk, setting, recited=recited, **most)
     known = {number for number, each in enumerate(questions) if each.index in records}
     advance(len(known))
-    options = {"max_new_tokens": plan.max_new_tokens, "known": known}
-    for batch, texts in answer(model, tokenizer, prompts, **options):
+    for batch, texts in answer(model, tokenizer, prompts, known=known, **most):
         golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
         for number, text, score in zip(batch, texts, score_targets(model, golds), strict=True):
             asked = questions[number]

@@ -31,7 +31,6 @@ def make_prompts(
     conversation: Conversation,
     setting: str,
     *,
-    prompts: dict[str, str] = PROMPTS,
     max_new_tokens: int = 32,
     recited: dict[int, list[str]] | None = None,
 ) -> tuple[list[list[int]], int]:
@@ -49,7 +48,7 @@ def make_prompts(
             shown = (recited or {}).get(question.index, [])
         elif setting == "evidence":
             shown = dialogue_lines(keep_evidence(conversation, question))
-        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, "\n".join(shown), prompts))
+        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, "\n".join(shown)))
 
     encoded = [encode(question) for question in conversation.questions]
     positions = count_positions(model)
@@ -62,12 +61,10 @@ def make_prompts(
     return [encode(question, kept) for question in conversation.questions], len(lines) - kept
 
 
-def make_prompt(
-    conversation: Conversation, question: LocomoQuestion, setting: str, text: str, prompts: dict[str, str] = PROMPTS
-) -> str:
+def make_prompt(conversation: Conversation, question: LocomoQuestion, setting: str, text: str) -> str:
     """Make a question's prompt in a setting of `ANSWERED`; `text` is the dialogue in context."""
     check_choice("setting", setting, ANSWERED)
-    form = prompts["full-context" if setting in ("evidence", FROM_RECITED) else setting]
+    form = PROMPTS["full-context" if setting in ("evidence", FROM_RECITED) else setting]
     names = dict(zip(("speaker_a", "speaker_b"), conversation.speakers, strict=True))
-    hint = prompts.get(f"hint-{question.category}", "")
+    hint = PROMPTS.get(f"hint-{question.category}", "")
     return form.format(question=question.question, hint=hint, dialogue=text, **names)

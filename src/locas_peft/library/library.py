@@ -30,7 +30,7 @@ from ..reading import Reading, memorize
 from ..reading.record import load_reading
 from ..reading.settings import AnySettings
 from ..selfstudy.exchanges import EXCHANGES, Exchange, correct, load_exchanges
-from ..selfstudy.finding import Finder, load_finder, score_by_words
+from ..selfstudy.finding import Finder, has_learned, load_finder, score_by_words
 from ..text import tokenize
 from .routing import LEAST_GAIN, LEAST_SHARE, MOST_SEARCHED, list_passages, make_sample
 
@@ -291,7 +291,7 @@ class Library:
                 prompts, given, recited = zip(*write(model, names, numbers), strict=True)
                 if not names or not self.has_studied(names[0]) or None in prompts:
                     gains = [LEAST_GAIN] * len(numbers)
-                elif any(recited) and not _has_learned(model):
+                elif any(recited) and not has_learned(model):
                     gains = [LEAST_GAIN * bool(passages) for passages in recited]
                 else:  # A studied memory recites its passages whatever is asked: there its own answer is measured.
                     said = answer_all(model, tokenizer, prompts) if any(recited) else given
@@ -308,8 +308,3 @@ class Library:
     def _check_room(self, taken: set[str]) -> None:
         if self._most is not None and len(taken) >= self._most:
             raise ValueError(f"this library must hold at most {self._most} memories: forget some first")
-
-
-def _has_learned(model: nn.Module) -> bool:
-    """Return whether a memory's output is not zero, that of Locas or LoRA."""
-    return any(each.any() for name, each in model.named_parameters() if "locas_down" in name or "lora_B" in name)

@@ -15,14 +15,10 @@ from ..text import NAME
 __all__ = ["EXCHANGES", "LONGEST_PASSAGE", "PASSAGES", "REPORTED", "Exchange", "Passage", "correct"]
 __all__ += ["digest_exchanges", "join_exchanges", "load_exchanges", "save_exchanges", "split_passages"]
 
-EXCHANGES = "exchanges.jsonl"
-"""The file in a memory's folder that holds the exchanges that were learned."""
-PASSAGES = "passages.safetensors"
-"""The file in a memory's folder that holds what finds the answers of its exchanges (see `finding.Moments`)."""
-LONGEST_PASSAGE = 64
-"""In tokens: a memory learns passages as answers."""
-REPORTED = "said"
-"""The word after the speaker in a turn that is put as reported speech."""
+EXCHANGES = "exchanges.jsonl"  # in a memory's folder: what was learned
+PASSAGES = "passages.safetensors"  # in a memory's folder: what finds the answers of its exchanges (`finding.Moments`)
+LONGEST_PASSAGE = 64  # tokens: a memory learns passages as answers
+REPORTED = "said"  # the word after the speaker in a turn that is put as reported speech
 _FEWEST_WORDS = 5
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")  # a word, or a CJK character
 _LONGEST_SUBJECT = 8

@@ -5,7 +5,8 @@ questions that a study has learned: 1 for their own passage and -1 for all other
 the highest of its tokens', averaged over four layers. A text is read twice in a row, and its tokens are those of the
 second copy: no token of the first one has seen all of the text (Springer et al., 2024, arXiv:2402.15449). What
 the passage and its questions share with the question in words, by BM25, is added. A question with names, none of
-them in the text, finds nothing.
+them in the text, finds nothing. One memory that has learned chooses among what is found: its probability of each
+after the question is added too.
 
 Regression needs sums over tokens alone (`Moments`). A memory keeps its own: those of several memories add up to what
 one memory of all their texts would have.
@@ -25,6 +26,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from ..asking import encode_answer, encode_question
+from ..asking.scoring import score_targets
 from ..checks import import_extra
 from ..model import CausalLM
 from ..tuner import adapters_disabled, evaluating
@@ -37,6 +40,7 @@ DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares 
 RIDGE = 0.1  # added to the diagonal of the inputs' products, relative to an input's squared length, which is D
 MOST_FOUND, BATCH = 10, 16  # passages for a question; texts that are read together
 WORDS = 0.05  # what 1 of `score_by_words` weighs
+MEMORY = 0.25  # what a memory's probability of a passage, among those found, weighs
 LEAST_SCORE = 0.18  # BM25 a unit of idf that counts as 1; chosen by benchmarks/library.py
 BACKGROUND = 300  # documents that stand for other texts: with one memory alone, no word of it would be rare
 _WORD = re.compile(r"\b\w\w+\b")
@@ -49,10 +53,12 @@ class Finder:
         model: a causal LM, with or without a memory, which is disabled meanwhile.
         passages: P texts, each with the text in which words of a question are looked for (`join_exchanges`).
         rows: float [L, P, D], which `Moments.fit_rows` returns.
+        chooses: whether the active memory, which has learned the passages, chooses among what is found.
     """
 
-    def __init__(self, model: nn.Module, tokenizer, passages: Mapping[str, str], rows: Tensor):
+    def __init__(self, model: nn.Module, tokenizer, passages: Mapping[str, str], rows: Tensor, chooses=False):
         self._model, self._tokenizer, self._passages, self._rows = model, tokenizer, passages, rows.float()
+        self._chooses = chooses
         self._words = set(_WORD.findall(" ".join(passages.values()).lower()))
 
     def __call__(self, questions: Sequence[str]) -> list[dict[str, float]]:
@@ -65,7 +71,18 @@ class Finder:
             names = _list_names(questions[number]) if self._words else []
             about = not names or self._words.intersection(names)
             found[number] = {passages[each]: scores[each].item() for each in best if about}
-        return [found[number] for number in range(len(questions))]
+        return [self._choose(question, found[number]) for number, question in enumerate(questions)]
+
+    def _choose(self, question: str, found: dict[str, float]) -> dict[str, float]:
+        """Add the memory's probability of each passage among those found to its score; return them in their order."""
+        if not found or not self._chooses:
+            return found
+        prompt = encode_question(self._tokenizer, question)
+        pairs = [(prompt, encode_answer(self._tokenizer, each)) for each in found]
+        with evaluating(self._model):
+            shares = torch.tensor([-each.nll_nats for each in score_targets(self._model, pairs)]).softmax(0).tolist()
+        chosen = {each: found[each] + MEMORY * share for each, share in zip(found, shares, strict=True)}
+        return dict(sorted(chosen.items(), key=lambda each: -each[1]))
 
 
 @dataclass(frozen=True)
@@ -122,7 +139,8 @@ def _load_moments(folder: Path, exchanges: Sequence[Exchange], model: nn.Module)
 def load_finder(memories: str | Path | Sequence[str | Path], model: nn.Module, tokenizer) -> Finder:
     """Return what finds the passages that a memory has studied, or several together, by their folders.
 
-    Where several ask a question in the same words, the first one's answer stays. Without a file of moments, or with
+    One that has learned, and is active in the model, chooses among what is found. Where several ask a question in the
+    same words, the first one's answer stays. Without a file of moments, or with
     that of other exchanges, they are measured. A damaged file, and no folder with exchanges, is a `ValueError`.
     """
     folders = [*map(Path, [memories] if isinstance(memories, str | Path) else memories)]
@@ -139,7 +157,12 @@ def load_finder(memories: str | Path | Sequence[str | Path], model: nn.Module, t
         exchanges = correct(own, exchanges)
     passages = join_exchanges(exchanges)
     moments = Moments(gram, torch.stack([sums[each] for each in passages], 1))
-    return Finder(model, tokenizer, passages, moments.fit_rows())
+    return Finder(model, tokenizer, passages, moments.fit_rows(), len(folders) == 1 and has_learned(model))
+
+
+def has_learned(model: nn.Module) -> bool:
+    """Return whether a memory's output is not zero, that of Locas or LoRA."""
+    return any(each.any() for name, each in model.named_parameters() if "locas_down" in name or "lora_B" in name)
 
 
 def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:

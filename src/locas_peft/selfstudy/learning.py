@@ -30,13 +30,11 @@ from .writing import BLOCK, check_window, write_exchanges
 __all__ = ["EXCHANGES", "SelfStudy", "StudyStep"]
 
 BATCH = 8
-EXCHANGES = 6
-"""Questions about a passage where the memory's rows tell the passages apart; elsewhere twice as many."""
+EXCHANGES = 6  # questions about a passage where the memory's rows tell the passages apart; elsewhere twice as many
 PASSES, LEAST_STEPS = 4, 50
 """How often a lesson is learned at most, where no number is given; few lessons are learned for so many steps.
 Where rows do not tell the passages apart, it is twice as many steps."""
-SORTED = 32
-"""A batch takes lessons of about one length from so many."""
+SORTED = 32  # a batch takes lessons of about one length from so many
 PULL_EVERY = 4
 """Every n-th step also limits the change of other answers and of other text, with n times the weight."""
 PROMPTS, ANSWERS, OWN_TEXTS = 2048, 4, 4
@@ -45,8 +43,7 @@ BETA = 0.98
 """Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall."""
 WHOLE_EVERY = 5
 """Every n-th time, a lesson's passage is learned to its end: else what is left out would be forgotten unseen."""
-MARGIN = 4
-"""Tokens of a passage that are learned after the last one that is not known."""
+MARGIN = 4  # tokens of a passage that are learned after the last one that is not known
 KNOWN_NATS = math.log(2)
 """Greedy decoding recites a token of a smaller loss: its probability is above one half (arXiv:2605.30260)."""
 WARMUP_STEPS, SAMPLES = 5, 3

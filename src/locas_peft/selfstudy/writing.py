@@ -21,8 +21,7 @@ from .exchanges import LONGEST_PASSAGE, REPORTED, Exchange, Passage
 
 __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_replies"]
 
-BLOCK = 8
-"""Passages whose exchanges are written together."""
+BLOCK = 8  # passages whose exchanges are written together
 ROUNDS = 4
 _TEMPERATURE = 0.7
 _CANDIDATES = 64
