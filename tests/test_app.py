@@ -264,7 +264,7 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, vis
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
     words = [chat("Once upon a time"), chat("Once upon a time")]
     expected = model.ask(two.shelf, "made", words).result()
-    assert expected[0][0] != expected[0][1] and expected[1] == ("made",)
+    assert expected[0][0] != expected[0][1] and expected[1:] == (("made",), "")
     quiet, busy = Job("quiet", TEXT[:450], 0), Job("busy", TEXT[:450], 0)
     model.read(quiet, one.shelf)
     wait(quiet)
@@ -288,13 +288,14 @@ def test_the_memory_that_a_question_is_about_answers_and_is_named(model, visitor
         save_exchanges(put(shelf, made, name) / EXCHANGES, [Exchange(lamp, "Old Peder did.")])
     about, shown = [chat("Who swept the quay at Brine?")] * 2, []
     monkeypatch.setattr(library, "LEAST_GAIN", -1e9)
-    answers, names = model.ask(shelf, ROUTED, about, shown.append).result()
-    assert (answers, names) == model.ask(shelf, "brine", about).result() and names == ("brine",)
+    answers, names, found = model.ask(shelf, ROUTED, about, shown.append).result()
+    assert (answers, names, found) == model.ask(shelf, "brine", about).result()
+    assert names == ("brine",) and found == "Old Peder did."
     assert shown[-1] == answers and answers[0] != answers[1]
-    assert model.ask(shelf, ROUTED, [chat("Who wrote Hamlet?")] * 2).result()[1] == ()
+    assert model.ask(shelf, ROUTED, [chat("Who wrote Hamlet?")] * 2).result()[1:] == ((), "")
     monkeypatch.setattr(library, "LEAST_GAIN", 1e9)
-    unsure, names = model.ask(shelf, ROUTED, about).result()
-    assert unsure == [answers[0]] * 2 and names == ()
+    unsure, names, found = model.ask(shelf, ROUTED, about).result()
+    assert unsure == [answers[0]] * 2 and names == () and found == ""
 
 
 def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(loaded, no_anchor, visitors, monkeypatch):
@@ -434,12 +435,15 @@ def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == line
 
 
-def test_the_page_shows_the_memory_that_gave_a_routed_answer():
+def test_the_page_shows_the_memory_that_gave_an_answer_and_what_is_found():
     pytest.importorskip("gradio")
     from locas_peft.app.page import _show_chat
 
-    turns = [*chat("Who?"), {"role": "assistant", "content": "Peder.", "head": "[brine]\n"}]
-    assert _show_chat(turns) == [*chat("Who?"), {"role": "assistant", "content": "[brine]\nPeder."}]
+    turns = [
+        *chat("Who?"),
+        {"role": "assistant", "content": "Peder.", "head": "[brine]\n", "tail": "\n\nFound: Peder."},
+    ]
+    assert _show_chat(turns) == [*chat("Who?"), {"role": "assistant", "content": "[brine]\nPeder.\n\nFound: Peder."}]
 
 
 # ------------------------------------------------------------------------------------------------------ in a browser

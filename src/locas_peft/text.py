@@ -12,8 +12,7 @@ import torch
 __all__ = ["NAME", "digest_ids", "digest_json", "digest_tokenizer", "find_start_token", "load_text"]
 __all__ += ["python_reference", "tokenize", "unwrap"]
 
-NAME = re.compile(r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*")
-"""A name in a text: words with a capital that do not begin it."""
+NAME = re.compile(r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*")  # in a text: words with a capital that do not begin it
 _MARGIN_TOKENS = 256
 
 

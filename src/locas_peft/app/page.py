@@ -227,8 +227,10 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 if not name:
                     texts[1:] = ["Choose a memory to see its answer."]
                 turns = [{"role": "assistant", "content": each} for each in texts]
-                if ended and name == ROUTED:
-                    turns[1]["head"] = f"[{', '.join(answer.result()[1]) or 'no memory'}]\n"
+                if ended:
+                    _, names, passage = answer.result()
+                    turns[1]["head"] = f"[{', '.join(names) or 'no memory'}]\n" * (name == ROUTED)
+                    turns[1]["tail"] = f"\n\nFound in the text: {passage}" * bool(passage)
                 shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
                 yield [field, *map(_show_chat, shown), shown if ended else gr.skip()]
                 field = gr.skip()
@@ -278,8 +280,9 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
 
 
 def _show_chat(chat: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Return the turns of a conversation as they are shown: a routed answer below the memory that gave it."""
-    return [{"role": turn["role"], "content": turn.get("head", "") + turn["content"]} for turn in chat]
+    """Return the turns of a conversation as they are shown: an answer between its memory and what is found."""
+    parts = [[turn.get(part, "") for part in ("head", "content", "tail")] for turn in chat]
+    return [{"role": turn["role"], "content": "".join(each)} for turn, each in zip(chat, parts, strict=True)]
 
 
 def _load_upload(path: str) -> str:

@@ -138,11 +138,11 @@ class SharedModel:
         return jobs.index(job) if job in jobs else 0
 
     def ask(self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None = None) -> Future:
-        """Answer a question without a memory and, unless its name is None, with it: the answers, the memories' names.
+        """Answer a question without a memory and, unless its name is None, with it.
 
-        `ROUTED` is the memory that the question is about, if any (see `Library.answer`). `chats` has the turns of both
-        conversations, the question last (see `asking.encode_turns`). `on_text` is given the answers so far, a list of
-        texts, after each token.
+        Return the answers, the memories' names, and the passage that is found for the question, if any. `ROUTED` is
+        the memory that the question is about, if any (see `Library.answer`). `chats` has the turns of both
+        conversations, the question last. `on_text` is given the answers so far, a list of texts, after each token.
         """
         return self._submit(self._answers, lambda: self._answer(shelf, name, chats, on_text))
 
@@ -198,13 +198,16 @@ class SharedModel:
             texts[:] = continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, **options)
             return [(rows[-1], texts[-1].strip(), ())]
 
+        names, question, found = () if name is None else (name,), chats[-1][-1]["content"], dict[str, float]()
         if name == ROUTED:
-            asked = [Question(chats[-1][-1]["content"])]
-            return texts, shelf.answer(base, self._tokenizer, asked, write)[0].memories
-        names = () if name is None else (name,)
-        with shelf.attach(base, names) as model:
-            write(model, names)
-        return texts, names
+            names = shelf.answer(base, self._tokenizer, [Question(question)], write)[0].memories
+        else:
+            with shelf.attach(base, names) as model:
+                write(model, names)
+        if names and shelf.has_studied(names[0]):
+            with shelf.attach(base, names) as model:
+                (found,) = shelf.load_finder(names, model, self._tokenizer)([question])
+        return texts, names, next(iter(found), "")
 
     def _read(self, job: Job, shelf: Library) -> bool:
         """Read a job's text without a memory and with one, which is saved; return whether the job was stopped."""

@@ -17,8 +17,7 @@ from filelock import FileLock, Timeout
 __all__ = ["CHECKPOINT", "CHECKPOINT_FOLDER", "LOCK", "InUse", "damaged", "has_checkpoint", "held", "load", "locked"]
 __all__ += ["remove", "save"]
 
-CHECKPOINT_FOLDER = "checkpoint"
-"""The folder in a memory's folder that holds an unfinished reading."""
+CHECKPOINT_FOLDER = "checkpoint"  # in a memory's folder: an unfinished reading
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"

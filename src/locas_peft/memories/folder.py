@@ -25,12 +25,9 @@ __all__ = ["FILES", "MEMORY_CONFIG", "MOST_BYTES", "READING", "SAMPLE", "SIGNATU
 __all__ += ["escape", "make_card", "pack", "save_memory", "set_license", "unpack", "upload_memory"]
 
 MEMORY_CONFIG = "adapter_config.json"
-CARD = "README.md"
-"""The file in a memory's folder that holds its model card, which the Hugging Face hub renders."""
-READING = "reading.json"
-"""The file in a memory's folder that holds the reading that made it."""
-SAMPLE = "sample.txt"
-"""The file in a memory's folder that holds pieces of its text, by which a library finds it."""
+CARD = "README.md"  # in a memory's folder: its model card, which the Hugging Face hub renders
+READING = "reading.json"  # in a memory's folder: the reading that made it
+SAMPLE = "sample.txt"  # in a memory's folder: pieces of its text, by which a library finds it
 SIGNATURE, TEXT_SIGNATURE = "model.sig", "model-and-text.sig"
 """The files in a memory's folder that hold its signatures (see `signing`)."""
 FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES, PASSAGES, SAMPLE)
