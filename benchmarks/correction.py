@@ -139,7 +139,8 @@ def measure(base, tokenizer, people: list[Person], seed: int, passes: int | None
         def note(label: str, name: str, seconds: float) -> None:
             with library.attach(base, [name]) as model:
                 rows[label] = {**figures.measure(model), "cpu_seconds": seconds}
-                found = load_finder(library.find(name), model, tokenizer)([each.question for each in new])
+                with adapters_disabled(model):  # so that the memory does not choose
+                    found = load_finder(library.find(name), model, tokenizer)([each.question for each in new])
                 passages = [next(iter(each), "") for each in found]
                 with adapters_disabled(model):
                     rows[f"{label}, found"] = {**figures.measure(model, passages), "cpu_seconds": seconds}

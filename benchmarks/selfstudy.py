@@ -212,7 +212,7 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
             began, right = time.process_time(), ask_page(model, tokenizer, page)
             halfway = time.process_time()
             chosen = load_finder(memory, model, tokenizer)([asked.question for asked in page.questions])
-            ended = time.process_time()
+            ended = time.process_time()  # of the choice, the finding included
             mapped = Finder(
                 model, tokenizer, dict.fromkeys(held, ""), measure_moments(model, tokenizer, exchanges).fit_rows()
             )
@@ -237,7 +237,7 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
         "right_by_map": count_right(by_map, page.questions),
         "right_by_words": count_right(by_words, page.questions),
         "cpu_seconds": seconds,
-        "asking_cpu_seconds": [halfway - began, ended - halfway],
+        "asking_cpu_seconds": [halfway - began, ended - halfway],  # directly; chosen
         "kept": reading.studied["kept"],
         "steps": reading.studied["steps"],
     }
@@ -361,7 +361,8 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     for name, page in pages.items():
         runs = list(page["seeds"].values())
         kinds = ("right", "right_chosen", "right_found", "right_by_map", "right_by_words")
-        rights = [[run[key] for run in runs] for key in kinds]
+        # Files of before lack "right_chosen": where nothing was learned, it is what is found.
+        rights = [[run.get(key, run["right_found"]) for run in runs] for key in kinds]
         mean = [
             *(sum(right) / len(right) for right in rights),
             *(page[key] for key in keys),

@@ -31,8 +31,9 @@ from locas_peft.library import Library, check_name, library
 from locas_peft.memories import READING, describe_memory
 from locas_peft.memories import folder as archives
 from locas_peft.memories.folder import pack
-from locas_peft.selfstudy import Exchange, save_exchanges
-from locas_peft.selfstudy.exchanges import EXCHANGES
+from locas_peft.selfstudy import Exchange, load_exchanges, save_exchanges
+from locas_peft.selfstudy.exchanges import EXCHANGES, PASSAGES
+from locas_peft.selfstudy.finding import measure_moments, save_moments
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEXT = " ".join(f"The keeper of house {number} lit {number} lamps and walked down the stairs." for number in range(14))
@@ -281,7 +282,7 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, vis
     assert [tokens for tokens, _ in busy.curves[0]] == [tokens for tokens, _ in busy.curves[1]]
 
 
-def test_the_memory_that_a_question_is_about_answers_and_is_named(model, visitors, made, monkeypatch):
+def test_the_memory_that_a_question_is_about_answers_and_is_named(model, loaded, visitors, made, monkeypatch):
     shelf = visitors.find(None).shelf
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
     for name, lamp in (("skarn", "Who lit the lamp at Skarn?"), ("brine", "Who swept the quay at Brine?")):
@@ -290,7 +291,12 @@ def test_the_memory_that_a_question_is_about_answers_and_is_named(model, visitor
     monkeypatch.setattr(library, "LEAST_GAIN", -1e9)
     answers, names, found = model.ask(shelf, ROUTED, about, shown.append).result()
     assert (answers, names, found) == model.ask(shelf, "brine", about).result()
-    assert names == ("brine",) and found == "Old Peder did."
+    assert names == ("brine",) and found == ""
+    exchanges = load_exchanges(shelf.find("brine") / EXCHANGES)
+    save_moments(shelf.find("brine"), measure_moments(*loaded, exchanges), exchanges)
+    assert model.ask(shelf, "brine", about).result()[2] == "Old Peder did."
+    (shelf.find("brine") / PASSAGES).write_bytes(b"damaged")
+    assert model.ask(shelf, "brine", about).result() == (answers, ("brine",), ""), "an answer is not lost"
     assert shown[-1] == answers and answers[0] != answers[1]
     assert model.ask(shelf, ROUTED, [chat("Who wrote Hamlet?")] * 2).result()[1:] == ((), "")
     monkeypatch.setattr(library, "LEAST_GAIN", 1e9)

@@ -12,7 +12,16 @@ from locas_peft.asking import encode_answer, encode_question
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import Exchange, Finder, load_finder, save_exchanges
 from locas_peft.selfstudy.exchanges import digest_exchanges, join_exchanges
-from locas_peft.selfstudy.finding import DEPTHS, MEMORY, RIDGE, WORDS, measure_moments, save_moments, score_by_words
+from locas_peft.selfstudy.finding import (
+    DEPTHS,
+    MEMORY,
+    RIDGE,
+    WORDS,
+    has_learned,
+    measure_moments,
+    save_moments,
+    score_by_words,
+)
 from locas_peft.text import tokenize
 
 PASSAGES = [
@@ -135,6 +144,27 @@ def test_one_memory_that_has_learned_chooses_among_what_is_found(tmp_path, base)
         heard = {each: own[each] + MEMORY * share.item() for each, share in zip(own, shares, strict=True)}
         assert scores == pytest.approx(heard, rel=1e-3)
         assert list(scores) == sorted(heard, key=heard.get, reverse=True)
+
+
+def test_a_memory_chooses_where_it_is_active_and_the_question_leaves_room(tmp_path, base):
+    model, tokenizer = backbone.load()
+    model = get_peft_model(model, LocasConfig(r=4, init_strategy="random")).eval()
+    model.add_adapter("other", LocasConfig(r=4, init_strategy="random"))
+    save_exchanges(tmp_path / "exchanges.jsonl", EXCHANGES)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "locas_down.default" in name:
+                parameter.normal_(std=20.0)
+    asked, find = [EXCHANGES[0].question], load_finder(tmp_path, model, tokenizer)
+    plain = load_finder(tmp_path, *base)
+    assert has_learned(model) and find(asked) != plain(asked)
+    with model.disable_adapter():
+        assert not has_learned(model) and find(asked) == plain(asked)
+    model.set_adapter("other")
+    assert not has_learned(model) and find(asked) == plain(asked), "the other one has learned"
+    model.set_adapter("default")
+    long = ["house " * base[0].config.max_position_embeddings]
+    assert find(long) == plain(long)
 
 
 def test_a_studied_memory_has_its_moments_and_without_them_they_are_measured(tmp_path, base, monkeypatch):

@@ -230,7 +230,7 @@ def build(model: SharedModel, visitors: Visitors) -> gr.Blocks:
                 if ended:
                     _, names, passage = answer.result()
                     turns[1]["head"] = f"[{', '.join(names) or 'no memory'}]\n" * (name == ROUTED)
-                    turns[1]["tail"] = f"\n\nFound in the text: {passage}" * bool(passage)
+                    turns[1]["tail"] = f"\n\nNearest passage of the text: {passage}" * bool(passage)
                 shown = [[*chat, turn] for chat, turn in zip(chats, turns, strict=True)]
                 yield [field, *map(_show_chat, shown), shown if ended else gr.skip()]
                 field = gr.skip()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ..memories import load_memory, load_memory_config, share_weights
 from ..model import count_positions
 from ..reading import CompleteSettings, ReadingSettings, StopReading, memorize
 from ..selfstudy import Exchange, StudyStep
+from ..selfstudy.exchanges import PASSAGES
 from ..text import tokenize, unwrap
 from ..ttt import Chunk, TestTimeTrainer, cumulative
 from ..tuner import find_ffns
@@ -204,8 +206,8 @@ class SharedModel:
         else:
             with shelf.attach(base, names) as model:
                 write(model, names)
-        if names and shelf.has_studied(names[0]):
-            with shelf.attach(base, names) as model:
+        with suppress(ValueError, OSError), shelf.attach(base, names) as model:  # it may be damaged, or forgotten now
+            if names and (shelf.find(names[0]) / PASSAGES).is_file():  # without it, each question would take minutes
                 (found,) = shelf.load_finder(names, model, self._tokenizer)([question])
         return texts, names, next(iter(found), "")
 

@@ -9,8 +9,7 @@ __all__ += ["put_before"]
 SENTENCE_PROMPT = "{context}{question} Answer in one sentence."
 SHORT_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
 """The forms of a question's prompt; `context` is empty, or a text and a blank line."""
-WRITE_PROMPT = "{passage}\n\nWrite a question about this text."
-"""A prompt whose reply is a question about a passage."""
+WRITE_PROMPT = "{passage}\n\nWrite a question about this text."  # a prompt whose reply is a question about a passage
 
 
 def can_chat(tokenizer) -> bool:

@@ -25,8 +25,7 @@ __all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "write_own_answe
 OWN_ANSWERS = "own answers"  # beside the names of the unread texts in the figures of the forgetting protocol
 QUESTIONS = (Path(__file__).parent / "everyday.txt").read_text(encoding="utf-8").splitlines()
 
-Piece = tuple[Tensor, int]
-"""Token ids, LongTensor [T], and how many of the last ones are scored."""
+Piece = tuple[Tensor, int]  # token ids, LongTensor [T], and how many of the last ones are scored
 
 
 def cut_text(input_ids: Tensor, window: int, stride: int) -> list[Piece]:

@@ -125,7 +125,8 @@ def _answer_questions(
     recited = {index: record["recited"] for index, record in records.items()}
     if setting == FROM_RECITED and (unit.memory / EXCHANGES).is_file():
         left = [each for each in questions if each.index not in records]
-        found = load_finder(unit.memory, model, tokenizer)([each.question for each in left])
+        with memory_attached(run.base, unit.memory) as adapted:
+            found = load_finder(unit.memory, adapted, tokenizer)([each.question for each in left])
         recited |= {each.index: list(passages) for each, passages in zip(left, found, strict=True)}
     most = {"max_new_tokens": plan.max_new_tokens}
     prompts, dropped = make_prompts(model, tokenizer, talk, setting, recited=recited, **most)

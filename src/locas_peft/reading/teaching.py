@@ -33,8 +33,7 @@ __all__ = ["PeakMemory", "StopReading", "attached", "make_trainer", "memorize", 
 
 ANCHOR_TOKENS = 128  # the most tokens of a text that the base writes for the anchor
 STUDY_RATE = 1.5  # the learning rate at the start of a self-study, relative to the reading's; it falls to 0
-STUDY_ANCHOR = 13.0
-"""The weight of the anchor at the end of a self-study, relative to the reading's; it grows from 0."""
+STUDY_ANCHOR = 13.0  # the weight of the anchor at the end of a self-study, relative to the reading's; it grows from 0
 
 
 class StopReading(Exception):

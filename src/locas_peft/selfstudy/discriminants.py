@@ -29,8 +29,7 @@ SLOTS_EACH = 3
 """The most slots of half a layer for one passage: with more, a note of two sentences has other words in it."""
 FEWEST = 8
 """Of fewer passages some were recited with a word changed, and too many slots of a layer would be one passage's."""
-FIRST_LAYER = 1 / 3
-"""Lower layers do not take part: there the passages are hardest to tell apart."""
+FIRST_LAYER = 1 / 3  # lower layers do not take part: there the passages are hardest to tell apart
 BATCH = 16
 
 

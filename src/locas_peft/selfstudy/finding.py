@@ -23,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -34,7 +35,8 @@ from ..tuner import adapters_disabled, evaluating
 from ..tuner.memory_file import load_tensors
 from .exchanges import EXCHANGES, PASSAGES, Exchange, correct, digest_exchanges, join_exchanges, load_exchanges
 
-__all__ = ["MOST_FOUND", "Finder", "Moments", "load_finder", "measure_moments", "save_moments", "score_by_words"]
+__all__ = ["MOST_FOUND", "Finder", "Moments", "has_learned", "load_finder", "measure_moments", "save_moments"]
+__all__ += ["score_by_words"]
 
 DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares of the model's layers
 RIDGE = 0.1  # added to the diagonal of the inputs' products, relative to an input's squared length, which is D
@@ -50,19 +52,19 @@ class Finder:
     """Finds passages for questions: call it with Q questions.
 
     Args:
-        model: a causal LM, with or without a memory, which is disabled meanwhile.
+        model: a causal LM, with or without a memory.
         passages: P texts, each with the text in which words of a question are looked for (`join_exchanges`).
         rows: float [L, P, D], which `Moments.fit_rows` returns.
-        chooses: whether the active memory, which has learned the passages, chooses among what is found.
+        chooses: whether the active memory, if it has learned, chooses among what is found.
     """
 
-    def __init__(self, model: nn.Module, tokenizer, passages: Mapping[str, str], rows: Tensor, chooses=False):
+    def __init__(self, model: nn.Module, tokenizer, passages: Mapping[str, str], rows: Tensor, chooses: bool = False):
         self._model, self._tokenizer, self._passages, self._rows = model, tokenizer, passages, rows.float()
         self._chooses = chooses
         self._words = set(_WORD.findall(" ".join(passages.values()).lower()))
 
     def __call__(self, questions: Sequence[str]) -> list[dict[str, float]]:
-        """Return for each question the ten passages with the highest scores, with these, the best first, or none."""
+        """Return for each question ten passages with their scores, the best first, or none."""
         found, passages = dict[int, dict[str, float]](), list(self._passages)
         words = WORDS * torch.from_numpy(score_by_words([[each] for each in self._passages.values()], questions))
         for number, inputs in _read(self._model, self._tokenizer, questions):
@@ -71,14 +73,15 @@ class Finder:
             names = _list_names(questions[number]) if self._words else []
             about = not names or self._words.intersection(names)
             found[number] = {passages[each]: scores[each].item() for each in best if about}
-        return [self._choose(question, found[number]) for number, question in enumerate(questions)]
+        chooses = self._chooses and has_learned(self._model)
+        return [self._choose(each, found[n]) if chooses else found[n] for n, each in enumerate(questions)]
 
     def _choose(self, question: str, found: dict[str, float]) -> dict[str, float]:
         """Add the memory's probability of each passage among those found to its score; return them in their order."""
-        if not found or not self._chooses:
-            return found
-        prompt = encode_question(self._tokenizer, question)
+        prompt, positions = encode_question(self._tokenizer, question), CausalLM(self._model).positions
         pairs = [(prompt, encode_answer(self._tokenizer, each)) for each in found]
+        if not found or len(prompt) + max(len(answer) for _, answer in pairs) > (positions or math.inf):
+            return found
         with evaluating(self._model):
             shares = torch.tensor([-each.nll_nats for each in score_targets(self._model, pairs)]).softmax(0).tolist()
         chosen = {each: found[each] + MEMORY * share for each, share in zip(found, shares, strict=True)}
@@ -139,9 +142,9 @@ def _load_moments(folder: Path, exchanges: Sequence[Exchange], model: nn.Module)
 def load_finder(memories: str | Path | Sequence[str | Path], model: nn.Module, tokenizer) -> Finder:
     """Return what finds the passages that a memory has studied, or several together, by their folders.
 
-    One that has learned, and is active in the model, chooses among what is found. Where several ask a question in the
-    same words, the first one's answer stays. Without a file of moments, or with
-    that of other exchanges, they are measured. A damaged file, and no folder with exchanges, is a `ValueError`.
+    A single one that has learned chooses among what is found, where it is the active one of the model. Where several
+    ask a question in the same words, the first one's answer stays. Without a file of moments, or with that of other
+    exchanges, they are measured. A damaged file, and no folder with exchanges, is a `ValueError`.
     """
     folders = [*map(Path, [memories] if isinstance(memories, str | Path) else memories)]
     exchanges, gram, sums = list[Exchange](), torch.zeros(()), dict[str, Tensor]()
@@ -157,12 +160,14 @@ def load_finder(memories: str | Path | Sequence[str | Path], model: nn.Module, t
         exchanges = correct(own, exchanges)
     passages = join_exchanges(exchanges)
     moments = Moments(gram, torch.stack([sums[each] for each in passages], 1))
-    return Finder(model, tokenizer, passages, moments.fit_rows(), len(folders) == 1 and has_learned(model))
+    return Finder(model, tokenizer, passages, moments.fit_rows(), len(folders) == 1)
 
 
 def has_learned(model: nn.Module) -> bool:
-    """Return whether a memory's output is not zero, that of Locas or LoRA."""
-    return any(each.any() for name, each in model.named_parameters() if "locas_down" in name or "lora_B" in name)
+    """Return whether the output of an active memory is not zero, that of Locas or LoRA."""
+    on = [each for each in model.modules() if isinstance(each, BaseTunerLayer) and not each.disable_adapters]
+    marks = {f"{part}.{name}." for each in on for name in each.active_adapters for part in ("locas_down", "lora_B")}
+    return any(each.any() for name, each in model.named_parameters() if any(mark in f"{name}." for mark in marks))
 
 
 def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:

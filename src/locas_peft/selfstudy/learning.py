@@ -35,12 +35,10 @@ PASSES, LEAST_STEPS = 4, 50
 """How often a lesson is learned at most, where no number is given; few lessons are learned for so many steps.
 Where rows do not tell the passages apart, it is twice as many steps."""
 SORTED = 32  # a batch takes lessons of about one length from so many
-PULL_EVERY = 4
-"""Every n-th step also limits the change of other answers and of other text, with n times the weight."""
+PULL_EVERY = 4  # every n-th step also limits the change of other answers and of other text, with n times the weight
 PROMPTS, ANSWERS, OWN_TEXTS = 2048, 4, 4
 """What discriminants are computed from: the most prompts, the most answers with one passage, the base's own texts."""
-BETA = 0.98
-"""Of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall."""
+BETA = 0.98  # of AdamW's squared gradients: a study has about a hundred steps, and their gradients fall
 WHOLE_EVERY = 5
 """Every n-th time, a lesson's passage is learned to its end: else what is left out would be forgotten unseen."""
 MARGIN = 4  # tokens of a passage that are learned after the last one that is not known
@@ -49,8 +47,7 @@ KNOWN_NATS = math.log(2)
 WARMUP_STEPS, SAMPLES = 5, 3
 _PLAIN_STATE = ("asked", "samples", "skipped_steps", "_blocks", "_step", "_losses", "_seconds", "_reaches")
 
-Row = tuple[list[int], Lesson, Tensor]
-"""A prompt's token ids, a lesson, and the first tokens of its answer, LongTensor [T]."""
+Row = tuple[list[int], Lesson, Tensor]  # a prompt's token ids, a lesson, the first tokens of its answer [T]
 
 
 @dataclass(frozen=True)

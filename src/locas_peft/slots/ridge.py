@@ -26,8 +26,7 @@ from ..checks import check_number
 from ..tuner.norm_clip import clip_norms_
 from .recording import Moves, Writer
 
-SHIFT = 5.0
-"""Above it, fewer terms fall off (0.1% on text of one kind); below it, less precision is lost in bfloat16."""
+SHIFT = 5.0  # above it, fewer terms fall off (0.1% on text of one kind); below it, less precision is lost in bfloat16
 SHARPNESS = 32.0
 
 

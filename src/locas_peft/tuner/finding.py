@@ -12,8 +12,7 @@ from .mixture import HostMixture
 # Towers beside a multimodal model's language model. Their FFNs get no memory unless they are named.
 OTHER_MODALITIES = re.compile(r"(^|[._])(vision|visual|image|audio|speech)")
 
-AnyFFN = HostFFN | HostMixture
-"""What a memory can stand beside: one FFN, or one mixture's block."""
+AnyFFN = HostFFN | HostMixture  # what a memory can stand beside: one FFN, or one mixture's block
 
 
 def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str, AnyFFN]:
