@@ -10,7 +10,7 @@ stand three sentences: the one that the memory chooses among those that are foun
 found without it, and BM25's, over sentences with the questions that are studied. `--passes 0` measures these alone.
 Harm is the KL from the base on its answers to questions about other things. `lora@11+0.3` gives LoRA the anchor that
 Locas has by default, `locas-glu@64:2e-3` another rate. A row with a result is not measured again; with all measured,
-the command only makes the table and the plot.
+the command still loads the base, and only makes the table and the plot.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def count_first(found: list[dict[str, float]], golds: list[str]) -> int:
 def tabulate(rows: dict[str, dict[str, Any]]) -> str:
     """Return a row a number of facts and method."""
     head = ["facts", "method", "parameters", "right, %", "recited, %", "same person, %", "same fact of another, %"]
-    head += ["chosen, %", "found, %", "by words, %", "short, exact, %", "short, F1", "KL, nats", "processor s a fact"]
+    head += ["chosen, %", "found, %", "by words, %", "short, exact, %", "short, F1", "KL, nats", "steps"]
+    head += ["processor s a fact"]
     lines = []
     for label, row in sorted(rows.items(), key=lambda item: int(item[0].split(" ")[0])):
         facts, method = label.split(" ")
@@ -106,6 +107,7 @@ def tabulate(rows: dict[str, dict[str, Any]]) -> str:
             *shares,
             f"{row['short_f1']:.1f}",
             f"{row['kl_nats']:.3f}",
+            f"{row['steps']:,}",
             f"{row['cpu_seconds'] / int(facts):.1f}",
         ]
         lines.append([facts, method, f"{row['parameters']:,}", *figures])
@@ -120,7 +122,7 @@ def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
     axes = figure.subplots()
     points: dict[str, list[tuple[int, float]]] = {}
     for label, row in rows.items():
-        facts, method = label.split(" ")
+        facts, method = label.split(",people")[0].split(" ")
         points.setdefault(method, []).append((int(facts), 100 * row["right"] / int(facts)))
     colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(each.split(",")[0] for each in points))}
     for method, each in points.items():
