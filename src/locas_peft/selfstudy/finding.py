@@ -3,10 +3,9 @@
 Each token of a question gives each passage a score, by ridge regression on the tokens of the passages and of the
 questions that a study has learned: 1 for their own passage and -1 for all others. A passage's score for a question is
 the highest of its tokens', averaged over four layers. A text is read twice in a row, and its tokens are those of the
-second copy: no token of the first one has seen all of the text (Springer et al., 2024, arXiv:2402.15449). What
-the passage and its questions share with the question in words, by BM25, is added. A question with names, none of
-them in the text, finds nothing. One memory that has learned chooses among what is found: its probability of each
-after the question is added too.
+second copy: no token of the first one has seen all of the text (Springer et al., 2024, arXiv:2402.15449). What the
+passage and its questions share with the question in words, by BM25, is added. A question with names, none of them in
+the text, finds nothing. One memory that has learned chooses among what is found: its probability of each is added too.
 
 Regression needs sums over tokens alone (`Moments`). A memory keeps its own: those of several memories add up to what
 one memory of all their texts would have.
@@ -27,16 +26,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from ..asking import encode_answer, encode_question
-from ..asking.scoring import score_targets
+from ..asking import begin_rows, encode_answer, encode_question
 from ..checks import import_extra
-from ..model import CausalLM
+from ..model import CausalLM, token_losses
 from ..tuner import adapters_disabled, evaluating
 from ..tuner.memory_file import load_tensors
 from .exchanges import EXCHANGES, PASSAGES, Exchange, correct, digest_exchanges, join_exchanges, load_exchanges
 
-__all__ = ["MOST_FOUND", "Finder", "Moments", "has_learned", "load_finder", "measure_moments", "save_moments"]
-__all__ += ["score_by_words"]
+__all__ = ["Finder", "Moments", "has_learned", "load_finder", "measure_moments", "save_moments", "score_by_words"]
 
 DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares of the model's layers
 RIDGE = 0.1  # added to the diagonal of the inputs' products, relative to an input's squared length, which is D
@@ -76,15 +73,20 @@ class Finder:
         chooses = self._chooses and has_learned(self._model)
         return [self._choose(each, found[n]) if chooses else found[n] for n, each in enumerate(questions)]
 
+    @torch.no_grad()
     def _choose(self, question: str, found: dict[str, float]) -> dict[str, float]:
         """Add the memory's probability of each passage among those found to its score; return them in their order."""
-        prompt, positions = encode_question(self._tokenizer, question), CausalLM(self._model).positions
-        pairs = [(prompt, encode_answer(self._tokenizer, each)) for each in found]
-        if not found or len(prompt) + max(len(answer) for _, answer in pairs) > (positions or math.inf):
+        host, prompt = CausalLM(self._model), encode_question(self._tokenizer, question)
+        answers = [torch.tensor(encode_answer(self._tokenizer, each)) for each in found]
+        most = max(map(len, answers), default=0)
+        if not found or len(prompt) + most > (host.positions or math.inf):
             return found
+        rows = [[*prompt, *answer.tolist()][:-1] for answer in answers]
         with evaluating(self._model):
-            shares = torch.tensor([-each.nll_nats for each in score_targets(self._model, pairs)]).softmax(0).tolist()
-        chosen = {each: found[each] + MEMORY * share for each, share in zip(found, shares, strict=True)}
+            logits = host.logits(count=most, **begin_rows(host, rows, [(len(prompt) - 1, range(len(rows)))], 0))
+        nats = [token_losses(row[-len(answer) :], answer).sum() for row, answer in zip(logits, answers, strict=True)]
+        shares = zip(found, torch.stack(nats).neg().softmax(0).tolist(), strict=True)
+        chosen = {each: found[each] + MEMORY * share for each, share in shares}
         return dict(sorted(chosen.items(), key=lambda each: -each[1]))
 
 
