@@ -24,7 +24,7 @@ from typing import Any
 from biographies import Person, make_people
 from measuring import describe_machine, is_exact, make_study, make_table
 
-from locas_peft.asking import SHORT_PROMPT, Question, ask, encode_question, is_right
+from locas_peft.asking import SHORT_PROMPT, Question, ask, count_right, encode_question
 from locas_peft.asking.answers import answer_all
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
@@ -36,6 +36,7 @@ from locas_peft.reading import memorize
 from locas_peft.selfstudy import Exchange, load_finder
 from locas_peft.selfstudy.exchanges import join_exchanges
 from locas_peft.text import tokenize
+from locas_peft.tuner import adapters_disabled
 
 METHODS = "locas-glu@4,locas-glu@16,locas-glu@64,lora@3+0.3,lora@11,lora@11+0.3"
 FACTS_EACH = 6
@@ -62,8 +63,10 @@ def measure(
             answers = ask(model, tokenizer, questions)
             prompts = [encode_question(tokenizer, each, SHORT_PROMPT) for each in texts]
             short = answer_all(model, tokenizer, prompts, max_new_tokens=32)
-            chosen = load_finder(Path(folder) / "memory", model, tokenizer)(texts)
-        found = load_finder(Path(folder) / "memory", base, tokenizer)(texts)
+            find = load_finder(Path(folder) / "memory", model, tokenizer)
+            chosen = [next(iter(each), "") for each in find(texts)]
+            with adapters_disabled(model):
+                found = [next(iter(each), "") for each in find(texts)]
     held = join_exchanges(exchanges)
     scores = score_by_words([[text] for text in held.values()], texts)
     by_words = [list(held)[best] for best in scores.argmax(1)]
@@ -74,11 +77,11 @@ def measure(
     return {
         "parameters": reading.extra_parameters,
         "steps": reading.studied["steps"],
-        "right": sum(map(is_right, answers, golds)),
+        "right": count_right(answers, questions),
         "recited": sum(number == other for number, other in both),
-        "chosen": count_first(chosen, golds),
-        "found": count_first(found, golds),
-        "by_words": sum(map(is_right, by_words, golds)),
+        "chosen": count_right(chosen, questions),
+        "found": count_right(found, questions),
+        "by_words": count_right(by_words, questions),
         "same_person": sum(o is not None and o != n and owners[o] == owners[n] for n, o in both),
         "same_fact": sum(o is not None and owners[o] != owners[n] and (o - n) % FACTS_EACH == 0 for n, o in both),
         "short_exact": sum(map(is_exact, short, golds)),
@@ -86,11 +89,6 @@ def measure(
         "kl_nats": drift,
         "cpu_seconds": seconds,
     }
-
-
-def count_first(found: list[dict[str, float]], golds: list[str]) -> int:
-    """Return for how many questions the first passage is right."""
-    return sum(is_right(next(iter(each), ""), gold) for each, gold in zip(found, golds, strict=True))
 
 
 def tabulate(rows: dict[str, dict[str, Any]]) -> str:

@@ -139,10 +139,9 @@ def measure(base, tokenizer, people: list[Person], seed: int, passes: int | None
         def note(label: str, name: str, seconds: float) -> None:
             with library.attach(base, [name]) as model:
                 rows[label] = {**figures.measure(model), "cpu_seconds": seconds}
-                with adapters_disabled(model):  # so that the memory does not choose
+                with adapters_disabled(model):  # so that the memory does not choose among what is found
                     found = load_finder(library.find(name), model, tokenizer)([each.question for each in new])
-                passages = [next(iter(each), "") for each in found]
-                with adapters_disabled(model):
+                    passages = [next(iter(each), "") for each in found]
                     rows[f"{label}, found"] = {**figures.measure(model, passages), "cpu_seconds": seconds}
             print(label, rows[label], flush=True)
 

@@ -211,7 +211,8 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
         with memory_attached(base, memory) as model:
             began, right = time.process_time(), ask_page(model, tokenizer, page)
             halfway = time.process_time()
-            chosen = load_finder(memory, model, tokenizer)([asked.question for asked in page.questions])
+            find = load_finder(memory, model, tokenizer)
+            chosen = find([asked.question for asked in page.questions])
             ended = time.process_time()  # of the choice, the finding included
             mapped = Finder(
                 model, tokenizer, dict.fromkeys(held, ""), measure_moments(model, tokenizer, exchanges).fit_rows()
@@ -219,8 +220,8 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
             by_map = [next(iter(each)) for each in mapped([asked.question for asked in page.questions])]
             short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(chosen), 0)}
             drift = measure_drift(model, own_answers)
-        find = load_finder(memory, base, tokenizer)
-        best, found = ask_by_reciting(base, tokenizer, page.questions, find, passage=True)
+            with adapters_disabled(model):
+                best, found = ask_by_reciting(model, tokenizer, page.questions, find, passage=True)
     for count in SHORT_CONTEXTS:
         short[f"found, best {count}"] = answer_briefly(base, tokenizer, page, found, count)
     scores = score_by_words([[text] for text in held.values()], [each.question for each in page.questions])

@@ -50,9 +50,8 @@ from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize
 from locas_peft.selfstudy import load_exchanges, load_finder, split_passages
 from locas_peft.selfstudy.exchanges import EXCHANGES, join_exchanges
+from locas_peft.selfstudy.finding import MOST_FOUND
 from locas_peft.text import tokenize
-
-MOST_FOUND = 10  # as many passages as a `Finder` gives
 
 
 def name_of(session: Session) -> str:

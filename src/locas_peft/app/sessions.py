@@ -206,9 +206,10 @@ class SharedModel:
         else:
             with shelf.attach(base, names) as model:
                 write(model, names)
-        with suppress(ValueError, OSError), shelf.attach(base, names) as model:  # it may be damaged, or forgotten now
+        with suppress(ValueError, OSError):  # it may be damaged, or forgotten now
             if names and (shelf.find(names[0]) / PASSAGES).is_file():  # without it, each question would take minutes
-                (found,) = shelf.load_finder(names, model, self._tokenizer)([question])
+                with shelf.attach(base, names) as model:
+                    (found,) = shelf.load_finder(names, model, self._tokenizer)([question])
         return texts, names, next(iter(found), "")
 
     def _read(self, job: Job, shelf: Library) -> bool:

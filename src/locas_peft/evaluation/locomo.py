@@ -128,11 +128,11 @@ def _answer_questions(
         with memory_attached(run.base, unit.memory) as adapted:
             found = load_finder(unit.memory, adapted, tokenizer)([each.question for each in left])
         recited |= {each.index: list(passages) for each, passages in zip(left, found, strict=True)}
-    most = {"max_new_tokens": plan.max_new_tokens}
-    prompts, dropped = make_prompts(model, tokenizer, talk, setting, recited=recited, **most)
+    most = plan.max_new_tokens
+    prompts, dropped = make_prompts(model, tokenizer, talk, setting, recited=recited, max_new_tokens=most)
     known = {number for number, each in enumerate(questions) if each.index in records}
     advance(len(known))
-    for batch, texts in answer(model, tokenizer, prompts, known=known, **most):
+    for batch, texts in answer(model, tokenizer, prompts, known=known, max_new_tokens=most):
         golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
         for number, text, score in zip(batch, texts, score_targets(model, golds), strict=True):
             asked = questions[number]

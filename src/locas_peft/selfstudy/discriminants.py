@@ -25,8 +25,7 @@ RIDGE_AT_ENDS, RIDGE_INSIDE = 0.1, 1.0
 """Of the mean squared length of the inputs, at the ends of prompts and inside answers."""
 LEVEL, UP = 3.0, 2.0
 """A gate for the tokens of its own passage, before the activation (minus this for all others), and each up row."""
-SLOTS_EACH = 3
-"""The most slots of half a layer for one passage: with more, a note of two sentences has other words in it."""
+SLOTS_EACH = 3  # the most of half a layer for one passage: with more, a note of two sentences has other words in it
 FEWEST = 8
 """Of fewer passages some were recited with a word changed, and too many slots of a layer would be one passage's."""
 FIRST_LAYER = 1 / 3  # lower layers do not take part: there the passages are hardest to tell apart

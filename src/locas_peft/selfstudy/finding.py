@@ -33,7 +33,8 @@ from ..tuner import adapters_disabled, evaluating
 from ..tuner.memory_file import load_tensors
 from .exchanges import EXCHANGES, PASSAGES, Exchange, correct, digest_exchanges, join_exchanges, load_exchanges
 
-__all__ = ["Finder", "Moments", "has_learned", "load_finder", "measure_moments", "save_moments", "score_by_words"]
+__all__ = ["MOST_FOUND", "Finder", "Moments", "has_learned", "load_finder", "measure_moments", "save_moments"]
+__all__ += ["score_by_words"]
 
 DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares of the model's layers
 RIDGE = 0.1  # added to the diagonal of the inputs' products, relative to an input's squared length, which is D
@@ -85,9 +86,9 @@ class Finder:
         with evaluating(self._model):
             logits = host.logits(count=most, **begin_rows(host, rows, [(len(prompt) - 1, range(len(rows)))], 0))
         nats = [token_losses(row[-len(answer) :], answer).sum() for row, answer in zip(logits, answers, strict=True)]
-        shares = zip(found, torch.stack(nats).neg().softmax(0).tolist(), strict=True)
-        chosen = {each: found[each] + MEMORY * share for each, share in shares}
-        return dict(sorted(chosen.items(), key=lambda each: -each[1]))
+        shares = torch.stack(nats).neg().softmax(0).tolist()
+        chosen = [(score + MEMORY * share, each) for (each, score), share in zip(found.items(), shares, strict=True)]
+        return {each: score for score, each in sorted(chosen, key=lambda row: -row[0])}
 
 
 @dataclass(frozen=True)

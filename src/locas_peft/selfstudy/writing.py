@@ -24,8 +24,7 @@ __all__ = ["BLOCK", "WrittenBlock", "check_window", "write_exchanges", "write_re
 BLOCK = 8  # passages whose exchanges are written together
 ROUNDS = 4
 _TEMPERATURE = 0.7
-_CANDIDATES = 64
-"""A question's next token is drawn from so many; drawing from the whole vocabulary takes as long as the model."""
+_CANDIDATES = 64  # a question's next token is drawn from so many: from the whole vocabulary takes as long as the model
 _QUESTION_TOKENS, _ROWS = 24, 128
 _DUPLICATE = 0.8
 _MARGIN_TOKENS = 128
