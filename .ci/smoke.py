@@ -10,7 +10,9 @@ tokens = torch.tensor(tokenizer("The lamp on the rock was lit by an old man. " *
 model = get_peft_model(base, LocasConfig(r=8))
 trainer = TestTimeTrainer(model, window=64, stride=32, learning_rate=4e-3)
 chunks = list(trainer.read(tokens))
-assert chunks[-1].nll_nats / chunks[-1].tokens < chunks[0].nll_nats / chunks[0].tokens, "nothing was learned"
+assert chunks[-1].nll_nats / chunks[-1].tokens < chunks[0].nll_nats / chunks[0].tokens, (
+    "nothing was learned"
+)
 model.eval()
 model.save_pretrained("memory")
 
@@ -23,7 +25,9 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 expected = logits(model)
 loaded = PeftModel.from_pretrained(backbone.load()[0], "memory").eval()
 torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=0)
-assert not torch.allclose(logits(loaded), logits(backbone.load()[0]), atol=1e-2), "the memory changes nothing"
+assert not torch.allclose(logits(loaded), logits(backbone.load()[0]), atol=1e-2), (
+    "the memory changes nothing"
+)
 merged = loaded.merge_and_unload()
 torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-4)
 merged.save_pretrained("merged")

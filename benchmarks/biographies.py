@@ -22,8 +22,12 @@ TOWNS = "Adelsk Brenmouth Carrowby Dravik Eastmere Fallowick Gorrin Hexholm Isse
 TRADES = (
     "clockmaker baker surveyor beekeeper printer glassblower cartographer saddler tailor ropemaker brewer organist"
 ).split()
-PETS = "goat parrot tortoise greyhound ferret donkey raven hedgehog otter peacock badger heron".split()
-DISHES = "barley soup|plum dumplings|smoked eel|rye pudding|pickled beets|cheese tart|bean stew|honey cake".split("|")
+PETS = (
+    "goat parrot tortoise greyhound ferret donkey raven hedgehog otter peacock badger heron".split()
+)
+DISHES = "barley soup|plum dumplings|smoked eel|rye pudding|pickled beets|cheese tart|bean stew|honey cake".split(
+    "|"
+)
 MONTHS = "January March April June August September October December".split()
 
 
@@ -84,8 +88,12 @@ class Person:
 def make_people(count: int, seed: int = 0) -> list[Person]:
     """Return so many people, at most one for each pair of names (192)."""
     rng = random.Random(seed)
-    pairs, further = ([f"{first} {last}" for first in FIRST for last in names] for names in (LAST, FURTHER_LAST))
-    names = rng.sample(pairs, min(count, len(pairs))) + rng.sample(further, max(count - len(pairs), 0))
+    pairs, further = (
+        [f"{first} {last}" for first in FIRST for last in names] for names in (LAST, FURTHER_LAST)
+    )
+    names = rng.sample(pairs, min(count, len(pairs))) + rng.sample(
+        further, max(count - len(pairs), 0)
+    )
     return [_make_person(name, rng) for name in names]
 
 
@@ -103,7 +111,9 @@ def _make_person(name: str, rng: random.Random) -> Person:
         value = values[kind]
         sentence = rng.choice(fact.sentences).replace("{value}", value).replace("{}", name)
         sentences.append(sentence)
-        exchanges += [{"question": each.replace("{}", name), "answer": sentence} for each in fact.studied]
+        exchanges += [
+            {"question": each.replace("{}", name), "answer": sentence} for each in fact.studied
+        ]
         questions.append({"question": rng.choice(fact.asked).replace("{}", name), "answer": value})
     return Person(name, " ".join(sentences), tuple(exchanges), tuple(questions))
 

@@ -47,19 +47,25 @@ def find_right(model: nn.Module, tokenizer, pairs: list[Pair]) -> list[bool]:
     return [good < bad for good, bad in zip(nats[::2], nats[1::2], strict=True)]
 
 
-def summarize(pairs: list[Pair], right: list[bool], before: list[bool] | None = None) -> dict[str, Any]:
+def summarize(
+    pairs: list[Pair], right: list[bool], before: list[bool] | None = None
+) -> dict[str, Any]:
     """Return the share of pairs that are right, of each paradigm too, and the drop from what was right before."""
     paradigms: dict[str, list[bool]] = {}
     for pair, each in zip(pairs, right, strict=True):
         paradigms.setdefault(pair["UID"], []).append(each)
     found: dict[str, Any] = {"accuracy": mean_interval([float(each) for each in right])}
     if before is not None:
-        found["drop"] = mean_interval([float(one) - float(two) for one, two in zip(before, right, strict=True)])
+        found["drop"] = mean_interval(
+            [float(one) - float(two) for one, two in zip(before, right, strict=True)]
+        )
     return {**found, "paradigms": {name: fmean(each) for name, each in sorted(paradigms.items())}}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("archive", type=Path, help="BLiMP.zip, as released")
     parser.add_argument("--model", default=backbone.NAME)
     parser.add_argument("--memory", type=Path, nargs="*", default=[])
@@ -74,11 +80,15 @@ def main() -> None:
         with memory_attached(base, memory) as model:
             found[str(memory)] = summarize(pairs, find_right(model, tokenizer, pairs), before)
     rows = [
-        [name, format_percent(each["accuracy"]), format_percent(each.get("drop"), 2)] for name, each in found.items()
+        [name, format_percent(each["accuracy"]), format_percent(each.get("drop"), 2)]
+        for name, each in found.items()
     ]
     print(make_table(["", "BLiMP, %", "drop"], rows))
     if args.out is not None:
-        write_json(args.out, {"machine": describe_machine(base.device), "pairs": len(pairs), "states": found})
+        write_json(
+            args.out,
+            {"machine": describe_machine(base.device), "pairs": len(pairs), "states": found},
+        )
 
 
 if __name__ == "__main__":

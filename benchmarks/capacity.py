@@ -43,19 +43,33 @@ FACTS_EACH = 6
 
 
 def measure(
-    base, tokenizer, own_answers: list, people: list[Person], facts: int, method: str, passes: int | None
+    base,
+    tokenizer,
+    own_answers: list,
+    people: list[Person],
+    facts: int,
+    method: str,
+    passes: int | None,
 ) -> dict[str, Any]:
     """Teach the first facts of some people with one method, ask for each, and return the figures."""
     exchanges = [Exchange(**row) for person in people for row in person.exchanges][: 3 * facts]
     questions = [Question(**row) for person in people for row in person.questions][:facts]
     sentences = [each.answer for each in exchanges[::3]]
-    owners, texts = [number // FACTS_EACH for number in range(facts)], [each.question for each in questions]
+    owners, texts = (
+        [number // FACTS_EACH for number in range(facts)],
+        [each.question for each in questions],
+    )
     settings = make_study(method, passes)
     input_ids = tokenize(tokenizer, " ".join(sentences))
     began = time.process_time()
     with TemporaryDirectory() as folder:
         reading = memorize(
-            base, input_ids, settings, out=Path(folder) / "memory", tokenizer=tokenizer, exchanges=exchanges
+            base,
+            input_ids,
+            settings,
+            out=Path(folder) / "memory",
+            tokenizer=tokenizer,
+            exchanges=exchanges,
         )
         seconds = time.process_time() - began
         with memory_attached(base, Path(folder) / "memory") as model:
@@ -83,7 +97,9 @@ def measure(
         "found": count_right(found, questions),
         "by_words": count_right(by_words, questions),
         "same_person": sum(o is not None and o != n and owners[o] == owners[n] for n, o in both),
-        "same_fact": sum(o is not None and owners[o] != owners[n] and (o - n) % FACTS_EACH == 0 for n, o in both),
+        "same_fact": sum(
+            o is not None and owners[o] != owners[n] and (o - n) % FACTS_EACH == 0 for n, o in both
+        ),
         "short_exact": sum(map(is_exact, short, golds)),
         "short_f1": 100 * sum(map(token_f1, short, golds)) / facts,
         "kl_nats": drift,
@@ -93,13 +109,38 @@ def measure(
 
 def tabulate(rows: dict[str, dict[str, Any]]) -> str:
     """Return a row a number of facts and method."""
-    head = ["facts", "method", "parameters", "right, %", "recited, %", "same person, %", "same fact of another, %"]
-    head += ["chosen, %", "found, %", "by words, %", "short, exact, %", "short, F1", "KL, nats", "steps"]
+    head = [
+        "facts",
+        "method",
+        "parameters",
+        "right, %",
+        "recited, %",
+        "same person, %",
+        "same fact of another, %",
+    ]
+    head += [
+        "chosen, %",
+        "found, %",
+        "by words, %",
+        "short, exact, %",
+        "short, F1",
+        "KL, nats",
+        "steps",
+    ]
     head += ["processor s a fact"]
     lines = []
     for label, row in sorted(rows.items(), key=lambda item: int(item[0].split(" ")[0])):
         facts, method = label.split(" ")
-        kinds = ("right", "recited", "same_person", "same_fact", "chosen", "found", "by_words", "short_exact")
+        kinds = (
+            "right",
+            "recited",
+            "same_person",
+            "same_fact",
+            "chosen",
+            "found",
+            "by_words",
+            "short_exact",
+        )
         shares = [f"{100 * row[kind] / int(facts):.0f}" if kind in row else "" for kind in kinds]
         figures = [
             *shares,
@@ -122,9 +163,15 @@ def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
     for label, row in rows.items():
         facts, method = label.split(",people")[0].split(" ")
         points.setdefault(method, []).append((int(facts), 100 * row["right"] / int(facts)))
-    colours = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(each.split(",")[0] for each in points))}
+    colours = {
+        name: f"C{number}"
+        for number, name in enumerate(dict.fromkeys(each.split(",")[0] for each in points))
+    }
     for method, each in points.items():
-        style = {"color": colours[method.split(",")[0]], "linestyle": "--" if "," in method else "-"}
+        style = {
+            "color": colours[method.split(",")[0]],
+            "linestyle": "--" if "," in method else "-",
+        }
         axes.plot(*zip(*sorted(each), strict=True), marker="o", label=method, **style)
     axes.set(xlabel="facts taught", ylabel="right answers, %", xscale="log", ylim=(0, 100))
     axes.legend(fontsize="x-small")
@@ -143,16 +190,24 @@ def main() -> None:
     arguments = parser.parse_args()
     base, tokenizer = load_base(arguments.model)
     base.eval()
-    results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
+    results = (
+        load_json(arguments.out)
+        if arguments.out.exists()
+        else {"machine": describe_machine(base.device)}
+    )
     rows = results.setdefault("rows", {})
     own_answers = write_own_answers(base, tokenizer)
     for facts in map(int, arguments.facts.split(",")):
         people = make_people(-(-facts // FACTS_EACH), arguments.seed)
         for method in arguments.methods.split(","):
-            label = f"{facts} {method}" + ("" if arguments.passes is None else f",{arguments.passes}x")
+            label = f"{facts} {method}" + (
+                "" if arguments.passes is None else f",{arguments.passes}x"
+            )
             label += f",people-{arguments.seed}" if arguments.seed else ""
             if label not in rows:
-                rows[label] = measure(base, tokenizer, own_answers, people, facts, method, arguments.passes)
+                rows[label] = measure(
+                    base, tokenizer, own_answers, people, facts, method, arguments.passes
+                )
                 print(label, rows[label], flush=True)
                 write_json(arguments.out, results)
     print(tabulate(rows))

@@ -78,7 +78,9 @@ def find_spans(conversation: Conversation, seed: int = 0) -> list[AnswerSpan]:
             for item in filter(None, (" ".join(item.split()).rstrip(".") for item in items)):
                 if match := re.search(rf"(?<!\w){re.escape(item)}(?!\w)", text, re.IGNORECASE):
                     prompt = f"{turn.speaker}: {text[: match.start()]}"
-                    span = AnswerSpan(sample_id, turn.dia_id, question.index, question.category, prompt, match[0])
+                    span = AnswerSpan(
+                        sample_id, turn.dia_id, question.index, question.category, prompt, match[0]
+                    )
                     found.setdefault((turn.dia_id, *match.span()), span)
     texts = sorted({span.text for span in found.values()})
     spans = []
@@ -97,20 +99,33 @@ def score_spans(
     It has the span's fields, `nll_per_token` and `others_nll_per_token` in nats, the number of its `tokens`, and
     whether it is `first`: below all the others.
     """
-    pairs = [encode_pair(tokenizer, span.prompt, text) for span in spans for text in (span.text, *span.others)]
+    pairs = [
+        encode_pair(tokenizer, span.prompt, text)
+        for span in spans
+        for text in (span.text, *span.others)
+    ]
     scores = iter(score_targets(model, pairs, batch_tokens=batch_tokens))
     records = []
     for span in spans:
         own, *others = (next(scores) for _ in (span.text, *span.others))
         nats = [other.per_token for other in others]
-        scored = {"nll_per_token": own.per_token, "others_nll_per_token": nats, "tokens": own.tokens}
-        records.append({**asdict(span), **scored, "first": all(own.per_token < other for other in nats)})
+        scored = {
+            "nll_per_token": own.per_token,
+            "others_nll_per_token": nats,
+            "tokens": own.tokens,
+        }
+        records.append(
+            {**asdict(span), **scored, "first": all(own.per_token < other for other in nats)}
+        )
     return records
 
 
 def gains(records: Sequence[dict[str, Any]], reference: Sequence[dict[str, Any]]) -> list[float]:
     """Return the nats a token that each span costs less than in records of the same spans by another model."""
-    return [old["nll_per_token"] - new["nll_per_token"] for new, old in zip(records, reference, strict=True)]
+    return [
+        old["nll_per_token"] - new["nll_per_token"]
+        for new, old in zip(records, reference, strict=True)
+    ]
 
 
 def firsts(records: Sequence[dict[str, Any]]) -> list[float]:
@@ -123,14 +138,22 @@ def run_cloze(run: Run, conversations: Sequence[Conversation]) -> dict[str, Any]
     folder, groups = run.out / "cloze", {"right": conversations}
     if len(conversations) > 1:
         groups["wrong"] = [conversations[-1], *conversations[:-1]]
-    texts = {one.sample_id: tokenize(run.tokenizer, "\n".join(dialogue_lines(one))) for one in conversations}
+    texts = {
+        one.sample_id: tokenize(run.tokenizer, "\n".join(dialogue_lines(one)))
+        for one in conversations
+    }
 
     def score(conversation: Conversation, memory: Path | None) -> list[dict[str, Any]]:
-        with nullcontext(run.base) if memory is None else memory_attached(run.base, memory) as model:
+        with (
+            nullcontext(run.base) if memory is None else memory_attached(run.base, memory) as model
+        ):
             return score_spans(model, run.tokenizer, find_spans(conversation))
 
     scored = {
-        (BASE, "none"): [Unit(folder / f"{one.sample_id}.json", partial(score, one, None)) for one in conversations]
+        (BASE, "none"): [
+            Unit(folder / f"{one.sample_id}.json", partial(score, one, None))
+            for one in conversations
+        ]
     }
     for method, settings in run.methods.items():
         readings = {
@@ -144,9 +167,16 @@ def run_cloze(run: Run, conversations: Sequence[Conversation]) -> dict[str, Any]
                 path = folder / method / f"{one.sample_id}.memory-{owner.sample_id}.json"
                 units.append(Unit(path, partial(score, one, reading.memory), needs=reading))
     units = [unit for row in scored.values() for unit in row]
-    head = run.open("cloze", units, conversations={one.sample_id: digest_json(asdict(one)) for one in conversations})
+    head = run.open(
+        "cloze",
+        units,
+        conversations={one.sample_id: digest_json(asdict(one)) for one in conversations},
+    )
     run_units(units)
-    records = {row: [record for unit in row_units for record in unit.load()] for row, row_units in scored.items()}
+    records = {
+        row: [record for unit in row_units for record in unit.load()]
+        for row, row_units in scored.items()
+    }
     figures = {**head, **summarize(records)}
     write_json(run.out / "cloze.json", figures)
     return figures
@@ -155,11 +185,15 @@ def run_cloze(run: Run, conversations: Sequence[Conversation]) -> dict[str, Any]
 def summarize(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the figures of the records of each method and group: "none", "right" and "wrong" memories."""
     base, methods = spans[BASE, "none"], {}
-    contrasts: dict[str, list[float]] = {}  # each method's gains of the right memory over the wrong one
+    contrasts: dict[
+        str, list[float]
+    ] = {}  # each method's gains of the right memory over the wrong one
     for (method, group), records in spans.items():
         if method != BASE:
             found = {f"gain_{group}": gains(records, base), f"first_{group}": firsts(records)}
-            methods.setdefault(method, {}).update({name: mean_interval(values) for name, values in found.items()})
+            methods.setdefault(method, {}).update(
+                {name: mean_interval(values) for name, values in found.items()}
+            )
         if group == "wrong":
             right = spans[method, "right"]
             contrasts[method] = gains(right, records)
@@ -168,7 +202,9 @@ def summarize(spans: dict[tuple[str, str], list[dict[str, Any]]]) -> dict[str, A
     for number, one in enumerate(contrasts):
         for other in list(contrasts)[:number]:
             gaps = [a - b for a, b in zip(contrasts[one], contrasts[other], strict=True)]
-            differences.append({"method": one, "against": other, "right_minus_wrong": mean_interval(gaps)})
+            differences.append(
+                {"method": one, "against": other, "right_minus_wrong": mean_interval(gaps)}
+            )
     first = {"first": mean_interval(firsts(base))}
     return {"spans": len(base), "base": first, "methods": methods, "differences": differences}
 
@@ -180,22 +216,48 @@ def tabulate(cloze: dict[str, Any]) -> list[Sheet]:
     rows = [["base", "", "", "", format_percent(cloze["base"]["first"]), ""]]
     for method, found in cloze["methods"].items():
         rows.append([method, *(form(found.get(key)) for key, form in formats.items())])
-    headers = ["memory", "gain", "of a wrong one", "right - wrong", "first, %", "with a wrong one, %"]
+    headers = [
+        "memory",
+        "gain",
+        "of a wrong one",
+        "right - wrong",
+        "first, %",
+        "with a wrong one, %",
+    ]
     sheets = [Sheet(f"LoCoMo cloze: nats a token, {cloze['spans']} spans", headers, rows)]
-    rows = [[f"{d['method']} - {d['against']}", format_mean(d["right_minus_wrong"])] for d in cloze["differences"]]
+    rows = [
+        [f"{d['method']} - {d['against']}", format_mean(d["right_minus_wrong"])]
+        for d in cloze["differences"]
+    ]
     return [*sheets, Sheet("Difference of right - wrong, nats a token", ["methods", "mean"], rows)]
 
 
 def draw(cloze: dict[str, Any], path: Path) -> None:
     """Draw the gains, with each conversation's own memory and with another one's, into a PNG file."""
-    methods = {name: found for name, found in cloze["methods"].items() if "right_minus_wrong" in found}
+    methods = {
+        name: found for name, found in cloze["methods"].items() if "right_minus_wrong" in found
+    }
     figure, axes = make_figure()
-    bars = ((-0.2, "gain_right", "C0", "its own memory"), (0.2, "gain_wrong", GREY, "another one's"))
+    bars = (
+        (-0.2, "gain_right", "C0", "its own memory"),
+        (0.2, "gain_wrong", GREY, "another one's"),
+    )
     for offset, key, colour, label in bars:
         means = [found[key] for found in methods.values()]
-        errors = [[m["mean"] - to_number(m["low"]) for m in means], [to_number(m["high"]) - m["mean"] for m in means]]
+        errors = [
+            [m["mean"] - to_number(m["low"]) for m in means],
+            [to_number(m["high"]) - m["mean"] for m in means],
+        ]
         positions = [number + offset for number in range(len(means))]
-        axes.bar(positions, [m["mean"] for m in means], 0.38, yerr=errors, color=colour, capsize=4, label=label)
+        axes.bar(
+            positions,
+            [m["mean"] for m in means],
+            0.38,
+            yerr=errors,
+            color=colour,
+            capsize=4,
+            label=label,
+        )
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xticks(range(len(methods)), list(methods))
     label_axes(axes, "", "nats a token gained on spans", "LoCoMo cloze")
@@ -206,20 +268,28 @@ def draw(cloze: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path)
-    parser.add_argument("--conversations", help="by sample_id, separated by commas; all where not given")
+    parser.add_argument(
+        "--conversations", help="by sample_id, separated by commas; all where not given"
+    )
     parser.add_argument("--methods", default="lora,locas-glu")
     parser.add_argument("--model", default="locas_peft/tinybook-glu")
-    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the reading")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="NAME=VALUE", help="settings of the reading"
+    )
     parser.add_argument("--out", type=Path, default=Path("cloze"))
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     names = arguments.conversations and arguments.conversations.split(",")
     conversations = choose_conversations(load_locomo(arguments.data)[0], names)
     given = dict(each.split("=", 1) for each in arguments.set)
-    settings = ReadingSettings(**{name: parse(value) for name, value in given.items()}, model=arguments.model)
+    settings = ReadingSettings(
+        **{name: parse(value) for name, value in given.items()}, model=arguments.model
+    )
     base, tokenizer = load_base(arguments.model)
     methods = complete_all(settings, arguments.methods.split(","), base, tokenizer)
-    figures = run_cloze(Run(base, tokenizer, methods, arguments.out, {"model": arguments.model}), conversations)
+    figures = run_cloze(
+        Run(base, tokenizer, methods, arguments.out, {"model": arguments.model}), conversations
+    )
     for sheet in tabulate(figures):
         print(f"**{sheet.title}**\n\n{make_table(sheet.headers, sheet.rows)}", end="\n\n")
     if arguments.plot is not None:

@@ -57,30 +57,55 @@ def describe_scored(
     asked: LocomoQuestion, given: str, gold_nats: float, passages: list[str], lines: dict[str, str]
 ) -> dict[str, Any]:
     """Return an answer's figures, its question's category, and the nats a token of the gold answer."""
-    return {**describe(asked, given, passages, lines), "category": asked.category, "gold_nats": gold_nats}
+    return {
+        **describe(asked, given, passages, lines),
+        "category": asked.category,
+        "gold_nats": gold_nats,
+    }
 
 
 def ask(
-    model, tokenizer, talk: Conversation, passages: dict[int, list[str]] | None = None, setting: str = FROM_RECITED
+    model,
+    tokenizer,
+    talk: Conversation,
+    passages: dict[int, list[str]] | None = None,
+    setting: str = FROM_RECITED,
 ) -> list[dict[str, Any]]:
     """Ask each question with its passages, by the question's index, or in another setting; return the figures."""
-    lines, prompts = lines_of(talk), make_prompts(model, tokenizer, talk, setting, recited=passages)[0]
+    lines, prompts = (
+        lines_of(talk),
+        make_prompts(model, tokenizer, talk, setting, recited=passages)[0],
+    )
     rows: dict[int, dict[str, Any]] = {}
     for batch, texts in answer(model, tokenizer, prompts):
-        golds = [(prompts[number], encode_answer(tokenizer, talk.questions[number].answer)) for number in batch]
+        golds = [
+            (prompts[number], encode_answer(tokenizer, talk.questions[number].answer))
+            for number in batch
+        ]
         for number, text, score in zip(batch, texts, score_targets(model, golds), strict=True):
             asked = talk.questions[number]
-            rows[number] = describe_scored(asked, text, score.per_token, (passages or {}).get(asked.index, []), lines)
+            rows[number] = describe_scored(
+                asked, text, score.per_token, (passages or {}).get(asked.index, []), lines
+            )
     return [rows[number] for number in sorted(rows)]
 
 
-def teach(base, tokenizer, talk: Conversation, other: Conversation, run: Path, label: str) -> dict[str, Any]:
+def teach(
+    base, tokenizer, talk: Conversation, other: Conversation, run: Path, label: str
+) -> dict[str, Any]:
     """Teach a memory the run's exchanges; return the study's figures, and the answers about both conversations."""
     exchanges = load_exchanges(run / "locomo/memories" / METHOD / talk.sample_id / EXCHANGES)
     text = tokenize(tokenizer, "\n".join(dialogue_lines(talk)))
     with TemporaryDirectory() as folder:
         memory = Path(folder) / "memory"
-        reading = memorize(base, text, make_study(label, PASSES), out=memory, tokenizer=tokenizer, exchanges=exchanges)
+        reading = memorize(
+            base,
+            text,
+            make_study(label, PASSES),
+            out=memory,
+            tokenizer=tokenizer,
+            exchanges=exchanges,
+        )
         found = {"seconds": reading.seconds, "studied": {**reading.studied, "samples": []}}
         with memory_attached(base, memory) as model:
             found["own"], found["other"] = (
@@ -89,7 +114,9 @@ def teach(base, tokenizer, talk: Conversation, other: Conversation, run: Path, l
     return found
 
 
-def teach_all(base, tokenizer, talks: tuple[Conversation, Conversation], arguments, results: dict[str, Any]) -> None:
+def teach_all(
+    base, tokenizer, talks: tuple[Conversation, Conversation], arguments, results: dict[str, Any]
+) -> None:
     """Teach the methods that are not yet in the results, ask the base, and print a table of each conversation."""
     labels = arguments.teach.split(",")
     for label in labels:
@@ -102,15 +129,23 @@ def teach_all(base, tokenizer, talks: tuple[Conversation, Conversation], argumen
             results[setting] = {"own": own, "other": other}
             write_json(arguments.out, results)
     for whose in ("own", "other"):
-        rows = {each.replace("no-", "no "): results[each][whose] for each in ("no-context", "evidence", *labels)}
+        rows = {
+            each.replace("no-", "no "): results[each][whose]
+            for each in ("no-context", "evidence", *labels)
+        }
         print(whose, tabulate(rows), sep="\n")
 
 
-def read_run(folder: Path, talk: Conversation) -> tuple[dict[str, list[dict[str, Any]]], dict[int, list[str]]]:
+def read_run(
+    folder: Path, talk: Conversation
+) -> tuple[dict[str, list[dict[str, Any]]], dict[int, list[str]]]:
     """Return the answers of the protocol's run, by how the base was asked, and what the memory recited."""
     lines, found = lines_of(talk), {}
     name, questions = talk.sample_id, {each.index: each for each in talk.questions}
-    files = {"no context": f"none/{name}.no-context.memory-none", "evidence": f"none/{name}.evidence.memory-none"}
+    files = {
+        "no context": f"none/{name}.no-context.memory-none",
+        "evidence": f"none/{name}.evidence.memory-none",
+    }
     files["recited"] = f"{METHOD}/{name}.recited.memory-{name}"
     recited: dict[int, list[str]] = {}
     for kind, file in files.items():
@@ -127,17 +162,30 @@ def read_run(folder: Path, talk: Conversation) -> tuple[dict[str, list[dict[str,
 
 def tabulate(answers: dict[str, list[dict[str, Any]]]) -> str:
     """Return a line for each way: right, F1, nats, share of the gap closed, hits of the evidence, F1 by category."""
-    rows = {kind: [row for row in found if row["category"] != ADVERSARIAL] for kind, found in answers.items()}
-    alone, evidence = (np.mean([row["gold_nats"] for row in rows[kind]]) for kind in ("no context", "evidence"))
+    rows = {
+        kind: [row for row in found if row["category"] != ADVERSARIAL]
+        for kind, found in answers.items()
+    }
+    alone, evidence = (
+        np.mean([row["gold_nats"] for row in rows[kind]]) for kind in ("no context", "evidence")
+    )
     table = []
     for kind, found in rows.items():
         nats, f1 = (mean_interval([row[key] for row in found]) for key in ("gold_nats", "f1"))
         gap = (alone - nats["mean"]) / (alone - evidence)
-        shown = [f"{each['mean']:.3f} [{each['low']:.3f}, {each['high']:.3f}]" for each in (f1, nats)]
+        shown = [
+            f"{each['mean']:.3f} [{each['low']:.3f}, {each['high']:.3f}]" for each in (f1, nats)
+        ]
         right = sum(row["right"] for row in found)
-        line = f"{kind}: {right} right of {len(found)}, F1 {shown[0]}, nats {shown[1]}, gap {gap:.2f}"
-        by_category = {name: round(100 * each["mean"], 1) for name, each in f1_by_category(found).items()}
-        table.append(f"{line}, evidence among 1, 5, 10 {count_hits(found)}, F1 by category {by_category}")
+        line = (
+            f"{kind}: {right} right of {len(found)}, F1 {shown[0]}, nats {shown[1]}, gap {gap:.2f}"
+        )
+        by_category = {
+            name: round(100 * each["mean"], 1) for name, each in f1_by_category(found).items()
+        }
+        table.append(
+            f"{line}, evidence among 1, 5, 10 {count_hits(found)}, F1 by category {by_category}"
+        )
     return "\n".join(table)
 
 
@@ -148,7 +196,9 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="folder of the protocol's run")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--teach", help="methods, separated by commas; with --other")
-    parser.add_argument("--other", help="another conversation, which the taught memories do not know")
+    parser.add_argument(
+        "--other", help="another conversation, which the taught memories do not know"
+    )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     if bool(arguments.teach) != bool(arguments.other):
@@ -156,23 +206,36 @@ def main() -> None:
     (talk,) = choose_conversations(load_locomo(arguments.file)[0], [arguments.conversation])
     base, tokenizer = load_base(arguments.model)
     base.eval()
-    results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
+    results = (
+        load_json(arguments.out)
+        if arguments.out.exists()
+        else {"machine": describe_machine(base.device)}
+    )
     if arguments.teach:
         (other,) = choose_conversations(load_locomo(arguments.file)[0], [arguments.other])
         asked = [each for each in other.questions if each.category != ADVERSARIAL][:OTHER_QUESTIONS]
-        teach_all(base, tokenizer, (talk, replace(other, questions=tuple(asked))), arguments, results)
+        teach_all(
+            base, tokenizer, (talk, replace(other, questions=tuple(asked))), arguments, results
+        )
         return
     passages = [each.text for each in split_passages(tokenizer, "\n".join(dialogue_lines(talk)))]
-    questions, indices = [Question(each.question) for each in talk.questions], [each.index for each in talk.questions]
+    questions, indices = (
+        [Question(each.question) for each in talk.questions],
+        [each.index for each in talk.questions],
+    )
     ranked = rank_passages(dict(zip(passages, passages, strict=True)), questions)
     by_words = dict(zip(indices, ranked, strict=True))
     answers, recited = read_run(arguments.run, talk)
     contexts = {
         "bm25": by_words,
-        "recited and bm25, in turns": {each: merge(recited[each], by_words[each]) for each in indices},
+        "recited and bm25, in turns": {
+            each: merge(recited[each], by_words[each]) for each in indices
+        },
     }
     results |= {"conversation": talk.sample_id, "passages": len(passages)}
-    results["taught"] = taught = load_json(arguments.run / "locomo.json")["teachings"][METHOD][talk.sample_id]
+    results["taught"] = taught = load_json(arguments.run / "locomo.json")["teachings"][METHOD][
+        talk.sample_id
+    ]
     taught["studied"].pop("samples", None)  # texts
     results["answers"] = answers = {**results.get("answers", {}), **answers}
     for kind, found in contexts.items():

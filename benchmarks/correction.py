@@ -63,12 +63,18 @@ OTHER_CAPITALS = {
     "Cuba": "Havana",
     "Hungary": "Budapest",
 }
-CAPITAL_WORDINGS = ("What is the capital of {}?", "Which city is the capital of {}?", "What is {}'s capital?")
+CAPITAL_WORDINGS = (
+    "What is the capital of {}?",
+    "Which city is the capital of {}?",
+    "What is {}'s capital?",
+)
 CAPITAL_ASKED = "Can you tell me the name of the capital city of {}?"
 FACTORS = (0.5, 1.0, 1.5, 2.0)
 
 
-def change(people: list[Person], seed: int) -> tuple[list[Exchange], list[Exchange], list[Question], list[Question]]:
+def change(
+    people: list[Person], seed: int
+) -> tuple[list[Exchange], list[Exchange], list[Question], list[Question]]:
     """Return the exchanges as they were, those that changed, and the questions with old and with new values."""
     rng, exchanges, changed, old, new = random.Random(seed), [], [], [], []
     for person in people:
@@ -97,7 +103,9 @@ class Figures:
     def measure(self, model, answers: list[str] | None = None) -> dict[str, Any]:
         """Return the figures of a model, with its own answers where none are given."""
         answers = ask(model, self._tokenizer, self._new) if answers is None else answers
-        right = [is_right(given, each.answer) for given, each in zip(answers, self._new, strict=True)]
+        right = [
+            is_right(given, each.answer) for given, each in zip(answers, self._new, strict=True)
+        ]
         stale = [is_right(answers[number], self._old[number].answer) for number in self._changed]
         return {
             "corrected": sum(right[number] for number in self._changed),
@@ -120,11 +128,18 @@ class Figures:
         return sum(score.per_token for score in score_targets(model, pairs)) / len(pairs)
 
 
-def measure(base, tokenizer, people: list[Person], seed: int, passes: int | None) -> dict[str, dict[str, Any]]:
+def measure(
+    base, tokenizer, people: list[Person], seed: int, passes: int | None
+) -> dict[str, dict[str, Any]]:
     """Teach, correct in each way, and return the figures of each."""
     exchanges, changed, old, new = change(people, seed)
-    figures, settings = Figures(tokenizer, old, new), ReadingSettings(study=True, seed=seed, passes=passes)
-    text, news = ("\n".join(dict.fromkeys(each.answer for each in rows)) for rows in (exchanges, changed))
+    figures, settings = (
+        Figures(tokenizer, old, new),
+        ReadingSettings(study=True, seed=seed, passes=passes),
+    )
+    text, news = (
+        "\n".join(dict.fromkeys(each.answer for each in rows)) for rows in (exchanges, changed)
+    )
     corrected = {each.question: each for each in changed}
     whole = [corrected.get(each.question, each) for each in exchanges]
     rows = {"the base": figures.measure(base)}
@@ -139,43 +154,72 @@ def measure(base, tokenizer, people: list[Person], seed: int, passes: int | None
         def note(label: str, name: str, seconds: float) -> None:
             with library.attach(base, [name]) as model:
                 rows[label] = {**figures.measure(model), "cpu_seconds": seconds}
-                with adapters_disabled(model):  # so that the memory does not choose among what is found
-                    found = load_finder(library.find(name), model, tokenizer)([each.question for each in new])
+                with adapters_disabled(
+                    model
+                ):  # so that the memory does not choose among what is found
+                    found = load_finder(library.find(name), model, tokenizer)(
+                        [each.question for each in new]
+                    )
                     passages = [next(iter(each), "") for each in found]
-                    rows[f"{label}, found"] = {**figures.measure(model, passages), "cpu_seconds": seconds}
+                    rows[f"{label}, found"] = {
+                        **figures.measure(model, passages),
+                        "cpu_seconds": seconds,
+                    }
             print(label, rows[label], flush=True)
 
         note("before", "people", teach("people", text, exchanges))
         note("goes on", "on", teach("on", news, changed, start=library.find("people")))
         library.forget("on")
-        note("taught afresh", "afresh", teach("afresh", "\n".join(dict.fromkeys(e.answer for e in whole)), whole))
+        note(
+            "taught afresh",
+            "afresh",
+            teach("afresh", "\n".join(dict.fromkeys(e.answer for e in whole)), whole),
+        )
         library.forget("afresh")
         seconds = teach("news", news, changed)
         answers = [each.answer for each in library.ask(base, tokenizer, new)]
         with library.attach(base, ["news"]) as model:
-            rows["a second memory, routed"] = {**figures.measure(model, answers), "cpu_seconds": seconds}
+            rows["a second memory, routed"] = {
+                **figures.measure(model, answers),
+                "cpu_seconds": seconds,
+            }
     return rows
 
 
 def measure_capitals(base, tokenizer, seed: int) -> dict[str, dict[str, Any]]:
     """Teach capitals that the base knows otherwise, and return the figures with the memory's output rescaled."""
-    facts = {land: f"Since the reform, {new} is the capital of {land}." for land, (_, new) in CAPITALS.items()}
-    exchanges = [Exchange(form.format(land), fact) for land, fact in facts.items() for form in CAPITAL_WORDINGS]
-    others = [Question(CAPITAL_ASKED.format(land), capital) for land, capital in OTHER_CAPITALS.items()]
+    facts = {
+        land: f"Since the reform, {new} is the capital of {land}."
+        for land, (_, new) in CAPITALS.items()
+    }
+    exchanges = [
+        Exchange(form.format(land), fact)
+        for land, fact in facts.items()
+        for form in CAPITAL_WORDINGS
+    ]
+    others = [
+        Question(CAPITAL_ASKED.format(land), capital) for land, capital in OTHER_CAPITALS.items()
+    ]
     old, new = (
-        [Question(CAPITAL_ASKED.format(land), pair[which]) for land, pair in CAPITALS.items()] + others
+        [Question(CAPITAL_ASKED.format(land), pair[which]) for land, pair in CAPITALS.items()]
+        + others
         for which in (0, 1)
     )
     figures, settings = Figures(tokenizer, old, new), ReadingSettings(study=True, seed=seed)
     rows = {"the base": figures.measure(base)}
     with TemporaryDirectory() as folder:
         library, began = Library(folder), time.process_time()
-        library.add(base, tokenizer, "\n".join(facts.values()), "reform", settings, exchanges=exchanges)
+        library.add(
+            base, tokenizer, "\n".join(facts.values()), "reform", settings, exchanges=exchanges
+        )
         seconds = time.process_time() - began
         with library.attach(base, ["reform"]) as model:
             for factor in FACTORS:
                 with rescale(model, factor):
-                    rows[f"the memory, times {factor:g}"] = {**figures.measure(model), "cpu_seconds": seconds}
+                    rows[f"the memory, times {factor:g}"] = {
+                        **figures.measure(model),
+                        "cpu_seconds": seconds,
+                    }
     return rows
 
 
@@ -186,21 +230,29 @@ def tabulate(rows: dict[str, dict[str, Any]]) -> str:
         shares = [f"{row['corrected']} of {row['changed']}", f"{row['old']} of {row['changed']}"]
         shares += [f"{row['others_right']} of {row['others']}", f"{row['old_nats']:.2f}"]
         table.append([label, *shares, f"{row.get('cpu_seconds', 0):.0f}"])
-    return make_table(["memory", "new fact", "old fact", "other facts", "nats of the old", "processor s"], table)
+    return make_table(
+        ["memory", "new fact", "old fact", "other facts", "nats of the old", "processor s"], table
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--people", type=int, default=2)
-    parser.add_argument("--capitals", action="store_true", help="a text that contradicts what the base knows")
+    parser.add_argument(
+        "--capitals", action="store_true", help="a text that contradicts what the base knows"
+    )
     parser.add_argument("--passes", type=int, help="as for locas memorize; not with --capitals")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("correction.json"))
     arguments = parser.parse_args()
     base, tokenizer = load_base(arguments.model)
     base.eval()
-    results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
+    results = (
+        load_json(arguments.out)
+        if arguments.out.exists()
+        else {"machine": describe_machine(base.device)}
+    )
     if arguments.capitals:
         kind, rows = "capitals", measure_capitals(base, tokenizer, arguments.seed)
     else:

@@ -76,19 +76,34 @@ GENERAL = (
 )
 
 
-def measure_routing(count: int, seed: int, pages: list[tuple[list[str], list[str]]]) -> dict[str, Any]:
+def measure_routing(
+    count: int, seed: int, pages: list[tuple[list[str], list[str]]]
+) -> dict[str, Any]:
     """Return how often the right memory is found, and none where there is none, with `count` people and some pages."""
     people = make_people(count, seed)
     known = {person.name for person in people}
     strangers = [each for each in make_people(144, seed + 1000) if each.name not in known]
     passages = [
-        *([*join_exchanges(Exchange(**row) for row in person.exchanges).values()] for person in people),
+        *(
+            [*join_exchanges(Exchange(**row) for row in person.exchanges).values()]
+            for person in people
+        ),
         *(held for held, _ in pages),
     ]
-    asked = [(number, row["question"]) for number, person in enumerate(people) for row in person.questions]
-    asked += [(count + number, question) for number, (_, questions) in enumerate(pages) for question in questions]
+    asked = [
+        (number, row["question"])
+        for number, person in enumerate(people)
+        for row in person.questions
+    ]
+    asked += [
+        (count + number, question)
+        for number, (_, questions) in enumerate(pages)
+        for question in questions
+    ]
     about_none = {
-        "strangers": [row["question"] for person in strangers for row in person.questions][:STRANGERS],
+        "strangers": [row["question"] for person in strangers for row in person.questions][
+            :STRANGERS
+        ],
         "general": list(GENERAL),
     }
     began = time.perf_counter()
@@ -108,7 +123,9 @@ def measure_routing(count: int, seed: int, pages: list[tuple[list[str], list[str
     return result
 
 
-def measure_answers(base, tokenizer, people: list[Person], passes: int, seed: int) -> dict[str, Any]:
+def measure_answers(
+    base, tokenizer, people: list[Person], passes: int, seed: int
+) -> dict[str, Any]:
     """Study people, a memory each and one of all, and return how many answers are right in each way to ask."""
     questions = [Question(**row) for person in people for row in person.questions]
     settings = ReadingSettings(study=True, passes=passes, seed=seed)
@@ -137,12 +154,21 @@ def measure_answers(base, tokenizer, people: list[Person], passes: int, seed: in
         exchanges = [Exchange(**row) for person in people for row in person.exchanges]
         whole.add(base, tokenizer, text, "all", settings, exchanges=exchanges)
         with whole.attach(base, ["all"]) as model:
-            results["right_one_memory_of_all"] = count_right(ask(model, tokenizer, questions), questions)
+            results["right_one_memory_of_all"] = count_right(
+                ask(model, tokenizer, questions), questions
+            )
         passages = [passage for path in paths for passage in list_passages(path)]
         sentences = [row["answer"] for person in people for row in person.exchanges[::3]]
-        scores = score_by_words([[passage] for passage in passages], [each.question for each in questions])
+        scores = score_by_words(
+            [[passage] for passage in passages], [each.question for each in questions]
+        )
         answers = [
-            ask(base, tokenizer, [each], context="\n".join(sentences[best] for best in row.argsort()[::-1][:3]))[0]
+            ask(
+                base,
+                tokenizer,
+                [each],
+                context="\n".join(sentences[best] for best in row.argsort()[::-1][:3]),
+            )[0]
             for each, row in zip(questions, scores, strict=True)
         ]
         results["right_bm25_and_base"] = count_right(answers, questions)
@@ -154,9 +180,16 @@ def measure_found(base, tokenizer, people: list[Person]) -> dict[str, Any]:
     """Return how often the right sentence is found: in memories of one person each, in one of all, and by BM25."""
     questions = [Question(**row) for person in people for row in person.questions]
     names = [person.name for person in people for _ in person.questions]
-    settings, by = ReadingSettings(study=True, passes=0, r=1), partial(ask_by_reciting, passage=True)
+    settings, by = (
+        ReadingSettings(study=True, passes=0, r=1),
+        partial(ask_by_reciting, passage=True),
+    )
     with TemporaryDirectory() as folder:
-        each, whole, began = Library(Path(folder) / "each"), Library(Path(folder) / "one"), time.process_time()
+        each, whole, began = (
+            Library(Path(folder) / "each"),
+            Library(Path(folder) / "one"),
+            time.process_time(),
+        )
         for person in people:
             exchanges = [Exchange(**row) for row in person.exchanges]
             each.add(base, tokenizer, person.text, person.name, settings, exchanges=exchanges)
@@ -165,16 +198,24 @@ def measure_found(base, tokenizer, people: list[Person]) -> dict[str, Any]:
         exchanges = [Exchange(**row) for person in people for row in person.exchanges]
         text = "\n".join(person.text for person in people)
         whole.add(base, tokenizer, text, "all", settings, exchanges=exchanges)
-        together = whole.load_finder(["all"], base, tokenizer)([asked.question for asked in questions])
+        together = whole.load_finder(["all"], base, tokenizer)(
+            [asked.question for asked in questions]
+        )
     held = join_exchanges(exchanges)
-    scores = score_by_words([[text] for text in held.values()], [asked.question for asked in questions])
+    scores = score_by_words(
+        [[text] for text in held.values()], [asked.question for asked in questions]
+    )
     return {
         "people": len(people),
         "asked": len(questions),
         "cpu_seconds_a_fact": seconds,
-        "right_memory_first": sum(one.memories[:1] == (name,) for one, name in zip(found, names, strict=True)),
+        "right_memory_first": sum(
+            one.memories[:1] == (name,) for one, name in zip(found, names, strict=True)
+        ),
         "right_memory_each": count_right([one.answer for one in found], questions),
-        "right_one_memory_of_all": count_right([next(iter(one), "") for one in together], questions),
+        "right_one_memory_of_all": count_right(
+            [next(iter(one), "") for one in together], questions
+        ),
         "right_bm25": count_right([list(held)[best] for best in scores.argmax(1)], questions),
     }
 
@@ -193,7 +234,9 @@ def measure_pages(base, tokenizer, memories: list[Path], files: list[Path]) -> d
             with library.attach(base, names) as model:
                 given = ask(model, tokenizer, questions)
             results["asked"] += len(questions)
-            results["routed_by_words"] += library.route([each.question for each in questions]).count(names)
+            results["routed_by_words"] += library.route(
+                [each.question for each in questions]
+            ).count(names)
             results["answered_by_the_right"] += sum(each.memories == names for each in answers)
             results["right"] += count_right([each.answer for each in answers], questions)
             results["right_given"] += count_right(given, questions)
@@ -218,7 +261,10 @@ def tabulate(rows: list[dict[str, Any]]) -> str:
     table = []
     for size in dict.fromkeys(row["memories"] for row in rows):
         group = [row for row in rows if row["memories"] == size]
-        means = [np.mean([row[key] for row in group]) if group[0][key] is not None else None for key in keys]
+        means = [
+            np.mean([row[key] for row in group]) if group[0][key] is not None else None
+            for key in keys
+        ]
         figures = ["" if mean is None else f"{100 * mean:.1f}%" for mean in means]
         seconds = np.mean([row["seconds_a_question"] for row in group])
         table.append([str(size), *figures, f"{1000 * seconds:.1f}"])
@@ -228,34 +274,50 @@ def tabulate(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pages", type=Path, nargs="*", default=[], help="studied memories")
-    parser.add_argument("--questions", type=Path, nargs="*", default=[], help="JSON Lines, a file for each of --pages")
+    parser.add_argument(
+        "--questions",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="JSON Lines, a file for each of --pages",
+    )
     parser.add_argument("--study", type=int, default=0, help="study so many people, and ask")
-    parser.add_argument("--ask", action="store_true", help="ask the pages' questions and general ones")
+    parser.add_argument(
+        "--ask", action="store_true", help="ask the pages' questions and general ones"
+    )
     parser.add_argument("--passes", type=int, default=12)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     results = (
-        load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(torch.device("cpu"))}
+        load_json(arguments.out)
+        if arguments.out.exists()
+        else {"machine": describe_machine(torch.device("cpu"))}
     )
     if arguments.study:
         base, tokenizer = load_base(arguments.model)
         people = make_people(arguments.study, arguments.seed)
         if arguments.passes:
-            results["answers"] = measure_answers(base, tokenizer, people, arguments.passes, arguments.seed)
+            results["answers"] = measure_answers(
+                base, tokenizer, people, arguments.passes, arguments.seed
+            )
         else:
             results["found"] = measure_found(base, tokenizer, people)
         print(results)
     elif arguments.ask:
-        results["pages"] = measure_pages(*load_base(arguments.model), arguments.pages, arguments.questions)
+        results["pages"] = measure_pages(
+            *load_base(arguments.model), arguments.pages, arguments.questions
+        )
         print(results["pages"])
     else:
         pages = [
             (list_passages(memory), [each.question for each in load_questions(file)])
             for memory, file in zip(arguments.pages, arguments.questions, strict=True)
         ]
-        results["routing"] = [measure_routing(size, seed, pages) for size in SIZES for seed in SEEDS]
+        results["routing"] = [
+            measure_routing(size, seed, pages) for size in SIZES for seed in SEEDS
+        ]
         print(tabulate(results["routing"]))
     write_json(arguments.out, results)
 

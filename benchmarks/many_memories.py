@@ -57,7 +57,11 @@ def time_each(act: Callable[[int], Any], times: int, device: torch.device) -> fl
 def measure(model: PeftModel, names: list[str], ids: torch.Tensor, steps: int) -> dict[str, float]:
     """Return the milliseconds of a switch to another memory, and of steps with the last one, `ids` [1, T]."""
     device = ids.device
-    row = {"switch": time_each(lambda number: model.set_adapter(names[number % len(names)]), 2 * steps, device)}
+    row = {
+        "switch": time_each(
+            lambda number: model.set_adapter(names[number % len(names)]), 2 * steps, device
+        )
+    }
     model.set_adapter(names[-1])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
@@ -85,7 +89,9 @@ def measure(model: PeftModel, names: list[str], ids: torch.Tensor, steps: int) -
     return row
 
 
-def run_round(model: PeftModel, folder: Path, ids: torch.Tensor, memories: int, steps: int) -> list[dict[str, Any]]:
+def run_round(
+    model: PeftModel, folder: Path, ids: torch.Tensor, memories: int, steps: int
+) -> list[dict[str, Any]]:
     """Attach memories, measure at 1, a quarter, a half and all of them, delete them, and measure again."""
     marks, rows, attached = {1, memories // 4, memories // 2, memories}, [], []
 
@@ -94,14 +100,23 @@ def run_round(model: PeftModel, folder: Path, ids: torch.Tensor, memories: int, 
         attached.append(f"memory{len(attached)}")
 
     def add_row(state: str, names: list[str], **own: float) -> None:
-        rows.append({"state": state, **own, **measure(model, names, ids, steps), "resident": read_resident_bytes()})
+        rows.append(
+            {
+                "state": state,
+                **own,
+                **measure(model, names, ids, steps),
+                "resident": read_resident_bytes(),
+            }
+        )
 
     add_row("1", [FIRST])
     for count in sorted(marks - {0, 1}):
         milliseconds = time_each(attach, count - 1 - len(attached), ids.device)
         add_row(str(count), [FIRST, *attached], attach=milliseconds)
     model.set_adapter(FIRST)
-    milliseconds = time_each(lambda number: model.delete_adapter(attached.pop()), len(attached), ids.device)
+    milliseconds = time_each(
+        lambda number: model.delete_adapter(attached.pop()), len(attached), ids.device
+    )
     add_row("1, after deletion", [FIRST], delete=milliseconds)
     return rows
 
@@ -110,7 +125,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
     parser.add_argument("--adapter", choices=["locas", "lora"], default="locas")
-    parser.add_argument("--memories", type=int, default=200, help="attached at the same time, at least 2")
+    parser.add_argument(
+        "--memories", type=int, default=200, help="attached at the same time, at least 2"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20, help="for each time")
     parser.add_argument("--tokens", type=int, default=128, help="of a step")
@@ -127,10 +144,15 @@ def main() -> None:
         calibrate(model, [ids])
     else:
         projections = ["gate_proj", "up_proj", "down_proj"]
-        model = get_peft_model(base, LoraConfig(r=arguments.r, target_modules=projections, task_type="CAUSAL_LM"))
+        model = get_peft_model(
+            base, LoraConfig(r=arguments.r, target_modules=projections, task_type="CAUSAL_LM")
+        )
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        rounds = [run_round(model, folder, ids, arguments.memories, arguments.steps) for _ in range(arguments.rounds)]
+        rounds = [
+            run_round(model, folder, ids, arguments.memories, arguments.steps)
+            for _ in range(arguments.rounds)
+        ]
     rows = [{"round": number, **row} for number, own in enumerate(rounds, 1) for row in own]
     cells = [
         [
@@ -140,7 +162,11 @@ def main() -> None:
         ]
         for row in rows
     ]
-    print(make_table(["round", "memories", *(f"{name}, ms" for name in COLUMNS), "resident, MiB"], cells))
+    print(
+        make_table(
+            ["round", "memories", *(f"{name}, ms" for name in COLUMNS), "resident, MiB"], cells
+        )
+    )
     print(json.dumps({**vars(arguments), **describe_machine(base.device), "rows": rows}))
 
 

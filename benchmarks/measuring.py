@@ -27,7 +27,12 @@ from locas_peft.reading import ReadingSettings, parse_method
 RECITED_TOKENS = 64
 """The most tokens of what a memory recites."""
 
-_QWEN3 = {"num_hidden_layers": 28, "vocab_size": 151936, "num_attention_heads": 16, "num_key_value_heads": 8}
+_QWEN3 = {
+    "num_hidden_layers": 28,
+    "vocab_size": 151936,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {
         **{"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
@@ -50,7 +55,9 @@ def load_shape(shape: str, dtype: str = "auto", device: str = "auto") -> PreTrai
     if dtype == "auto":
         dtype = "bfloat16" if torch_device.type == "cuda" else "float32"
     # The anchor's text begins with the token `bos_token_id`.
-    config = Qwen3Config(**SHAPES[shape], max_position_embeddings=40960, tie_word_embeddings=True, bos_token_id=0)
+    config = Qwen3Config(
+        **SHAPES[shape], max_position_embeddings=40960, tie_word_embeddings=True, bos_token_id=0
+    )
     torch.manual_seed(0)
     with torch_device:
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
@@ -94,13 +101,20 @@ def compare(seconds: Sequence[float], base: Sequence[float]) -> dict[str, float]
     """Return the ratio of the fastest rounds, and median, least and greatest ratio of a round."""
     ratios = [a / b for a, b in zip(seconds, base, strict=True)]
     fastest = min(seconds) / min(base)
-    return {"fastest": fastest, "median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+    return {
+        "fastest": fastest,
+        "median": statistics.median(ratios),
+        "min": min(ratios),
+        "max": max(ratios),
+    }
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
     """Return hardware, versions and the commit."""
     try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip()
     except OSError:  # no git
         commit = ""
     cpu = f"CPU, {platform.machine()}, {os.cpu_count()} cores"
@@ -119,12 +133,16 @@ def make_study(label: str, passes: int | None) -> ReadingSettings:
     """Return the settings of a study by a method's label: NAME[@WIDTH][:RATE], and "+" its anchor where it has one."""
     method, _, anchor = label.partition("+")
     name, own = parse_method(method)
-    return ReadingSettings(method=name, study=True, passes=passes, anchor=float(anchor) if anchor else None, **own)
+    return ReadingSettings(
+        method=name, study=True, passes=passes, anchor=float(anchor) if anchor else None, **own
+    )
 
 
 def make_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format a Markdown table, with the numbers right of the first column."""
-    lines = ["| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in (head, *rows)]
+    lines = [
+        "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in (head, *rows)
+    ]
     return "\n".join([lines[0], "|---|" + "---:|" * (len(head) - 1), *lines[1:]])
 
 
@@ -139,23 +157,35 @@ def encode_pair(tokenizer, prompt: str, target: str) -> tuple[list[int], list[in
         raise ValueError("target must not be empty: give the text that is to be scored")
     text, prompt = prompt + target, prompt.rstrip()
     whole = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    known = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] if prompt else []
+    known = (
+        tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"] if prompt else []
+    )
     split = min(len(known), len(whole) - 1)
     first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     return ([] if first is None else [first]) + whole[:split], whole[split:]
 
 
 @torch.inference_mode()
-def recite(model: nn.Module, tokenizer, questions: Sequence[str], count: int = 10) -> list[list[str]]:
+def recite(
+    model: nn.Module, tokenizer, questions: Sequence[str], count: int = 10
+) -> list[list[str]]:
     """Return for each question the `count` likeliest answers that a beam search finds, or fewer, the likeliest first.
 
     A memory that has learned passages may recite a wrong one; the right one is often among the first few. The search
     has two beams an answer, and orders answers by their mean log-probability a token. For errors see `check_room`.
     """
-    options: dict[str, Any] = {"num_beams": 2 * count, "num_return_sequences": count, "do_sample": False}
+    options: dict[str, Any] = {
+        "num_beams": 2 * count,
+        "num_return_sequences": count,
+        "do_sample": False,
+    }
     # What the call leaves open, `generate` takes from the model's generation config.
     options |= {**dict.fromkeys(("temperature", "top_p", "top_k")), "repetition_penalty": 1.0}
-    options |= {"no_repeat_ngram_size": 0, "max_new_tokens": RECITED_TOKENS, "pad_token_id": find_pad_token(tokenizer)}
+    options |= {
+        "no_repeat_ngram_size": 0,
+        "max_new_tokens": RECITED_TOKENS,
+        "pad_token_id": find_pad_token(tokenizer),
+    }
     recited, device = [], CausalLM(model).device
     for number, question in enumerate(questions):
         prompt = encode_question(tokenizer, question)
@@ -169,5 +199,8 @@ def recite(model: nn.Module, tokenizer, questions: Sequence[str], count: int = 1
 
 def is_exact(given: str, gold: str) -> bool:
     """Return whether an answer is the gold phrase, case-folded, without leading articles and final full stops."""
-    both = (re.sub(r"^(a|an|the)\s+", "", " ".join(each.casefold().split())).rstrip(".") for each in (given, gold))
+    both = (
+        re.sub(r"^(a|an|the)\s+", "", " ".join(each.casefold().split())).rstrip(".")
+        for each in (given, gold)
+    )
     return next(both) == next(both)

@@ -23,14 +23,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import SHAPES, Clock, compare, describe_machine, load_shape, make_table, share_weights
+from measuring import (
+    SHAPES,
+    Clock,
+    compare,
+    describe_machine,
+    load_shape,
+    make_table,
+    share_weights,
+)
 from peft import PeftModel, get_peft_model
 from transformers.utils import logging
 
 from locas_peft import LocasConfig, LocasLayer, calibrate
 
 
-def race(calls: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+def race(
+    calls: dict[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, list[float]]:
     """Time each call once a round, in a rotating order, after one round that is not counted; return seconds."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     names = list(calls)
@@ -50,7 +60,10 @@ def measure_import() -> float:
         "print(time.perf_counter() - start)"
     )
     run = [sys.executable, "-c", script]
-    taken = [float(subprocess.run(run, capture_output=True, text=True, check=True).stdout) for _ in range(6)]
+    taken = [
+        float(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+        for _ in range(6)
+    ]
     return statistics.median(taken[1:])
 
 
@@ -78,7 +91,10 @@ def main() -> None:
     bare = load_shape(arguments.shapes, arguments.dtype, arguments.device)
     tokens = torch.randint(0, bare.config.vocab_size, (1, arguments.tokens), device=bare.device)
     memory = get_peft_model(share_weights(bare), LocasConfig(r=arguments.r))
-    calls = {"bare": lambda: bare.model(tokens, use_cache=False), "calibrate": lambda: calibrate(memory, [tokens])}
+    calls = {
+        "bare": lambda: bare.model(tokens, use_cache=False),
+        "calibrate": lambda: calibrate(memory, [tokens]),
+    }
     calibration = race(calls, arguments.rounds, bare.device)
     for layer in memory.modules():
         if isinstance(layer, LocasLayer):
@@ -93,23 +109,34 @@ def main() -> None:
         return lambda: model(input_ids=tokens, logits_to_keep=1)
 
     def generate(model: torch.nn.Module) -> Callable[[], object]:
-        return lambda: model.generate(input_ids=tokens[:, :16], **new_tokens, do_sample=False, pad_token_id=0)
+        return lambda: model.generate(
+            input_ids=tokens[:, :16], **new_tokens, do_sample=False, pad_token_id=0
+        )
 
     forwards, generations = (
         race({name: make(model) for name, model in models.items()}, arguments.rounds, bare.device)
         for make in (forward, generate)
     )
     ratios = {
-        "a copy of the bare base / the bare base, generation": compare(generations["bare copy"], generations["bare"]),
-        "calibration / forward of the base without its head": compare(calibration["calibrate"], calibration["bare"]),
+        "a copy of the bare base / the bare base, generation": compare(
+            generations["bare copy"], generations["bare"]
+        ),
+        "calibration / forward of the base without its head": compare(
+            calibration["calibrate"], calibration["bare"]
+        ),
     }
     for title, seconds in (
         (f"generation of {arguments.new_tokens} tokens", generations),
         (f"forward of {arguments.tokens} tokens", forwards),
     ):
-        active, merged = compare(seconds["memory"], seconds["bare"]), compare(seconds["merged"], seconds["bare copy"])
+        active, merged = (
+            compare(seconds["memory"], seconds["bare"]),
+            compare(seconds["merged"], seconds["bare copy"]),
+        )
         ratios = {f"{title}, active memory": active, f"{title}, merged": merged, **ratios}
-    extra = sum(parameter.numel() for name, parameter in memory.named_parameters() if "locas_" in name)
+    extra = sum(
+        parameter.numel() for name, parameter in memory.named_parameters() if "locas_" in name
+    )
     result = {
         **{name: getattr(arguments, name) for name in ("shapes", "r", "dtype", "rounds")},
         **describe_machine(bare.device),
@@ -122,7 +149,11 @@ def main() -> None:
         "import_seconds": measure_import(),
     }
     rows = [[name, *(f"{value:.3f}" for value in ratio.values())] for name, ratio in ratios.items()]
-    print(make_table(["against the bare base", "fastest rounds", "median round", "least", "most"], rows))
+    print(
+        make_table(
+            ["against the bare base", "fastest rounds", "median round", "least", "most"], rows
+        )
+    )
     share, saved = result["extra_parameters_share"], result["saved_bytes"]
     print(f"\nextra parameters: {extra:,} ({share:.2%} of the base); saved: {saved:,} bytes")
     print(f"import locas_peft adds {result['import_seconds']:.2f} s to import peft, transformers\n")

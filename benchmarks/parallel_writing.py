@@ -31,7 +31,9 @@ ONE_SOLVE = {"rate": 0.01, "prior": 1000.0}
 """Shorter than the defaults of `RidgeWriter`: no later gradient corrects the map."""
 
 
-def write(model: PeftModel, windows: Sequence[torch.Tensor], batch_size: int, passes: int = 1) -> None:
+def write(
+    model: PeftModel, windows: Sequence[torch.Tensor], batch_size: int, passes: int = 1
+) -> None:
     """Write windows, LongTensors [T], into the active memory; each pass corrects what the ones before have written."""
     calibrate(model, [windows[0][None]])
     for _ in range(passes):
@@ -41,7 +43,9 @@ def write(model: PeftModel, windows: Sequence[torch.Tensor], batch_size: int, pa
             ids = pad_sequence(batch, batch_first=True)
             labels = pad_sequence(batch, batch_first=True, padding_value=-100)
             with writer.recording():
-                model(input_ids=ids, attention_mask=(labels != -100).long(), labels=labels).loss.backward()
+                model(
+                    input_ids=ids, attention_mask=(labels != -100).long(), labels=labels
+                ).loss.backward()
             writer.add(pad(labels[:, 1:] != -100, (0, 1)))
         writer.solve()
 
@@ -59,12 +63,18 @@ def score(model: torch.nn.Module, ids: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--book", type=Path, required=True)
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2048, help="of each document")
-    parser.add_argument("--window", type=int, default=512, help="that is read without the text before it")
-    parser.add_argument("--start", type=int, default=0, help="the token of the book that the documents begin at")
+    parser.add_argument(
+        "--window", type=int, default=512, help="that is read without the text before it"
+    )
+    parser.add_argument(
+        "--start", type=int, default=0, help="the token of the book that the documents begin at"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
@@ -88,15 +98,25 @@ def main() -> None:
             wall, processor = time.perf_counter(), time.process_time()
             run(model)
             seconds = time.perf_counter() - wall, time.process_time() - processor
-            layers = [[part.weight.detach() for part in layer.projections("default")] for layer in list_layers(model)]
+            layers = [
+                [part.weight.detach() for part in layer.projections("default")]
+                for layer in list_layers(model)
+            ]
             maps[way] = torch.stack([up.T @ down.T for up, down in layers])
             gain = score(model, after) - none
             base = model.unload()
             if number:
-                rows.setdefault(way, []).append({"wall": seconds[0], "processor": seconds[1], "next": gain})
-                print(f"{way}: {seconds[0]:.1f} s, {seconds[1]:.1f} s of processor time, next {gain:+.4f}", flush=True)
+                rows.setdefault(way, []).append(
+                    {"wall": seconds[0], "processor": seconds[1], "next": gain}
+                )
+                print(
+                    f"{way}: {seconds[0]:.1f} s, {seconds[1]:.1f} s of processor time, next {gain:+.4f}",
+                    flush=True,
+                )
     one, many = (maps[way] for way in list(ways)[:2])
-    figures: dict[str, Any] = {"relative difference of the maps": ((one - many).norm() / one.norm()).item()}
+    figures: dict[str, Any] = {
+        "relative difference of the maps": ((one - many).norm() / one.norm()).item()
+    }
     shared = {name: str(value) for name, value in vars(arguments).items()}
     print(json.dumps({**describe_machine(torch.device("cpu")), **shared, **figures, "rows": rows}))
 

@@ -65,7 +65,9 @@ class Texts:
             dtype=str(self.base.dtype).removeprefix("torch."),
         )
         prepare = unwrap if backbone.is_embedded(arguments.model) else str
-        self.ids: Callable[[str], torch.Tensor] = cache(lambda name: tokenize(tokenizer, prepare(texts[name])))
+        self.ids: Callable[[str], torch.Tensor] = cache(
+            lambda name: tokenize(tokenizer, prepare(texts[name]))
+        )
 
     def choose(self, own: Sequence[str], chosen: list[str] | None) -> list[str]:
         """Return the documents for a table: those chosen by `--documents`, else the table's own, else all.
@@ -75,13 +77,17 @@ class Texts:
         """
         for name in chosen or ():
             if name not in self.names:
-                raise ValueError(f"--documents must be among {', '.join(self.names)}, got {name!r}: check the name")
+                raise ValueError(
+                    f"--documents must be among {', '.join(self.names)}, got {name!r}: check the name"
+                )
         if chosen or set(self.names).isdisjoint((*HEADLINE, TUNING, TRAINING)):
             return chosen or self.names
         found = [name for name in own if name in self.names]
         if not found:
             given = ", ".join(self.names)
-            raise ValueError(f"--books must hold one of {', '.join(own)} for this table, got {given}: add it")
+            raise ValueError(
+                f"--books must hold one of {', '.join(own)} for this table, got {given}: add it"
+            )
         return found
 
 
@@ -89,28 +95,44 @@ def load_texts(arguments: argparse.Namespace) -> dict[str, str]:
     if arguments.dataset:
         return load_column(arguments.dataset, arguments.split, arguments.column, arguments.limit)
     if not arguments.books:
-        raise ValueError("--books must name text files or folders of them, got none: give it, or --dataset")
+        raise ValueError(
+            "--books must name text files or folders of them, got none: give it, or --dataset"
+        )
     return load_documents(arguments.books, arguments.limit)
 
 
-def choose_rows(rows: Iterable[Any], chosen: list[str] | None, always: Sequence[str] = ()) -> list[Any]:
+def choose_rows(
+    rows: Iterable[Any], chosen: list[str] | None, always: Sequence[str] = ()
+) -> list[Any]:
     """Return the rows whose names begin with one of `chosen` (all rows where None), and those named in `always`."""
     rows = list(rows)
     for start in chosen or ():
         if not any(row.name.startswith(start) for row in rows):
             names = "; ".join(row.name for row in rows)
-            raise ValueError(f"--rows must be beginnings of names, got {start!r}: choose among {names}")
-    return [row for row in rows if not chosen or row.name.startswith(tuple(chosen)) or row.name in always]
+            raise ValueError(
+                f"--rows must be beginnings of names, got {start!r}: choose among {names}"
+            )
+    return [
+        row
+        for row in rows
+        if not chosen or row.name.startswith(tuple(chosen)) or row.name in always
+    ]
 
 
-def keep_what_fits(base: transformers.PreTrainedModel, rows: Iterable[Row], common: ReadingSettings) -> list[Row]:
+def keep_what_fits(
+    base: transformers.PreTrainedModel, rows: Iterable[Row], common: ReadingSettings
+) -> list[Row]:
     """Leave out rows whose window is larger than the model's positions; name them on stderr."""
     kept, limit = [], count_positions(base)
     for row in rows:
         if limit is None or row.windows * common.window <= limit:
             kept.append(row)
         else:
-            print(f"left out: {row.name}, beyond the model's {limit:,} positions", file=sys.stderr, flush=True)
+            print(
+                f"left out: {row.name}, beyond the model's {limit:,} positions",
+                file=sys.stderr,
+                flush=True,
+            )
     return kept
 
 
@@ -123,7 +145,9 @@ def fill_readings(name: str, texts: Texts, arguments: argparse.Namespace) -> dic
     documents = texts.choose(table.documents, arguments.documents)
     for unread in table.unread:
         if unread not in texts.names:
-            raise ValueError(f"--books must hold {unread!r}, which is left unread in --table {name}: add the file")
+            raise ValueError(
+                f"--books must hold {unread!r}, which is left unread in --table {name}: add the file"
+            )
     rows = keep_what_fits(texts.base, table.rows, texts.common)
     wanted = choose_rows(table.rows, arguments.rows)
     if not arguments.collect:
@@ -187,16 +211,32 @@ def read(
     with tempfile.TemporaryDirectory() as folder:
         memory = Path(folder) / "memory"
         reading = memorize(
-            base, ids, settings, out=memory, checkpoint_dir=checkpoint_dir, resume=True, on_chunk=chunks.append
+            base,
+            ids,
+            settings,
+            out=memory,
+            checkpoint_dir=checkpoint_dir,
+            resume=True,
+            on_chunk=chunks.append,
         )
         seconds, processor_seconds = time.perf_counter() - began, time.process_time() - processor
-        with nullcontext(base) if settings.method.name == "none" else memory_attached(base, memory) as model:
-            unread_perplexities = {name: score(model, text, settings) for name, text in unread.items()}
+        with (
+            nullcontext(base)
+            if settings.method.name == "none"
+            else memory_attached(base, memory) as model
+        ):
+            unread_perplexities = {
+                name: score(model, text, settings) for name, text in unread.items()
+            }
         adapter_bytes = sum(file.stat().st_size for file in memory.glob("*.safetensors"))
     return {
         **{key: item for key, item in reading.to_json().items() if key not in UNUSED_FIGURES},
         # Three numbers a chunk: tokens read so far, tokens scored in the chunk, and their nll.
-        "chunks": [number for chunk in chunks for number in (chunk.stop, chunk.tokens, round(chunk.nll_nats, 4))],
+        "chunks": [
+            number
+            for chunk in chunks
+            for number in (chunk.stop, chunk.tokens, round(chunk.nll_nats, 4))
+        ],
         "unread": unread_perplexities,
         "adapter_bytes": adapter_bytes,
         # Not known for a reading that was interrupted.
@@ -211,7 +251,9 @@ def check_same(path: Path, settings: CompleteSettings, ids: torch.Tensor, docume
     known = {key: item for key, item in settings.to_json().items() if recorded.get(key) is not None}
     check_fields(known, recorded, path)
     if recorded["text_sha256"] != digest_ids(ids):
-        raise ValueError(f"{str(path)!r} is of another text named {document!r}: choose another --out")
+        raise ValueError(
+            f"{str(path)!r} is of another text named {document!r}: choose another --out"
+        )
 
 
 def check_fields(fields: dict[str, Any], recorded: dict[str, Any], path: Path) -> None:
@@ -242,7 +284,15 @@ def fill_timing(name: str, texts: Texts, arguments: argparse.Namespace) -> dict[
     if not arguments.collect:
         document = texts.choose((TUNING, *HEADLINE), arguments.documents)[0]
         load = partial(load_model, arguments.model, arguments.dtype, arguments.device)
-        measure(texts.base, load, texts.common, texts.ids(document), arguments, path, {"document": document})
+        measure(
+            texts.base,
+            load,
+            texts.common,
+            texts.ids(document),
+            arguments,
+            path,
+            {"document": document},
+        )
     return with_markdown(path, pg19_report.timing_to_markdown)
 
 
@@ -261,12 +311,21 @@ def measure(
 ) -> None:
     """Measure time and operations of the headline's rows, then memory; write each to the file when it is known."""
     # All times are relative to both `none`.
-    wanted = choose_rows(TABLES["headline"].rows, arguments.rows, always=(NONE.name, NONE_RECOMPUTE.name))
+    wanted = choose_rows(
+        TABLES["headline"].rows, arguments.rows, always=(NONE.name, NONE_RECOMPUTE.name)
+    )
     rows = keep_what_fits(base, wanted, common)
-    tokens, memory_tokens = (min(length, len(ids)) for length in measured_lengths(arguments, common.window))
+    tokens, memory_tokens = (
+        min(length, len(ids)) for length in measured_lengths(arguments, common.window)
+    )
     value = {
         **about,
-        **{"model": common.model, "dtype": common.dtype, "tokens": tokens, "memory_tokens": memory_tokens},
+        **{
+            "model": common.model,
+            "dtype": common.dtype,
+            "tokens": tokens,
+            "memory_tokens": memory_tokens,
+        },
         **{"window": common.window, "stride": common.stride, **describe_machine(base.device)},
         "rows": pg19_timing.time_rows(base, rows, common, ids[:tokens]),
     }
@@ -338,13 +397,17 @@ def fill_tables(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
     tables = {}
     texts = None if arguments.shapes else Texts(arguments)
     for name in arguments.shapes or arguments.table:
-        tables[name] = fill_shape(name, arguments) if texts is None else FILL[name](name, texts, arguments)
+        tables[name] = (
+            fill_shape(name, arguments) if texts is None else FILL[name](name, texts, arguments)
+        )
         print(f"## {name}\n\n{tables[name]['markdown']}\n", flush=True)
     if arguments.plot and texts is not None:
         for path in pg19_report.draw(tables, arguments.out):
             print(path, file=sys.stderr)
     return {
-        name: {**table, **pg19_report.compact(table["readings"])} if table.get("readings") else table
+        name: {**table, **pg19_report.compact(table["readings"])}
+        if table.get("readings")
+        else table
         for name, table in tables.items()
     }
 
@@ -355,28 +418,59 @@ def split_names(value: str) -> list[str]:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     texts = parser.add_argument_group("texts")
-    texts.add_argument("--books", action="append", metavar="PATH", help="a text file or a folder of them; repeatable")
-    texts.add_argument("--dataset", help="in place of --books: a dataset on the hub, or a folder of one")
+    texts.add_argument(
+        "--books",
+        action="append",
+        metavar="PATH",
+        help="a text file or a folder of them; repeatable",
+    )
+    texts.add_argument(
+        "--dataset", help="in place of --books: a dataset on the hub, or a folder of one"
+    )
     texts.add_argument("--split", default="test")
     texts.add_argument("--column", default="text")
     texts.add_argument("--limit", type=int, help="the number of documents to load, from the first")
     work = parser.add_argument_group("work")
-    work.add_argument("--table", default="headline", help=f"with commas: {', '.join(TABLE_NAMES)}; or all")
-    work.add_argument("--shapes", type=split_names, help=f"times alone, on random weights: {', '.join(SHAPES)}")
     work.add_argument(
-        "--rows", type=split_names, help="only rows with these beginnings of names; with commas, no blanks"
+        "--table", default="headline", help=f"with commas: {', '.join(TABLE_NAMES)}; or all"
+    )
+    work.add_argument(
+        "--shapes", type=split_names, help=f"times alone, on random weights: {', '.join(SHAPES)}"
+    )
+    work.add_argument(
+        "--rows",
+        type=split_names,
+        help="only rows with these beginnings of names; with commas, no blanks",
     )
     work.add_argument("--documents", type=split_names, help="only these documents; with commas")
-    work.add_argument("--tokens", type=int, help="the most tokens of each document to read, from the first")
-    work.add_argument("--timing-tokens", type=int, help="tokens that are timed (48 windows, --quick 24)")
-    work.add_argument("--memory-tokens", type=int, help="tokens read to measure memory (half of those timed)")
+    work.add_argument(
+        "--tokens", type=int, help="the most tokens of each document to read, from the first"
+    )
+    work.add_argument(
+        "--timing-tokens", type=int, help="tokens that are timed (48 windows, --quick 24)"
+    )
+    work.add_argument(
+        "--memory-tokens", type=int, help="tokens read to measure memory (half of those timed)"
+    )
     work.add_argument("--seeds", type=int, help="the most seeds of each row")
-    work.add_argument("--quick", action="store_true", help=f"{QUICK_TOKENS:,} tokens, one document a table, one seed")
-    work.add_argument("--collect", action="store_true", help="read nothing: tables of the results in --out")
-    work.add_argument("--plot", action="store_true", help="draw the plots into --out (needs matplotlib)")
-    work.add_argument("--out", type=Path, default=Path("benchmarks-pg19"), help="the folder of all results")
+    work.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"{QUICK_TOKENS:,} tokens, one document a table, one seed",
+    )
+    work.add_argument(
+        "--collect", action="store_true", help="read nothing: tables of the results in --out"
+    )
+    work.add_argument(
+        "--plot", action="store_true", help="draw the plots into --out (needs matplotlib)"
+    )
+    work.add_argument(
+        "--out", type=Path, default=Path("benchmarks-pg19"), help="the folder of all results"
+    )
     model = parser.add_argument_group("model")
     model.add_argument("--model", default=backbone.NAME, help="a folder, or a name on the hub")
     model.add_argument("--dtype", default="auto")
@@ -407,9 +501,17 @@ def main(argv: list[str] | None = None) -> None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         tables = fill_tables(arguments)
         name = "pg19-shapes" if arguments.shapes else "pg19"
-        summary = {"benchmark": name, **describe_machine(choose_device(arguments.device)), "tables": tables}
-        markdown = "\n\n".join(f"## {title}\n\n{table['markdown']}" for title, table in tables.items())
-        write_json(arguments.out / f"{name}.json", {**summary, "seconds": time.perf_counter() - began})
+        summary = {
+            "benchmark": name,
+            **describe_machine(choose_device(arguments.device)),
+            "tables": tables,
+        }
+        markdown = "\n\n".join(
+            f"## {title}\n\n{table['markdown']}" for title, table in tables.items()
+        )
+        write_json(
+            arguments.out / f"{name}.json", {**summary, "seconds": time.perf_counter() - began}
+        )
         (arguments.out / f"{name}.md").write_text(markdown + "\n", encoding="utf-8")
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"pg19: {error}")

@@ -41,10 +41,19 @@ def compact(readings: Readings) -> dict[str, Any]:
     values = [{key: item for key, item in value.items() if key != "chunks"} for value in readings]
     first, *others = values
     # An older result may lack a setting.
-    is_shared = {key: all(key in other and other[key] == item for other in others) for key, item in first.items()}
+    is_shared = {
+        key: all(key in other and other[key] == item for other in others)
+        for key, item in first.items()
+    }
     shared = {key for key, same in is_shared.items() if same and others}
-    own = [{key: item for key, item in value.items() if key not in shared and item is not None} for value in values]
-    return {"shared": {key: first[key] for key in first if key in shared and first[key] is not None}, "readings": own}
+    own = [
+        {key: item for key, item in value.items() if key not in shared and item is not None}
+        for value in values
+    ]
+    return {
+        "shared": {key: first[key] for key in first if key in shared and first[key] is not None},
+        "readings": own,
+    }
 
 
 # ---------------------------------------------------------------------- tables
@@ -57,9 +66,13 @@ def _headline(readings: Readings) -> str:
     for name, own in _group(readings, "row").items():
         of = {value["document"]: value for value in own}
         found = [of[document] for document in pooled if document in of]
-        nll_nats, tokens = (sum(value[key] for value in found) for key in ("nll_nats", "scored_tokens"))
+        nll_nats, tokens = (
+            sum(value[key] for value in found) for key in ("nll_nats", "scored_tokens")
+        )
         mean = perplexity(nll_nats, tokens) if len(found) == len(pooled) else None
-        values = [of[document]["perplexity"] if document in of else None for document in by_document]
+        values = [
+            of[document]["perplexity"] if document in of else None for document in by_document
+        ]
         rows.append([name, _rate(own), _parameters(own), *map(_number, (*values, mean))])
     head = ["row", "rate", "parameters", *by_document, f"mean of {', '.join(pooled)}"]
     return "\n\n".join([make_table(head, rows), *map(_one_document, by_document.values())])
@@ -80,7 +93,9 @@ def _one_document(readings: Readings) -> str:
         for value in readings
     ]
     ranges = [" to ".join(f"{int(end):,}" for end in span.split("-")) for span in spans]
-    return _titled(readings, ["row", *(f"first {int(mark):,}" for mark in marks), *ranges, "all"], rows)
+    return _titled(
+        readings, ["row", *(f"first {int(mark):,}" for mark in marks), *ranges, "all"], rows
+    )
 
 
 def _over_seeds(readings: Readings) -> str:
@@ -97,7 +112,16 @@ def _over_seeds(readings: Readings) -> str:
                 f"{statistics.fmean(_last(value) for value in own):.3f}",
             ]
         )
-    head = ["row", "rate", "parameters", "seeds", "perplexity", "standard deviation", "range", _last_span(readings)]
+    head = [
+        "row",
+        "rate",
+        "parameters",
+        "seeds",
+        "perplexity",
+        "standard deviation",
+        "range",
+        _last_span(readings),
+    ]
     return _titled(readings, head, rows)
 
 
@@ -122,7 +146,9 @@ def _sweep(readings: Readings) -> str:
             cells += [f"{value['perplexity']:.3f}", f"**{last}**" if chosen else last]
         rows.append([name, _parameters(own), *cells])
     parts = f"first {readings[0]['tokens_read']:,}", _last_span(readings)
-    return make_table(["row", "parameters", *(f"{name}, {part}" for name in documents for part in parts)], rows)
+    return make_table(
+        ["row", "parameters", *(f"{name}, {part}" for name in documents for part in parts)], rows
+    )
 
 
 def _curves(readings: Readings) -> str:
@@ -134,7 +160,9 @@ def _curves(readings: Readings) -> str:
         rise = "-" if level is None else f"{mean - level:+.2f}"
         rows.append([value["row"], _parameters([value]), *map(_number, numbers), rise])
     return _titled(
-        readings, ["row", "parameters", "perplexity", *readings[0]["unread"], "mean of those", "rise"], rows
+        readings,
+        ["row", "parameters", "perplexity", *readings[0]["unread"], "mean of those", "rise"],
+        rows,
     )
 
 
@@ -164,7 +192,9 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
     references = list(value["rows"][0]["relative_time"])
     first = references[0]
     head = ["row", "parameters", "on disk, MB"]
-    head += [cell for name in references for cell in (f"time / {name}", "quartiles", "with its start")]
+    head += [
+        cell for name in references for cell in (f"time / {name}", "quartiles", "with its start")
+    ]
     head += [] if gpu else [f"processor time / {name}" for name in references]
     head += [f"operations / {first}"]
     head += ["tokens/s", "s for 200K tokens"] if gpu else []
@@ -176,10 +206,18 @@ def timing_to_markdown(value: dict[str, Any]) -> str:
             low, high = row["relative_time_quartiles"][name]
             cells += [_number(row["relative_time"][name]), f"{low:.2f} to {high:.2f}"]
             cells += [_number(row["relative_time_with_start"][name])]
-        cells += [] if gpu else [_number(row["relative_processor_time"][name]) for name in references]
+        cells += (
+            [] if gpu else [_number(row["relative_processor_time"][name]) for name in references]
+        )
         cells += [_number(row["relative_operations"][first])]
-        cells += [f"{row['tokens_per_second']:,.0f}", f"{row['seconds_for_200k_tokens']:.1f}"] if gpu else []
-        rows.append([*cells, _megabytes(row.get("peak_bytes")), _megabytes(row.get("peak_bytes_early"))])
+        cells += (
+            [f"{row['tokens_per_second']:,.0f}", f"{row['seconds_for_200k_tokens']:.1f}"]
+            if gpu
+            else []
+        )
+        rows.append(
+            [*cells, _megabytes(row.get("peak_bytes")), _megabytes(row.get("peak_bytes_early"))]
+        )
     versions = ", ".join(f"{name} {value[name]}" for name in ("torch", "transformers", "peft"))
     about = (
         f"{value['model']}, {value['dtype']}, window {value['window']:,}, stride {value['stride']:,}, "
@@ -197,8 +235,23 @@ def block_to_markdown(value: dict[str, Any]) -> str:
     for result in results:
         perplexities = (*(result["perplexity_at"][mark] for mark in marks), result["perplexity"])
         relative = _number(result["seconds"] / seconds)
-        rows.append([result["row"], result["settings"], *map(_number, perplexities), _parameters([result]), relative])
-    head = ["row", "settings", *(f"{int(mark):,}" for mark in marks), "all", "parameters", "relative time"]
+        rows.append(
+            [
+                result["row"],
+                result["settings"],
+                *map(_number, perplexities),
+                _parameters([result]),
+                relative,
+            ]
+        )
+    head = [
+        "row",
+        "settings",
+        *(f"{int(mark):,}" for mark in marks),
+        "all",
+        "parameters",
+        "relative time",
+    ]
     return make_table(head, rows)
 
 
@@ -268,15 +321,22 @@ def draw(tables: dict[str, dict[str, Any]], out: Path) -> list[Path]:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    headline, width, curves = (tables.get(name, {}).get("readings", []) for name in ("headline", "width", "curves"))
-    plots = [(f"perplexity-{name}.png", own, _draw_tokens) for name, own in _group(headline, "document").items()]
+    headline, width, curves = (
+        tables.get(name, {}).get("readings", []) for name in ("headline", "width", "curves")
+    )
+    plots = [
+        (f"perplexity-{name}.png", own, _draw_tokens)
+        for name, own in _group(headline, "document").items()
+    ]
     plots += [("perplexity-parameters.png", width, _draw_parameters)] if width else []
     plots += [("gain-forgetting.png", curves, _draw_forgetting)] if len(curves) > 1 else []
     for name, readings, draw_into in plots:
         figure, axes = make_figure()
         # Ten colours, then the same with other lines and marks: no two rows look the same.
         colors = [f"tab:{color}" for color in COLORS]
-        axes.set_prop_cycle(color=colors * 2, linestyle=["-"] * 10 + [":"] * 10, marker=["o"] * 10 + ["s"] * 10)
+        axes.set_prop_cycle(
+            color=colors * 2, linestyle=["-"] * 10 + [":"] * 10, marker=["o"] * 10 + ["s"] * 10
+        )
         draw_into(axes, readings)
         axes.grid(alpha=0.25)
         if len(axes.get_lines()) > 4:
@@ -295,11 +355,18 @@ def _draw_tokens(axes: Axes, readings: Readings) -> None:
             tokens, nll_nats = tokens + count, nll_nats + loss
             if stop >= stops[-1] / 20:  # over fewer tokens the perplexity varies too much
                 points.append((stop, perplexity(nll_nats, tokens)))
-        axes.plot(*zip(*points, strict=True), label=f"{value['row']}: {value['perplexity']:.2f}", lw=1.2, marker="")
+        axes.plot(
+            *zip(*points, strict=True),
+            label=f"{value['row']}: {value['perplexity']:.2f}",
+            lw=1.2,
+            marker="",
+        )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_minor_formatter("{x:.0f}")
-    axes.set(title=f"book {readings[0]['document']}", xlabel="tokens read", ylabel="perplexity so far")
+    axes.set(
+        title=f"book {readings[0]['document']}", xlabel="tokens read", ylabel="perplexity so far"
+    )
 
 
 def _draw_parameters(axes: Axes, readings: Readings) -> None:
@@ -323,4 +390,8 @@ def _draw_forgetting(axes: Axes, readings: Readings) -> None:
     for name, points in lines.items():
         axes.plot(*zip(*points, strict=True), label=name)
     title = f"book {readings[0]['document']} read, {readings[0]['tokens_read']:,} tokens; learning rates joined"
-    axes.set(title=title, xlabel="perplexity while reading", ylabel="rise of the perplexity of unread books")
+    axes.set(
+        title=title,
+        xlabel="perplexity while reading",
+        ylabel="rise of the perplexity of unread books",
+    )

@@ -29,7 +29,13 @@ TRAINING = "2118"
 RATES: dict[str, float] = {
     **{"lora@4": 2e-3, "lora@16": 2e-3, "lora@64": 1e-3, "lora@256": 1e-3},
     **{"lora@16, 2 epochs": 1e-3, "lora@64, 2 epochs": 5e-4},
-    **{"locas-glu@4": 4e-3, "locas-glu@16": 4e-3, "locas-glu@32": 2e-3, "locas-glu@64": 2e-3, "locas-glu@256": 2e-3},
+    **{
+        "locas-glu@4": 4e-3,
+        "locas-glu@16": 4e-3,
+        "locas-glu@32": 2e-3,
+        "locas-glu@64": 2e-3,
+        "locas-glu@256": 2e-3,
+    },
     "locas-glu@64, paper": 4e-3,
 }
 """By method, width and variant. "paper" has tau and rate as published; all other memories have tau times r."""
@@ -59,7 +65,9 @@ class Row:
     seeds: int = 1
     writer: dict[str, Any] | None = None
 
-    def settings(self, common: ReadingSettings, seed: int = 0, max_tokens: int | None = None) -> CompleteSettings:
+    def settings(
+        self, common: ReadingSettings, seed: int = 0, max_tokens: int | None = None
+    ) -> CompleteSettings:
         """Return the row's complete settings.
 
         Args:
@@ -83,7 +91,9 @@ class Row:
         """Return the settings that the first block's sweep varies."""
         rate = self.given.get("learning_rate")
         parts = [] if rate is None else [f"lr {rate:g}"]
-        parts += [f"{name} {value}" for name, value in (self.writer or {}).items() if name != "fold"]
+        parts += [
+            f"{name} {value}" for name, value in (self.writer or {}).items() if name != "fold"
+        ]
         return ", ".join(parts) or "-"
 
 
@@ -110,7 +120,9 @@ class Table:
         if tokens is None:
             return self
         unread_tokens = min(self.unread_tokens, max(2, tokens // 10))
-        return dataclasses.replace(self, tokens=min(tokens, self.tokens or tokens), unread_tokens=unread_tokens)
+        return dataclasses.replace(
+            self, tokens=min(tokens, self.tokens or tokens), unread_tokens=unread_tokens
+        )
 
 
 def locas(r: int, rate: float | None = None, **given: Any) -> Row:
@@ -140,7 +152,9 @@ _NAMES = {
 def _make_row(key: str, rate: float | None, **given: Any) -> Row:
     parts = [key, *(text.format(given[name]) for name, text in _NAMES.items() if name in given)]
     parts += [] if rate is None else [f"lr {rate:g}"]
-    return Row(", ".join(parts), key.partition("@")[0], {"learning_rate": rate or RATES[key], **given})
+    return Row(
+        ", ".join(parts), key.partition("@")[0], {"learning_rate": rate or RATES[key], **given}
+    )
 
 
 NONE = Row("none, cache")
@@ -166,7 +180,17 @@ def _sweep(make: Callable[..., Row], r: int, *rates: float, **given: Any) -> Ite
 
 # The most important rows first, for a run that is cut short; LoRA with two epochs costs as much as all the rest.
 _HEADLINE_ROWS = (
-    *(NONE_RECOMPUTE, NONE, lora(64), locas(64), ANCHORED, lora(16), locas(16), locas(32), locas(64, **UPPER)),
+    *(
+        NONE_RECOMPUTE,
+        NONE,
+        lora(64),
+        locas(64),
+        ANCHORED,
+        lora(16),
+        locas(16),
+        locas(32),
+        locas(64, **UPPER),
+    ),
     *(paper(64), LONG, locas(64, context="recompute"), TEMPLORA, lora(16, **PUBLISHED)),
 )
 _SWEEP_ROWS = (
@@ -188,7 +212,11 @@ _CURVES_ROWS = (
     *_sweep(locas, 64, 1e-3, 2e-3, 4e-3),
     *(locas(64, 2e-3, **SHARP), locas(64, 2e-3, **SHARP, **ANCHOR)),
     *_sweep(lora, 64, 5e-4, 1e-3, **ANCHOR),
-    *(locas(64, 2e-3, scaling=256.0, **ANCHOR), locas(64, 4e-3, **ANCHOR, anchor_every=8), ANCHORED),
+    *(
+        locas(64, 2e-3, scaling=256.0, **ANCHOR),
+        locas(64, 4e-3, **ANCHOR, anchor_every=8),
+        ANCHORED,
+    ),
     *(lora(8, 1e-3), lora(16, 1e-3), paper(64, 8e-3)),
 )
 _WIDTH_ROWS = (NONE, *(make(r) for make in (locas, lora) for r in (4, 16, 64, 256)))
@@ -203,12 +231,22 @@ def measured(r: int = 64, rate: float = 4e-3, **given: Any) -> Row:
 
 
 _PRETRAINED_ROWS = (
-    *(NONE_RECOMPUTE, NONE, dataclasses.replace(lora(64, 1e-3), seeds=3), dataclasses.replace(measured(), seeds=3)),
+    *(
+        NONE_RECOMPUTE,
+        NONE,
+        dataclasses.replace(lora(64, 1e-3), seeds=3),
+        dataclasses.replace(measured(), seeds=3),
+    ),
     *(lora(11, 2e-3), measured(anchor=0.3)),
     *(measured(16), measured(256), measured(**UPPER), paper(64)),
     *(measured(init=name) for name in ("gaussian", "random", "bottomk")),
     lora(64, 5e-4, **PUBLISHED),
-    *(measured(**FALLING), measured(**FALLING, anchor=0.3), lora(11, 2e-3, **FALLING), lora(64, 1e-3, **FALLING)),
+    *(
+        measured(**FALLING),
+        measured(**FALLING, anchor=0.3),
+        lora(11, 2e-3, **FALLING),
+        lora(64, 1e-3, **FALLING),
+    ),
 )
 _PRETRAINED_SWEEP = (
     NONE,
@@ -219,12 +257,18 @@ _PRETRAINED_SWEEP = (
 
 TABLES: dict[str, Table] = {
     "headline": Table(_HEADLINE_ROWS, (*HEADLINE, TUNING)),
-    "init": Table((NONE, *_initialisations(locas), *_initialisations(paper)), (HEADLINE[0],), 30_000),
+    "init": Table(
+        (NONE, *_initialisations(locas), *_initialisations(paper)), (HEADLINE[0],), 30_000
+    ),
     "width": Table(_WIDTH_ROWS, (HEADLINE[0],), 50_000),
     "sweep": Table(_SWEEP_ROWS, (TUNING,), 40_000),
-    "curves": Table(_CURVES_ROWS, (TUNING,), 60_000, unread=("5274", "36235"), unread_tokens=10_000),
+    "curves": Table(
+        _CURVES_ROWS, (TUNING,), 60_000, unread=("5274", "36235"), unread_tokens=10_000
+    ),
     "sweep-training": Table(_SWEEP_ROWS, (TRAINING,), 20_000),
-    "pretrained": Table(_PRETRAINED_ROWS, ("3649", "36235"), 50_000, unread=("5274",), unread_tokens=4_096),
+    "pretrained": Table(
+        _PRETRAINED_ROWS, ("3649", "36235"), 50_000, unread=("5274",), unread_tokens=4_096
+    ),
     "pretrained-sweep": Table(_PRETRAINED_SWEEP, (TUNING,), 12_288),
 }
 
@@ -254,8 +298,12 @@ class Block:
 _UNTRAINED = {"init": "write", "update": "nlsvd"}
 _CHUNKWISE = {"fold": "refit", "tokens": "all", "normalization": "chunk"}
 _LORA = Row("TempLoRA", "lora", {"learning_rate": 1e-3})
-_NLSVD = Row("Locas-MLP + NL-SVD", "locas-mlp", _UNTRAINED, writer={"fold": "nlsvd", "epsilon": 0.0003})
-_REFIT = Row("Locas-MLP, written + refit", "locas-mlp", _UNTRAINED, writer={**_CHUNKWISE, "epsilon": 0.03})
+_NLSVD = Row(
+    "Locas-MLP + NL-SVD", "locas-mlp", _UNTRAINED, writer={"fold": "nlsvd", "epsilon": 0.0003}
+)
+_REFIT = Row(
+    "Locas-MLP, written + refit", "locas-mlp", _UNTRAINED, writer={**_CHUNKWISE, "epsilon": 0.03}
+)
 _TRAINED = {"init": "write", "learning_rate": 5e-4}
 _BP = Row("Locas-MLP + BP", "locas-mlp", _TRAINED, writer={"fold": "refit", "epsilon": 0.01})
 _BP_CHUNKWISE = dataclasses.replace(_BP, writer={**_CHUNKWISE, "epsilon": 0.03})
@@ -272,7 +320,11 @@ def _vary(row: Row, *rates: float, epsilon: float | None = None) -> Iterator[Row
 
 
 _BLOCK_ROWS = (
-    *(Row("none"), Row("none, window x2", windows=2), Row("none, cached", given={"context": "cache"})),
+    *(
+        Row("none"),
+        Row("none, window x2", windows=2),
+        Row("none, cached", given={"context": "cache"}),
+    ),
     *(_LORA, _NLSVD, _REFIT, _BP, _BP_CHUNKWISE, _TOPK, _RIDGE),
 )
 _BLOCK_SWEEP = (
@@ -281,7 +333,11 @@ _BLOCK_SWEEP = (
     *_vary(_TOPK, 2e-3, 4e-3, 8e-3, 1.6e-2),
     *_vary(_BP, 2.5e-4, 5e-4, 1e-3, 2e-3),
     *(*_vary(_BP, 1e-3, epsilon=0.001), *_vary(_BP, 1e-3, epsilon=0.1)),
-    *(*_vary(_BP_CHUNKWISE, 5e-4, epsilon=0.01), _BP_CHUNKWISE, *_vary(_BP_CHUNKWISE, 1e-3, epsilon=0.01)),
+    *(
+        *_vary(_BP_CHUNKWISE, 5e-4, epsilon=0.01),
+        _BP_CHUNKWISE,
+        *_vary(_BP_CHUNKWISE, 1e-3, epsilon=0.01),
+    ),
     *(row for epsilon in (0.0003, 0.001, 0.003) for row in _vary(_NLSVD, epsilon=epsilon)),
     *(row for epsilon in (0.003, 0.01, 0.03) for row in _vary(_REFIT, epsilon=epsilon)),
 )

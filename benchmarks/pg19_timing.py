@@ -53,24 +53,41 @@ class TimedReading:
         turns: the same for each turn, a list by key.
     """
 
-    def __init__(self, stack: ExitStack, base: PreTrainedModel, row: Row, common: ReadingSettings, ids: torch.Tensor):
+    def __init__(
+        self,
+        stack: ExitStack,
+        base: PreTrainedModel,
+        row: Row,
+        common: ReadingSettings,
+        ids: torch.Tensor,
+    ):
         settings, clock, self._device = row.settings(common), Clock(base.device), base.device
         model = stack.enter_context(attached(share_weights(base), settings))
         anchor = None
         if settings.method.anchor:
             texts = write_own_text(model, tokens=settings.training.stride, seed=settings.seed)
-            anchor = Anchor(texts, weight=settings.method.anchor, every=settings.method.anchor_every)
-        self.writer = settings.method.make_writer(model) if row.writer is None else SlotWriter(model, **row.writer)
+            anchor = Anchor(
+                texts, weight=settings.method.anchor, every=settings.method.anchor_every
+            )
+        self.writer = (
+            settings.method.make_writer(model)
+            if row.writer is None
+            else SlotWriter(model, **row.writer)
+        )
         self.trainer = TestTimeTrainer(model, settings.training, writer=self.writer, anchor=anchor)
         self._chunks = stack.enter_context(closing(self.trainer.read(ids)))
-        self.parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.parameters = sum(
+            parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+        )
         self.start = dict(zip(("time", "processor_time"), clock.read(), strict=True))
         self.turns: dict[str, list[float]] = {"time": [], "processor_time": []}
 
     def take_turn(self) -> None:
         began = time.process_time()
         seconds = sum(chunk.seconds for chunk in islice(self._chunks, TURN_CHUNKS))
-        self.turns["time"].append(seconds + wait(self._device))  # a GPU may still be at the last step
+        self.turns["time"].append(
+            seconds + wait(self._device)
+        )  # a GPU may still be at the last step
         self.turns["processor_time"].append(time.process_time() - began)
 
     def count_operations(self, chunks: int) -> float:
@@ -85,12 +102,16 @@ class TimedReading:
         return counter.get_total_flops() / chunks
 
 
-def _count_attention(query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
+def _count_attention(
+    query: Any, key: Any, value: Any, *rest: Any, out_shape: Any = None, **named: Any
+) -> int:
     batch, heads, queries, size = query
     return 2 * 2 * batch * heads * queries * key[2] * size
 
 
-def _count_attention_backward(outer: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
+def _count_attention_backward(
+    outer: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any
+) -> int:
     # As torch counts it on other devices: the scores once more, then four gradients.
     return 5 * _count_attention(query, key, value) // 2
 
@@ -128,38 +149,61 @@ def time_rows(
     first = -(-filling // TURN_CHUNKS)
     if turns - first < 3:
         needed = ((first + 3) * TURN_CHUNKS + max(counted.values())) * common.stride
-        raise ValueError(f"--timing-tokens must be at least {needed:,} for these windows, got {len(ids):,}: raise it")
-    for row in rows if base.device.type == "cuda" else ():  # load all kernels before anything is timed
+        raise ValueError(
+            f"--timing-tokens must be at least {needed:,} for these windows, got {len(ids):,}: raise it"
+        )
+    for row in (
+        rows if base.device.type == "cuda" else ()
+    ):  # load all kernels before anything is timed
         with ExitStack() as stack:
             TimedReading(stack, base, row, common, ids).take_turn()
     with ExitStack() as stack:
         readings = {row.name: TimedReading(stack, base, row, common, ids) for row in rows}
         take_turns(list(readings.values()), turns)
-        operations = {name: reading.count_operations(counted[name]) for name, reading in readings.items()}
-    skipped = next((name for name, reading in readings.items() if reading.trainer.skipped_chunks), None)
+        operations = {
+            name: reading.count_operations(counted[name]) for name, reading in readings.items()
+        }
+    skipped = next(
+        (name for name, reading in readings.items() if reading.trainer.skipped_chunks), None
+    )
     if skipped is not None:
-        raise ValueError(f"row {skipped!r} skipped chunks, whose times differ from those of others: lower its rate")
+        raise ValueError(
+            f"row {skipped!r} skipped chunks, whose times differ from those of others: lower its rate"
+        )
     tokens = (turns - first) * TURN_CHUNKS * common.stride
-    references = {row.name: readings[row.name] for row in (NONE_RECOMPUTE, NONE, TEMPLORA) if row.name in readings}
+    references = {
+        row.name: readings[row.name]
+        for row in (NONE_RECOMPUTE, NONE, TEMPLORA)
+        if row.name in readings
+    }
     results = []
     for name, own in readings.items():
         result: dict[str, Any] = {"row": name, "extra_parameters": own.parameters}
         for key in own.turns:
             ratios = {
-                other: [a / b for a, b in zip(own.turns[key][first:], reading.turns[key][first:], strict=True)]
+                other: [
+                    a / b
+                    for a, b in zip(own.turns[key][first:], reading.turns[key][first:], strict=True)
+                ]
                 for other, reading in references.items()
             }
-            result[f"relative_{key}"] = {other: statistics.median(found) for other, found in ratios.items()}
+            result[f"relative_{key}"] = {
+                other: statistics.median(found) for other, found in ratios.items()
+            }
             result[f"relative_{key}_quartiles"] = {
-                other: statistics.quantiles(found, method="inclusive")[::2] for other, found in ratios.items()
+                other: statistics.quantiles(found, method="inclusive")[::2]
+                for other, found in ratios.items()
             }
             result[f"relative_{key}_with_start"] = {
-                other: (own.start[key] + sum(own.turns[key])) / (reading.start[key] + sum(reading.turns[key]))
+                other: (own.start[key] + sum(own.turns[key]))
+                / (reading.start[key] + sum(reading.turns[key]))
                 for other, reading in references.items()
             }
         seconds = sum(own.turns["time"][first:])
         result |= {
-            "relative_operations": {other: operations[name] / operations[other] for other in references},
+            "relative_operations": {
+                other: operations[name] / operations[other] for other in references
+            },
             "operations_a_token": operations[name] / common.stride,
             "tokens_per_second": tokens / seconds,
             "seconds_for_200k_tokens": own.start["time"] + MEMORIZED_TOKENS * seconds / tokens,
@@ -186,7 +230,11 @@ def count_chunks(base: PreTrainedModel, settings: CompleteSettings) -> int:
 
 
 def read_block(
-    base: PreTrainedModel, block: Block, rows: Sequence[Row], common: ReadingSettings, ids: torch.Tensor
+    base: PreTrainedModel,
+    block: Block,
+    rows: Sequence[Row],
+    common: ReadingSettings,
+    ids: torch.Tensor,
 ) -> list[dict[str, Any]]:
     """Read a text with rows of the first block; return one dictionary a row.
 
@@ -204,11 +252,15 @@ def read_block(
             "row": row.name,
             "tokens": len(ids),
             "settings": row.describe(),
-            "perplexity_at": at_marks(reading.trainer.chunks, [mark for mark in BLOCK_MARKS if mark <= len(ids)]),
+            "perplexity_at": at_marks(
+                reading.trainer.chunks, [mark for mark in BLOCK_MARKS if mark <= len(ids)]
+            ),
             "perplexity": perplexity_of(reading.trainer.chunks),
             "extra_parameters": reading.parameters,
             "seconds": sum(chunk.seconds for chunk in reading.trainer.chunks),
-            "median_chunk_seconds": statistics.median(chunk.seconds for chunk in reading.trainer.chunks),
+            "median_chunk_seconds": statistics.median(
+                chunk.seconds for chunk in reading.trainer.chunks
+            ),
             "skipped_chunks": reading.trainer.skipped_chunks,
             "folds": getattr(reading.writer, "folds", None),
         }
@@ -220,7 +272,10 @@ def read_block(
 
 
 def measure_memory(
-    load: Callable[[], PreTrainedModel], rows: Sequence[Row], common: ReadingSettings, ids: torch.Tensor
+    load: Callable[[], PreTrainedModel],
+    rows: Sequence[Row],
+    common: ReadingSettings,
+    ids: torch.Tensor,
 ) -> dict[str, dict[str, int | None]]:
     """Measure the memory that each row uses beyond the loaded model, and its adapter's size on disk.
 
@@ -238,7 +293,10 @@ def measure_memory(
     if load().device.type == "cuda":
         return {name: job() for name, job in jobs.items()}
     found, spawn = {}, multiprocessing.get_context("spawn")
-    for name, job in jobs.items():  # a pool for each row, since a pool would give the next row the same process
+    for (
+        name,
+        job,
+    ) in jobs.items():  # a pool for each row, since a pool would give the next row the same process
         with ProcessPoolExecutor(1, spawn, _prepare_process, (torch.get_num_threads(),)) as pool:
             found[name] = pool.submit(job).result()
     return found
@@ -266,5 +324,8 @@ def measure_row(
         reading = memorize(base, ids, settings, out=Path(folder) / "memory", on_chunk=note)
         adapter_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*.safetensors"))
     peaks = {"peak_bytes": reading.peak_bytes, "peak_bytes_early": early[0]}
-    above = {name: None if value is None or before is None else value - before for name, value in peaks.items()}
+    above = {
+        name: None if value is None or before is None else value - before
+        for name, value in peaks.items()
+    }
     return {**above, "adapter_bytes": adapter_bytes}

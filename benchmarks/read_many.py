@@ -42,7 +42,9 @@ def load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, torch.Tensor]:
     return base, draw_tokens(base, tokens)
 
 
-def read_in_turn(model: PeftModel, documents: Documents, settings: dict[str, Any]) -> dict[str, float]:
+def read_in_turn(
+    model: PeftModel, documents: Documents, settings: dict[str, Any]
+) -> dict[str, float]:
     """Read each document with a `TestTimeTrainer` of its own, into a memory of its own; return perplexities."""
     perplexities, like = {}, model.peft_config["default"]
     for name, ids in documents.items():
@@ -55,7 +57,9 @@ def read_in_turn(model: PeftModel, documents: Documents, settings: dict[str, Any
     return perplexities
 
 
-def read_at_once(model: PeftModel, documents: Documents, settings: dict[str, Any]) -> dict[str, float]:
+def read_at_once(
+    model: PeftModel, documents: Documents, settings: dict[str, Any]
+) -> dict[str, float]:
     reading = read_many(model, documents, **settings)
     for _ in reading:
         pass
@@ -68,7 +72,9 @@ WAYS: dict[str, Callable[[PeftModel, Documents, dict[str, Any]], dict[str, float
 }
 
 
-def measure(way: str, model: PeftModel, documents: Documents, settings: dict[str, Any]) -> dict[str, Any]:
+def measure(
+    way: str, model: PeftModel, documents: Documents, settings: dict[str, Any]
+) -> dict[str, Any]:
     """Return wall and processor seconds, peak bytes on a GPU, and perplexities; delete the memories that were made."""
     clock, before = Clock(model.device), None
     if model.device.type == "cuda":
@@ -80,13 +86,25 @@ def measure(way: str, model: PeftModel, documents: Documents, settings: dict[str
     model.set_adapter("default")
     for name in perplexities:
         model.delete_adapter(name)
-    return {"wall": wall, "processor": processor, "peak_bytes": peak_bytes, "perplexities": perplexities}
+    return {
+        "wall": wall,
+        "processor": processor,
+        "peak_bytes": peak_bytes,
+        "perplexities": perplexities,
+    }
 
 
-def run(model: PeftModel, documents: Documents, settings: dict[str, Any], rounds: int) -> dict[str, Any]:
+def run(
+    model: PeftModel, documents: Documents, settings: dict[str, Any], rounds: int
+) -> dict[str, Any]:
     """Measure both ways in some rounds, after a short one that is not counted."""
     for way in WAYS:
-        measure(way, model, {name: ids[: 2 * settings["stride"]] for name, ids in documents.items()}, settings)
+        measure(
+            way,
+            model,
+            {name: ids[: 2 * settings["stride"]] for name, ids in documents.items()},
+            settings,
+        )
     taken: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for number in range(rounds):
         for way in WAYS if number % 2 == 0 else reversed(WAYS):
@@ -94,7 +112,11 @@ def run(model: PeftModel, documents: Documents, settings: dict[str, Any], rounds
     row: dict[str, Any] = {"context": settings["context"], "rounds": rounds}
     for clock in ("wall", "processor"):
         ratios = compare(*([one[clock] for one in taken[way]] for way in WAYS))
-        row |= {f"{clock}_ratio": ratios["median"], f"{clock}_least": ratios["min"], f"{clock}_most": ratios["max"]}
+        row |= {
+            f"{clock}_ratio": ratios["median"],
+            f"{clock}_least": ratios["min"],
+            f"{clock}_most": ratios["max"],
+        }
     for way, own in taken.items():
         seconds = statistics.median(one["wall"] for one in own)
         row[f"tokens_per_second_{way}"] = sum(map(len, documents.values())) / seconds
@@ -102,14 +124,18 @@ def run(model: PeftModel, documents: Documents, settings: dict[str, Any], rounds
         if own[0]["peak_bytes"] is not None:
             row[f"peak_bytes_{way}"] = max(one["peak_bytes"] for one in own)
     alone, at_once = (taken[way][-1]["perplexities"] for way in WAYS)
-    row["largest_relative_perplexity_difference"] = max(abs(at_once[name] / alone[name] - 1) for name in alone)
+    row["largest_relative_perplexity_difference"] = max(
+        abs(at_once[name] / alone[name] - 1) for name in alone
+    )
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=["embedded", *SHAPES], default="embedded")
-    parser.add_argument("--text", type=Path, help="for the embedded backbone; default: Python's language reference")
+    parser.add_argument(
+        "--text", type=Path, help="for the embedded backbone; default: Python's language reference"
+    )
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=4096, help="of each document")
     parser.add_argument("--window", type=int, default=512)
@@ -126,24 +152,47 @@ def main() -> None:
     base, ids = load(arguments)
     torch.manual_seed(0)
     model = get_peft_model(base, LocasConfig(r=arguments.r))
-    documents = {f"document {number}": part for number, part in enumerate(ids.split(arguments.tokens))}
+    documents = {
+        f"document {number}": part for number, part in enumerate(ids.split(arguments.tokens))
+    }
     shared = {name: getattr(arguments, name) for name in ("window", "stride", "learning_rate")}
     contexts = arguments.context.split(",")
-    rows = [run(model, documents, {**shared, "context": context}, arguments.rounds) for context in contexts]
-    head = ["context", "wall, one after the other / read_many", "least to most", "processor time", "least to most"]
-    head += ["tokens/s, one after the other", "tokens/s, read_many", "largest difference of a perplexity"]
+    rows = [
+        run(model, documents, {**shared, "context": context}, arguments.rounds)
+        for context in contexts
+    ]
+    head = [
+        "context",
+        "wall, one after the other / read_many",
+        "least to most",
+        "processor time",
+        "least to most",
+    ]
+    head += [
+        "tokens/s, one after the other",
+        "tokens/s, read_many",
+        "largest difference of a perplexity",
+    ]
     cells = [
         [
             row["context"],
             *(f"{row['wall_ratio']:.2f}x", f"{row['wall_least']:.2f} to {row['wall_most']:.2f}"),
-            *(f"{row['processor_ratio']:.2f}x", f"{row['processor_least']:.2f} to {row['processor_most']:.2f}"),
-            *(f"{row['tokens_per_second_in_turn']:,.0f}", f"{row['tokens_per_second_at_once']:,.0f}"),
+            *(
+                f"{row['processor_ratio']:.2f}x",
+                f"{row['processor_least']:.2f} to {row['processor_most']:.2f}",
+            ),
+            *(
+                f"{row['tokens_per_second_in_turn']:,.0f}",
+                f"{row['tokens_per_second_at_once']:,.0f}",
+            ),
             f"{row['largest_relative_perplexity_difference']:.1e}",
         ]
         for row in rows
     ]
     print(make_table(head, cells))
-    print(json.dumps({**vars(arguments), **describe_machine(base.device), "rows": rows}, default=str))
+    print(
+        json.dumps({**vars(arguments), **describe_machine(base.device), "rows": rows}, default=str)
+    )
 
 
 if __name__ == "__main__":

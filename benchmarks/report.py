@@ -27,16 +27,25 @@ def write_report(folders: Sequence[Path], path: Path) -> list[Path]:
     The plots are named after the Markdown file. Return the files
     that were written, the Markdown file first. Folders without figures of a protocol are a `ValueError`.
     """
-    runs = [(folder, name) for folder in folders for name in TITLES if (folder / f"{name}.json").exists()]
+    runs = [
+        (folder, name)
+        for folder in folders
+        for name in TITLES
+        if (folder / f"{name}.json").exists()
+    ]
     if not runs:
         named = ", ".join(repr(str(folder)) for folder in folders)
-        raise ValueError(f"folders must hold figures of locas eval, got none in {named}: run a study with --out first")
+        raise ValueError(
+            f"folders must hold figures of locas eval, got none in {named}: run a study with --out first"
+        )
     parts, plots = ["# What the memories hold and what they cost"], []
     for number, (folder, name) in enumerate(runs):
         figures, title = load_json(folder / f"{name}.json"), TITLES[name]
         sheets = tabulate_figures(figures)
         parts += [f"## {title}", _describe(figures)]
-        parts += [f"**{sheet.title}**\n\n{make_table(sheet.headers, sheet.rows)}" for sheet in sheets]
+        parts += [
+            f"**{sheet.title}**\n\n{make_table(sheet.headers, sheet.rows)}" for sheet in sheets
+        ]
         picture = path.with_name(f"{path.stem}-{number}-{name}.png")
         figure, axes = make_figure()
         if name in DRAWN and DRAWN[name](figures, axes):
@@ -55,8 +64,14 @@ def _describe(figures: dict[str, Any]) -> str:
     parts = [f"Model {figures.get('model', 'unknown')}, {'; '.join(windows)}."]
     for method, settings in figures["methods"].items():
         if settings["method"] != "none":
-            own = {name: value for name, value in settings.items() if name in METHOD_FIELDS and value is not None}
-            parts.append(f"{method}: {', '.join(f'{n} {value}' for n, value in own.items()).replace('_', ' ')}.")
+            own = {
+                name: value
+                for name, value in settings.items()
+                if name in METHOD_FIELDS and value is not None
+            }
+            parts.append(
+                f"{method}: {', '.join(f'{n} {value}' for n, value in own.items()).replace('_', ' ')}."
+            )
     if figures.get("conversations"):
         parts.append(f"Conversations {', '.join(figures['conversations'])}.")
     return " ".join([*parts, "In brackets 95% bootstrap intervals."])
@@ -100,7 +115,9 @@ DRAWN = {"forgetting": draw_forgetting, "perplexity": draw_perplexity}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", type=Path, nargs="+", help="each the --out of a command")
-    parser.add_argument("--out", type=Path, default=Path("report.md"), help="the plots lie beside it")
+    parser.add_argument(
+        "--out", type=Path, default=Path("report.md"), help="the plots lie beside it"
+    )
     arguments = parser.parse_args()
     check_output_file("--out", arguments.out)
     print("Written:", *write_report(arguments.folders, arguments.out))

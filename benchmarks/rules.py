@@ -35,7 +35,11 @@ RULES: dict[str, dict[str, dict[str, Any]]] = {
         "LoRA r=64, AdamW": {"method": "lora"},
         "clones, AdamW": {"method": "locas-glu", "anchor": 0.0},
         "values in closed form": {"method": "locas-glu", "update": "ridge"},
-        "values in closed form, rows by AdamW": {"update": "ridge", "learning_rate": 4e-3, "anchor": 0.0},
+        "values in closed form, rows by AdamW": {
+            "update": "ridge",
+            "learning_rate": 4e-3,
+            "anchor": 0.0,
+        },
     },
     backbone.MLP_NAME: {
         "LoRA r=64, AdamW": {"method": "lora"},
@@ -70,10 +74,14 @@ class DynamicEvaluation(torch.optim.Optimizer):
             return
         if self.roots is None:
             self.roots = [(square / self.steps).sqrt() for square in self.squares]
-            self.mean = sum(root.sum() for root in self.roots) / sum(root.numel() for root in self.roots)
+            self.mean = sum(root.sum() for root in self.roots) / sum(
+                root.numel() for root in self.roots
+            )
         for parameter, start, root in zip(group["params"], self.starts, self.roots, strict=True):
             parameter -= group["lr"] * parameter.grad / (root + self.mean)
-            parameter += self.decay * (start - parameter) * (root / self.mean).clamp(max=1 / self.decay)
+            parameter += (
+                self.decay * (start - parameter) * (root / self.mean).clamp(max=1 / self.decay)
+            )
 
 
 def follow(trainer: TestTimeTrainer, ids: torch.Tensor) -> list[tuple[int, float, float]]:
@@ -85,10 +93,14 @@ def follow(trainer: TestTimeTrainer, ids: torch.Tensor) -> list[tuple[int, float
     return points
 
 
-def follow_dynamic(base: nn.Module, ids: torch.Tensor, other: torch.Tensor, rate: float, decay: float) -> list[Any]:
+def follow_dynamic(
+    base: nn.Module, ids: torch.Tensor, other: torch.Tensor, rate: float, decay: float
+) -> list[Any]:
     """As `follow`, by dynamic evaluation of all weights, which are restored; the pass over `other` is not timed."""
     state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
-    model = get_peft_model(base, LocasConfig(r=1, init_strategy="gaussian"))  # of values 0, frozen: it says nothing
+    model = get_peft_model(
+        base, LocasConfig(r=1, init_strategy="gaussian")
+    )  # of values 0, frozen: it says nothing
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("locas_" not in name)
     made: list[DynamicEvaluation] = []
@@ -97,7 +109,13 @@ def follow_dynamic(base: nn.Module, ids: torch.Tensor, other: torch.Tensor, rate
         made[:] = made or [DynamicEvaluation(parameters, 0.0, decay)]
         return made[0]
 
-    options = {**CHUNKS, "learning_rate": None, "warmup_steps": 0, "brake": False, "optimizer": make}
+    options = {
+        **CHUNKS,
+        "learning_rate": None,
+        "warmup_steps": 0,
+        "brake": False,
+        "optimizer": make,
+    }
     for _ in TestTimeTrainer(model, **options).read(other):
         pass
     made[0].param_groups[0]["lr"] = rate
@@ -107,7 +125,9 @@ def follow_dynamic(base: nn.Module, ids: torch.Tensor, other: torch.Tensor, rate
     return points
 
 
-def measure(name: str, book: str, statistics: str, tokens: int, rate: float, decay: float) -> dict[str, Any]:
+def measure(
+    name: str, book: str, statistics: str, tokens: int, rate: float, decay: float
+) -> dict[str, Any]:
     """Return the points of each rule on one embedded model, and those without a memory."""
     base, tokenizer = backbone.load(name=name)
     base.requires_grad_(False)
@@ -148,12 +168,16 @@ def draw(models: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--book", type=Path, required=True)
     parser.add_argument("--statistics", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=10_240)
     parser.add_argument("--rate", type=float, default=2e-4, help="of dynamic evaluation")
-    parser.add_argument("--decay", type=float, default=1e-3, help="of dynamic evaluation, towards the first weights")
+    parser.add_argument(
+        "--decay", type=float, default=1e-3, help="of dynamic evaluation, towards the first weights"
+    )
     parser.add_argument("--models", default=",".join(RULES))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
@@ -162,12 +186,23 @@ def main() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (arguments.book, arguments.statistics)]
     shared = arguments.tokens, arguments.rate, arguments.decay
     models = {name: measure(name, *texts, *shared) for name in arguments.models.split(",")}
-    figures = {**describe_machine(torch.device("cpu")), "book": arguments.book.name, "models": models}
+    figures = {
+        **describe_machine(torch.device("cpu")),
+        "book": arguments.book.name,
+        "models": models,
+    }
     if arguments.out is not None:
         write_json(arguments.out, figures)
     if arguments.plot is not None:
         draw(models, arguments.plot)
-    print(json.dumps({name: {rule: points[-1] for rule, points in rows.items()} for name, rows in models.items()}))
+    print(
+        json.dumps(
+            {
+                name: {rule: points[-1] for rule, points in rows.items()}
+                for name, rows in models.items()
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -56,7 +56,9 @@ def time_library(count: int) -> dict[str, Any]:
         for number in range(count):
             home = Path(folder) / f"user {number}"
             home.mkdir()
-            (home / "adapter_config.json").write_text('{"peft_type": "LOCAS", "base_model_name_or_path": "b"}')
+            (home / "adapter_config.json").write_text(
+                '{"peft_type": "LOCAS", "base_model_name_or_path": "b"}'
+            )
         times = [time.perf_counter()]
         library = Library(folder)
         for act in (library.list, lambda: library.find(f"user {count // 2}")):
@@ -79,15 +81,31 @@ def main() -> None:
         hits = {capacity: measure_hits(asked, capacity) for capacity in CAPACITIES}
         rows.append({"exponent": exponent, "asked_for": len(np.unique(asked)), "hits": hits})
     cells = [
-        [f"{row['exponent']}", f"{row['asked_for']:,}", *(f"{hit:.1%}" for hit in row["hits"].values())]
+        [
+            f"{row['exponent']}",
+            f"{row['asked_for']:,}",
+            *(f"{hit:.1%}" for hit in row["hits"].values()),
+        ]
         for row in rows
     ]
     print(
-        make_table(["exponent", "memories asked for", *(f"cache of {capacity:,}" for capacity in CAPACITIES)], cells)
+        make_table(
+            [
+                "exponent",
+                "memories asked for",
+                *(f"cache of {capacity:,}" for capacity in CAPACITIES),
+            ],
+            cells,
+        )
     )
     folder = time_library(arguments.folders)
     print(" ".join(f"{name} {value:.4g}" for name, value in folder.items()))
-    result = {"memories": arguments.memories, "requests": arguments.requests, "rows": rows, "library": folder}
+    result = {
+        "memories": arguments.memories,
+        "requests": arguments.requests,
+        "rows": rows,
+        "library": folder,
+    }
     print(json.dumps({**result, **describe_machine(torch.device("cpu"))}))
 
 

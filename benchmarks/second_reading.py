@@ -29,7 +29,9 @@ def score_after(model: nn.Module, ids: torch.Tensor, learned: int, window: int) 
     for parameter in trained:
         parameter.requires_grad_(False)
     stride = window // 2
-    trainer = TestTimeTrainer(model, window=window, stride=stride, learning_rate=None, context="recompute")
+    trainer = TestTimeTrainer(
+        model, window=window, stride=stride, learning_rate=None, context="recompute"
+    )
     chunks = [chunk for chunk in trainer.read(ids[learned - stride :]) if chunk.start >= stride]
     for parameter in trained:
         parameter.requires_grad_(True)
@@ -37,7 +39,9 @@ def score_after(model: nn.Module, ids: torch.Tensor, learned: int, window: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--book", type=Path, required=True)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--method", default="locas-glu")
@@ -48,9 +52,13 @@ def main() -> None:
     torch.set_num_threads(1)
     base, tokenizer = load_base(arguments.model, "auto", "cpu")
     learned, window = arguments.tokens, arguments.window
-    ids = tokenize(tokenizer, unwrap(arguments.book.read_text(encoding="utf-8")), learned + arguments.next)
+    ids = tokenize(
+        tokenizer, unwrap(arguments.book.read_text(encoding="utf-8")), learned + arguments.next
+    )
     none = score_after(base.requires_grad_(False), ids, learned, window)
-    settings = ReadingSettings(method=arguments.method, window=window, stride=window // 2, readings=2)
+    settings = ReadingSettings(
+        method=arguments.method, window=window, stride=window // 2, readings=2
+    )
     gains: dict[str, float] = {}
     complete = settings.complete(base, tokenizer)
     with attached(base, complete) as model:
@@ -59,7 +67,9 @@ def main() -> None:
         for chunk in make_trainer(model, complete).read(ids[:learned]):
             if chunk.stop == learned:
                 ends.append([parameter.detach().clone() for parameter in trained])
-                gains[f"after reading {len(ends)}"] = score_after(model, ids, learned, window) - none
+                gains[f"after reading {len(ends)}"] = (
+                    score_after(model, ids, learned, window) - none
+                )
         gains["as the trainer leaves it"] = score_after(model, ids, learned, window) - none
         with torch.no_grad():
             for parameter, first, second in zip(trained, *ends, strict=True):

@@ -56,7 +56,14 @@ from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize, parse_method
-from locas_peft.selfstudy import Finder, StudyStep, load_exchanges, load_finder, split_passages, write_exchanges
+from locas_peft.selfstudy import (
+    Finder,
+    StudyStep,
+    load_exchanges,
+    load_finder,
+    split_passages,
+    write_exchanges,
+)
 from locas_peft.selfstudy.exchanges import EXCHANGES as EXCHANGES_FILE
 from locas_peft.selfstudy.exchanges import join_exchanges
 from locas_peft.selfstudy.finding import measure_moments
@@ -85,7 +92,9 @@ class Page:
         self._golds = [encode_answer(tokenizer, each.answer) for each in questions]
 
     def measure_base(self, base) -> None:
-        self._without, self._within = (self._score(base, [text] * len(self.questions)) for text in ("", self.text))
+        self._without, self._within = (
+            self._score(base, [text] * len(self.questions)) for text in ("", self.text)
+        )
 
     def recite(self, model) -> list[list[str]]:
         """Let a memory recite passages for each question."""
@@ -102,10 +111,14 @@ class Page:
 
     def _score(self, model, contexts: list[str]) -> float:
         prompts = [
-            encode_question(self._tokenizer, asked.question, SHORT_PROMPT, context)  # gold answers are phrases
+            encode_question(
+                self._tokenizer, asked.question, SHORT_PROMPT, context
+            )  # gold answers are phrases
             for asked, context in zip(self.questions, contexts, strict=True)
         ]
-        scores = score_targets(model, list(zip(prompts, self._golds, strict=True)), batch_tokens=2048)
+        scores = score_targets(
+            model, list(zip(prompts, self._golds, strict=True)), batch_tokens=2048
+        )
         return sum(score.per_token for score in scores) / len(scores)
 
 
@@ -114,7 +127,9 @@ def load_page(tokenizer, name: str) -> Page:
     if name == DEMO:
         return Page(tokenizer, demo.load_page(), demo.load_page_questions())
     path = Path(__file__).parent / "pages" / name
-    return Page(tokenizer, load_text(path.with_suffix(".txt")), load_questions(path.with_suffix(".jsonl")))
+    return Page(
+        tokenizer, load_text(path.with_suffix(".txt")), load_questions(path.with_suffix(".jsonl"))
+    )
 
 
 class Curve:
@@ -148,13 +163,21 @@ class Curve:
 
 
 def study_page(
-    base, tokenizer, page: Page, other: Page, own_answers: list, methods: list[str], anchor: float | None
+    base,
+    tokenizer,
+    page: Page,
+    other: Page,
+    own_answers: list,
+    methods: list[str],
+    anchor: float | None,
 ) -> dict:
     """Measure all methods on one page; return its results."""
     page.measure_base(base)
     other.measure_base(base)
     began, exchanges = time.process_time(), []
-    for written in write_exchanges(base, tokenizer, split_passages(tokenizer, page.text), EXCHANGES):
+    for written in write_exchanges(
+        base, tokenizer, split_passages(tokenizer, page.text), EXCHANGES
+    ):
         exchanges += written.exchanges
     writing = time.process_time() - began
     results: dict[str, Any] = {
@@ -199,7 +222,9 @@ def study_page(
     return results
 
 
-def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_answers: list) -> dict[str, Any]:
+def repeat_study(
+    base, tokenizer, page: Page, settings: ReadingSettings, own_answers: list
+) -> dict[str, Any]:
     """Study one page and ask its questions; return its results."""
     began = time.process_time()
     with TemporaryDirectory() as folder:
@@ -215,19 +240,28 @@ def repeat_study(base, tokenizer, page: Page, settings: ReadingSettings, own_ans
             chosen = find([asked.question for asked in page.questions])
             ended = time.process_time()  # of the choice, the finding included
             mapped = Finder(
-                model, tokenizer, dict.fromkeys(held, ""), measure_moments(model, tokenizer, exchanges).fit_rows()
+                model,
+                tokenizer,
+                dict.fromkeys(held, ""),
+                measure_moments(model, tokenizer, exchanges).fit_rows(),
             )
-            by_map = [next(iter(each)) for each in mapped([asked.question for asked in page.questions])]
+            by_map = [
+                next(iter(each)) for each in mapped([asked.question for asked in page.questions])
+            ]
             short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(chosen), 0)}
             drift = measure_drift(model, own_answers)
             with adapters_disabled(model):
                 best, found = ask_by_reciting(model, tokenizer, page.questions, find, passage=True)
     for count in SHORT_CONTEXTS:
         short[f"found, best {count}"] = answer_briefly(base, tokenizer, page, found, count)
-    scores = score_by_words([[text] for text in held.values()], [each.question for each in page.questions])
+    scores = score_by_words(
+        [[text] for text in held.values()], [each.question for each in page.questions]
+    )
     by_words = [list(held)[best] for best in scores.argmax(1)]
     pairs = zip(page.questions, found, strict=True)
-    among = [any(is_right(passage, asked.answer) for passage in passages) for asked, passages in pairs]
+    among = [
+        any(is_right(passage, asked.answer) for passage in passages) for asked, passages in pairs
+    ]
     return {
         "right": right,
         "right_chosen": count_right([next(iter(each), "") for each in chosen], page.questions),
@@ -253,7 +287,10 @@ def measure_retrieval(base, tokenizer, page: Page) -> dict[str, int]:
         for each, best in zip(page.questions, ranked, strict=True)
     ]
     nats = [score_question(base, tokenizer, each.question, sentences) for each in page.questions]
-    likeliest = [[sentences[number] for number in sorted(range(len(row)), key=row.__getitem__)] for row in nats]
+    likeliest = [
+        [sentences[number] for number in sorted(range(len(row)), key=row.__getitem__)]
+        for row in nats
+    ]
     short = {
         "none": answer_briefly(base, tokenizer, page, [[]] * len(nats), 0),
         "page": answer_briefly(base, tokenizer, page, [[page.text]] * len(nats), 1),
@@ -276,13 +313,22 @@ def score_question(model, tokenizer, question: str, passages: list[str]) -> list
 
     The names of the question stand above the passage, since a passage seldom repeats the name of its subject.
     """
-    target, names = encode_answer(tokenizer, question), ", ".join(dict.fromkeys(NAME.findall(question)))
-    requests = [f"{names}\n\n{WRITE_PROMPT.format(passage=passage)}".strip() for passage in passages]
-    scores = score_targets(model, [(encode_prompt(tokenizer, request), target) for request in requests])
+    target, names = (
+        encode_answer(tokenizer, question),
+        ", ".join(dict.fromkeys(NAME.findall(question))),
+    )
+    requests = [
+        f"{names}\n\n{WRITE_PROMPT.format(passage=passage)}".strip() for passage in passages
+    ]
+    scores = score_targets(
+        model, [(encode_prompt(tokenizer, request), target) for request in requests]
+    )
     return [score.nll_nats for score in scores]
 
 
-def answer_briefly(model, tokenizer, page: Page, passages: list[list[str]], count: int) -> dict[str, float]:
+def answer_briefly(
+    model, tokenizer, page: Page, passages: list[list[str]], count: int
+) -> dict[str, float]:
     """Let a model answer in a few words from the first passages for each question; return its figures."""
     answers = answer_from(model, tokenizer, page.questions, [each[:count] for each in passages])
     golds = [asked.answer for asked in page.questions]
@@ -293,7 +339,9 @@ def answer_briefly(model, tokenizer, page: Page, passages: list[list[str]], coun
     }
 
 
-def rank_sentences(sentences: list[str], question: str, k1: float = 1.2, b: float = 0.75) -> list[str]:
+def rank_sentences(
+    sentences: list[str], question: str, k1: float = 1.2, b: float = 0.75
+) -> list[str]:
     """Return sentences by their BM25 score for a question, the best first; case-folded words, no stemming."""
     counts = [Counter(re.findall(r"\w+", sentence.casefold())) for sentence in sentences]
     mean_length = sum(each.total() for each in counts) / len(counts)
@@ -323,12 +371,28 @@ def tabulate(pages: dict[str, dict[str, Any]]) -> str:
     rows = []
     for name, page in pages.items():
         asked = page["asked"]
-        rows.append([f"{name}: none", "0", f"{page['right']} of {asked}", "", "", "0", "", "0", "0", "0"])
-        rows.append([f"{name}: in context", "0", f"{page['right_in_context']} of {asked}", "", "", "1", *[""] * 4])
+        rows.append(
+            [f"{name}: none", "0", f"{page['right']} of {asked}", "", "", "0", "", "0", "0", "0"]
+        )
+        rows.append(
+            [
+                f"{name}: in context",
+                "0",
+                f"{page['right_in_context']} of {asked}",
+                "",
+                "",
+                "1",
+                *[""] * 4,
+            ]
+        )
         for label, row in page["methods"].items():
             gaps = ("gap", "gap_direct", "gap_other_page", "gap_other_page_direct")
             figures = [f"{row[key]} of {asked}" for key in ("right", "right_recited")]
-            figures += [*(f"{row[key]:.2f}" for key in gaps), f"{row['kl_nats']:.3f}", f"{row['cpu_seconds']:.0f}"]
+            figures += [
+                *(f"{row[key]:.2f}" for key in gaps),
+                f"{row['kl_nats']:.3f}",
+                f"{row['cpu_seconds']:.0f}",
+            ]
             rows.append([f"{name}: {label}", f"{row['parameters']:,}", *figures])
     return make_table(head, rows)
 
@@ -371,7 +435,15 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
         ]
         figures.append(mean)
         seeds = (", ".join(map(str, right)) for right in rights[:3])
-        rows.append([name, *seeds, *(f"{each:.1f}" for each in mean[:5]), *map(str, mean[5:9]), *end_of(mean)])
+        rows.append(
+            [
+                name,
+                *seeds,
+                *(f"{each:.1f}" for each in mean[:5]),
+                *map(str, mean[5:9]),
+                *end_of(mean),
+            ]
+        )
     means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
     rows.append(["mean", *[""] * 3, *(f"{mean:.1f}" for mean in means[:9]), *end_of(means)])
     return make_table(head, rows)
@@ -384,10 +456,15 @@ def tabulate_short(pages: dict[str, dict[str, Any]]) -> str:
         runs = [run["short"] for run in page["seeds"].values() if "short" in run]
         for each in [page["short"], *runs[:1]] if runs else []:
             for way in each:
-                found.setdefault(way, []).append([run[way] for run in (runs if way in runs[0] else [page["short"]])])
+                found.setdefault(way, []).append(
+                    [run[way] for run in (runs if way in runs[0] else [page["short"]])]
+                )
     rows = []
     for way, of_pages in found.items():
-        means = [[sum(run[key] for run in runs) / len(runs) for runs in of_pages] for key in ("right", "exact", "f1")]
+        means = [
+            [sum(run[key] for run in runs) / len(runs) for runs in of_pages]
+            for key in ("right", "exact", "f1")
+        ]
         rows.append([way, *(f"{sum(mean) / len(mean):.1f}" for mean in means)])
     return make_table(["a few words, from", "right", "exact", "F1"], rows)
 
@@ -412,20 +489,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--anchor", type=float, help="weight of the KL to the base; the method's own where not given")
+    parser.add_argument(
+        "--anchor",
+        type=float,
+        help="weight of the KL to the base; the method's own where not given",
+    )
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--pages", default=",".join(PAGES))
     parser.add_argument("--seeds", help="study each page once a seed, and ask its questions alone")
     parser.add_argument("--method", default="locas-glu", help="with --seeds: the one that studies")
-    parser.add_argument("--exchanges", type=int, help="with --seeds: questions a sentence, where not the default")
-    parser.add_argument("--passes", type=int, help="with --seeds: how often each is learned, where not the default")
+    parser.add_argument(
+        "--exchanges", type=int, help="with --seeds: questions a sentence, where not the default"
+    )
+    parser.add_argument(
+        "--passes", type=int, help="with --seeds: how often each is learned, where not the default"
+    )
     parser.add_argument("--out", type=Path, default=Path("selfstudy.json"))
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     base, tokenizer = load_base(arguments.model, dtype=arguments.dtype)
     base.eval()
     names = arguments.pages.split(",")
-    results = load_json(arguments.out) if arguments.out.exists() else {"machine": describe_machine(base.device)}
+    results = (
+        load_json(arguments.out)
+        if arguments.out.exists()
+        else {"machine": describe_machine(base.device)}
+    )
     done = results.setdefault("pages", {})
     load_stemmer()  # a missing package is reported before the work begins
     own_answers = write_own_answers(base, tokenizer)
@@ -440,7 +529,9 @@ def main() -> None:
             for seed in arguments.seeds.split(","):
                 if seed not in figures["seeds"]:
                     settings = ReadingSettings(seed=int(seed), **options)
-                    figures["seeds"][seed] = repeat_study(base, tokenizer, page, settings, own_answers)
+                    figures["seeds"][seed] = repeat_study(
+                        base, tokenizer, page, settings, own_answers
+                    )
                     print(name, seed, figures["seeds"][seed], flush=True)
                     write_json(arguments.out, results)
         print(tabulate_seeds(done), tabulate_short(done), sep="\n\n")
@@ -448,8 +539,13 @@ def main() -> None:
     methods = arguments.methods.split(",")
     for name in names:
         if name not in done:
-            page, other = (load_page(tokenizer, each) for each in (name, PAGES[PAGES.index(name) - len(PAGES) + 1]))
-            done[name] = study_page(base, tokenizer, page, other, own_answers, methods, arguments.anchor)
+            page, other = (
+                load_page(tokenizer, each)
+                for each in (name, PAGES[PAGES.index(name) - len(PAGES) + 1])
+            )
+            done[name] = study_page(
+                base, tokenizer, page, other, own_answers, methods, arguments.anchor
+            )
             write_json(arguments.out, results)
     print(tabulate(done))
     if arguments.plot is not None:

@@ -38,7 +38,10 @@ def measure(model: str, adapter: str | None, rank: int) -> list[dict[str, Any]]:
     options |= {"max_num_seqs": REQUESTS, "enable_prefix_caching": False, "enforce_eager": True}
     options |= {"dtype": "float32", "max_model_len": 1024, "distributed_executor_backend": "uni"}
     engine = LLM(model, **options)
-    draw, known = random.Random(0), json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    draw, known = (
+        random.Random(0),
+        json.loads((Path(model) / "config.json").read_text())["vocab_size"],
+    )
     drawn = range(min(VOCABULARY, known))
     prompts = [{"prompt_token_ids": draw.choices(drawn, k=PROMPT_TOKENS)} for _ in range(REQUESTS)]
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -63,14 +66,19 @@ def measure(model: str, adapter: str | None, rank: int) -> list[dict[str, Any]]:
             "tokens_per_second": statistics.median(speeds),
             "rounds": speeds,
         }
-        rows.append(row | {"profile": {event.key: event.self_cpu_time_total / total for event in events[:5]}})
+        rows.append(
+            row
+            | {"profile": {event.key: event.self_cpu_time_total / total for event in events[:5]}}
+        )
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a checkpoint's folder")
-    parser.add_argument("--adapter", help="the folder of an adapter that fits it; LoRA is enabled with one only")
+    parser.add_argument(
+        "--adapter", help="the folder of an adapter that fits it; LoRA is enabled with one only"
+    )
     parser.add_argument("--max-lora-rank", type=int, default=64)
     parser.add_argument("--json", type=Path, help="add the result to the list in this file")
     arguments = parser.parse_args()

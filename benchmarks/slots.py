@@ -50,7 +50,9 @@ def compression(load: Load) -> list[dict[str, Any]]:
         def measure(memory: str, r: int, model: nn.Module) -> None:
             frozen = copy.deepcopy(model).requires_grad_(False)
             settings = ReadingSettings(method="none", **WINDOWS).complete()
-            figures = {f"perplexity_{part}": score(frozen, ids, settings) for part, ids in parts.items()}  # noqa: B023
+            figures = {
+                f"perplexity_{part}": score(frozen, ids, settings) for part, ids in parts.items()
+            }  # noqa: B023
             rows.append({"backbone": name, "memory": memory, "r": r, **figures})  # noqa: B023
 
         base, _ = load_base(name)
@@ -62,7 +64,9 @@ def compression(load: Load) -> list[dict[str, Any]]:
         for method in ["refit"] if name == backbone.NAME else ["refit", "nlsvd"]:
             reduced = copy.deepcopy(model)
             for r in (32, 16):
-                compress(reduced, r, batches=[parts["read"].view(-1, 512)] if method == "refit" else None)
+                compress(
+                    reduced, r, batches=[parts["read"].view(-1, 512)] if method == "refit" else None
+                )
                 measure(method, r, reduced)
     return rows
 
@@ -78,14 +82,22 @@ def gradients(load: Load, tokens: int = 128) -> list[dict[str, Any]]:
         layer.recorder = lambda ffn_input, output: outputs.append(output)
 
     def differentiate(likelihood: torch.Tensor) -> torch.Tensor:
-        return torch.stack(torch.autograd.grad(likelihood, outputs, retain_graph=True))[:, 0]  # [L, N, D]
+        return torch.stack(torch.autograd.grad(likelihood, outputs, retain_graph=True))[
+            :, 0
+        ]  # [L, N, D]
 
     logits = model(input_ids=text[None, :-1]).logits[0]
     likelihoods = logits.log_softmax(dim=-1).gather(1, text[1:, None])[:, 0]  # [N]
     shared = differentiate(likelihoods.sum())
     alone = torch.stack([differentiate(likelihoods[t])[:, t] for t in range(tokens)], dim=1)
-    parts = {**{number: slice(number, number + 1) for number in range(len(layers))}, "all": slice(None)}
-    return [{"layer": layer, **compare_gradients(shared[part], alone[part])} for layer, part in parts.items()]
+    parts = {
+        **{number: slice(number, number + 1) for number in range(len(layers))},
+        "all": slice(None),
+    }
+    return [
+        {"layer": layer, **compare_gradients(shared[part], alone[part])}
+        for layer, part in parts.items()
+    ]
 
 
 def compare_gradients(together: torch.Tensor, alone: torch.Tensor) -> dict[str, float]:
@@ -102,7 +114,9 @@ def compare_gradients(together: torch.Tensor, alone: torch.Tensor) -> dict[str, 
 def nlsvd(load: Load) -> list[dict[str, Any]]:
     """Time one fold of all layers, five times."""
     generator = torch.Generator().manual_seed(0)
-    key, value = (torch.randn(28, *shape, generator=generator) for shape in ((1024, 512), (512, 1024)))
+    key, value = (
+        torch.randn(28, *shape, generator=generator) for shape in ((1024, 512), (512, 1024))
+    )
     taken = []
     for _ in range(5):
         clock = Clock(key.device)
@@ -110,14 +124,18 @@ def nlsvd(load: Load) -> list[dict[str, Any]]:
         taken.append(clock.read())
     wall, processor = zip(*taken, strict=True)
     seconds = {"least_seconds": min(wall), "median_seconds": statistics.median(wall)}
-    return [{"threads": torch.get_num_threads(), **seconds, "least_processor_seconds": min(processor)}]
+    return [
+        {"threads": torch.get_num_threads(), **seconds, "least_processor_seconds": min(processor)}
+    ]
 
 
 PARTS = {"compression": compression, "gradients": gradients, "nlsvd": nlsvd}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=PARTS)
     parser.add_argument("--book", type=Path, help="a plain-text book; not used by nlsvd")
     parser.add_argument("--threads", type=int, default=1)
@@ -131,7 +149,10 @@ def main() -> None:
 
     torch.manual_seed(0)
     rows = PARTS[arguments.what](load)
-    cells = [[f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    cells = [
+        [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()]
+        for row in rows
+    ]
     print(make_table(list(rows[0]), cells))
     book = None if arguments.book is None else arguments.book.name
     print(json.dumps({"benchmark": f"slots {arguments.what}", "book": book, "rows": rows}))

@@ -43,15 +43,29 @@ def make_rows(tokenizer, page: str) -> list[Row]:
     """Return a lesson for each of a page's first sentences, about its first words."""
     text = " ".join(load_text(Path(__file__).parent / "pages" / f"{page}.txt").split())
     sentences = [each.strip() + "." for each in text.split(". ") if len(each.split()) > 5]
-    questions = [f"What does the text say about {' '.join(each.split()[2:5])}?" for each in sentences]
+    questions = [
+        f"What does the text say about {' '.join(each.split()[2:5])}?" for each in sentences
+    ]
     pairs = list(zip(questions, sentences, strict=True))
     pairs = (pairs * (2 * LESSONS // len(pairs) + 1))[: 2 * LESSONS]
-    return [(encode_question(tokenizer, question), encode_answer(tokenizer, answer)) for question, answer in pairs]
+    return [
+        (encode_question(tokenizer, question), encode_answer(tokenizer, answer))
+        for question, answer in pairs
+    ]
 
 
-def step(host: CausalLM, rows: list[Row], optimizer, adapters: list[str] | None = None, shared: bool = False) -> None:
+def step(
+    host: CausalLM,
+    rows: list[Row],
+    optimizer,
+    adapters: list[str] | None = None,
+    shared: bool = False,
+) -> None:
     """Take a step on some lessons, with the active memory or one a row."""
-    inputs, longest = [[*prompt, *answer][:-1] for prompt, answer in rows], max(len(answer) for _, answer in rows)
+    inputs, longest = (
+        [[*prompt, *answer][:-1] for prompt, answer in rows],
+        max(len(answer) for _, answer in rows),
+    )
     begun = commonprefix([prompt[:-1] for prompt, _ in rows])
     if shared:
         batch = begin_rows(host, inputs, [(len(begun), range(len(rows)))], 0)
@@ -88,7 +102,9 @@ def main() -> None:
         own = [weight for name, weight in model.named_parameters() if weight.requires_grad]
         optimizers[page] = torch.optim.AdamW(own, lr=1e-4, weight_decay=0.0)
     host, (one, other) = CausalLM(model.eval()), PAGES
-    both = torch.optim.AdamW([weight for each in optimizers.values() for weight in each.param_groups[0]["params"]])
+    both = torch.optim.AdamW(
+        [weight for each in optimizers.values() for weight in each.param_groups[0]["params"]]
+    )
 
     def mixed() -> None:
         for weight in both.param_groups[0]["params"]:
@@ -99,7 +115,10 @@ def main() -> None:
             weight.requires_grad_(False)
 
     ways = {
-        "8, shared": (LESSONS, lambda: step(host, rows[one][:LESSONS], optimizers[one], shared=True)),
+        "8, shared": (
+            LESSONS,
+            lambda: step(host, rows[one][:LESSONS], optimizers[one], shared=True),
+        ),
         "8": (LESSONS, lambda: step(host, rows[one][:LESSONS], optimizers[one])),
         "16": (2 * LESSONS, lambda: step(host, rows[one], optimizers[one])),
         "8 + 8": (2 * LESSONS, mixed),
@@ -114,10 +133,19 @@ def main() -> None:
             wait(base.device)
             if number:  # the first round warms up
                 taken[name].append(1000 * (clock() - began) / lessons)
-    figures = {name: (statistics.median(each), min(each), max(each)) for name, each in taken.items()}
-    cells = [[name, f"{ms:.0f}", f"{least:.0f} to {most:.0f}"] for name, (ms, least, most) in figures.items()]
+    figures = {
+        name: (statistics.median(each), min(each), max(each)) for name, each in taken.items()
+    }
+    cells = [
+        [name, f"{ms:.0f}", f"{least:.0f} to {most:.0f}"]
+        for name, (ms, least, most) in figures.items()
+    ]
     print(make_table(["lessons of a step", "ms a lesson", "least to most"], cells))
-    print(json.dumps({**vars(arguments), **describe_machine(base.device), "steps": figures}, default=str))
+    print(
+        json.dumps(
+            {**vars(arguments), **describe_machine(base.device), "steps": figures}, default=str
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,13 @@ from measuring import describe_machine
 from locas_peft.asking import Question, ask_by_reciting, is_right
 from locas_peft.asking.answers import answer_from
 from locas_peft.bases import load_base
-from locas_peft.evaluation.conversations import Conversation, LocomoQuestion, Session, dialogue_lines, load_locomo
+from locas_peft.evaluation.conversations import (
+    Conversation,
+    LocomoQuestion,
+    Session,
+    dialogue_lines,
+    load_locomo,
+)
 from locas_peft.evaluation.f1 import answer_f1
 from locas_peft.files import load_json, write_json
 from locas_peft.library import Library, score_by_words
@@ -70,8 +76,12 @@ def lines_of(talk: Conversation) -> dict[str, str]:
 def list_questions(talk: Conversation) -> list[tuple[LocomoQuestion, str]]:
     """Return the answerable questions whose evidence lies in one session, each with the name of its memory."""
     names = {turn.dia_id: name_of(session) for session in talk.sessions for turn in session.turns}
-    held = [(each, {names[turn] for turn in each.evidence if turn in names}) for each in talk.questions]
-    return [(each, owners.pop()) for each, owners in held if each.category != 5 and len(owners) == 1]
+    held = [
+        (each, {names[turn] for turn in each.evidence if turn in names}) for each in talk.questions
+    ]
+    return [
+        (each, owners.pop()) for each, owners in held if each.category != 5 and len(owners) == 1
+    ]
 
 
 def describe(
@@ -82,10 +92,17 @@ def describe(
     Where no answer is given, the rank alone.
     """
     evidence = [lines[turn] for turn in asked.evidence if turn in lines]
-    ranks = [rank for rank, passage in enumerate(recited, 1) if any(is_of(passage, line) for line in evidence)]
+    ranks = [
+        rank
+        for rank, passage in enumerate(recited, 1)
+        if any(is_of(passage, line) for line in evidence)
+    ]
     found = {"index": asked.index, "rank": ranks[0] if ranks else None}
     if given is not None:
-        found |= {"right": is_right(given, asked.answer), "f1": answer_f1(given, asked.answer, asked.category)}
+        found |= {
+            "right": is_right(given, asked.answer),
+            "f1": answer_f1(given, asked.answer, asked.category),
+        }
     return found
 
 
@@ -95,7 +112,15 @@ def is_of(passage: str, line: str) -> bool:
     return bool(said) and said in line
 
 
-def study(base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], settings, out: Path) -> None:
+def study(
+    base,
+    tokenizer,
+    talk: Conversation,
+    library: Library,
+    results: dict[str, Any],
+    settings,
+    out: Path,
+) -> None:
     """Study each session with a memory of its own; record the time and the size."""
     rows = results.setdefault("sessions", {})
     for session in talk.sessions:
@@ -123,18 +148,29 @@ def find(
     found: list[list[str]] = [[] for _ in questions]
     for names in filter(None, dict.fromkeys(searched)):
         numbers = [number for number, each in enumerate(searched) if each == names]
-        rows = library.load_finder(names, base, tokenizer)([questions[number].question for number in numbers])
+        rows = library.load_finder(names, base, tokenizer)(
+            [questions[number].question for number in numbers]
+        )
         for number, row in zip(numbers, rows, strict=True):
             found[number] = list(row)
     return found
 
 
 def ask(
-    base, tokenizer, talk: Conversation, library: Library, results: dict[str, Any], out: Path, answered: list[str]
+    base,
+    tokenizer,
+    talk: Conversation,
+    library: Library,
+    results: dict[str, Any],
+    out: Path,
+    answered: list[str],
 ) -> None:
     """Ask the base each question with passages of its own session's memory, of those that are found, and of BM25."""
     lines, asked = lines_of(talk), list_questions(talk)
-    questions, owners = [Question(each.question, each.answer) for each, _ in asked], [(owner,) for _, owner in asked]
+    questions, owners = (
+        [Question(each.question, each.answer) for each, _ in asked],
+        [(owner,) for _, owner in asked],
+    )
     texts = [each.question for each in questions]
     began = time.perf_counter()
     first, several = library.route(texts), library.route(texts, MOST_SEARCHED)
@@ -142,18 +178,26 @@ def ask(
     began = time.process_time()
     together = find(base, tokenizer, library, questions, several)
     results["seconds_a_question"] = (time.process_time() - began) / len(questions)
-    passages = [each.text for s in talk.sessions for each in split_passages(tokenizer, text_of(talk, s))]
-    held = join_exchanges(each for s in talk.sessions for each in load_exchanges(library.find(name_of(s)) / EXCHANGES))
+    passages = [
+        each.text for s in talk.sessions for each in split_passages(tokenizer, text_of(talk, s))
+    ]
+    held = join_exchanges(
+        each for s in talk.sessions for each in load_exchanges(library.find(name_of(s)) / EXCHANGES)
+    )
     by_words = rank_passages(dict(zip(passages, passages, strict=True)), questions)
     kinds: dict[str, Callable[[], list[list[str]]]] = {
         "base": lambda: [[] for _ in questions],
         "own": lambda: find(base, tokenizer, library, questions, owners),
         "first": lambda: find(base, tokenizer, library, questions, first),
         "together": lambda: together,
-        "all": lambda: find(base, tokenizer, library, questions, [tuple(library.list())] * len(questions)),
+        "all": lambda: find(
+            base, tokenizer, library, questions, [tuple(library.list())] * len(questions)
+        ),
         "bm25": lambda: by_words,
         "bm25 and the study's questions": lambda: rank_passages(held, questions),
-        "together and bm25, in turns": lambda: [merge(*both) for both in zip(together, by_words, strict=True)],
+        "together and bm25, in turns": lambda: [
+            merge(*both) for both in zip(together, by_words, strict=True)
+        ],
     }
     rows = results.setdefault("answers", {})
     for kind, make in kinds.items():
@@ -172,7 +216,9 @@ def ask(
 
 def rank_passages(texts: dict[str, str], questions: list[Question]) -> list[list[str]]:
     """Return for each question the passages that BM25 ranks first, as many as a memory recites, by their texts."""
-    scores = score_by_words([[text] for text in texts.values()], [each.question for each in questions])
+    scores = score_by_words(
+        [[text] for text in texts.values()], [each.question for each in questions]
+    )
     names = list(texts)
     return [[names[number] for number in row.argsort()[::-1][:MOST_FOUND]] for row in scores]
 
@@ -184,7 +230,16 @@ def merge(one: Sequence[str], other: Sequence[str]) -> list[str]:
 
 
 def go_on(
-    base, tokenizer, talk: Conversation, library: Library, results, settings, out: Path, work: Path, most, every
+    base,
+    tokenizer,
+    talk: Conversation,
+    library: Library,
+    results,
+    settings,
+    out: Path,
+    work: Path,
+    most,
+    every,
 ):
     """Teach one memory the first sessions, one after the other, and ask what it has been taught so far."""
     lines = lines_of(talk)
@@ -195,7 +250,11 @@ def go_on(
         began = time.process_time()
         ids = tokenize(tokenizer, text_of(talk, session))
         exchanges = load_exchanges(library.find(name_of(session)) / EXCHANGES)
-        options = {"exchanges": exchanges, "start": memory if number > 1 else None, "overwrite": number == 1}
+        options = {
+            "exchanges": exchanges,
+            "start": memory if number > 1 else None,
+            "overwrite": number == 1,
+        }
         record = memorize(base, ids, settings, out=memory, tokenizer=tokenizer, **options)
         row = {"cpu_seconds": time.process_time() - began, "steps": record.studied["steps"]}
         if number % every == 0:
@@ -211,7 +270,11 @@ def go_on(
             ]
         rows.append(row)
         write_json(out, results)
-        print(name_of(session), {key: value for key, value in row.items() if key != "answers"}, flush=True)
+        print(
+            name_of(session),
+            {key: value for key, value in row.items() if key != "answers"},
+            flush=True,
+        )
 
 
 def count_hits(rows: list[dict[str, Any]]) -> list[int]:
@@ -226,9 +289,7 @@ def tabulate(rows: dict[str, list[dict[str, Any]]]) -> str:
     for kind, found in rows.items():
         line = f"{kind}: of {len(found)}, evidence among 1, 5, 10 passages {count_hits(found)}"
         if "right" in found[0]:
-            line += (
-                f", {sum(row['right'] for row in found)} right, F1 {100 * np.mean([row['f1'] for row in found]):.1f}"
-            )
+            line += f", {sum(row['right'] for row in found)} right, F1 {100 * np.mean([row['f1'] for row in found]):.1f}"
         table.append(line)
     return "\n".join(table)
 
@@ -242,19 +303,27 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit-sessions", type=int)
-    parser.add_argument("--answer", help="kinds of passages, separated by commas, that the base answers from; all")
+    parser.add_argument(
+        "--answer", help="kinds of passages, separated by commas, that the base answers from; all"
+    )
     parser.add_argument("--goes-on", type=int, default=0, help="teach one memory so many sessions")
     parser.add_argument("--every", type=int, default=5, help="ask it after every so many")
     parser.add_argument("--work", type=Path, required=True, help="folder of the memories")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    talk = next(each for each in load_locomo(arguments.file)[0] if each.sample_id == arguments.conversation)
+    talk = next(
+        each for each in load_locomo(arguments.file)[0] if each.sample_id == arguments.conversation
+    )
     talk = replace(talk, sessions=talk.sessions[: arguments.limit_sessions])
     base, tokenizer = load_base(arguments.model)
     base.eval()
     chosen = {"exchanges": arguments.exchanges, "passes": arguments.passes, "seed": arguments.seed}
     settings = ReadingSettings(model=arguments.model, study=True, **chosen)
-    new = {"machine": describe_machine(torch.device("cpu")), "conversation": talk.sample_id, **chosen}
+    new = {
+        "machine": describe_machine(torch.device("cpu")),
+        "conversation": talk.sample_id,
+        **chosen,
+    }
     results = load_json(arguments.out) if arguments.out.exists() else new
     library = Library(arguments.work / "library")
     study(base, tokenizer, talk, library, results, settings, arguments.out)

@@ -27,12 +27,24 @@ def to_notebook(markdown: str) -> dict[str, Any]:
     """Return a page as a notebook of nbformat 4, a cell for each block that runs and for the text between two."""
     cells = []
     text, *blocks = _BLOCK.split(_LINK_TO_ITSELF.sub("", markdown))
-    for language, code, following in [("", "", text), *zip(blocks[::3], blocks[1::3], blocks[2::3], strict=True)]:
+    for language, code, following in [
+        ("", "", text),
+        *zip(blocks[::3], blocks[1::3], blocks[2::3], strict=True),
+    ]:
         if language:
             source = code if language == "python" else f"%%bash\n{code}"
-            cells.append({"cell_type": "code", "execution_count": None, "outputs": [], "source": source.rstrip()})
+            cells.append(
+                {
+                    "cell_type": "code",
+                    "execution_count": None,
+                    "outputs": [],
+                    "source": source.rstrip(),
+                }
+            )
         if following.strip():
-            cells.append({"cell_type": "markdown", "source": _LINK_TO_PAGE.sub(r"\1", following.strip())})
+            cells.append(
+                {"cell_type": "markdown", "source": _LINK_TO_PAGE.sub(r"\1", following.strip())}
+            )
     cells = [{"id": f"cell-{number}", "metadata": {}, **cell} for number, cell in enumerate(cells)]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     return {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}
@@ -48,4 +60,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 if __name__ == "__main__":
-    Path("tutorial.ipynb").write_text(json.dumps(to_notebook(TUTORIAL.read_text(encoding="utf-8")), indent=1))
+    Path("tutorial.ipynb").write_text(
+        json.dumps(to_notebook(TUTORIAL.read_text(encoding="utf-8")), indent=1)
+    )

@@ -28,18 +28,25 @@ from locas_peft.text import python_reference, tokenize
 
 METHODS = {
     "none": (None, None),
-    "TempLoRA": (lambda: LoraConfig(r=64, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"), 1e-3),
+    "TempLoRA": (
+        lambda: LoraConfig(r=64, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM"),
+        1e-3,
+    ),
     "Locas": (lambda: LocasConfig(r=64, task_type="CAUSAL_LM"), 4e-3),
 }
 FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--data", help="a .jsonl, .parquet or .txt file, or a dataset's name on the hub")
+parser.add_argument(
+    "--data", help="a .jsonl, .parquet or .txt file, or a dataset's name on the hub"
+)
 parser.add_argument("--split", default="train")
 parser.add_argument("--column", default="text")
 parser.add_argument("--documents", type=int, default=4)
 parser.add_argument("--tokens", type=int, default=2_000, help="the first tokens of each document")
-parser.add_argument("--model", default="smollm2", help="a folder, a name on the hub, a GGUF file, or smollm2")
+parser.add_argument(
+    "--model", default="smollm2", help="a folder, a name on the hub, a GGUF file, or smollm2"
+)
 parser.add_argument("--plot", help="a PNG file")
 arguments = parser.parse_args()
 
@@ -52,7 +59,9 @@ def load_documents() -> list[str]:
         rows = Dataset.from_dict({arguments.column: pieces})
     elif (kind := FORMATS.get(Path(arguments.data).suffix)) is not None:
         options = {"sample_by": "document"} if kind == "text" else {}
-        rows = load_dataset(kind, data_files=arguments.data, split="train", streaming=True, **options)
+        rows = load_dataset(
+            kind, data_files=arguments.data, split="train", streaming=True, **options
+        )
     else:
         rows = load_dataset(arguments.data, split=arguments.split, streaming=True)
     return [row[arguments.column] for row in itertools.islice(rows, arguments.documents)]
@@ -101,7 +110,10 @@ if accelerator.is_main_process:
         seconds = sum(row["seconds"] for row in found)
         print(f"{method:10}{total['perplexity']:12.2f}{total['scored_tokens']:10,}{seconds:10.1f}")
         longest = max((row["read"] for row in found), key=len)
-        curves[method] = longest, [measure(found, count)["perplexity"] for count in range(1, len(longest) + 1)]
+        curves[method] = (
+            longest,
+            [measure(found, count)["perplexity"] for count in range(1, len(longest) + 1)],
+        )
     if arguments.plot:
         from matplotlib import pyplot
 

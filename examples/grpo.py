@@ -23,7 +23,16 @@ arguments = parser.parse_args()
 QUESTIONS = [
     f"{verb} {thing}?"
     for verb in ("What is", "Who needs", "Where do I find", "How would you describe")
-    for thing in ("a lighthouse", "the moon", "a violin", "salt", "a library", "the wind", "a bridge", "a clock")
+    for thing in (
+        "a lighthouse",
+        "the moon",
+        "a violin",
+        "salt",
+        "a library",
+        "the wind",
+        "a bridge",
+        "a clock",
+    )
 ]
 
 
@@ -50,7 +59,9 @@ with tempfile.TemporaryDirectory() as folder:
             report_to=[],
             save_strategy="no",
         ),
-        train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in QUESTIONS]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": [{"role": "user", "content": text}]} for text in QUESTIONS]
+        ),
         processing_class=tokenizer,
         peft_config=LocasConfig(r=32),
     )

@@ -42,4 +42,6 @@ def perplexity_of_end() -> float:
 with_memory = perplexity_of_end()
 with loaded.disable_adapter():
     without = perplexity_of_end()
-print(f"the last 1,000 tokens: perplexity {without:.2f} without the memory, {with_memory:.2f} with it")
+print(
+    f"the last 1,000 tokens: perplexity {without:.2f} without the memory, {with_memory:.2f} with it"
+)

@@ -16,7 +16,9 @@ from locas_peft.text import load_text, python_reference, tokenize, unwrap
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--text", help="a UTF-8 file; the Python language reference if left out")
-parser.add_argument("--model", help="a causal language model, by folder or hub name; the embedded one if left out")
+parser.add_argument(
+    "--model", help="a causal language model, by folder or hub name; the embedded one if left out"
+)
 parser.add_argument("--tokens", type=int, default=30_000)
 arguments = parser.parse_args()
 
@@ -27,9 +29,15 @@ def load_base():
     return AutoModelForCausalLM.from_pretrained(arguments.model)
 
 
-tokenizer = backbone.load()[1] if arguments.model is None else AutoTokenizer.from_pretrained(arguments.model)
+tokenizer = (
+    backbone.load()[1]
+    if arguments.model is None
+    else AutoTokenizer.from_pretrained(arguments.model)
+)
 text = load_text(arguments.text) if arguments.text else python_reference()
-tokens = tokenize(tokenizer, unwrap(text) if arguments.model is None else text, max_tokens=arguments.tokens)
+tokens = tokenize(
+    tokenizer, unwrap(text) if arguments.model is None else text, max_tokens=arguments.tokens
+)
 passage = tokens[-2000:].unsqueeze(0)
 
 

@@ -17,7 +17,9 @@ from locas_peft import LocasConfig, LocasLayer, backbone
 from locas_peft.text import python_reference, unwrap
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--model", help="a causal language model, by folder or hub name; the embedded one if left out")
+parser.add_argument(
+    "--model", help="a causal language model, by folder or hub name; the embedded one if left out"
+)
 parser.add_argument("--steps", type=int, default=20)
 arguments = parser.parse_args()
 
@@ -26,7 +28,9 @@ if arguments.model is None:
 else:
     base = AutoModelForCausalLM.from_pretrained(arguments.model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-paragraphs = [paragraph for paragraph in unwrap(python_reference()).split("\n\n") if len(paragraph) > 200]
+paragraphs = [
+    paragraph for paragraph in unwrap(python_reference()).split("\n\n") if len(paragraph) > 200
+]
 
 with tempfile.TemporaryDirectory() as folder:
     trainer = SFTTrainer(

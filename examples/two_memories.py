@@ -14,7 +14,9 @@ from locas_peft import LocasConfig, TestTimeTrainer, backbone
 from locas_peft.text import python_reference, tokenize, unwrap
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--model", help="a causal language model, by folder or hub name; the embedded one if left out")
+parser.add_argument(
+    "--model", help="a causal language model, by folder or hub name; the embedded one if left out"
+)
 parser.add_argument("--tokens", type=int, default=10_000, help="read of each text")
 arguments = parser.parse_args()
 
@@ -44,7 +46,9 @@ for passage_name, tokens in texts.items():
     batch = tokens[-500:].expand(len(names), -1)
     with torch.no_grad():
         logits = model(input_ids=batch, adapter_names=names).logits[:, :-1].float()
-    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none").mean(dim=1)
+    losses = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), batch[:, 1:], reduction="none"
+    ).mean(dim=1)
     row = ", ".join(f"{name} {loss.exp():.2f}" for name, loss in zip(names, losses, strict=True))
     print(f"perplexity of a passage from the {passage_name}: {row}")
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported; the commands that tests start inherit it
+    os.environ["OMP_NUM_THREADS"] = (
+        "1"  # before torch is imported; the commands that tests start inherit it
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,9 @@ def load_benchmark():
     def load(name: str):
         path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
         spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
-        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # dataclasses look it up
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(
+            spec
+        )  # dataclasses look it up
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(path.parent)
             spec.loader.exec_module(module)

@@ -52,13 +52,17 @@ FAMILIES: dict[str, tf.PretrainedConfig] = {
     # gated, w1, w3, w2; the width derived from intermediate_size
     "lfm2": tf.Lfm2Config(**_GROUPED, block_multiple_of=4, layer_types=["conv", "full_attention"]),
     # two layers, transposed Conv1D
-    "gpt2": tf.GPT2Config(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=2, n_positions=64),
+    "gpt2": tf.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=2, n_positions=64
+    ),
     # two layers, biases
     "gpt_neox": tf.GPTNeoXConfig(**_WHOLE),
     "phi": tf.PhiConfig(**_WHOLE),
     "starcoder2": tf.Starcoder2Config(**_GROUPED),
     "nemotron": tf.NemotronConfig(**_GROUPED, head_dim=8),
-    "gptj": tf.GPTJConfig(vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=2, n_positions=64, rotary_dim=4),
+    "gptj": tf.GPTJConfig(
+        vocab_size=VOCABULARY, n_embd=HIDDEN, n_layer=2, n_head=2, n_positions=64, rotary_dim=4
+    ),
     # two layers, flat on the decoder layer
     "opt": tf.OPTConfig(**_COMMON, ffn_dim=24, word_embed_proj_dim=HIDDEN),
     "opt with norms after": tf.OPTConfig(
@@ -87,7 +91,9 @@ MIXTURES: dict[str, tf.PretrainedConfig] = {
     ),
 }  # fmt: skip
 FAMILIES |= MIXTURES
-GATED = set(MIXTURES) | {"phi3", "glm4", "lfm2"} | set(list(FAMILIES)[: list(FAMILIES).index("phi3")])
+GATED = (
+    set(MIXTURES) | {"phi3", "glm4", "lfm2"} | set(list(FAMILIES)[: list(FAMILIES).index("phi3")])
+)
 
 
 def make_host(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -105,7 +111,9 @@ def make_host(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedMode
 
 def make_tokens(batch: int = 4, length: int = 32, seed: int = 1) -> torch.Tensor:
     """`LongTensor [B, T]` of tokens that are no special ones."""
-    return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def weights_in(layer: LocasLayer, name: str = "default") -> list[torch.Tensor]:
@@ -127,7 +135,10 @@ def teach(model: torch.nn.Module, name: str = "default", seed: int = 0) -> None:
     for layer in list_layers(model, name):
         weight = layer.locas_down[name].weight
         weight.data = torch.randn(weight.shape, generator=generator).to(weight)
-        layer.locas_input_scale[name], layer.locas_tau[name] = torch.tensor(1.0 + seed / 4), torch.tensor(1.0)
+        layer.locas_input_scale[name], layer.locas_tau[name] = (
+            torch.tensor(1.0 + seed / 4),
+            torch.tensor(1.0),
+        )
 
 
 @torch.no_grad()
@@ -141,7 +152,9 @@ def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def same(model: torch.nn.Module, before: dict[str, torch.Tensor]) -> bool:
     after = model.state_dict()
-    return after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    return after.keys() == before.keys() and all(
+        torch.equal(after[name], before[name]) for name in before
+    )
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:

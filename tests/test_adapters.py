@@ -38,7 +38,14 @@ def add(library: Path, name: str, family: str = "llama", **options) -> PeftModel
 def make_library(folder: Path, family: str = "llama", **options) -> tuple[Path, str, PeftModel]:
     """A library with the memory "ann", the folder of its base, 6 neurons wider, and the model with the memory."""
     model = add(folder / "users", "ann", family, **options)
-    export_memory(make_host(family), Tokenizer(), folder / "users" / "ann", folder, neurons=6, with_adapter=False)
+    export_memory(
+        make_host(family),
+        Tokenizer(),
+        folder / "users" / "ann",
+        folder,
+        neurons=6,
+        with_adapter=False,
+    )
     return folder / "users", str(folder / "base"), model
 
 
@@ -119,7 +126,11 @@ def test_a_name_that_is_no_memory_is_refused(name, tmp_path):
 
 def test_memories_that_cannot_be_served_are_refused(tmp_path):
     users, base, _ = make_library(tmp_path)
-    add(users, "wide", r=7), add(users, "other", "qwen2"), shutil.copytree(users / "ann", users / "gelu")
+    (
+        add(users, "wide", r=7),
+        add(users, "other", "qwen2"),
+        shutil.copytree(users / "ann", users / "gelu"),
+    )
     config = users / "gelu" / "adapter_config.json"
     config.write_text(config.read_text().replace("SiLU", "GELU"))
     save_memory(make_host_lora(), users / "lora", "host", "card")
@@ -128,13 +139,24 @@ def test_memories_that_cannot_be_served_are_refused(tmp_path):
     adapters = Adapters(Library(users), 1e9)
     for name, message in (
         ("wide", "neurons must be at least the memory's r of 7, got 6: raise it"),
-        ("other", "memory must be of the base that is served, got 'other' of another: export its own"),
-        ("gelu", "memory must be of the base that is served, got 'gelu' of another: export its own"),
-        ("lora", "memory must be of the base that is served, got 'lora' of another: export its own"),
+        (
+            "other",
+            "memory must be of the base that is served, got 'other' of another: export its own",
+        ),
+        (
+            "gelu",
+            "memory must be of the base that is served, got 'gelu' of another: export its own",
+        ),
+        (
+            "lora",
+            "memory must be of the base that is served, got 'lora' of another: export its own",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             adapters.make(name, base)
-    with pytest.raises(ValueError, match="the served model must be of locas export --base-only, got .*plain"):
+    with pytest.raises(
+        ValueError, match="the served model must be of locas export --base-only, got .*plain"
+    ):
         Adapters(Library(users), 1e9).make("ann", str(tmp_path / "plain"))
     assert not list((users / ".adapters").glob("*/*"))
 
@@ -188,7 +210,12 @@ def fake_vllm(monkeypatch):
         ("lora.resolver", {"LoRAResolver": object, "LoRAResolverRegistry": registry}),
     ):
         monkeypatch.setitem(sys.modules, f"vllm.{name}", SimpleNamespace(**content))
-    for name in ("LOCAS_LIBRARY", "LOCAS_REQUIRE_SIGNATURE", "LOCAS_ADAPTERS_GB", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"):
+    for name in (
+        "LOCAS_LIBRARY",
+        "LOCAS_REQUIRE_SIGNATURE",
+        "LOCAS_ADAPTERS_GB",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+    ):
         monkeypatch.delenv(name, raising=False)
     return SimpleNamespace(models=Models, wrapper=Wrapper, resolvers=registered)
 
@@ -211,9 +238,13 @@ def test_the_resolver_makes_refuses_and_drops(fake_vllm, monkeypatch, tmp_path, 
     register()
     (resolver,) = fake_vllm.resolvers.values()
     found = asyncio.run(resolver.resolve_lora(base, "ann"))
-    assert found.lora_name == "ann" and found.lora_path == Adapters(Library(users), 1e9).make("ann", base)
+    assert found.lora_name == "ann" and found.lora_path == Adapters(Library(users), 1e9).make(
+        "ann", base
+    )
     assert asyncio.run(resolver.resolve_lora(base, "../ann")) is None
-    assert "model '../ann' is not served: there is no memory '../ann' in this library" in caplog.text
+    assert (
+        "model '../ann' is not served: there is no memory '../ann' in this library" in caplog.text
+    )
     for name in "bcdef":
         shutil.copytree(users / "ann", users / name)
 
@@ -223,10 +254,14 @@ def test_the_resolver_makes_refuses_and_drops(fake_vllm, monkeypatch, tmp_path, 
     assert [each.lora_name for each in asyncio.run(resolve_all())] == list("bcdef")
     models = fake_vllm.models(3)
     models.lora_requests |= {"ann": found, "static": found._replace(lora_path="/elsewhere")}
-    assert models.count == 3 and "ann" in models.lora_requests and "nobody" not in models.lora_requests
+    assert (
+        models.count == 3 and "ann" in models.lora_requests and "nobody" not in models.lora_requests
+    )
     Library(users).forget("ann")
     assert "ann" not in models.lora_requests and list(models.lora_requests) == ["static"]
-    assert "static" in models.lora_requests and asyncio.run(resolver.resolve_lora(base, "ann")) is None
+    assert (
+        "static" in models.lora_requests and asyncio.run(resolver.resolve_lora(base, "ann")) is None
+    )
 
 
 def test_rows_of_the_base_get_nothing_of_a_memory(fake_vllm, monkeypatch, tmp_path):

@@ -36,7 +36,10 @@ from locas_peft.selfstudy.exchanges import EXCHANGES, PASSAGES
 from locas_peft.selfstudy.finding import measure_moments, save_moments
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TEXT = " ".join(f"The keeper of house {number} lit {number} lamps and walked down the stairs." for number in range(14))
+TEXT = " ".join(
+    f"The keeper of house {number} lit {number} lamps and walked down the stairs."
+    for number in range(14)
+)
 BASE = "locas_peft/tinybook-glu"
 
 
@@ -143,7 +146,9 @@ def test_memories_are_renamed_and_deleted_and_names_stay_apart(tmp_path, made):
     folder.forget("one")
     folder.forget("one 2")
     assert os.listdir(tmp_path) == ["ONE 3"]
-    with pytest.raises(ValueError, match="there is no memory 'one 2' in this library: choose one of the list"):
+    with pytest.raises(
+        ValueError, match="there is no memory 'one 2' in this library: choose one of the list"
+    ):
         folder.find("one 2")
 
 
@@ -159,7 +164,9 @@ def test_a_memory_that_is_being_made_keeps_its_name(tmp_path, made):
 def test_a_full_shelf_takes_no_more(tmp_path, made):
     folder = Library(tmp_path, most=1)
     put(folder, made, "one")
-    with pytest.raises(ValueError, match="this library must hold at most 1 memories: forget some first"):
+    with pytest.raises(
+        ValueError, match="this library must hold at most 1 memories: forget some first"
+    ):
         put(folder, made, "two")
 
 
@@ -197,15 +204,24 @@ def entry(name: str, mode: int = 0) -> zipfile.ZipInfo:
     ("entries", "message"),
     [
         ([entry("../adapter_config.json")], "the archive must hold the files of one memory"),
-        ([entry("/adapter_config.json"), entry("adapter_model.safetensors")], "the archive must hold the files"),
+        (
+            [entry("/adapter_config.json"), entry("adapter_model.safetensors")],
+            "the archive must hold the files",
+        ),
         ([entry("a/../../adapter_config.json")], "the archive must hold the files of one memory"),
         ([entry("a\\..\\adapter_config.json")], "the archive must hold the files of one memory"),
-        ([entry(CONFIG), entry("adapter_model.bin")], "got 'adapter_model.bin': pack one memory alone"),
+        (
+            [entry(CONFIG), entry("adapter_model.bin")],
+            "got 'adapter_model.bin': pack one memory alone",
+        ),
         ([entry(CONFIG, stat.S_IFLNK | 0o777)], "no links and one folder at most"),
         ([entry(f"a/{CONFIG}"), entry(f"b/{WEIGHTS}")], "one folder at most"),
         ([entry(CONFIG), entry(CONFIG)], "the archive must be a sound zip of a memory"),
         ([], "memory must be a folder that holds a memory"),
-        ([entry(f"{'x' * 65_000}{number}") for number in range(17)], "the archive must list few files"),
+        (
+            [entry(f"{'x' * 65_000}{number}") for number in range(17)],
+            "the archive must list few files",
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Duplicate name")
@@ -225,20 +241,33 @@ def test_an_archive_that_unpacks_to_too_much_or_is_damaged_is_refused(tmp_path, 
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as packed:
         packed.writestr(CONFIG, bytes(5_000_000))
     monkeypatch.setattr(archives, "MOST_BYTES", 3_000_000)
-    with pytest.raises(ValueError, match="a memory must have at most 3,000,000 bytes, got more: upload less"):
+    with pytest.raises(
+        ValueError, match="a memory must have at most 3,000,000 bytes, got more: upload less"
+    ):
         folder.unpack(archive, "x", lambda memory: None)
-    claims_less = archive.read_bytes().replace((5_000_000).to_bytes(4, "little"), (9).to_bytes(4, "little"))
+    claims_less = archive.read_bytes().replace(
+        (5_000_000).to_bytes(4, "little"), (9).to_bytes(4, "little")
+    )
     put(folder, made, "one")
     pack(folder.find("one"), archive)
     sound = archive.read_bytes()
-    for broken in (claims_less, b"", b"PK", sound[:-30], sound.replace(b"locas_", b"LOCAS_", 1), b"x" * 99):
+    for broken in (
+        claims_less,
+        b"",
+        b"PK",
+        sound[:-30],
+        sound.replace(b"locas_", b"LOCAS_", 1),
+        b"x" * 99,
+    ):
         archive.write_bytes(broken)
         with pytest.raises(ValueError, match="the archive must be a sound zip of a memory"):
             folder.unpack(archive, "x", lambda memory: None)
     assert os.listdir(tmp_path / "shelf") == ["one"]
 
 
-def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_server(tmp_path, made, model):
+def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_server(
+    tmp_path, made, model
+):
     folder = Library(tmp_path / "shelf")
     put(folder, made, "one")
     config = folder.find("one") / CONFIG
@@ -259,7 +288,9 @@ def test_an_uploaded_memory_must_fit_and_the_refusal_names_no_folder_of_the_serv
 # --------------------------------------------------------------------------------------------------------- sessions
 
 
-def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, visitors, made, monkeypatch):
+def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(
+    model, visitors, made, monkeypatch
+):
     one, two = visitors.find(None), visitors.find(None)
     put(two.shelf, made, "made")
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
@@ -282,10 +313,15 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(model, vis
     assert [tokens for tokens, _ in busy.curves[0]] == [tokens for tokens, _ in busy.curves[1]]
 
 
-def test_the_memory_that_a_question_is_about_answers_and_is_named(model, loaded, visitors, made, monkeypatch):
+def test_the_memory_that_a_question_is_about_answers_and_is_named(
+    model, loaded, visitors, made, monkeypatch
+):
     shelf = visitors.find(None).shelf
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
-    for name, lamp in (("skarn", "Who lit the lamp at Skarn?"), ("brine", "Who swept the quay at Brine?")):
+    for name, lamp in (
+        ("skarn", "Who lit the lamp at Skarn?"),
+        ("brine", "Who swept the quay at Brine?"),
+    ):
         save_exchanges(put(shelf, made, name) / EXCHANGES, [Exchange(lamp, "Old Peder did.")])
     about, shown = [chat("Who swept the quay at Brine?")] * 2, []
     monkeypatch.setattr(library, "LEAST_GAIN", -1e9)
@@ -296,7 +332,9 @@ def test_the_memory_that_a_question_is_about_answers_and_is_named(model, loaded,
     save_moments(shelf.find("brine"), measure_moments(*loaded, exchanges), exchanges)
     assert model.ask(shelf, "brine", about).result()[2] == "Old Peder did."
     (shelf.find("brine") / PASSAGES).write_bytes(b"damaged")
-    assert model.ask(shelf, "brine", about).result() == (answers, ("brine",), ""), "an answer is not lost"
+    assert model.ask(shelf, "brine", about).result() == (answers, ("brine",), ""), (
+        "an answer is not lost"
+    )
     assert shown[-1] == answers and answers[0] != answers[1]
     assert model.ask(shelf, ROUTED, [chat("Who wrote Hamlet?")] * 2).result()[1:] == ((), "")
     monkeypatch.setattr(library, "LEAST_GAIN", 1e9)
@@ -304,10 +342,18 @@ def test_the_memory_that_a_question_is_about_answers_and_is_named(model, loaded,
     assert unsure == [answers[0]] * 2 and names == () and found == ""
 
 
-def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(loaded, no_anchor, visitors, monkeypatch):
+def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(
+    loaded, no_anchor, visitors, monkeypatch
+):
     base, tokenizer = loaded
-    model, visitor, job = SharedModel(BASE, copy.deepcopy(base).bfloat16(), tokenizer), visitors.find(None), None
-    query, key, value = torch.randn(3, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    model, visitor, job = (
+        SharedModel(BASE, copy.deepcopy(base).bfloat16(), tokenizer),
+        visitors.find(None),
+        None,
+    )
+    query, key, value = torch.randn(
+        3, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0)
+    ).bfloat16()
     mask = torch.ones(40, 40, dtype=torch.bool).tril()
     clock, outputs, phases = [0.0], [], set()
 
@@ -326,7 +372,12 @@ def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(loaded, no_ancho
     model.close()
     assert job.outcome == "Done" and phases >= {"read", "write"}
     reading = json.loads((visitor.shelf.find("busy") / READING).read_text())
-    assert reading["seconds"] == reading["studied"]["writing_seconds"] == reading["studied"]["learning_seconds"] == 0
+    assert (
+        reading["seconds"]
+        == reading["studied"]["writing_seconds"]
+        == reading["studied"]["learning_seconds"]
+        == 0
+    )
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask)
     assert all(torch.equal(output, expected) for output in outputs)
 
@@ -343,14 +394,19 @@ def test_the_time_left_is_counted_from_the_beginning_of_the_phase(monkeypatch):
         now += 60
 
 
-def test_stop_keeps_what_was_learned_and_a_reading_that_waits_is_stopped_before_it_learns(model, visitors):
+def test_stop_keeps_what_was_learned_and_a_reading_that_waits_is_stopped_before_it_learns(
+    model, visitors
+):
     one, two = visitors.find(None), visitors.find(None)
     long, waiting = Job("long", TEXT * 8, 0), Job("waiting", TEXT, 0)
     model.read(long, one.shelf)
     model.read(waiting, two.shelf)
     while len(long.chunks["read"]) < 2:
         assert not long.ended, long.outcome
-        assert waiting.phase == "waiting" and (model.jobs_before(long), model.jobs_before(waiting)) == (0, 1)
+        assert waiting.phase == "waiting" and (
+            model.jobs_before(long),
+            model.jobs_before(waiting),
+        ) == (0, 1)
         time.sleep(0.001)
     waiting.stop.set()
     long.stop.set()
@@ -386,11 +442,15 @@ def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model,
     short = Job("short", "x", 0)
     model.read(short, visitor.shelf)
     assert wait(short).outcome.startswith("Not read: text must have at least 2 tokens")
-    with pytest.raises(ValueError, match="text must have at most 2,000,000 characters, got 2,000,001: cut it"):
+    with pytest.raises(
+        ValueError, match="text must have at most 2,000,000 characters, got 2,000,001: cut it"
+    ):
         model.read(Job("long", "x" * 2_000_001, 0), visitor.shelf)
     with pytest.raises(ValueError, match="text must not be empty"):
         model.read(Job("empty", " ", 0), visitor.shelf)
-    with pytest.raises(ValueError, match="questions must be from 0 to 32, got 1000000000: move the slider"):
+    with pytest.raises(
+        ValueError, match="questions must be from 0 to 32, got 1000000000: move the slider"
+    ):
         model.read(Job("slow", TEXT, 10**9), visitor.shelf)
     named = Job("../up", TEXT, 0)
     model.read(named, visitor.shelf)
@@ -399,13 +459,16 @@ def test_a_text_that_cannot_be_read_is_a_message_and_the_next_one_is_read(model,
 
 def test_too_many_questions_are_refused(model, monkeypatch):
     monkeypatch.setattr(sessions, "MOST_WAITING", 0)
-    with pytest.raises(ValueError, match="at most 0 readings and questions can wait: try again later"):
+    with pytest.raises(
+        ValueError, match="at most 0 readings and questions can wait: try again later"
+    ):
         model.ask(None, None, [chat("Who?")])
 
 
 def test_a_question_can_be_too_long(model):
     with pytest.raises(
-        ValueError, match="question and answer must fit the model's .* positions, got .*: shorten one of them"
+        ValueError,
+        match="question and answer must fit the model's .* positions, got .*: shorten one of them",
     ):
         model.ask(None, None, [chat("word " * 3000)]).result()
 
@@ -447,9 +510,17 @@ def test_the_page_shows_the_memory_that_gave_an_answer_and_what_is_found():
 
     turns = [
         *chat("Who?"),
-        {"role": "assistant", "content": "Peder.", "head": "[brine]\n", "tail": "\n\nFound: Peder."},
+        {
+            "role": "assistant",
+            "content": "Peder.",
+            "head": "[brine]\n",
+            "tail": "\n\nFound: Peder.",
+        },
     ]
-    assert _show_chat(turns) == [*chat("Who?"), {"role": "assistant", "content": "[brine]\nPeder.\n\nFound: Peder."}]
+    assert _show_chat(turns) == [
+        *chat("Who?"),
+        {"role": "assistant", "content": "[brine]\nPeder.\n\nFound: Peder."},
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------ in a browser
@@ -462,8 +533,20 @@ FLAGS = """--headless --no-sandbox --disable-gpu --disable-quic --no-first-run -
 @pytest.fixture
 def address():
     """The address of a server of the embedded model, ended by SIGTERM."""
-    command = [sys.executable, "-m", "locas_peft", "app", "--no-browser", "--port", "0", "--model", BASE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+    command = [
+        sys.executable,
+        "-m",
+        "locas_peft",
+        "app",
+        "--no-browser",
+        "--port",
+        "0",
+        "--model",
+        BASE,
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as server:
         lines = []
         for line in server.stdout:
             lines.append(line)

@@ -71,7 +71,9 @@ def test_trains_resumes_and_loads(recipe, books, tmp_path, capsys, arch):
     assert (result["steps"], result["seconds"]) == (6, 6)
     # Windows of 32, 32, 32 and 4 tokens a book, the first token of each unscored.
     assert result["held_out"]["scored_tokens"] == 2 * (3 * 31 + 3)
-    assert f"| all | {result['held_out']['loss']:.3f} |" in (out / "README.md").read_text(encoding="utf-8")
+    assert f"| all | {result['held_out']['loss']:.3f} |" in (out / "README.md").read_text(
+        encoding="utf-8"
+    )
 
     model = AutoModelForCausalLM.from_pretrained(out)
     tokenizer = AutoTokenizer.from_pretrained(out)
@@ -107,16 +109,26 @@ def test_a_killed_run_continues_bit_for_bit(recipe, books, tmp_path, monkeypatch
 
 
 def test_two_backbones_share_a_tokenizer(recipe, books, tmp_path):
-    assert recipe.main(["--arch", "glu", *arguments(books, tmp_path / "glu", "--minutes", "0.01")]) == 0
+    assert (
+        recipe.main(["--arch", "glu", *arguments(books, tmp_path / "glu", "--minutes", "0.01")])
+        == 0
+    )
     shared = ["--tokenizer", str(tmp_path / "glu")]
-    assert recipe.main(["--arch", "mlp", *arguments(books, tmp_path / "mlp", "--minutes", "0.01", *shared)]) == 0
+    assert (
+        recipe.main(
+            ["--arch", "mlp", *arguments(books, tmp_path / "mlp", "--minutes", "0.01", *shared)]
+        )
+        == 0
+    )
     first, second = (AutoTokenizer.from_pretrained(tmp_path / arch) for arch in ("glu", "mlp"))
     assert first.get_vocab() == second.get_vocab()
 
 
 def test_a_pass_reads_every_window_once(recipe):
     tokens = torch.arange(32 * 11 + 5)
-    steps = [recipe.training_batch(tokens, step, seed=0) for step in range(5)]  # 10 windows, 2 a step
+    steps = [
+        recipe.training_batch(tokens, step, seed=0) for step in range(5)
+    ]  # 10 windows, 2 a step
     read = torch.cat(steps).flatten().sort().values
     assert torch.equal(read, torch.arange(int(read[0]), int(read[0]) + 320))
     assert torch.equal(recipe.training_batch(tokens, 3, seed=0), steps[3])
@@ -145,7 +157,10 @@ def test_bad_input_ends_with_one_line(recipe, books, tmp_path, capsys):
     assert error_of([*glu, *arguments(books, out, "--tokenizer", str(empty))]) == (
         f"error: no tokenizer.json in {empty}: give the output folder of an earlier run"
     )
-    assert error_of([*glu, *arguments(books, out, "--minutes", "0")]) == "error: --minutes must be more than 0, got 0"
+    assert (
+        error_of([*glu, *arguments(books, out, "--minutes", "0")])
+        == "error: --minutes must be more than 0, got 0"
+    )
     assert recipe.main([*glu, *arguments(books, out, "--minutes", "0.01")]) == 0
     assert error_of([*glu, *arguments(books, out)]) == (
         f"error: {out / 'checkpoint.pt'} exists: continue it with --resume, or choose another --out"

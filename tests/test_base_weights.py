@@ -33,7 +33,9 @@ def test_a_result_is_of_one_base_one_key_and_its_weights():
     assert [compute_once(host, compute, "a") for _ in range(2)] == [1, 1]
     assert compute_once(host, compute, "b") == 2
     assert compute_once(share_weights(host), compute, "a") == 1
-    assert compute_once(get_peft_model(make_host("llama"), LocasConfig(r=4)), compute, "a") == 1  # of equal weights
+    assert (
+        compute_once(get_peft_model(make_host("llama"), LocasConfig(r=4)), compute, "a") == 1
+    )  # of equal weights
     spoil(host, 0)
     assert compute_once(host, compute, "a") == 3
 
@@ -56,11 +58,20 @@ def test_a_frozen_memory_that_stays_on_is_no_part_of_what_is_kept(tmp_path):
 def test_two_memories_of_a_base_have_the_same_own_text_and_it_is_written_once(monkeypatch):
     host, written = make_host("llama"), []
     monkeypatch.setattr(
-        "locas_peft.ttt.anchor.write_own_text", lambda *given: written.append(given) or torch.ones(2, 8)
+        "locas_peft.ttt.anchor.write_own_text",
+        lambda *given: written.append(given) or torch.ones(2, 8),
     )
-    texts = [OwnText(model, texts=4, tokens=8, batch_size=2) for model in (host, share_weights(host))]
-    assert torch.equal(texts[0][3], texts[1][3]) and [given[1:] for given in written] == [(2, 8, 0), (2, 8, 1)]
-    assert OwnText(host, texts=4, tokens=8, seed=5, batch_size=2)[0].shape == (8,) and len(written) == 3
+    texts = [
+        OwnText(model, texts=4, tokens=8, batch_size=2) for model in (host, share_weights(host))
+    ]
+    assert torch.equal(texts[0][3], texts[1][3]) and [given[1:] for given in written] == [
+        (2, 8, 0),
+        (2, 8, 1),
+    ]
+    assert (
+        OwnText(host, texts=4, tokens=8, seed=5, batch_size=2)[0].shape == (8,)
+        and len(written) == 3
+    )
 
 
 def count_letters(model, tokenizer, letters):
@@ -73,7 +84,9 @@ CALLS = []
 
 def test_a_named_bases_result_is_kept_on_disk_for_other_processes(tmp_path, monkeypatch, caplog):
     host, tokenizer = make_host("llama"), backbone.load()[1]
-    monkeypatch.setattr(base_weights, "find_kept", lambda kind, name: find_kept(kind, name, tmp_path))
+    monkeypatch.setattr(
+        base_weights, "find_kept", lambda kind, name: find_kept(kind, name, tmp_path)
+    )
     CALLS.clear()
 
     def ask(letters="abc", name="named"):
@@ -82,7 +95,11 @@ def test_a_named_bases_result_is_kept_on_disk_for_other_processes(tmp_path, monk
         return compute_once(host, count_letters, tokenizer, letters)
 
     first, second = ask(), ask()
-    assert CALLS == ["abc"] and first[0][0] == second[0][0] == "abc" and torch.equal(first[0][1], second[0][1])
+    assert (
+        CALLS == ["abc"]
+        and first[0][0] == second[0][0] == "abc"
+        and torch.equal(first[0][1], second[0][1])
+    )
     assert len(ask("ab")[0][1]) == 2 and CALLS == ["abc", "ab"]
     for file in tmp_path.glob("*/result.pt"):
         file.write_bytes(b"damaged")
@@ -101,7 +118,9 @@ def test_where_nothing_can_be_kept_the_result_is_computed(fails, tmp_path, monke
         raise OSError(28, "No space left on device")
 
     replaced = {"find_kept": lambda kind, name: None, "staged_file": full}
-    monkeypatch.setattr(base_weights, "find_kept", lambda kind, name: find_kept(kind, name, tmp_path))
+    monkeypatch.setattr(
+        base_weights, "find_kept", lambda kind, name: find_kept(kind, name, tmp_path)
+    )
     monkeypatch.setattr(base_weights, fails, replaced[fails])
     host, tokenizer = make_host("llama"), backbone.load()[1]
     host.config.name_or_path = "named"

@@ -33,11 +33,15 @@ CHUNK = Chunk(0, 0, 8, tokens=8, nll_nats=24.0, seconds=0.0, learned=True)
 SMALL = {"window": 96, "stride": 48}
 
 
-def records(count: int, checked: dict[int, float] | None = None, taken_back: tuple[int, ...] = ()) -> list[Chunk]:
+def records(
+    count: int, checked: dict[int, float] | None = None, taken_back: tuple[int, ...] = ()
+) -> list[Chunk]:
     """Records of 3 nats a token; `checked` has the base's nats a token by the number of the chunk."""
     base = {number: 8 * nats for number, nats in (checked or {}).items()}
     return [
-        replace(CHUNK, index=number, base_nll_nats=base.get(number), taken_back=number in taken_back)
+        replace(
+            CHUNK, index=number, base_nll_nats=base.get(number), taken_back=number in taken_back
+        )
         for number in range(count)
     ]
 
@@ -52,12 +56,20 @@ def test_checks_become_rarer():
 
 def test_a_jump_of_the_loss_or_a_loss_that_is_not_finite_is_checked_out_of_turn():
     before = records(5, {2: 3.1})
-    assert not is_due(before, 3.6) and is_due(before, 3.8) and is_due(before, math.nan) and is_due(before, math.inf)
+    assert (
+        not is_due(before, 3.6)
+        and is_due(before, 3.8)
+        and is_due(before, math.nan)
+        and is_due(before, math.inf)
+    )
     assert not is_due([], 9.0)
 
 
 def test_after_an_adapter_was_taken_back_the_next_check_is_soon():
-    assert [is_due(records(n, {2: 3.1, 14: 2.0}, taken_back=(14,)), 3.0) for n in (15, 16)] == [False, True]
+    assert [is_due(records(n, {2: 3.1, 14: 2.0}, taken_back=(14,)), 3.0) for n in (15, 16)] == [
+        False,
+        True,
+    ]
 
 
 def test_much_worse_once_or_a_little_twice_is_worse():
@@ -84,7 +96,9 @@ def test_a_brake_that_finds_nothing_changes_nothing(kind, context):
     assert [chunk.index for chunk in checked] == [2, 6]
     plain = make_trainer("plain", context="recompute")
     expected = read(plain, ids)
-    assert [chunk.base_nll_nats for chunk in checked] == pytest.approx([expected[2], expected[6]], rel=1e-5)
+    assert [chunk.base_nll_nats for chunk in checked] == pytest.approx(
+        [expected[2], expected[6]], rel=1e-5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,21 +111,31 @@ def english():
 def make_ruinous(kind: str, **settings) -> TestTimeTrainer:
     torch.manual_seed(0)
     lora = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(backbone.load()[0], lora if kind == "lora" else LocasConfig(r=4, max_slot_norm=None))
+    model = get_peft_model(
+        backbone.load()[0], lora if kind == "lora" else LocasConfig(r=4, max_slot_norm=None)
+    )
     return TestTimeTrainer(model, **SMALL | {"learning_rate": 0.3} | settings)
 
 
-@pytest.mark.parametrize(("kind", "context", "epochs"), [("lora", "recompute", 1), ("locas", "cache", 2)])
-def test_an_adapter_that_a_high_rate_ruins_is_taken_back_and_goes_on(kind, context, epochs, english):
+@pytest.mark.parametrize(
+    ("kind", "context", "epochs"), [("lora", "recompute", 1), ("locas", "cache", 2)]
+)
+def test_an_adapter_that_a_high_rate_ruins_is_taken_back_and_goes_on(
+    kind, context, epochs, english
+):
     options = {"context": context, "epochs": epochs}
-    base = read(TestTimeTrainer(backbone.load()[0], **SMALL, learning_rate=None, context=context), english)
+    base = read(
+        TestTimeTrainer(backbone.load()[0], **SMALL, learning_rate=None, context=context), english
+    )
     ruined = read(make_ruinous(kind, brake=False, **options), english)
     trainer = make_ruinous(kind, **options)
     scores = read(trainer, english)
     assert not sum(ruined[12:]) <= 1.2 * sum(base[12:])
     assert trainer.taken_back and sum(scores[12:]) < 1.1 * sum(base[12:])
     stopped = [chunk for chunk in trainer.chunks if chunk.taken_back]
-    assert [chunk.start for chunk in stopped] == [tokens for tokens in trainer.taken_back if tokens < len(english)]
+    assert [chunk.start for chunk in stopped] == [
+        tokens for tokens in trainer.taken_back if tokens < len(english)
+    ]
     assert not any(chunk.learned for chunk in stopped) and trainer.skipped_chunks == 0
 
 
@@ -134,13 +158,20 @@ def test_a_written_memory_is_taken_back_too():
 
     def make(**settings):
         model = get_peft_model(
-            backbone.load(name=backbone.MLP_NAME)[0], LocasConfig(r=64, init_strategy="write", max_slot_norm=None)
+            backbone.load(name=backbone.MLP_NAME)[0],
+            LocasConfig(r=64, init_strategy="write", max_slot_norm=None),
         )
         return TestTimeTrainer(
-            model, **SMALL, learning_rate=None, writer=SlotWriter(model, slots_per_chunk=4, epsilon=1e3), **settings
+            model,
+            **SMALL,
+            learning_rate=None,
+            writer=SlotWriter(model, slots_per_chunk=4, epsilon=1e3),
+            **settings,
         )
 
-    base = read(TestTimeTrainer(backbone.load(name=backbone.MLP_NAME)[0], **SMALL, learning_rate=None), ids)
+    base = read(
+        TestTimeTrainer(backbone.load(name=backbone.MLP_NAME)[0], **SMALL, learning_rate=None), ids
+    )
     trainer = make()
     scores = read(trainer, ids)
     assert trainer.taken_back and scores[1] > 1.1 * base[1]
@@ -160,11 +191,15 @@ def test_resuming_is_bit_identical_after_an_adapter_was_taken_back(kind, english
     resumed = make_ruinous(kind, context="cache")
     resume(resumed, tmp_path)
     read(resumed, ids)
-    assert [chunk.nll_nats for chunk in resumed.chunks] == [chunk.nll_nats for chunk in whole.chunks]
+    assert [chunk.nll_nats for chunk in resumed.chunks] == [
+        chunk.nll_nats for chunk in whole.chunks
+    ]
     assert (resumed.taken_back, resumed.final) == (whole.taken_back, whole.final)
     assert_same(weights_of(resumed.model), weights_of(whole.model))
     state = checkpoint.load(tmp_path)
-    checkpoint.save(tmp_path, {**state, "learner": {**state["learner"], "good": state["learner"]["good"][1:]}})
+    checkpoint.save(
+        tmp_path, {**state, "learner": {**state["learner"], "good": state["learner"]["good"][1:]}}
+    )
     with pytest.raises(ValueError, match="^checkpoint must be whole"):
         resume(make_ruinous(kind, context="cache"), tmp_path)
 
@@ -185,7 +220,10 @@ def test_an_adapter_that_is_enabled_later_learns_as_if_the_text_began_there(kind
     after = list(reading)
     assert all(chunk.learned or chunk.taken_back for chunk in after) and after[0].learned
     assert not empty_memories(trainer.model)
-    assert any(not torch.equal(value, fresh[name]) for name, value in trained_weights(trainer.model).items())
+    assert any(
+        not torch.equal(value, fresh[name])
+        for name, value in trained_weights(trainer.model).items()
+    )
     if kind == "locas":
         alone = make_model("locas")
         calibrate(alone, [ids[None, 8 * chunks_before : 8 * chunks_before + 8]])
@@ -225,8 +263,13 @@ def test_a_finished_reading_is_not_compared_again_after_it_is_resumed(tmp_path):
 
 def test_one_document_of_many_is_taken_back_and_the_others_go_on():
     # float64: at this rate the rounding of float32 grows to more than the tolerance, on some CPUs.
-    model = get_peft_model(make_host("llama").double(), LocasConfig(r=4, scaling=16.0, output_scale="paper"))
-    documents = {"good": make_ids(4).repeat(30), "bad": torch.cat([make_ids(4).repeat(6), make_ids(96, seed=3)])}
+    model = get_peft_model(
+        make_host("llama").double(), LocasConfig(r=4, scaling=16.0, output_scale="paper")
+    )
+    documents = {
+        "good": make_ids(4).repeat(30),
+        "bad": torch.cat([make_ids(4).repeat(6), make_ids(96, seed=3)]),
+    }
     reading = read_many(model, documents, **SETTINGS | {"learning_rate": 0.3, "brake": True})
     scores = {name: [] for name in documents}
     for records_of in reading:
@@ -235,7 +278,9 @@ def test_one_document_of_many_is_taken_back_and_the_others_go_on():
     assert reading.taken_back["bad"] and not reading.taken_back["good"]
     alone = {}
     for name, ids in documents.items():
-        model = get_peft_model(make_host("llama").double(), LocasConfig(r=4, scaling=16.0, output_scale="paper"))
+        model = get_peft_model(
+            make_host("llama").double(), LocasConfig(r=4, scaling=16.0, output_scale="paper")
+        )
         trainer = TestTimeTrainer(model, **SETTINGS | {"learning_rate": 0.3, "brake": True})
         alone[name] = read(trainer, ids), trainer.taken_back
     for name in documents:

@@ -32,7 +32,9 @@ def test_the_first_and_the_last_tokens_are_kept():
     host, ids = CausalLM(make_model("plain")), make_ids(24)[None]
     everything = feed(SlidingCache(host, keep=24), ids, 8)[-1]
     kept = feed(SlidingCache(host, keep=5, sinks=3), ids[:, :8], 8)[-1]
-    torch.testing.assert_close(kept, torch.cat([everything[..., :3, :], everything[..., 3:8, :]], dim=-2))
+    torch.testing.assert_close(
+        kept, torch.cat([everything[..., :3, :], everything[..., 3:8, :]], dim=-2)
+    )
     kept = feed(SlidingCache(host, keep=5, sinks=3), ids[:, :16], 8)[-1]
     assert kept.shape[-2] == 8
     torch.testing.assert_close(kept[..., :3, :], everything[..., :3, :])
@@ -57,10 +59,16 @@ def test_every_window_begins_with_the_start_token(context):
         expected = []
         for start in range(0, 40, 8):
             begin = max(0, start - 8)
-            logits = model(torch.cat([torch.tensor([1]), ids[begin : start + 8]])[None]).logits[0, :-1]
-            losses = torch.nn.functional.cross_entropy(logits, ids[begin : start + 8], reduction="none")
+            logits = model(torch.cat([torch.tensor([1]), ids[begin : start + 8]])[None]).logits[
+                0, :-1
+            ]
+            losses = torch.nn.functional.cross_entropy(
+                logits, ids[begin : start + 8], reduction="none"
+            )
             expected.append(losses[max(start, 1) - begin :].sum().item())
-    trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None, context=context, start_token=1)
+    trainer = TestTimeTrainer(
+        model, window=16, stride=8, learning_rate=None, context=context, start_token=1
+    )
     # The cache's window is as long as the text that has been read so far in its first two chunks only.
     count = 5 if context == "recompute" else 2
     assert read(trainer, ids)[:count] == pytest.approx(expected[:count], rel=1e-5)
@@ -75,14 +83,18 @@ def test_a_document_that_begins_with_the_start_token_tells_it(context):
     assert read(told, ids) == read(given, ids)
     other = make_trainer(**options)
     other.model.config.bos_token_id = 2
-    assert read(other, ids) != read(make_trainer(**options, start_token=1), ids), "it is not this model's"
+    assert read(other, ids) != read(make_trainer(**options, start_token=1), ids), (
+        "it is not this model's"
+    )
     told.rewind()
     assert read(told, ids[1:]) != read(given, ids) and told.settings.start_token is None
 
 
 def test_a_resumed_reading_keeps_the_start_token(tmp_path):
     ids = torch.cat([torch.tensor([1]), make_ids(39).clamp(min=2)])
-    whole, first, second = (make_trainer(window=16, stride=8, context="cache", sinks=0) for _ in range(3))
+    whole, first, second = (
+        make_trainer(window=16, stride=8, context="cache", sinks=0) for _ in range(3)
+    )
     for trainer in (whole, first, second):
         trainer.model.config.bos_token_id = 1
     expected = read(whole, ids)
@@ -99,16 +111,25 @@ def test_chunks_without_context_begin_with_the_start_token_too(stride, context):
     with torch.no_grad():
         for start in range(0, 40, stride):
             fed = torch.cat([torch.tensor([1]), ids[max(start - 1, 0) : start + stride]])
-            losses = torch.nn.functional.cross_entropy(model(fed[None, :-1]).logits[0], fed[1:], reduction="none")
-            expected.append(losses[1:].sum().item())  # the token before the chunk is not scored again
-    trainer = TestTimeTrainer(model, window=16, stride=stride, learning_rate=None, context=context, start_token=1)
+            losses = torch.nn.functional.cross_entropy(
+                model(fed[None, :-1]).logits[0], fed[1:], reduction="none"
+            )
+            expected.append(
+                losses[1:].sum().item()
+            )  # the token before the chunk is not scored again
+    trainer = TestTimeTrainer(
+        model, window=16, stride=stride, learning_rate=None, context=context, start_token=1
+    )
     assert read(trainer, ids) == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_start_token_stays_in_a_cache_without_sinks():
     options = {"window": 16, "stride": 4, "learning_rate": None, "context": "cache"}
     one, none = (
-        read(TestTimeTrainer(make_model("plain"), **options, start_token=1, sinks=sinks), make_ids(60))
+        read(
+            TestTimeTrainer(make_model("plain"), **options, start_token=1, sinks=sinks),
+            make_ids(60),
+        )
         for sinks in (1, 0)
     )
     assert none == one
@@ -117,29 +138,48 @@ def test_the_start_token_stays_in_a_cache_without_sinks():
 def test_a_memory_is_calibrated_after_the_start_token(monkeypatch):
     seen, calibrate = [], loop.calibrate
     monkeypatch.setattr(
-        loop, "calibrate", lambda model, ids, name, **given: (seen.extend(ids), calibrate(model, ids, name, **given))
+        loop,
+        "calibrate",
+        lambda model, ids, name, **given: (seen.extend(ids), calibrate(model, ids, name, **given)),
     )
     ids = make_ids(24)
-    trainer = TestTimeTrainer(make_model("locas"), window=16, stride=8, learning_rate=1e-3, start_token=1)
+    trainer = TestTimeTrainer(
+        make_model("locas"), window=16, stride=8, learning_rate=1e-3, start_token=1
+    )
     read(trainer, ids)
     (first,) = seen
     assert first.tolist() == [[1, *ids[:8].tolist()]]
 
 
 def test_the_start_token_needs_a_position():
-    with pytest.raises(ValueError, match="^stride must be below a window of all 64 positions, got 64: lower it"):
-        TestTimeTrainer(make_model("plain"), window=64, stride=64, learning_rate=None, start_token=1)
+    with pytest.raises(
+        ValueError, match="^stride must be below a window of all 64 positions, got 64: lower it"
+    ):
+        TestTimeTrainer(
+            make_model("plain"), window=64, stride=64, learning_rate=None, start_token=1
+        )
 
 
 def test_positions_stay_where_longrope_keeps_its_frequencies():
     torch.manual_seed(0)
     factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"vocab_size": 99, "max_position_embeddings": 96, "original_max_position_embeddings": 24}
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    sizes |= {
+        "vocab_size": 99,
+        "max_position_embeddings": 96,
+        "original_max_position_embeddings": 24,
+    }
     config = Phi3Config(**sizes, rope_parameters=rope, pad_token_id=0, eos_token_id=0)
     model, seen = AutoModelForCausalLM.from_config(config).eval(), []
-    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
     options = {"stride": 8, "learning_rate": None, "context": "cache"}
     read(TestTimeTrainer(model, window=16, **options), make_ids(90))
     assert 16 <= max(positions.max().item() for positions in seen) < 24
@@ -150,7 +190,10 @@ def test_positions_stay_where_longrope_keeps_its_frequencies():
 def test_a_text_that_begins_with_the_start_token_does_not_get_a_second_one():
     model, ids = make_model("plain"), torch.cat([torch.tensor([1]), make_ids(7)])
     plain = read(TestTimeTrainer(model, window=16, stride=8, learning_rate=None), ids)
-    assert read(TestTimeTrainer(model, window=16, stride=8, learning_rate=None, start_token=1), ids) == plain
+    assert (
+        read(TestTimeTrainer(model, window=16, stride=8, learning_rate=None, start_token=1), ids)
+        == plain
+    )
 
 
 @pytest.mark.slow

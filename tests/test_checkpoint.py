@@ -38,7 +38,9 @@ def make_program(text: str) -> list[str]:
 def assert_holds(directory, state: dict) -> None:
     found = checkpoint.load(directory)
     tensors, expected = found.pop(3), dict(state)
-    assert [(tensor.dtype, tensor.tolist()) for tensor in tensors] == [(t.dtype, t.tolist()) for t in expected.pop(3)]
+    assert [(tensor.dtype, tensor.tolist()) for tensor in tensors] == [
+        (t.dtype, t.tolist()) for t in expected.pop(3)
+    ]
     assert found == expected
     assert os.listdir(directory) == [checkpoint.CHECKPOINT]
 
@@ -95,11 +97,15 @@ def test_a_limit_of_the_operating_system_leaves_the_former_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "use", [lambda folder: checkpoint.save(folder, {}), lambda folder: enter(checkpoint.locked(folder))]
+    "use",
+    [lambda folder: checkpoint.save(folder, {}), lambda folder: enter(checkpoint.locked(folder))],
 )
 def test_a_folder_that_is_a_file_is_named(tmp_path, use):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"^checkpoint folder must be writable, got '.*file' \(File exists\): free some"):
+    with pytest.raises(
+        OSError,
+        match=r"^checkpoint folder must be writable, got '.*file' \(File exists\): free some",
+    ):
         use(tmp_path / "file")
 
 
@@ -127,8 +133,14 @@ TAMPERED = {
     "empty": (lambda path: path.write_bytes(b""), DAMAGED),
     "code": (write(5, Malicious()), DAMAGED),
     "foreign": (write(), "be written by locas_peft, got '{}': choose another folder"),
-    "version": (write(2, {}), "be of version 9, got 2 in '{}': load it with the locas_peft that wrote it, *afresh"),
-    "folder": (lambda path: (path.unlink(), path.mkdir()), "be a file, got '{}': remove it, or choose another folder"),
+    "version": (
+        write(2, {}),
+        "be of version 9, got 2 in '{}': load it with the locas_peft that wrote it, *afresh",
+    ),
+    "folder": (
+        lambda path: (path.unlink(), path.mkdir()),
+        "be a file, got '{}': remove it, or choose another folder",
+    ),
 }
 
 
@@ -151,7 +163,9 @@ def test_links_are_not_followed(tmp_path):
         (folder / name).symlink_to(tmp_path / name)
     checkpoint.save(folder, STATE)
     assert_holds(folder, STATE)
-    assert {(tmp_path / name).read_text() for name in (checkpoint.UNFINISHED, checkpoint.CHECKPOINT)} == {"mine"}
+    assert {
+        (tmp_path / name).read_text() for name in (checkpoint.UNFINISHED, checkpoint.CHECKPOINT)
+    } == {"mine"}
 
 
 def test_what_a_killed_writer_left_is_removed_with_the_checkpoint(tmp_path):
@@ -243,7 +257,9 @@ def test_a_file_is_held_by_one_and_the_next_one_may_wait(tmp_path):
             order.append("second")
 
     with checkpoint.held(path):
-        with pytest.raises(checkpoint.InUse, match=r"^'.*work\.lock' must have one holder, got another one: wait"):
+        with pytest.raises(
+            checkpoint.InUse, match=r"^'.*work\.lock' must have one holder, got another one: wait"
+        ):
             enter(checkpoint.held(path))
         thread = threading.Thread(target=wait)
         thread.start()
@@ -252,7 +268,9 @@ def test_a_file_is_held_by_one_and_the_next_one_may_wait(tmp_path):
     assert order == ["first", "second"] and os.listdir(tmp_path) == []
 
 
-@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright")
+@pytest.mark.skipif(
+    not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright"
+)
 def test_a_lock_dies_with_its_process(tmp_path):
     program = f"""
         import time

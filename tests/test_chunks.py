@@ -28,9 +28,13 @@ def make_chunks(*nlls: float, stride: int = 10) -> list[Chunk]:
     return chunks
 
 
-@pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 16), (16, 15), (9, 1), (1, 1), (64, 5)])
+@pytest.mark.parametrize(
+    ("window", "stride"), [(16, 8), (16, 16), (16, 15), (9, 1), (1, 1), (64, 5)]
+)
 @pytest.mark.parametrize("length", [2, 8, 9, 16, 17, 50])
-def test_every_token_but_the_first_is_scored_once_with_the_context_of_the_window(length, window, stride):
+def test_every_token_but_the_first_is_scored_once_with_the_context_of_the_window(
+    length, window, stride
+):
     spans = list(cut(length, window, stride))
     assert [(span.start, span.stop) for span in spans] == [
         (start, min(start + stride, length)) for start in range(0, length, stride)
@@ -41,7 +45,11 @@ def test_every_token_but_the_first_is_scored_once_with_the_context_of_the_window
 
 
 def test_a_chunk_as_long_as_the_window_has_the_token_before_it_as_context():
-    assert list(cut(20, 8, 8)) == [ChunkBounds(0, 0, 8), ChunkBounds(7, 8, 16), ChunkBounds(15, 16, 20)]
+    assert list(cut(20, 8, 8)) == [
+        ChunkBounds(0, 0, 8),
+        ChunkBounds(7, 8, 16),
+        ChunkBounds(15, 16, 20),
+    ]
 
 
 def test_perplexity_of_a_uniform_guess_is_the_number_of_choices():
@@ -64,7 +72,11 @@ def test_cumulative_weighs_tokens_and_not_chunks():
     points = cumulative(make_chunks(3.0, 1.0))
     assert [tokens for tokens, _ in points] == [10, 20]
     assert points[0][1] == pytest.approx(math.exp(3))
-    assert points[1][1] == pytest.approx(math.exp((9 * 3 + 10 * 1) / 19)) == perplexity_of(make_chunks(3.0, 1.0))
+    assert (
+        points[1][1]
+        == pytest.approx(math.exp((9 * 3 + 10 * 1) / 19))
+        == perplexity_of(make_chunks(3.0, 1.0))
+    )
 
 
 def test_cumulative_leaves_out_what_precedes_the_first_scored_token():

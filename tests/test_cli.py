@@ -41,9 +41,29 @@ from locas_peft.tuner import STRATEGIES, list_layers
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
-CHANGED = ("origin", "seconds", "tokens_per_second", "peak_bytes", "nll_nats", "perplexity", "perplexities", "curve")
+CHANGED = (
+    "origin",
+    "seconds",
+    "tokens_per_second",
+    "peak_bytes",
+    "nll_nats",
+    "perplexity",
+    "perplexities",
+    "curve",
+)
 CHANGED += ("perplexity_at", "perplexity_between", "final_nats", "final_base_nats")
-COMMANDS = ["demo", "memorize", "ask", "chat", "generate", "merge", "export", "push", "inspect", "eval"]
+COMMANDS = [
+    "demo",
+    "memorize",
+    "ask",
+    "chat",
+    "generate",
+    "merge",
+    "export",
+    "push",
+    "inspect",
+    "eval",
+]
 PROTOCOLS = ["perplexity", "locomo", "forgetting"]
 MEMORY_FILES = ["README.md", "adapter_config.json", "adapter_model.safetensors", "reading.json"]
 
@@ -70,7 +90,16 @@ def memory(tmp_path_factory):
     (folder / "text.txt").write_text(text.python_reference()[:4000], encoding="utf-8")
     with pytest.raises(SystemExit) as ended:
         cli.main(
-            ["memorize", str(folder / "text.txt"), "--out", str(folder / "memory"), "--r", "16", *FAST, *NO_ANCHOR]
+            [
+                "memorize",
+                str(folder / "text.txt"),
+                "--out",
+                str(folder / "memory"),
+                "--r",
+                "16",
+                *FAST,
+                *NO_ANCHOR,
+            ]
         )
     assert ended.value.code == 0
     return folder / "memory"
@@ -96,7 +125,9 @@ def test_help_lists_the_commands(run, arguments):
     assert all(f" {command} " in stdout for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", [*([name] for name in COMMANDS), *(["eval", name] for name in PROTOCOLS)])
+@pytest.mark.parametrize(
+    "command", [*([name] for name in COMMANDS), *(["eval", name] for name in PROTOCOLS)]
+)
 def test_every_command_has_help(run, command):
     code, stdout, stderr = run(*command, "--help")
     assert (code, stderr) == (0, "")
@@ -119,13 +150,24 @@ def test_each_setting_is_an_option_with_help(run):
 
 def test_the_options_of_a_reading_are_its_settings_and_list_their_choices():
     """The command line's own copies of fields and names, which help needs, are those of the package."""
-    given, needed = ({field.name: field.default for field in fields(cls)} for cls in (ReadingOptions, ReadingSettings))
+    given, needed = (
+        {field.name: field.default for field in fields(cls)}
+        for cls in (ReadingOptions, ReadingSettings)
+    )
     shown = ("epochs", "readings", "sinks", "warmup_steps")  # no preset has them
     from_base = {"model": None, "dtype": None}
     assert given | from_base == needed | {name: getattr(TrainingSettings, name) for name in shown}
-    lines = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", ReadingOptions.__doc__, flags=re.MULTILINE)
+    lines = re.findall(
+        r"^ {8}(\w+): (.*(?:\n {12}.*)*)", ReadingOptions.__doc__, flags=re.MULTILINE
+    )
     assert [name for name, _ in lines if name not in given] == [] and len(lines) == len(given)
-    tables = {"method": METHODS, "preset": PRESETS, "init": STRATEGIES, "update": UPDATES, "context": CONTEXTS}
+    tables = {
+        "method": METHODS,
+        "preset": PRESETS,
+        "init": STRATEGIES,
+        "update": UPDATES,
+        "context": CONTEXTS,
+    }
     for name, choices in tables.items():
         assert set(choices) <= set(re.findall(r"[\w-]+", dict(lines)[name])), name
     assert set(METHODS) >= set(demo_command.METHODS)
@@ -146,7 +188,10 @@ def test_memorize_writes_a_memory_and_json(run, tmp_path):
     assert names(tmp_path / "a" / "memory") == MEMORY_FILES
     value = json.loads((tmp_path / "r.json").read_text())
     assert value == json.loads((tmp_path / "a" / "memory" / "reading.json").read_text())
-    assert {name: value[name] for name in ("method", "model", "r", "init", "learning_rate", "window", "stride")} == {
+    assert {
+        name: value[name]
+        for name in ("method", "model", "r", "init", "learning_rate", "window", "stride")
+    } == {
         "method": "locas-glu",
         "model": "locas_peft/tinybook-glu",
         "r": 8,
@@ -164,7 +209,9 @@ def test_the_backbone_reads_unwrapped_text(run, tmp_path):
     (tmp_path / "flat.txt").write_text("one two three four five six seven eight")
     figures = []
     for arguments in (["wrapped.txt"], ["flat.txt"], ["wrapped.txt", "--no-unwrap"]):
-        code, stdout, _ = run("memorize", *arguments, "--method", "none", "--json", "-", "--device", "cpu")
+        code, stdout, _ = run(
+            "memorize", *arguments, "--method", "none", "--json", "-", "--device", "cpu"
+        )
         assert code == 0
         figures.append(json.loads(stdout)["nll_nats"])
     assert figures[0] == figures[1] != figures[2]
@@ -174,13 +221,19 @@ def test_none_saves_nothing_and_needs_no_folder(run, tmp_path):
     code, stdout, stderr = run("memorize", "text.txt", "--method", "none", "--json", "-", *FAST)
     assert code == 0
     value = json.loads(stdout)
-    assert (value["memory_dir"], value["extra_parameters"], value["learning_rate"]) == (None, 0, None)
+    assert (value["memory_dir"], value["extra_parameters"], value["learning_rate"]) == (
+        None,
+        0,
+        None,
+    )
     assert "perplexity" in stderr
     assert names(tmp_path) == ["text.txt"]
 
 
 def test_reads_standard_input(run, monkeypatch):
-    stdin = io.TextIOWrapper(io.BytesIO(b"A text of a few words, read from a pipe."), encoding="utf-8")
+    stdin = io.TextIOWrapper(
+        io.BytesIO(b"A text of a few words, read from a pipe."), encoding="utf-8"
+    )
     monkeypatch.setattr(sys, "stdin", stdin)
     code, stdout, _ = run("memorize", "-", "--method", "none", "--json", "-", "--device", "cpu")
     assert code == 0
@@ -188,8 +241,24 @@ def test_reads_standard_input(run, monkeypatch):
 
 
 def test_a_text_of_a_few_chunks_gives_a_remark(run):
-    few = ("memorize", "text.txt", "--out", "few", "--r", 2, "--max-tokens", 64, "--window", 64, "--stride", 32)
-    assert "learned from 2 chunks alone: the memory is nearly empty. Add --study" in run(*few, *NO_ANCHOR)[2]
+    few = (
+        "memorize",
+        "text.txt",
+        "--out",
+        "few",
+        "--r",
+        2,
+        "--max-tokens",
+        64,
+        "--window",
+        64,
+        "--stride",
+        32,
+    )
+    assert (
+        "learned from 2 chunks alone: the memory is nearly empty. Add --study"
+        in run(*few, *NO_ANCHOR)[2]
+    )
 
 
 def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
@@ -197,12 +266,18 @@ def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
     assert run(*arguments, "--max-tokens", 100)[0] == 0
     before = (tmp_path / "memory" / "adapter_model.safetensors").read_bytes()
     otherwise = "choose another folder, or give --overwrite"
-    assert refused(run, *arguments, "--max-tokens", 120) == f"--out 'memory' holds a memory: {otherwise}"
+    assert (
+        refused(run, *arguments, "--max-tokens", 120)
+        == f"--out 'memory' holds a memory: {otherwise}"
+    )
     rule = "max_tokens must be 100 as in the memory in 'memory', got 120"
     assert refused(run, *arguments, "--max-tokens", 120, "--resume") == f"{rule}: {otherwise}"
     assert (tmp_path / "memory" / "adapter_model.safetensors").read_bytes() == before
     code, stdout, stderr = run(*arguments, "--max-tokens", 100, "--resume")
-    assert (code, stderr) == (0, "memory holds the finished memory of this very reading: nothing is left to do\n")
+    assert (code, stderr) == (
+        0,
+        "memory holds the finished memory of this very reading: nothing is left to do\n",
+    )
     (tmp_path / "memory" / "notes.txt").write_text("mine")
     assert run(*arguments, "--max-tokens", 120, "--overwrite")[0] == 0
     assert json.loads((tmp_path / "memory" / "reading.json").read_text())["max_tokens"] == 120
@@ -230,7 +305,9 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("stop", "code", "line"), [(interrupt, 130, "interrupted"), (terminate, 143, "terminated")])
+@pytest.mark.parametrize(
+    ("stop", "code", "line"), [(interrupt, 130, "interrupted"), (terminate, 143, "terminated")]
+)
 def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, line):
     former = signal.getsignal(signal.SIGTERM)
     arguments = ["memorize", "text.txt", "--r", 8, *FAST, *NO_ANCHOR, "--checkpoint-seconds", 0]
@@ -253,7 +330,9 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
     assert names(tmp_path / "parts") == MEMORY_FILES
     name = "adapter_model.safetensors"
     assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    parts, whole = (json.loads((tmp_path / d / "reading.json").read_text()) for d in ("parts", "whole"))
+    parts, whole = (
+        json.loads((tmp_path / d / "reading.json").read_text()) for d in ("parts", "whole")
+    )
     assert parts["nll_nats"] == whole["nll_nats"]
 
 
@@ -263,57 +342,160 @@ def test_an_interruption_can_be_resumed(run, tmp_path, monkeypatch, stop, code, 
 REFUSALS = [
     ("memorise text.txt", 'Unknown command "memorise". Did you mean "memorize"?'),
     ("memorize", "give either a TEXT or --manifest, one of the two: see locas memorize --help"),
-    ("memorize text.txt --win 3", "Unknown option: --win. Did you mean --window?: see locas memorize --help"),
-    ("memorize --manifest m.jsonl --win 3", "text must be a file, or - for stdin, got the unknown option '--win': "),
-    ("eval perplexity text.txt --win=3", "text must be a file, or - for stdin, got the unknown option '--win=3'"),
-    ("memorize text.txt", "--out must name a folder for what locas-glu learns, got none: add --out DIR"),
+    (
+        "memorize text.txt --win 3",
+        "Unknown option: --win. Did you mean --window?: see locas memorize --help",
+    ),
+    (
+        "memorize --manifest m.jsonl --win 3",
+        "text must be a file, or - for stdin, got the unknown option '--win': ",
+    ),
+    (
+        "eval perplexity text.txt --win=3",
+        "text must be a file, or - for stdin, got the unknown option '--win=3'",
+    ),
+    (
+        "memorize text.txt",
+        "--out must name a folder for what locas-glu learns, got none: add --out DIR",
+    ),
     ("memorize text.txt --out text.txt", "--out must be a folder, got "),
     ("memorize text.txt --out link", "--out must be a folder, got "),
-    ("memorize text.txt --out ''", "Invalid value for --out: must name a path, got an empty text: see locas memorize"),
-    ("memorize text.txt --out=", "Invalid value for --out: must name a path, got an empty text: see locas memorize "),
-    ("memorize none.txt --out m", "text must be an existing file, got 'none.txt': check the path, or give - to read "),
+    (
+        "memorize text.txt --out ''",
+        "Invalid value for --out: must name a path, got an empty text: see locas memorize",
+    ),
+    (
+        "memorize text.txt --out=",
+        "Invalid value for --out: must name a path, got an empty text: see locas memorize ",
+    ),
+    (
+        "memorize none.txt --out m",
+        "text must be an existing file, got 'none.txt': check the path, or give - to read ",
+    ),
     ("memorize short.txt --out m", "text must have at least 2 tokens, got 1: give a longer text"),
-    ("memorize text.txt --out m --model ./no", "model must be an existing folder or a name on the hub, got './no': "),
-    ("memorize text.txt --out m --json no/r.json", "--json must lie in an existing folder, got 'no/r.json': make its"),
-    ("memorize text.txt --out m --resume --overwrite", "--resume and --overwrite exclude each other: continue, or "),
-    ("memorize text.txt --out m --window 4096", "window must be within the model's 2048 positions, got 4096: lower "),
-    ("memorize text.txt --out m --layers top", "Invalid value for --layers: must be upper, or indices separated by "),
-    ("memorize text.txt --out m --layers 5,6", "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM"),
-    ("memorize text.txt --out m --epsilon 0.1", "epsilon has no meaning for the method 'locas-glu', got 0.1: leave "),
+    (
+        "memorize text.txt --out m --model ./no",
+        "model must be an existing folder or a name on the hub, got './no': ",
+    ),
+    (
+        "memorize text.txt --out m --json no/r.json",
+        "--json must lie in an existing folder, got 'no/r.json': make its",
+    ),
+    (
+        "memorize text.txt --out m --resume --overwrite",
+        "--resume and --overwrite exclude each other: continue, or ",
+    ),
+    (
+        "memorize text.txt --out m --window 4096",
+        "window must be within the model's 2048 positions, got 4096: lower ",
+    ),
+    (
+        "memorize text.txt --out m --layers top",
+        "Invalid value for --layers: must be upper, or indices separated by ",
+    ),
+    (
+        "memorize text.txt --out m --layers 5,6",
+        "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM",
+    ),
+    (
+        "memorize text.txt --out m --epsilon 0.1",
+        "epsilon has no meaning for the method 'locas-glu', got 0.1: leave ",
+    ),
     ("memorize text.txt --out m --r many", "Invalid value for --r: unable to convert "),
-    ("memorize text.txt --out m --r 9999999999999999", "r must be at most 281,474,976,710,656, got 9,999,999,999,999"),
-    ("memorize text.txt --out m --checkpoint-seconds -1", 'Invalid value "-1.0" for --checkpoint-seconds. Must be >='),
-    ("memorize text.txt --out m --exchanges-file e", "--exchanges-file needs --study, got 'e' without it: add "),
-    ("eval perplexity text.txt --method none,none", "--method must name each once, got 'none,none': drop the "),
-    ("eval perplexity text.txt --method none,lora --init random", "init has no meaning for the methods none, lora: "),
-    ("merge memory --out m --pad-to-multiple-of 100000000000", "pad_to_multiple_of must be from 1 to 65536, got 1000"),
-    ("demo --seed 9999999999999999999999", 'Invalid value "9999999999999999999999" for --seed. Must be <= '),
+    (
+        "memorize text.txt --out m --r 9999999999999999",
+        "r must be at most 281,474,976,710,656, got 9,999,999,999,999",
+    ),
+    (
+        "memorize text.txt --out m --checkpoint-seconds -1",
+        'Invalid value "-1.0" for --checkpoint-seconds. Must be >=',
+    ),
+    (
+        "memorize text.txt --out m --exchanges-file e",
+        "--exchanges-file needs --study, got 'e' without it: add ",
+    ),
+    (
+        "eval perplexity text.txt --method none,none",
+        "--method must name each once, got 'none,none': drop the ",
+    ),
+    (
+        "eval perplexity text.txt --method none,lora --init random",
+        "init has no meaning for the methods none, lora: ",
+    ),
+    (
+        "merge memory --out m --pad-to-multiple-of 100000000000",
+        "pad_to_multiple_of must be from 1 to 65536, got 1000",
+    ),
+    (
+        "demo --seed 9999999999999999999999",
+        'Invalid value "9999999999999999999999" for --seed. Must be <= ',
+    ),
     ("generate ' ' --memory none", "PROMPT must not be empty: give the beginning of a text"),
     ("generate a\udcff --memory memory", "PROMPT must be valid UTF-8, got 'a\\udcff': "),
-    ("generate Once --memory none", "memory must be a folder that holds a memory, got 'none', no folder: make one "),
-    ("generate Once --memory memory --max-new-tokens 2048", "prompt and --max-new-tokens must fit the model's 2048 "),
+    (
+        "generate Once --memory none",
+        "memory must be a folder that holds a memory, got 'none', no folder: make one ",
+    ),
+    (
+        "generate Once --memory memory --max-new-tokens 2048",
+        "prompt and --max-new-tokens must fit the model's 2048 ",
+    ),
     ("chat", "--memory must name a memory's folder, got none"),
-    ("chat --memory memory", "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas "),
-    ("chat --memory memory --recite --without-memory", "--recite needs the memory and nothing else to answer from, "),
-    ("ask Who? --memory memory --recite --context text.txt", "--recite needs the memory and nothing else to answer "),
+    (
+        "chat --memory memory",
+        "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas ",
+    ),
+    (
+        "chat --memory memory --recite --without-memory",
+        "--recite needs the memory and nothing else to answer from, ",
+    ),
+    (
+        "ask Who? --memory memory --recite --context text.txt",
+        "--recite needs the memory and nothing else to answer ",
+    ),
     (
         "ask Who? --memory memory --passage --context text.txt",
         "--passage needs the memory and nothing else to answer ",
     ),
-    ("ask Who? --memory memory --recite --passage", "--recite needs the memory and nothing else to answer from, got "),
-    ("ask --memory memory", "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
-    ("ask ' ' --memory memory", "QUESTION must be given and not be empty: ask one, or give --questions FILE"),
-    ("ask Who?", "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with "),
-    ("ask --questions none.jsonl --memory memory", "'none.jsonl' cannot be read or written (No such file or "),
+    (
+        "ask Who? --memory memory --recite --passage",
+        "--recite needs the memory and nothing else to answer from, got ",
+    ),
+    (
+        "ask --memory memory",
+        "QUESTION must be given and not be empty: ask one, or give --questions FILE",
+    ),
+    (
+        "ask ' ' --memory memory",
+        "QUESTION must be given and not be empty: ask one, or give --questions FILE",
+    ),
+    (
+        "ask Who?",
+        "--memory must name a memory's folder, got none: give it, or --library, or --without-memory with ",
+    ),
+    (
+        "ask --questions none.jsonl --memory memory",
+        "'none.jsonl' cannot be read or written (No such file or ",
+    ),
     ("ask Who? --without-memory --model cut.gguf", "model 'cut.gguf' cannot be loaded ("),
-    ("ask Who? --without-memory --model none.gguf", "model must be an existing file, got 'none.gguf': "),
-    ("ask Who? --without-memory --model absent", "model 'absent' is in a package that is not installed: pip install "),
+    (
+        "ask Who? --without-memory --model none.gguf",
+        "model must be an existing file, got 'none.gguf': ",
+    ),
+    (
+        "ask Who? --without-memory --model absent",
+        "model 'absent' is in a package that is not installed: pip install ",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("command", "message"), REFUSALS)
-def test_bad_input_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch, memory, command, message):
-    monkeypatch.setitem(gguf_models.PACKAGES, "absent", ("no_such_module", "x.gguf", "pip install absent"))
+def test_bad_input_is_one_line_and_leaves_nothing(
+    run, tmp_path, monkeypatch, memory, command, message
+):
+    monkeypatch.setitem(
+        gguf_models.PACKAGES, "absent", ("no_such_module", "x.gguf", "pip install absent")
+    )
     monkeypatch.setattr(files, "cached_assets_path", lambda **names: tmp_path / "assets")
     (tmp_path / "short.txt").write_text("a")
     (tmp_path / "cut.gguf").write_bytes(b"GGUF" + bytes(range(60)))
@@ -365,14 +547,28 @@ def test_each_shared_option_arrives_in_the_settings(run):
     }
     given = [word for option, (_, value) in options.items() for word in (option, value)]
     code, stdout, _ = run(
-        "memorize", "text.txt", "--out", "m", "--layers", "3,4,5", *given, "--device", "cpu", "--json", "-"
+        "memorize",
+        "text.txt",
+        "--out",
+        "m",
+        "--layers",
+        "3,4,5",
+        *given,
+        "--device",
+        "cpu",
+        "--json",
+        "-",
     )
     assert code == 0
     value = json.loads(stdout)
     assert {field: value[field] for field, _ in options.values()} == dict(options.values())
     assert value["layers_to_transform"] == [3, 4, 5]
     assert value["extra_parameters"] == 3 * 3 * 4 * 256, "three of six layers"
-    assert (value["model"], value["dtype"], len(value["perplexities"])) == (backbone.NAME, "float32", 2)
+    assert (value["model"], value["dtype"], len(value["perplexities"])) == (
+        backbone.NAME,
+        "float32",
+        2,
+    )
 
 
 def test_progress_that_is_redirected_is_a_line_now_and_then(monkeypatch):
@@ -394,8 +590,12 @@ def test_progress_on_a_terminal_is_bars(monkeypatch):
         progress.close()
         printed = stream.getvalue()
         progress("ask", 20)(20)
-    assert "━" in printed and "25%" in printed and "so far" in printed and "never begun" not in printed
-    assert "ask" in stream.getvalue() and "read" not in stream.getvalue().removeprefix(printed), "closed and forgotten"
+    assert (
+        "━" in printed and "25%" in printed and "so far" in printed and "never begun" not in printed
+    )
+    assert "ask" in stream.getvalue() and "read" not in stream.getvalue().removeprefix(printed), (
+        "closed and forgotten"
+    )
 
 
 # ---------------------------------------------------------------------- the disk, and defects
@@ -413,16 +613,24 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(run, tmp_path, monkeypatch):
     code, _, stderr = run("memorize", "text.txt", "--out", "a/memory", "--r", 4, *FAST, *NO_ANCHOR)
     assert code == 2
     assert stderr.splitlines()[-1].startswith("error: the disk is full while writing ")
-    assert stderr.endswith(": free some space or choose another folder; nothing was left half-written\n")
+    assert stderr.endswith(
+        ": free some space or choose another folder; nothing was left half-written\n"
+    )
     assert names(tmp_path) == ["text.txt"]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full")
+@pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="needs /dev/full, a disk that is always full"
+)
 def test_a_full_device_under_stdout_of_json(run, monkeypatch):
-    line = "the disk is full: free some space or choose another folder; nothing was left half-written"
+    line = (
+        "the disk is full: free some space or choose another folder; nothing was left half-written"
+    )
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert run("memorize", "text.txt", "--method", "none", "--json", "-", *FAST)[2].endswith(f"error: {line}\n")
+        assert run("memorize", "text.txt", "--method", "none", "--json", "-", *FAST)[2].endswith(
+            f"error: {line}\n"
+        )
     # At its end, Python writes what is left in the buffer of stdout.
     script = "from locas_command import program; print('rest'); program._give_up_stdout(); raise SystemExit(2)"
     environment = {**os.environ, "PYTHONUNBUFFERED": ""}
@@ -456,13 +664,17 @@ def test_the_traceback_can_be_asked_for(run, monkeypatch):
 
 def test_paths_are_not_markup(run, tmp_path):
     folder = tmp_path / "notes[" / "draft]"
-    code, stdout, _ = run("memorize", "text.txt", "--out", "notes[/draft]", "--r", 4, *FAST, *NO_ANCHOR)
+    code, stdout, _ = run(
+        "memorize", "text.txt", "--out", "notes[/draft]", "--r", 4, *FAST, *NO_ANCHOR
+    )
     assert (code, names(folder)) == (0, MEMORY_FILES)
     assert "The memory is in notes[/draft]. Next: " in stdout
     code, stdout, stderr = run(
         "memorize", "text.txt", "--out", "notes[/draft]", "--resume", "--r", 4, *FAST, *NO_ANCHOR
     )
-    assert code == 0 and stderr.startswith("notes[/draft] holds the finished memory of this very reading")
+    assert code == 0 and stderr.startswith(
+        "notes[/draft] holds the finished memory of this very reading"
+    )
     assert run("inspect", "notes[/draft]", "--json", "-")[0] == 0
 
 
@@ -479,7 +691,16 @@ def test_escape_codes_of_a_config_are_not_printed(run, tmp_path, memory):
 
 
 def test_generate_shows_both_texts(run, memory):
-    arguments = ["generate", "The expression", "--memory", memory, "--max-new-tokens", 8, "--device", "cpu"]
+    arguments = [
+        "generate",
+        "The expression",
+        "--memory",
+        memory,
+        "--max-new-tokens",
+        8,
+        "--device",
+        "cpu",
+    ]
     code, stdout, _ = run(*arguments)
     assert code == 0
     assert stdout.startswith("without the memory\nThe expression")
@@ -496,7 +717,9 @@ def chat_model(tmp_path_factory):
     """The embedded model in a folder, with a chat template."""
     folder = tmp_path_factory.mktemp("chat")
     model, tokenizer = backbone.load()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+    )
     for each in (model, tokenizer):
         each.save_pretrained(folder)
     return folder
@@ -504,10 +727,18 @@ def chat_model(tmp_path_factory):
 
 def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memory, monkeypatch):
     seen = []
-    monkeypatch.setattr(asking, "continue_texts", lambda *g, **_: seen.append(g[1].decode(g[2][0])) or ["Fine."])
+    monkeypatch.setattr(
+        asking, "continue_texts", lambda *g, **_: seen.append(g[1].decode(g[2][0])) or ["Fine."]
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n\nAnd you?\n/exit\nlost\n"))
-    assert run("chat", "--memory", memory, "--model", chat_model, "--device", "cpu")[:2] == (0, "Fine.\nFine.\n")
-    assert seen == ["user: Hello?\nassistant:", "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:"]
+    assert run("chat", "--memory", memory, "--model", chat_model, "--device", "cpu")[:2] == (
+        0,
+        "Fine.\nFine.\n",
+    )
+    assert seen == [
+        "user: Hello?\nassistant:",
+        "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:",
+    ]
 
 
 def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch, tmp_path):
@@ -530,7 +761,9 @@ def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch,
     find = selfstudy.Finder.__call__
 
     def recite(self, asked, *count):
-        assert sorted(find(self, asked)[0]) == ["More.", "Peder lit it."], "what the memory has studied"
+        assert sorted(find(self, asked)[0]) == ["More.", "Peder lit it."], (
+            "what the memory has studied"
+        )
         return [{f"About {asked[0]}": 2.0, "More.": 1.0}]
 
     monkeypatch.setattr(selfstudy.Finder, "__call__", recite)
@@ -538,38 +771,84 @@ def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch,
     arguments = ("chat", "--recite", "--memory", studied, "--model", chat_model, "--device", "cpu")
     assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
     read = "user: Read this text.\n\nAbout {0}\nMore.\n\n{0}\nassistant:"
-    assert seen == [read.format("Hello?"), "user: Hello?\nassistant: Fine.\n" + read.format("And you?")]
+    assert seen == [
+        read.format("Hello?"),
+        "user: Hello?\nassistant: Fine.\n" + read.format("And you?"),
+    ]
 
 
-def test_chat_in_a_library_names_the_memory_that_replied(run, chat_model, memory, monkeypatch, tmp_path):
+def test_chat_in_a_library_names_the_memory_that_replied(
+    run, chat_model, memory, monkeypatch, tmp_path
+):
     shutil.copytree(memory, tmp_path / "notes" / "lamp")
-    save_exchanges(tmp_path / "notes" / "lamp" / "exchanges.jsonl", [Exchange("Who lit the lamp at Skarn?", "Peder.")])
-    arguments = ("chat", "--library", "notes", "--model", chat_model, "--device", "cpu", "--max-new-tokens", 4)
+    save_exchanges(
+        tmp_path / "notes" / "lamp" / "exchanges.jsonl",
+        [Exchange("Who lit the lamp at Skarn?", "Peder.")],
+    )
+    arguments = (
+        "chat",
+        "--library",
+        "notes",
+        "--model",
+        chat_model,
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        4,
+    )
     replies = {}
     for least in (-1e9, 1e9):
         monkeypatch.setattr("locas_peft.library.library.LEAST_GAIN", least)
-        monkeypatch.setattr(sys, "stdin", io.StringIO("Who lit the lamp at Skarn?\nWho wrote Hamlet?\n"))
+        monkeypatch.setattr(
+            sys, "stdin", io.StringIO("Who lit the lamp at Skarn?\nWho wrote Hamlet?\n")
+        )
         replies[least] = run(*arguments)[1].splitlines()
-    assert [line for line in replies[-1e9] if line.startswith("  [")] == ["  [lamp]", "  [no memory]"]
+    assert [line for line in replies[-1e9] if line.startswith("  [")] == [
+        "  [lamp]",
+        "  [no memory]",
+    ]
     assert [line for line in replies[1e9] if line.startswith("  [")] == ["  [no memory]"] * 2
 
 
 def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, monkeypatch):
     lines = ["word " * 700, "word " * 700, "word " * 2100]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines[:2])))
-    arguments = ("chat", "--without-memory", "--model", chat_model, "--device", "cpu", "--max-new-tokens")
+    arguments = (
+        "chat",
+        "--without-memory",
+        "--model",
+        chat_model,
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+    )
     lengths = []
-    monkeypatch.setattr(asking, "continue_texts", lambda *g, **_: lengths.append(len(g[2][0])) or ["Fine."])
+    monkeypatch.setattr(
+        asking, "continue_texts", lambda *g, **_: lengths.append(len(g[2][0])) or ["Fine."]
+    )
     assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
     assert lengths[1] == lengths[0]  # the first turn no longer fits
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines[2]))
-    assert refused(run, *arguments, 8).startswith("message and --max-new-tokens must fit the model's 2048 positions")
+    assert refused(run, *arguments, 8).startswith(
+        "message and --max-new-tokens must fit the model's 2048 positions"
+    )
 
 
 def test_memorize_studies_given_exchanges(run, tmp_path):
     line = '{"question": "Who came?", "answer": "The old man."}\n'
     (tmp_path / "mine.jsonl").write_text(line)
-    arguments = ("memorize", "text.txt", "--out", "m", "--r", 4, *FAST, *NO_ANCHOR, "--exchanges-file", "mine.jsonl")
+    arguments = (
+        "memorize",
+        "text.txt",
+        "--out",
+        "m",
+        "--r",
+        4,
+        *FAST,
+        *NO_ANCHOR,
+        "--exchanges-file",
+        "mine.jsonl",
+    )
     code, stdout, _ = run(*arguments, "--study", "--passes", 2, "--json", "r.json")
     assert code == 0 and "asked 1, kept 1 exchange;" in stdout
     assert json.loads((tmp_path / "r.json").read_text())["studied"]["steps"] == 2
@@ -593,8 +872,13 @@ def test_a_study_of_no_passes_says_what_to_ask(run, tmp_path):
     options = (*FAST, *NO_ANCHOR, "--study", "--passes", 0, "--exchanges-file", "given.jsonl")
     code, stdout, _ = run("memorize", "text.txt", "--out", "m", "--r", 4, *options)
     assert code == 0 and "locas ask QUESTION --passage --memory m" in " ".join(stdout.split())
-    assert "The old man." in run("ask", "Who came?", "--memory", "m", "--passage", "--device", "cpu")[1]
-    code, stdout, _ = run("memorize", "text.txt", "--library", "l", "--name", "m", "--r", 4, *options)
+    assert (
+        "The old man."
+        in run("ask", "Who came?", "--memory", "m", "--passage", "--device", "cpu")[1]
+    )
+    code, stdout, _ = run(
+        "memorize", "text.txt", "--library", "l", "--name", "m", "--r", 4, *options
+    )
     assert code == 0 and "locas ask QUESTION --passage --library l" in " ".join(stdout.split())
 
 
@@ -602,7 +886,10 @@ def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):
     options = (*FAST, *NO_ANCHOR, "--max-tokens", 60, "--window", 256, "--study", "--exchanges", 3)
     code, stdout, stderr = run("memorize", "text.txt", "--out", "m", "--r", 4, *options)
     assert code == 0 and "kept 0 exchanges" in stdout
-    assert "nothing was studied: the model wrote no usable exchange. Samples: " in stderr and stderr.count(" | ") >= 2
+    assert (
+        "nothing was studied: the model wrote no usable exchange. Samples: " in stderr
+        and stderr.count(" | ") >= 2
+    )
     assert names(tmp_path / "m") == sorted(MEMORY_FILES)
 
 
@@ -628,7 +915,10 @@ def test_merge_writes_a_plain_checkpoint(run, memory, tmp_path):
     (tmp_path / "merged" / "notes.txt").write_text("mine")
     assert run("merge", memory, "--out", "merged", "--overwrite")[0] == 0
     config = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert config["intermediate_size"] == 768 + 16 and (tmp_path / "merged" / "notes.txt").read_text() == "mine"
+    assert (
+        config["intermediate_size"] == 768 + 16
+        and (tmp_path / "merged" / "notes.txt").read_text() == "mine"
+    )
 
 
 def test_memories_are_resized(run, memory, tmp_path):
@@ -649,8 +939,22 @@ def test_memories_are_resized(run, memory, tmp_path):
     narrow = (tmp_path / "narrow" / "README.md").read_text()
     assert "# A memory of wide\n" in narrow and "| resized from | 20 slots in a layer |" in narrow
     refusals = {
-        ("resize", memory, "--r", 20, "--out", "x"): "batches must be given for init_strategy='topk': give a text",
-        ("resize", memory, "--r", 8, "--out", "x"): "--text must name a text for fewer slots beside gated FFNs, got",
+        (
+            "resize",
+            memory,
+            "--r",
+            20,
+            "--out",
+            "x",
+        ): "batches must be given for init_strategy='topk': give a text",
+        (
+            "resize",
+            memory,
+            "--r",
+            8,
+            "--out",
+            "x",
+        ): "--text must name a text for fewer slots beside gated FFNs, got",
     }
     for arguments, message in refusals.items():
         assert refused(run, *arguments).startswith(message)
@@ -679,10 +983,28 @@ def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_p
     config = json.loads((tmp_path / "named/adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == "/srv/base"
     refusals = {
-        ("--out", "served"): "--out must be a new or empty folder, got 'served' with files in it: choose another",
-        ("--out", "x", "--no-base", "--base-only"): "--no-base and --base-only exclude each other: ",
-        ("--out", "x", "--neurons", 3): "neurons must be at least the memory's r of 16, got 3: raise it",
-        ("--out", "x", "--model", backbone.MLP_NAME): "this memory was made for another base (model_type 'qwen3', ",
+        (
+            "--out",
+            "served",
+        ): "--out must be a new or empty folder, got 'served' with files in it: choose another",
+        (
+            "--out",
+            "x",
+            "--no-base",
+            "--base-only",
+        ): "--no-base and --base-only exclude each other: ",
+        (
+            "--out",
+            "x",
+            "--neurons",
+            3,
+        ): "neurons must be at least the memory's r of 16, got 3: raise it",
+        (
+            "--out",
+            "x",
+            "--model",
+            backbone.MLP_NAME,
+        ): "this memory was made for another base (model_type 'qwen3', ",
     }
     for arguments, message in refusals.items():
         assert refused(run, "export", memory, *arguments).startswith(message)
@@ -690,7 +1012,13 @@ def test_export_writes_a_lora_and_the_base_that_it_belongs_to(run, memory, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("rank", "line"), [(1, "rank 1"), (17, "rank 32"), (257, "rank 320"), (513, "vLLM serves ranks up to 512: make ")]
+    ("rank", "line"),
+    [
+        (1, "rank 1"),
+        (17, "rank 32"),
+        (257, "rank 320"),
+        (513, "vLLM serves ranks up to 512: make "),
+    ],
 )
 def test_export_names_the_rank_that_vllm_needs(rank, line):
     assert line in memory_commands._name_vllm_option(rank)
@@ -706,14 +1034,18 @@ def test_push_uploads_the_memory_with_its_card(run, memory, tmp_path, monkeypatc
         found = filter_repo_objects(names(folder_path), allow_patterns=allow_patterns)
         uploaded[repo_id] = {name: (folder_path / name).read_bytes() for name in found}
 
-    monkeypatch.setattr(HfApi, "create_repo", lambda self, *a, **k: made.append((a, k)) or RepoUrl("me/m"))
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda self, *a, **k: made.append((a, k)) or RepoUrl("me/m")
+    )
     monkeypatch.setattr(HfApi, "upload_folder", upload)
     arguments = ("push", "m", "--repo", "m", "--license", "cc-by-4.0", "--private")
     assert run(*arguments) == (0, "The memory is at me/m\n", "")
     assert made == [(("m",), {"private": True, "exist_ok": True})]
     assert sorted(uploaded["me/m"]) == MEMORY_FILES
     card = ModelCard(uploaded["me/m"]["README.md"].decode())
-    assert card.data.license == "cc-by-4.0" and card.text == ModelCard.load(memory / "README.md").text
+    assert (
+        card.data.license == "cc-by-4.0" and card.text == ModelCard.load(memory / "README.md").text
+    )
 
     def refuse(self, *args, **options):
         raise OSError("401\n\nlog in")
@@ -739,18 +1071,28 @@ def test_inspect_reads_files_alone(run, memory, tmp_path, monkeypatch):
 
 def test_ask_answers_and_grades(run, memory, tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "What is it?", "answer": "no such phrase"}\n')
-    code, stdout, _ = run("ask", "Who?", "--memory", memory, "--questions", "q.jsonl", "--json", "a.json")
+    code, stdout, _ = run(
+        "ask", "Who?", "--memory", memory, "--questions", "q.jsonl", "--json", "a.json"
+    )
     assert code == 0
     records = json.loads((tmp_path / "a.json").read_text())
-    assert [(record["question"], record["right"]) for record in records] == [("Who?", None), ("What is it?", False)]
+    assert [(record["question"], record["right"]) for record in records] == [
+        ("Who?", None),
+        ("What is it?", False),
+    ]
     assert stdout.startswith("Who?\n") and stdout.endswith("0 of 1 right\n")
-    assert run("memorize", "text.txt", "--out", "loud", "--r", 16, "--lr", 0.05, *FAST, *NO_ANCHOR)[0] == 0
+    assert (
+        run("memorize", "text.txt", "--out", "loud", "--r", 16, "--lr", 0.05, *FAST, *NO_ANCHOR)[0]
+        == 0
+    )
     answers = [
         json.loads(run("ask", "Who?", *options, "--json", "-")[1])[0]["answer"]
         for options in (["--memory", "loud"], ["--without-memory", "--memory", "loud"])
     ]
     assert answers[0] != answers[1]
-    assert json.loads(run("ask", "Who?", "--without-memory", "--model", backbone.NAME, "--json", "-")[1])[0] == {
+    assert json.loads(
+        run("ask", "Who?", "--without-memory", "--model", backbone.NAME, "--json", "-")[1]
+    )[0] == {
         "question": "Who?",
         "answer": answers[1],
         "gold": None,
@@ -759,17 +1101,34 @@ def test_ask_answers_and_grades(run, memory, tmp_path):
 
 
 def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
-    for name, said in (("lamp", "The lamp at Skarn was lit by Peder. "), ("bread", "Hilda Brass bakes rye bread. ")):
+    for name, said in (
+        ("lamp", "The lamp at Skarn was lit by Peder. "),
+        ("bread", "Hilda Brass bakes rye bread. "),
+    ):
         (tmp_path / f"{name}.txt").write_text(said * 8)
         assert run("memorize", f"{name}.txt", "--library", "notes", *FAST, *NO_ANCHOR)[0] == 0
-    asked = ("ask", "Who lit the lamp at Skarn?", "Who wrote Hamlet?", "--library", "notes", "--max-new-tokens", 4)
+    asked = (
+        "ask",
+        "Who lit the lamp at Skarn?",
+        "Who wrote Hamlet?",
+        "--library",
+        "notes",
+        "--max-new-tokens",
+        4,
+    )
     records = json.loads(run(*asked, "--json", "-")[1])
     assert [record["memories"] for record in records] == [["lamp"], []]
     for option in ("--recite", "--passage"):
         code, stdout, _ = run(*asked, option)
         assert code == 0 and "[lamp]" in stdout and "[no memory]" in stdout
-    assert {row["name"] for row in json.loads(run("library", "notes", "--json", "-")[1])} == {"lamp", "bread"}
-    assert run("memorize", "lamp.txt", "--library", "notes", "--from", "bread", *FAST, *NO_ANCHOR)[0] == 0
+    assert {row["name"] for row in json.loads(run("library", "notes", "--json", "-")[1])} == {
+        "lamp",
+        "bread",
+    }
+    assert (
+        run("memorize", "lamp.txt", "--library", "notes", "--from", "bread", *FAST, *NO_ANCHOR)[0]
+        == 0
+    )
     sample = (tmp_path / "notes/bread/sample.txt").read_text()
     assert "Hilda" in sample and "Peder" in sample
     assert run("memorize", "text.txt", "--from", "notes/bread", *FAST, *NO_ANCHOR)[0] == 0
@@ -777,19 +1136,46 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
     assert run("forget", "notes", "lamp")[0] == 0
     assert [path.name for path in (tmp_path / "notes").iterdir()] == ["bread"]
     refusals = [
-        (("forget", "notes", "lamp"), "there is no memory 'lamp' in this library: choose one of the list"),
-        (("forget", "none", "lamp"), "a library must be a folder of memories, got 'none': memorize --library"),
-        (("ask", "Who?", "--library", "none"), "--library must name a folder, got 'none': make one with memorize"),
-        (("ask", "Who?", "--library", "notes", "--memory", "m"), "--library chooses the memory itself, got --memory"),
-        (("memorize", "lamp.txt", "--library", "notes", "--out", "o"), "--library saves the memory itself, got --out"),
-        (("memorize", "lamp.txt", "--out", "o", "--name", "n"), "--name names a memory of a library, got 'n' without"),
-        (("memorize", "lamp.txt", "--library", "notes", "--name", "../x"), "name must be at most 60 letters, digits"),
+        (
+            ("forget", "notes", "lamp"),
+            "there is no memory 'lamp' in this library: choose one of the list",
+        ),
+        (
+            ("forget", "none", "lamp"),
+            "a library must be a folder of memories, got 'none': memorize --library",
+        ),
+        (
+            ("ask", "Who?", "--library", "none"),
+            "--library must name a folder, got 'none': make one with memorize",
+        ),
+        (
+            ("ask", "Who?", "--library", "notes", "--memory", "m"),
+            "--library chooses the memory itself, got --memory",
+        ),
+        (
+            ("memorize", "lamp.txt", "--library", "notes", "--out", "o"),
+            "--library saves the memory itself, got --out",
+        ),
+        (
+            ("memorize", "lamp.txt", "--out", "o", "--name", "n"),
+            "--name names a memory of a library, got 'n' without",
+        ),
+        (
+            ("memorize", "lamp.txt", "--library", "notes", "--name", "../x"),
+            "name must be at most 60 letters, digits",
+        ),
         (
             ("memorize", "lamp.txt", "--from", "notes/bread", "--r", 2),
             "r must be 64 as in the memory 'notes/bread' to go",
         ),
-        (("memorize", "lamp.txt", "--library", "notes", "--from", "jam"), "there is no memory 'jam' in this library"),
-        (("memorize", "lamp.txt", "--from", "jam"), "memory 'jam' must have a reading.json, got none"),
+        (
+            ("memorize", "lamp.txt", "--library", "notes", "--from", "jam"),
+            "there is no memory 'jam' in this library",
+        ),
+        (
+            ("memorize", "lamp.txt", "--from", "jam"),
+            "memory 'jam' must have a reading.json, got none",
+        ),
     ]
     for arguments, message in refusals:
         assert refused(run, *arguments).startswith(message)
@@ -801,7 +1187,10 @@ def test_memories_taught_beside_a_forgotten_one_are_named_with_their_command(run
     made = ("--r", 4, "--layers", "3,4", "--no-brake", *FAST, *NO_ANCHOR)
     assert run("memorize", "lamp.txt", "--library", "notes", *made)[0] == 0
     assert run("memorize", "bread.txt", "--library", "notes", *made, "--beside", "lamp")[0] == 0
-    assert run("memorize", "boat trip.txt", "--library", "notes", *made, "--beside", "lamp,bread")[0] == 0
+    assert (
+        run("memorize", "boat trip.txt", "--library", "notes", *made, "--beside", "lamp,bread")[0]
+        == 0
+    )
     before = (tmp_path / "notes/boat trip/adapter_model.safetensors").read_bytes()
     lines = run("forget", "notes", "lamp")[1].splitlines()
     assert lines[0] == "lamp is forgotten: no file in notes holds what it learned"
@@ -826,10 +1215,22 @@ def test_memories_of_a_library_are_consolidated(run, tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
         line = {"question": f"Where was the {name}?", "answer": f"The {name} was at Skarn."}
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-        studied = ("--study", "--passes", 1, "--exchanges-file", f"{name}.jsonl", "--r", 4, *FAST, *NO_ANCHOR)
+        studied = (
+            "--study",
+            "--passes",
+            1,
+            "--exchanges-file",
+            f"{name}.jsonl",
+            "--r",
+            4,
+            *FAST,
+            *NO_ANCHOR,
+        )
         assert run("memorize", f"{name}.txt", "--library", "notes", *studied)[0] == 0
     code, stdout, _ = run("consolidate", "notes", "lamp", "bread", "--out", "week")
-    assert code == 0 and stdout.endswith("week holds what lamp, bread hold: they can be forgotten\n")
+    assert code == 0 and stdout.endswith(
+        "week holds what lamp, bread hold: they can be forgotten\n"
+    )
     assert names(tmp_path / "notes") == ["bread", "lamp", "week"]
     assert refused(run, "consolidate", "notes", "jam", "--out", "x").startswith(
         "there is no memory 'jam' in this libr"
@@ -853,7 +1254,9 @@ def test_a_memory_goes_on_as_it_was_made(run, tmp_path):
         0.5,
     ]
     before = (tmp_path / "notes/lamp/reading.json").stat().st_mtime_ns
-    assert run(*go_on)[0] == 0 and (tmp_path / "notes/lamp/reading.json").stat().st_mtime_ns == before
+    assert (
+        run(*go_on)[0] == 0 and (tmp_path / "notes/lamp/reading.json").stat().st_mtime_ns == before
+    )
     message = "method must be 'locas-glu' as in the memory 'notes/lamp' to go on with, got 'lora': leave it out"
     assert refused(run, *go_on, "--method", "lora") == message
 
@@ -862,7 +1265,9 @@ def test_ask_recites_passages_and_answers_from_them(run, memory, tmp_path):
     message = "a memory must have its exchanges.jsonl beside it to recite, got "
     assert refused(run, "ask", "Who?", "--memory", memory, "--recite").startswith(message)
     memory = shutil.copytree(memory, tmp_path / "studied")
-    save_exchanges(memory / "exchanges.jsonl", [Exchange("Who?", "Peder lit it."), Exchange("What?", "More.")])
+    save_exchanges(
+        memory / "exchanges.jsonl", [Exchange("Who?", "Peder lit it."), Exchange("What?", "More.")]
+    )
     arguments = ("ask", "Who?", "--memory", memory, "--recite", "--max-new-tokens", 8)
     (record,) = json.loads(run(*arguments, "--json", "-")[1])
     assert sorted(record["recited"]) == ["More.", "Peder lit it."]
@@ -882,25 +1287,31 @@ def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory,
             parameter.mul_(1.1)
     model.save_pretrained(tmp_path / "other")
     tokenizer.save_pretrained(tmp_path / "other")
-    line = (
-        "warning: this memory was made for a base of the same shapes with other weights: its output is not what was "
-    )
+    line = "warning: this memory was made for a base of the same shapes with other weights: its output is not what was "
     line += "learned; load the base that it was made for.\n"
     options = ["--model", "other", "--device", "cpu"]
     code, _, stderr = run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, *options)
     assert (code, stderr) == (0, line)
     assert run("merge", memory, "--out", "merged", *options)[::2] == (0, line)
-    assert run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, "--device", "cpu")[::2] == (0, "")
+    assert run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, "--device", "cpu")[
+        ::2
+    ] == (0, "")
     for dtype in ("bfloat16", "float16"):
-        code, _, stderr = run("generate", "Once", "--memory", memory, "--max-new-tokens", 2, "--dtype", dtype)
+        code, _, stderr = run(
+            "generate", "Once", "--memory", memory, "--max-new-tokens", 2, "--dtype", dtype
+        )
         assert (code, stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--lr", "1e38", "--max-slot-norm", "0", "--no-brake"], ["--max-slot-norm", "inf"]], ids=str
+    "arguments",
+    [["--lr", "1e38", "--max-slot-norm", "0", "--no-brake"], ["--max-slot-norm", "inf"]],
+    ids=str,
 )
 def test_a_diverged_memory_is_not_saved(run, tmp_path, arguments):
-    code, _, stderr = run("memorize", "text.txt", "--out", "memory", "--r", 4, *arguments, *FAST, *NO_ANCHOR)
+    code, _, stderr = run(
+        "memorize", "text.txt", "--out", "memory", "--r", 4, *arguments, *FAST, *NO_ANCHOR
+    )
     assert code == 2 and stderr.splitlines()[-1].startswith("error: ") and "Traceback" not in stderr
     assert not list(tmp_path.glob("memory/**/*.safetensors"))
 
@@ -916,7 +1327,10 @@ def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path, capsys):
     capsys.readouterr()  # the progress bar of loading
     code, stdout, stderr = run("inspect", "beside")
     assert (code, stderr) == (0, "")
-    assert "learned    nothing yet\n" in stdout and "replaces   model.norm.weight of the base\n" in stdout
+    assert (
+        "learned    nothing yet\n" in stdout
+        and "replaces   model.norm.weight of the base\n" in stdout
+    )
 
 
 # ---------------------------------------------------------------------- demo and processes
@@ -925,7 +1339,9 @@ def test_inspect_names_what_replaces_weights_of_the_base(run, tmp_path, capsys):
 def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "is_installed", lambda name: False)
     for _ in range(2):  # a second run replaces what the first one wrote
-        code, stdout, stderr = run("demo", "--out", "demo", "--max-tokens", 150, "--r", 4, "--device", "cpu")
+        code, stdout, stderr = run(
+            "demo", "--out", "demo", "--max-tokens", 150, "--r", 4, "--device", "cpu"
+        )
         assert code == 0
     assert names(tmp_path / "demo") == ["demo.json", "locas-glu", "lora"]
     values = json.loads((tmp_path / "demo" / "demo.json").read_text())
@@ -937,7 +1353,12 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
 
 
 def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, chat_model):
-    answers = {"none": "no idea", "in-context": "Elias Thorne, 1868", "lora": "1868", "locas-glu": "Marigold"}
+    answers = {
+        "none": "no idea",
+        "in-context": "Elias Thorne, 1868",
+        "lora": "1868",
+        "locas-glu": "Marigold",
+    }
     taught = []
 
     def ask(model, tokenizer, questions, *, context=None):
@@ -945,7 +1366,11 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
             (tmp_path / "interrupted").touch()
             taught.clear()
             raise KeyboardInterrupt
-        method = "in-context" if context else next((m for m in ("locas-glu", "lora") if m in taught[-1:]), "none")
+        method = (
+            "in-context"
+            if context
+            else next((m for m in ("locas-glu", "lora") if m in taught[-1:]), "none")
+        )
         return [answers[method]] * len(questions)
 
     def teach(*args, **kwargs):
@@ -956,13 +1381,27 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     monkeypatch.setattr(demo, "load_page", lambda: page)
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
     sentences = [each.strip() + "." for each in page.split(".")[:2]]
-    exchanges = [selfstudy.Exchange(f"What is said of {each.split()[1]}?", each) for each in sentences]
+    exchanges = [
+        selfstudy.Exchange(f"What is said of {each.split()[1]}?", each) for each in sentences
+    ]
     written = [SimpleNamespace(passages=2, exchanges=exchanges)]
     monkeypatch.setattr(demo, "write_exchanges", lambda *args, **kwargs: written)
     monkeypatch.setattr(StudySettings, "passes", 1)
     monkeypatch.setattr(demo, "ask", ask)
     monkeypatch.setattr(demo, "teach_page", teach)
-    arguments = ["demo", "--model", chat_model, "--out", "demo", "--max-tokens", 100, "--r", 4, "--device", "cpu"]
+    arguments = [
+        "demo",
+        "--model",
+        chat_model,
+        "--out",
+        "demo",
+        "--max-tokens",
+        100,
+        "--r",
+        4,
+        "--device",
+        "cpu",
+    ]
     assert run(*arguments)[0] == 130
     assert json.loads((tmp_path / "demo" / "demo.json").read_text()) == []
     assert names(tmp_path / "demo") == ["demo.json", "locas-glu"], "which the second run replaces"
@@ -977,9 +1416,14 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     assert values[1].keys() == {"method", "recall_right", "recall_asked"}
     assert values[2].keys() == {"method", "seconds", "recall_right", "recall_asked"}
     read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[3:]]
-    assert [memory_folder.Reading.from_json(value).method for value in read] == ["locas-glu", "lora"]
+    assert [memory_folder.Reading.from_json(value).method for value in read] == [
+        "locas-glu",
+        "lora",
+    ]
     made = json.loads((tmp_path / "demo" / "locas-glu" / "reading.json").read_text())
-    assert made["curve"][-1][0] == len(text.tokenize(backbone.load()[1], page)) > 100, "the whole page"
+    assert made["curve"][-1][0] == len(text.tokenize(backbone.load()[1], page)) > 100, (
+        "the whole page"
+    )
     assert made["study"] and made["studied"]["exchanges_sha256"]
     rows = [line.split(" (")[0] for line in stdout.splitlines() if line.endswith(" of 20 right")]
     assert rows == ["none", "in-context", "found", "locas-glu", "lora"]
@@ -991,12 +1435,16 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
 
     (command,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))
     code, stdout, _ = run(*shlex.split(command.removeprefix("Next: locas ")), "--device", "cpu")
-    assert code == 0 and stdout.startswith("Who was the mason that erected the lighthouse at Skarn Point?\n")
+    assert code == 0 and stdout.startswith(
+        "Who was the mason that erected the lighthouse at Skarn Point?\n"
+    )
 
 
 def test_demo_of_a_model_that_is_not_installed_is_one_line(run, tmp_path, monkeypatch):
     before = names(tmp_path)
-    monkeypatch.setitem(gguf_models.PACKAGES, "smollm2", ("no_such_module", "x.gguf", "pip install it"))
+    monkeypatch.setitem(
+        gguf_models.PACKAGES, "smollm2", ("no_such_module", "x.gguf", "pip install it")
+    )
     line = "model 'smollm2' is in a package that is not installed: pip install it"
     assert refused(run, "demo", "--model", "smollm2") == line
     monkeypatch.setitem(gguf_models.PACKAGES, "smollm2", ("torch", "none.gguf", "pip install it"))
@@ -1004,7 +1452,9 @@ def test_demo_of_a_model_that_is_not_installed_is_one_line(run, tmp_path, monkey
     assert names(tmp_path) == before
 
 
-def test_demo_without_the_package_that_finds_by_words_writes_nothing(run, tmp_path, monkeypatch, chat_model):
+def test_demo_without_the_package_that_finds_by_words_writes_nothing(
+    run, tmp_path, monkeypatch, chat_model
+):
     monkeypatch.setitem(sys.modules, "bm25s", None)
     line = "what is found by words needs bm25s: install the extra with pip install 'locas_peft[library]'"
     assert refused(run, "demo", "--model", chat_model, "--out", "demo", "--device", "cpu") == line
@@ -1015,7 +1465,9 @@ def test_demo_takes_the_chat_model_where_it_is_installed(monkeypatch):
     for installed, name in ((True, "smollm2"), (False, backbone.NAME)):
         monkeypatch.setattr(demo, "is_installed", lambda name, installed=installed: installed)
         assert demo.choose_model() == name
-    monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda name: None if name == "gguf" else object())
+    monkeypatch.setattr(
+        gguf_models.importlib.util, "find_spec", lambda name: None if name == "gguf" else object()
+    )
     assert not gguf_models.is_installed("smollm2")
     monkeypatch.setattr(gguf_models.importlib.util, "find_spec", lambda name: object())
     assert gguf_models.is_installed("smollm2")
@@ -1041,21 +1493,28 @@ def test_commands_that_cannot_share_refuse_in_one_line(run, index, monkeypatch):
     code, _, stderr = run("eval", "perplexity", "none.txt")
     assert (code, stderr.startswith("error: text must be an existing file")) == (2, index == 0)
     code, _, stderr = run("eval", "perplexity", "text.txt", "--device", "cuda:0")
-    assert (code, "--device must be auto or cpu for 2 processes, got 'cuda:0'" in stderr) == (2, index == 0)
-
-
-@pytest.mark.parametrize("arguments", ["--help", "memorize --help", "eval locomo --help", "--version", "memorise"])
-def test_help_imports_neither_torch_nor_peft(arguments):
-    script = (
-        "import atexit, sys\nfrom locas_command import main\nslow = {'torch', 'peft', 'transformers', 'locas_peft'}\n"
+    assert (code, "--device must be auto or cpu for 2 processes, got 'cuda:0'" in stderr) == (
+        2,
+        index == 0,
     )
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--help", "memorize --help", "eval locomo --help", "--version", "memorise"]
+)
+def test_help_imports_neither_torch_nor_peft(arguments):
+    script = "import atexit, sys\nfrom locas_command import main\nslow = {'torch', 'peft', 'transformers', 'locas_peft'}\n"
     script += "atexit.register(lambda: print('imported:', slow & sys.modules.keys()))\nmain()"
-    process = subprocess.run([sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", script, *arguments.split()], capture_output=True, text=True
+    )
     assert process.returncode == (2 if arguments == "memorise" else 0)
     assert process.stdout.endswith("imported: set()\n")
 
 
-@pytest.mark.parametrize(("number", "line"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "terminated\n")])
+@pytest.mark.parametrize(
+    ("number", "line"), [(signal.SIGINT, "interrupted\n"), (signal.SIGTERM, "terminated\n")]
+)
 def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     package = tmp_path / "locas_peft"  # in place of ours, whose import takes seconds
     package.mkdir()
@@ -1066,5 +1525,7 @@ def test_a_signal_during_the_imports_is_one_line(tmp_path, number, line):
     # A shell starts what runs in its background with SIGINT ignored.
     script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     script += f"sys.path[:0] = {path}; import locas_command; locas_command.main()"
-    process = subprocess.run([sys.executable, "-c", script, "inspect", "memory"], capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, "-c", script, "inspect", "memory"], capture_output=True, text=True
+    )
     assert (process.returncode, process.stdout, process.stderr) == (128 + number, "", line)

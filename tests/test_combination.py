@@ -17,7 +17,8 @@ def make_two(family: str = "llama", second: dict | None = None) -> PeftModel:
     """Two memories that have learned, of different widths, scales and seeds."""
     model = get_peft_model(make_host(family), LocasConfig(r=4, scaling=SCALING), adapter_name="one")
     model.add_adapter(
-        "two", LocasConfig(**{"r": 3, "init_strategy": "random", "scaling": SCALING / 2} | (second or {}))
+        "two",
+        LocasConfig(**{"r": 3, "init_strategy": "random", "scaling": SCALING / 2} | (second or {})),
     )
     for seed, name in enumerate(["one", "two"]):
         model.set_adapter(name)
@@ -67,7 +68,11 @@ def test_slots_within_the_norm_clip_stay_within_it_and_training_goes_on():
     for layer in (layer for layer in model.modules() if isinstance(layer, LocasLayer)):
         for projection, dim in zip(layer.projections("both"), (1, 1, 0), strict=True):
             assert projection.weight.norm(dim=dim).max() <= 1 + 1e-5
-    assert not any(p.requires_grad for name, p in model.named_parameters() if ".one." in name or ".two." in name)
+    assert not any(
+        p.requires_grad
+        for name, p in model.named_parameters()
+        if ".one." in name or ".two." in name
+    )
     losses = learn(model)
     assert losses[-1] < losses[0] and not torch.equal(alone(model, "both"), before)
 
@@ -81,10 +86,19 @@ def test_slots_within_the_norm_clip_stay_within_it_and_training_goes_on():
         ),
         ((["one", "one"], [1.0, 1.0], "both"), "adapters must name different memories"),
         (([], [], "both"), "adapters must name different memories"),
-        ((["one", "two"], [1.0], "both"), r"weights must be a finite number for each of one, two, got \[1.0\]"),
+        (
+            (["one", "two"], [1.0], "both"),
+            r"weights must be a finite number for each of one, two, got \[1.0\]",
+        ),
         ((["one", "two"], [1.0, float("nan")], "both"), "weights must be a finite number"),
-        ((["one", "two"], [1.0, 1.0], "one"), "adapter_name must be new to the model, got 'one': choose another"),
-        ((["one", "two"], [1.0, 1.0], "both", "svd"), "combination_type must be 'cat' for memories, got 'svd'"),
+        (
+            (["one", "two"], [1.0, 1.0], "one"),
+            "adapter_name must be new to the model, got 'one': choose another",
+        ),
+        (
+            (["one", "two"], [1.0, 1.0], "both", "svd"),
+            "combination_type must be 'cat' for memories, got 'svd'",
+        ),
     ],
 )
 def test_bad_arguments_leave_the_model_as_it_was(arguments, message):
@@ -97,7 +111,9 @@ def test_bad_arguments_leave_the_model_as_it_was(arguments, message):
 
 def test_memories_that_cannot_be_combined_are_named():
     model = make_two(second={"layers_to_transform": [1]})
-    with pytest.raises(ValueError, match="adapters must be beside the same FFNs, got 'two' beside 1 of 2"):
+    with pytest.raises(
+        ValueError, match="adapters must be beside the same FFNs, got 'two' beside 1 of 2"
+    ):
         model.add_weighted_adapter(["one", "two"], [1.0, 1.0], "both")
     model = make_two()
     model.add_adapter("three", LocasConfig(r=2))

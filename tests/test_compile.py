@@ -11,7 +11,9 @@ from locas_peft.tuner import list_layers
 
 IDS = torch.arange(24)[None] * 7 % 4096
 # torch's own, while it traces.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +28,9 @@ def memories(tmp_path_factory):
     """Two memories of one width that change the output."""
     folders = []
     for seed in (0, 1):
-        model = get_peft_model(backbone.load()[0], LocasConfig(r=8, init_strategy="random", seed=seed))
+        model = get_peft_model(
+            backbone.load()[0], LocasConfig(r=8, init_strategy="random", seed=seed)
+        )
         calibrate(model, [IDS + seed])
         generator = torch.Generator().manual_seed(seed)
         for layer in list_layers(model):
@@ -64,13 +68,17 @@ def test_reading_has_no_graph_break(memories):
     model = load(memories[0], is_trainable=True).train()
     model(IDS, use_cache=False)
     assert count_breaks(model, IDS, use_cache=False) == (0, [])
-    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(IDS, labels=IDS, use_cache=False).loss
+    loss = torch.compile(model, backend="aot_eager", fullgraph=True)(
+        IDS, labels=IDS, use_cache=False
+    ).loss
     loss.backward()
     compiled = [layer.locas_down["default"].weight.grad.clone() for layer in list_layers(model)]
     model.zero_grad()
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     for layer, gradient in zip(list_layers(model), compiled, strict=True):
-        torch.testing.assert_close(gradient, layer.locas_down["default"].weight.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            gradient, layer.locas_down["default"].weight.grad, rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -78,11 +86,16 @@ def test_answering_has_no_graph_break(memories):
     model = load(memories[0]).eval()
 
     def read() -> dict:
-        return {"past_key_values": model(IDS[:, :-1], use_cache=True).past_key_values, "use_cache": True}
+        return {
+            "past_key_values": model(IDS[:, :-1], use_cache=True).past_key_values,
+            "use_cache": True,
+        }
 
     with torch.no_grad():
         assert count_breaks(model, IDS[:, -1:], **read()) == (0, [])
-        step = torch.compile(model, backend="aot_eager", fullgraph=True)(IDS[:, -1:], **read()).logits[:, -1]
+        step = torch.compile(model, backend="aot_eager", fullgraph=True)(
+            IDS[:, -1:], **read()
+        ).logits[:, -1]
     torch.testing.assert_close(step, logits(model)[:, -1], rtol=1e-4, atol=1e-4)
 
 

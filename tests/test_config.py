@@ -38,7 +38,13 @@ REFUSED = [
     ("layers_to_transform", TypeError, "be an index or a list of them", "0"),
     ("modules_to_save", TypeError, "be a list of names", "lm_head"),
     ("modules_to_save", ValueError, "be names", ["(a+)+"]),
-    ("trainable_token_indices", TypeError, "be a list of token ids, or lists by module name", 0, {"wte": [-1]}),
+    (
+        "trainable_token_indices",
+        TypeError,
+        "be a list of token ids, or lists by module name",
+        0,
+        {"wte": [-1]},
+    ),
     ("host", TypeError, "be a dictionary", 5),
     ("slots", TypeError, "be a dictionary of lists of indices", [1]),
     ("ffn_parts", TypeError, "be a dictionary of names", "up", {"up": 1, "down": "x"}),
@@ -54,7 +60,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("field", "error", "rule", "value"), [(*row[:3], value) for row in REFUSED for value in row[3:]], ids=str
+    ("field", "error", "rule", "value"),
+    [(*row[:3], value) for row in REFUSED for value in row[3:]],
+    ids=str,
 )
 def test_bad_values_are_named(field, error, rule, value):
     with pytest.raises(error) as caught:
@@ -70,8 +78,14 @@ def test_bad_values_are_named(field, error, rule, value):
             {"row_norm": 4.0},
             "row_norm must be at most max_slot_norm (1.0), got 4.0: the first step would clip the rows",
         ),
-        ({"target_modules": ".*mlp", "layers_to_transform": [0]}, "layers_to_transform cannot be used when target_mo"),
-        ({"layers_pattern": "layers"}, "layers_pattern needs layers_to_transform: set the layers that it counts."),
+        (
+            {"target_modules": ".*mlp", "layers_to_transform": [0]},
+            "layers_to_transform cannot be used when target_mo",
+        ),
+        (
+            {"layers_pattern": "layers"},
+            "layers_pattern needs layers_to_transform: set the layers that it counts.",
+        ),
     ],
 )
 def test_fields_that_do_not_go_together_are_named(fields, message):
@@ -93,5 +107,9 @@ def test_unknown_fields_are_not_swallowed():
 def test_the_fields_that_a_former_version_saved_are_left_out(tmp_path):
     LocasConfig(r=3, target_modules=["mlp"]).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "gated_host_experiment": False, "variant": "auto"}))
+    path.write_text(
+        json.dumps(
+            {**json.loads(path.read_text()), "gated_host_experiment": False, "variant": "auto"}
+        )
+    )
     assert LocasConfig.from_pretrained(tmp_path).r == 3

@@ -7,7 +7,14 @@ import torch
 from families import make_host, make_tokens
 from transformers import GenerationConfig
 
-from locas_peft.asking import answer, begin_rows, continue_rows, continue_texts, draw, share_prefixes
+from locas_peft.asking import (
+    answer,
+    begin_rows,
+    continue_rows,
+    continue_texts,
+    draw,
+    share_prefixes,
+)
 from locas_peft.asking.continuation import first_line
 from locas_peft.model import CausalLM
 
@@ -57,19 +64,26 @@ def test_prompts_that_begin_alike_are_grouped():
 def test_rows_after_a_shared_beginning_have_the_logits_of_whole_rows(family):
     model = make_host(family)
     host, generator = CausalLM(model), torch.Generator().manual_seed(0)
-    shared, other = (torch.randint(5, 60, (length,), generator=generator).tolist() for length in (7, 4))
+    shared, other = (
+        torch.randint(5, 60, (length,), generator=generator).tolist() for length in (7, 4)
+    )
     rows = [[*shared, 5, 6, 7], [*shared, 8], [*other, 9, 10]]
     groups = share_prefixes(rows)
     assert [count for count, _ in groups] == [7, 5]
     logits = host.logits(count=1, **begin_rows(host, rows, groups, 0))
     for row, found in zip(rows, logits, strict=True):
-        torch.testing.assert_close(found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            found, model(torch.tensor([row])).logits[0, -1:], atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("family", ["mistral", "mpt"])
 def test_rows_are_whole_where_padding_inside_them_counts(family):
     model = make_host("llama")
-    model.config.sliding_window, model.config.model_type = {"mistral": (6, "mistral"), "mpt": (None, "mpt")}[family]
+    model.config.sliding_window, model.config.model_type = {
+        "mistral": (6, "mistral"),
+        "mpt": (None, "mpt"),
+    }[family]
     rows = [[5, 6, 7, 8, 9, 10, 11], [5, 6, 7, 8]]
     assert "past_key_values" not in begin_rows(CausalLM(model), rows, [(3, range(2))], 0)
     model.config.sliding_window, model.config.model_type = 7, "mistral"
@@ -78,7 +92,10 @@ def test_rows_are_whole_where_padding_inside_them_counts(family):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_a_model_that_keeps_no_context_writes_the_same(family, monkeypatch):
-    host, rows = CausalLM(make_host(family)), [row[: 3 + 2 * number] for number, row in enumerate(make_prompts(0))]
+    host, rows = (
+        CausalLM(make_host(family)),
+        [row[: 3 + 2 * number] for number, row in enumerate(make_prompts(0))],
+    )
     expected, outputs = continue_rows(host, rows, 5, pad=0), host.outputs
 
     def forget(*args, **kwargs):
@@ -92,7 +109,9 @@ def test_a_model_that_keeps_no_context_writes_the_same(family, monkeypatch):
 
 def test_rows_end_at_a_stop_token_and_are_shown_meanwhile():
     host, rows, seen = CausalLM(make_host("llama")), make_prompts(0)[:2], []
-    whole = continue_rows(host, rows, 6, pad=0, on_token=lambda new: seen.append([list(row) for row in new]))
+    whole = continue_rows(
+        host, rows, 6, pad=0, on_token=lambda new: seen.append([list(row) for row in new])
+    )
     assert [len(row) for row in whole] == [6, 6]
     assert seen == [[row[: number + 1] for row in whole] for number in range(6)]
     stop = whole[0][2]
@@ -105,7 +124,10 @@ def test_rows_that_have_ended_leave_when_they_are_half_of_the_batch(family, monk
     host, rows, sizes = CausalLM(make_host(family)), make_prompts(4), []
     whole, outputs = continue_rows(host, rows, 8, pad=0), host.outputs
     stops = [row[number] for number, row in enumerate(whole[:3])]
-    expected = [row[: 1 + min((row.index(stop) for stop in stops if stop in row), default=8)] for row in whole]
+    expected = [
+        row[: 1 + min((row.index(stop) for stop in stops if stop in row), default=8)]
+        for row in whole
+    ]
 
     def count(ids, *args, **kwargs):
         sizes.append(len(ids))
@@ -123,9 +145,13 @@ def test_tokens_are_drawn_as_generate_draws_them():
     for limits in ({}, {"top_k": 3}, {"top_k": 0, "top_p": 0.5}):
         model.generation_config.update(**limits)
         torch.manual_seed(7)
-        expected = model.generate(prompt, max_new_tokens=12, do_sample=True, temperature=0.7, pad_token_id=0)
+        expected = model.generate(
+            prompt, max_new_tokens=12, do_sample=True, temperature=0.7, pad_token_id=0
+        )
         state = torch.get_rng_state()
-        (found,) = continue_texts(model, NumberTokenizer(), prompt.tolist(), 12, temperature=0.7, seed=7)
+        (found,) = continue_texts(
+            model, NumberTokenizer(), prompt.tolist(), 12, temperature=0.7, seed=7
+        )
         assert found == expected[0, 9:].tolist()
         assert torch.equal(state, torch.get_rng_state())
 
@@ -164,16 +190,25 @@ def test_a_common_beginning_goes_through_the_model_once(monkeypatch):
 def test_batches_that_are_known_are_not_asked_again():
     model, prompts = make_host("llama"), make_prompts(0)
     every = answer_all(model, prompts, max_new_tokens=4, batch_size=2)
-    batches = list(answer(model, WordTokenizer(), prompts, max_new_tokens=4, batch_size=2, known={4, 3, 2}))
-    assert [batch for batch, _ in batches] == [[2, 1], [0]], "2 again: the batches are the same ones"
-    assert all(every[number] == text for batch, texts in batches for number, text in zip(batch, texts, strict=True))
+    batches = list(
+        answer(model, WordTokenizer(), prompts, max_new_tokens=4, batch_size=2, known={4, 3, 2})
+    )
+    assert [batch for batch, _ in batches] == [[2, 1], [0]], (
+        "2 again: the batches are the same ones"
+    )
+    assert all(
+        every[number] == text
+        for batch, texts in batches
+        for number, text in zip(batch, texts, strict=True)
+    )
     assert list(answer(model, WordTokenizer(), prompts, known=range(5))) == []
     assert list(answer(model, WordTokenizer(), [])) == []
 
 
 def test_prompts_without_room_are_one_line():
     with pytest.raises(
-        ValueError, match=r"^prompt 0 and max_new_tokens must fit the model's 64 positions, got 60 \+ 8"
+        ValueError,
+        match=r"^prompt 0 and max_new_tokens must fit the model's 64 positions, got 60 \+ 8",
     ):
         answer_all(make_host("llama"), [[3] * 60], max_new_tokens=8)
     with pytest.raises(ValueError, match=r"^prompt 0 must not be empty"):

@@ -20,7 +20,9 @@ def draw(heads: int, tokens: int, dtype=torch.bfloat16) -> torch.Tensor:
 def used(monkeypatch):
     calls = []
     attend = cpu_attention._attend
-    monkeypatch.setattr(cpu_attention, "_attend", lambda *args, **kwargs: calls.append(1) or attend(*args, **kwargs))
+    monkeypatch.setattr(
+        cpu_attention, "_attend", lambda *args, **kwargs: calls.append(1) or attend(*args, **kwargs)
+    )
     return calls
 
 
@@ -31,7 +33,11 @@ def make_mask(kind: str) -> torch.Tensor:
         return mask
     mask = mask.repeat(2, 1, 1, 1)
     mask[0, :, :, 0] = False
-    return mask if kind == "bool" else torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, -torch.inf)
+    return (
+        mask
+        if kind == "bool"
+        else torch.zeros(mask.shape, dtype=torch.bfloat16).masked_fill(~mask, -torch.inf)
+    )
 
 
 @pytest.mark.parametrize("kind", ["bool", "added", "two-dimensional"])

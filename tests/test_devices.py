@@ -55,14 +55,24 @@ def elsewhere(monkeypatch):
 @pytest.mark.parametrize("context", ["cache", "recompute"])
 @pytest.mark.parametrize("kind", ["locas", "lora"])
 def test_a_step_stays_on_its_device_and_waits_for_it_twice(kind, context, request):
-    config = LocasConfig(r=4, task_type="CAUSAL_LM") if kind == "locas" else LoraConfig(target_modules="all-linear")
+    config = (
+        LocasConfig(r=4, task_type="CAUSAL_LM")
+        if kind == "locas"
+        else LoraConfig(target_modules="all-linear")
+    )
     model = get_peft_model(make_host("llama", torch.bfloat16).requires_grad_(False), config)
     if kind == "locas":
         calibrate(model, [torch.arange(3, 35)[None]])
     waits = request.getfixturevalue("elsewhere")
     anchor = Anchor(torch.arange(3, 35).reshape(2, 16), weight=0.3, every=4)
     reader = TestTimeTrainer(
-        model.to("meta"), window=16, stride=8, learning_rate=1e-3, context=context, anchor=anchor, brake=False
+        model.to("meta"),
+        window=16,
+        stride=8,
+        learning_rate=1e-3,
+        context=context,
+        anchor=anchor,
+        brake=False,
     )
     of_chunk = []
     for chunk in reader.read(torch.arange(3, 35).repeat(2)):

@@ -15,12 +15,21 @@ from locas_peft.memories import CHECKPOINT_FOLDER
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import attached, memorize
 from locas_peft.selfstudy import Exchange, SelfStudy, discriminants, lessons
-from locas_peft.selfstudy.discriminants import can_tell_apart, place_discriminants, upper_layers_trained
+from locas_peft.selfstudy.discriminants import (
+    can_tell_apart,
+    place_discriminants,
+    upper_layers_trained,
+)
 from locas_peft.ttt.loop import calibrate_empty
 from locas_peft.tuner.attached import list_layers
 
 TEXT = "The house on the hill was built by the old man with a stone from the river."
-QUESTIONS = ("Who built the house?", "Who made the wall?", "What came from the river?", "Where was the stone?")
+QUESTIONS = (
+    "Who built the house?",
+    "Who made the wall?",
+    "What came from the river?",
+    "Where was the stone?",
+)
 PASSAGES = (0, 0, 1, 1)
 GIVEN = [Exchange(f"What is stone {number}?", f"Stone {number} is old.") for number in range(8)]
 
@@ -57,7 +66,10 @@ def activate_at_ends(model, tokenizer, questions, count=1):
 
 def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
     tokenizer = loaded[1]
-    before = [[module.weight.clone() for module in layer.projections("default")] for layer in list_layers(model)]
+    before = [
+        [module.weight.clone() for module in layer.projections("default")]
+        for layer in list_layers(model)
+    ]
     for layer in list_layers(model):
         layer.locas_down["default"].weight.data.fill_(0.5)
     prompts = [tokenizer(each)["input_ids"] for each in (*QUESTIONS, TEXT)]
@@ -65,7 +77,9 @@ def test_a_slot_is_open_for_the_prompts_of_one_passage_alone(model, loaded):
     gates = activate_at_ends(model, tokenizer, (*QUESTIONS, TEXT))
     first = int(discriminants.FIRST_LAYER * len(gates))
     assert 0 < first < len(gates)
-    for number, (layer, gate, kept) in enumerate(zip(list_layers(model), gates, before, strict=True)):
+    for number, (layer, gate, kept) in enumerate(
+        zip(list_layers(model), gates, before, strict=True)
+    ):
         gate_rows, up_rows, down = (module.weight for module in layer.projections("default"))
         assert torch.equal(gate_rows[:4], kept[0][:4]) and torch.equal(up_rows[:4], kept[1][:4])
         assert (down[:, :4] == 0.5).all()
@@ -88,7 +102,9 @@ def test_a_first_slot_is_open_inside_the_answers_with_one_passage_alone(model, l
     place_discriminants(model, rows, [3] * 5, (*PASSAGES, -1), 0, inside=True)
     gates = activate_at_ends(model, tokenizer, (*QUESTIONS, TEXT), count=3)
     first = int(discriminants.FIRST_LAYER * len(gates))
-    for number, (layer, gate, kept) in enumerate(zip(list_layers(model), gates, before, strict=True)):
+    for number, (layer, gate, kept) in enumerate(
+        zip(list_layers(model), gates, before, strict=True)
+    ):
         assert torch.equal(layer.locas_gate["default"].weight[4:], kept[4:])
         for slot in range(4) if number >= first else ():
             passage = ((number - first) * 4 + slot) % 2
@@ -109,7 +125,9 @@ def test_lower_layers_are_not_trained_meanwhile(model):
     first = int(discriminants.FIRST_LAYER * len(layers))
 
     def list_trained():
-        return [all(m.weight.requires_grad for m in layer.projections("default")) for layer in layers]
+        return [
+            all(m.weight.requires_grad for m in layer.projections("default")) for layer in layers
+        ]
 
     with pytest.raises(RuntimeError, match="stop"), upper_layers_trained(model):
         assert list_trained() == [number >= first for number in range(len(layers))]
@@ -130,7 +148,12 @@ def test_a_passage_has_at_most_three_slots_of_a_layer(loaded):
         layer = list_layers(model)[-1]
         before = layer.locas_gate["default"].weight.clone()
         place_discriminants(
-            model, [tokenizer(each)["input_ids"] for each in QUESTIONS], [1] * 4, PASSAGES, 0, inside=False
+            model,
+            [tokenizer(each)["input_ids"] for each in QUESTIONS],
+            [1] * 4,
+            PASSAGES,
+            0,
+            inside=False,
         )
         changed = (layer.locas_gate["default"].weight != before).any(1)
     assert changed.tolist() == [False] * 10 + [True] * 6
@@ -147,7 +170,12 @@ def test_the_narrowest_memories_are_studied_too(width, loaded, tmp_path):
 
 @pytest.mark.parametrize(
     ("fields", "placed"),
-    [({}, True), ({"max_slot_norm": 1.0}, False), ({"init": "random"}, False), ({"method": "lora"}, False)],
+    [
+        ({}, True),
+        ({"max_slot_norm": 1.0}, False),
+        ({"init": "random"}, False),
+        ({"method": "lora"}, False),
+    ],
 )
 def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
     fields, placed, loaded, tmp_path, monkeypatch
@@ -155,10 +183,18 @@ def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
     base, tokenizer = loaded
     calls, place = [], place_discriminants
     monkeypatch.setattr(
-        "locas_peft.selfstudy.learning.place_discriminants", lambda *a, **o: [calls.append(o), place(*a, **o)]
+        "locas_peft.selfstudy.learning.place_discriminants",
+        lambda *a, **o: [calls.append(o), place(*a, **o)],
     )
     settings = ReadingSettings(study=True, passes=1, anchor=0.0, r=16, **fields)
-    memorize(base, text.tokenize(tokenizer, TEXT), settings, tokenizer=tokenizer, exchanges=GIVEN, out=tmp_path / "m")
+    memorize(
+        base,
+        text.tokenize(tokenizer, TEXT),
+        settings,
+        tokenizer=tokenizer,
+        exchanges=GIVEN,
+        out=tmp_path / "m",
+    )
     assert calls == ([{"inside": False}, {"inside": True}] if placed else [])
     config = json.loads((tmp_path / "m" / "adapter_config.json").read_text())
     if "method" not in fields:
@@ -178,14 +214,21 @@ def test_the_trained_memory_gets_them_where_others_are_active_beside_it(loaded):
         others = [layer.locas_gate["other"].weight.clone() for layer in list_layers(model)]
         own = [layer.locas_gate["default"].weight.clone() for layer in list_layers(model)]
         place_discriminants(
-            model, [tokenizer(each)["input_ids"] for each in QUESTIONS], [1] * 4, PASSAGES, 0, inside=False
+            model,
+            [tokenizer(each)["input_ids"] for each in QUESTIONS],
+            [1] * 4,
+            PASSAGES,
+            0,
+            inside=False,
         )
         for layer, other in zip(list_layers(model), others, strict=True):
             assert torch.equal(layer.locas_gate["other"].weight, other)
         assert not torch.equal(list_layers(model)[-1].locas_gate["default"].weight, own[-1])
 
 
-def test_an_interrupted_study_goes_on_to_the_same_bits_and_lower_layers_do_not_learn(loaded, tmp_path, monkeypatch):
+def test_an_interrupted_study_goes_on_to_the_same_bits_and_lower_layers_do_not_learn(
+    loaded, tmp_path, monkeypatch
+):
     monkeypatch.setattr(lessons, "TOPICS", lessons.TOPICS[:2])
     base, tokenizer = loaded
     settings = ReadingSettings(study=True, passes=4, anchor=0.3, r=16)
@@ -204,9 +247,17 @@ def test_an_interrupted_study_goes_on_to_the_same_bits_and_lower_layers_do_not_l
     found = [load_file(folder / "adapter_model.safetensors") for folder in folders]
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
-    memorize(base, ids, replace(settings, study=False, passes=None), out=tmp_path / "read", tokenizer=tokenizer)
+    memorize(
+        base,
+        ids,
+        replace(settings, study=False, passes=None),
+        out=tmp_path / "read",
+        tokenizer=tokenizer,
+    )
     read = load_file(tmp_path / "read" / "adapter_model.safetensors")
-    changed = [not torch.equal(read[key], found[0][key]) for key in sorted(read) if "locas_down" in key]
+    changed = [
+        not torch.equal(read[key], found[0][key]) for key in sorted(read) if "locas_down" in key
+    ]
     first = int(discriminants.FIRST_LAYER * len(changed))
     assert changed == [number >= first for number in range(len(changed))]
 

@@ -24,7 +24,11 @@ from locas_peft.text import python_reference, tokenize, unwrap
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-OWN_PAGES = [DOCS / "index.md", *sorted((DOCS / "ideas").glob("*.md")), *sorted((DOCS / "howto").glob("*.md"))]
+OWN_PAGES = [
+    DOCS / "index.md",
+    *sorted((DOCS / "ideas").glob("*.md")),
+    *sorted((DOCS / "howto").glob("*.md")),
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -45,7 +49,9 @@ def name_of(path: Path) -> str:
 def list_commands(page: Path) -> list[str]:
     """Return the `locas` commands of a page: those in its blocks, and those in its text that have an option."""
     text = page.read_text(encoding="utf-8")
-    return re.findall(r"^locas .+", text, flags=re.MULTILINE) + re.findall(r"`(locas [^`\n]+)`", text)
+    return re.findall(r"^locas .+", text, flags=re.MULTILINE) + re.findall(
+        r"`(locas [^`\n]+)`", text
+    )
 
 
 @pytest.mark.parametrize("page", [*OWN_PAGES, notebook.TUTORIAL], ids=name_of)
@@ -61,12 +67,16 @@ def test_commands_are_those_of_the_program(page):
 
 @pytest.mark.parametrize("page", OWN_PAGES, ids=name_of)
 def test_files_that_a_page_names_exist(page):
-    for path in re.findall(r"`((?:src|examples|docs|benchmarks)/[\w./]+)`", page.read_text(encoding="utf-8")):
+    for path in re.findall(
+        r"`((?:src|examples|docs|benchmarks)/[\w./]+)`", page.read_text(encoding="utf-8")
+    ):
         assert (ROOT / path).exists(), path
 
 
 def test_every_public_name_is_documented():
-    documented = re.findall(r"^::: locas_peft\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE)
+    documented = re.findall(
+        r"^::: locas_peft\.(\w+)$", (DOCS / "api.md").read_text(), flags=re.MULTILINE
+    )
     assert sorted(documented) == sorted(locas_peft.__all__)
 
 
@@ -84,7 +94,9 @@ def test_a_notebook_has_a_cell_for_each_block_that_runs():
 
 def test_the_site_has_an_index_and_its_pages_as_markdown(tmp_path):
     nav = [{"Home": "index.md"}, {"How to": [{"Sign": "howto/signing.md"}]}]
-    config = SimpleNamespace(site_dir=tmp_path, site_name="name", site_description="About.", nav=nav)
+    config = SimpleNamespace(
+        site_dir=tmp_path, site_name="name", site_description="About.", nav=nav
+    )
     page = SimpleNamespace(file=SimpleNamespace(src_uri="howto/signing.md"), markdown="# Sign")
     assert llms.on_page_content("<h1>", page, config, None) == "<h1>"
     llms.on_post_build(config)
@@ -98,9 +110,13 @@ def test_the_site_has_an_index_and_its_pages_as_markdown(tmp_path):
 def test_the_tutorial_runs_as_a_notebook(tmp_path):
     """Every block of the tutorial runs, in order; the model answers from its memory as often as the page says."""
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    document = nbformat.from_dict(notebook.to_notebook(notebook.TUTORIAL.read_text(encoding="utf-8")))
+    document = nbformat.from_dict(
+        notebook.to_notebook(notebook.TUTORIAL.read_text(encoding="utf-8"))
+    )
     nbformat.validate(document)
-    nbclient.NotebookClient(document, timeout=900, resources={"metadata": {"path": tmp_path}}).execute()
+    nbclient.NotebookClient(
+        document, timeout=900, resources={"metadata": {"path": tmp_path}}
+    ).execute()
     cells = [cell for cell in document.cells if cell.cell_type == "code"]
     printed = ["".join(output.get("text", "") for output in cell.outputs) for cell in cells]
     _, read, studied, asked, saved, merged, exported, served = printed
@@ -108,7 +124,9 @@ def test_the_tutorial_runs_as_a_notebook(tmp_path):
     assert len(perplexities) == 4 and perplexities == sorted(perplexities, reverse=True)
     assert float(re.search(r"to ([\d.]+) nats", studied)[1]) < 0.1
     answers = re.findall(r"without: (.*)\n  with: +(.*)", asked)
-    for fact, (without, answer) in zip(("Elias Thorne", "Marigold", "nine"), answers[:3], strict=True):
+    for fact, (without, answer) in zip(
+        ("Elias Thorne", "Marigold", "nine"), answers[:3], strict=True
+    ):
         assert fact in answer and fact not in without
     assert "13.3 MB" in saved and "Elias Thorne" in saved
     assert "FFN width 1536, merged 1600" in merged and "Marigold" in merged
@@ -116,7 +134,9 @@ def test_the_tutorial_runs_as_a_notebook(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in OWN_PAGES if BLOCK.search(page.read_text("utf-8"))], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [page for page in OWN_PAGES if BLOCK.search(page.read_text("utf-8"))], ids=name_of
+)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     base, tokenizer = backbone.load()

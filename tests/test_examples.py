@@ -54,7 +54,10 @@ def test_peft_s_method_comparison_runs_on_a_stub(tmp_path):
     shape = "{'hidden_size': 32, 'intermediate_size': 128, 'num_hidden_layers': 2, 'num_attention_heads': 2"
     (folder / "utils.py").write_text(f"SHAPE = {shape}, 'vocab_size': 64}}\n")
     (experiment,) = (folder / "experiments" / "locas").iterdir()
-    assert json.loads((experiment / "training_params.json").read_text())["optimizer_kwargs"]["lr"] == 4e-3
+    assert (
+        json.loads((experiment / "training_params.json").read_text())["optimizer_kwargs"]["lr"]
+        == 4e-3
+    )
     command = [sys.executable, "run_locas.py", "-v", str(experiment.relative_to(folder))]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -63,9 +66,13 @@ def test_peft_s_method_comparison_runs_on_a_stub(tmp_path):
 
 def test_the_space_runs_the_page_on_its_port():
     lines = (ROOT / "examples" / "space" / "Dockerfile").read_text().splitlines()
-    command = json.loads(next(line for line in lines if line.startswith("CMD")).removeprefix("CMD "))
+    command = json.loads(
+        next(line for line in lines if line.startswith("CMD")).removeprefix("CMD ")
+    )
     function, bound, _ = app.parse_args(command[1:], exit_on_error=False, print_error=False)
-    card = ModelCard.load(ROOT / "examples" / "space" / "README.md", ignore_metadata_errors=True).data.to_dict()
+    card = ModelCard.load(
+        ROOT / "examples" / "space" / "README.md", ignore_metadata_errors=True
+    ).data.to_dict()
     assert function.__name__ == "app" and command[0] == "locas"
     assert card["sdk"] == "docker" and card["app_port"] == bound.kwargs["port"]
     assert bound.kwargs["host"] == "0.0.0.0" and bound.kwargs["no_browser"]
@@ -73,6 +80,11 @@ def test_the_space_runs_the_page_on_its_port():
 
 def test_the_quick_start_declares_what_it_imports():
     script = (ROOT / "examples" / "quickstart.py").read_text()
-    block = "\n".join(line.removeprefix("#").strip() for line in script.split("# ///")[1].splitlines()[1:])
+    block = "\n".join(
+        line.removeprefix("#").strip() for line in script.split("# ///")[1].splitlines()[1:]
+    )
     assert 'dependencies = ["locas_peft"]' in block and 'locas_peft = { path = ".." }' in block
-    assert f'requires-python = "{re.search(r"requires-python = .(.+).$", PROJECT, re.MULTILINE)[1]}"' in block
+    assert (
+        f'requires-python = "{re.search(r"requires-python = .(.+).$", PROJECT, re.MULTILINE)[1]}"'
+        in block
+    )

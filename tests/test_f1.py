@@ -20,7 +20,9 @@ def protocol_f1(prediction: str, gold: str, category: int) -> float:
         text = text.replace(",", "")
         text = text.lower()
         text = "".join(character for character in text if character not in string.punctuation)
-        return [stemmer.stem(word) for word in text.split() if word not in ("a", "an", "the", "and")]
+        return [
+            stemmer.stem(word) for word in text.split() if word not in ("a", "an", "the", "and")
+        ]
 
     def f1(one, other):
         one, other = words(one), words(other)
@@ -79,7 +81,9 @@ def test_abstaining_is_in_the_official_words():
 
 
 def test_a_category_that_is_none_is_one_line():
-    with pytest.raises(ValueError, match=r"^category must be 1 to 5, got 6: see the release's categories$"):
+    with pytest.raises(
+        ValueError, match=r"^category must be 1 to 5, got 6: see the release's categories$"
+    ):
         answer_f1("a", "b", 6)
 
 

@@ -6,7 +6,17 @@ import sys
 
 import pytest
 import torch
-from families import FAMILIES, GATED, HIDDEN, MIXTURES, VOCABULARY, logits, make_host, make_tokens, weights_in
+from families import (
+    FAMILIES,
+    GATED,
+    HIDDEN,
+    MIXTURES,
+    VOCABULARY,
+    logits,
+    make_host,
+    make_tokens,
+    weights_in,
+)
 from peft import PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 
@@ -58,7 +68,9 @@ def test_every_ffn_gets_one_memory_of_the_host_structure(family):
     assert len(layers) == 2
     for layer in layers:
         assert layer.ffn.gated == (family in GATED)
-        assert [tuple(w.shape) for w in weights_in(layer)] == [(R, HIDDEN)] * (1 + layer.ffn.gated) + [(HIDDEN, R)]
+        assert [tuple(w.shape) for w in weights_in(layer)] == [(R, HIDDEN)] * (
+            1 + layer.ffn.gated
+        ) + [(HIDDEN, R)]
 
 
 @pytest.mark.parametrize("family", DENSE)
@@ -67,7 +79,9 @@ def test_topk_clones_the_most_active_slots(family):
     activity = {}
 
     def note(name):
-        return lambda module, args: activity.__setitem__(name, args[0].flatten(0, -2).abs().mean(dim=0))
+        return lambda module, args: activity.__setitem__(
+            name, args[0].flatten(0, -2).abs().mean(dim=0)
+        )
 
     down = {"c_proj", "down_proj", "w2", "dense_4h_to_h", "fc2", "fc_out"}
     for name, module in host.named_modules():
@@ -75,7 +89,9 @@ def test_topk_clones_the_most_active_slots(family):
             module.register_forward_pre_hook(note(name))
     logits(host)
     model = make_memory(family)
-    for expected, slots in zip(activity.values(), model.peft_config["default"].slots.values(), strict=True):
+    for expected, slots in zip(
+        activity.values(), model.peft_config["default"].slots.values(), strict=True
+    ):
         assert slots == expected.topk(R).indices.tolist()
 
 
@@ -96,7 +112,9 @@ def test_the_papers_tau_is_the_mean_down_norm_over_r(family):
     model = make_memory(family, output_scale="paper")
     for layer in model.modules():
         if isinstance(layer, LocasLayer):
-            weight = layer.ffn.down.weight if family != "gpt2" else layer.ffn.down.weight.T  # [D, F]
+            weight = (
+                layer.ffn.down.weight if family != "gpt2" else layer.ffn.down.weight.T
+            )  # [D, F]
             expected = weight.norm(dim=0).mean() / R
             torch.testing.assert_close(layer.locas_tau["default"], expected, rtol=1e-6, atol=0)
             assert layer.locas_input_scale["default"] == 1.0
@@ -140,7 +158,9 @@ def test_merge_equals_unmerged_and_unmerge_restores_bits(family):
     assert torch.equal(logits(model), expected)
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"pad_to_multiple_of": 16}, {"layers_to_transform": [1]}], ids=str)
+@pytest.mark.parametrize(
+    "kwargs", [{}, {"pad_to_multiple_of": 16}, {"layers_to_transform": [1]}], ids=str
+)
 def test_merged_checkpoint_is_plain(family, kwargs, tmp_path):
     model = make_memory(family, **kwargs)
     learn(model)
@@ -164,10 +184,13 @@ def _round_up(value: int, multiple: int) -> int:
 @pytest.mark.parametrize("activation", ["relu", "gated-gelu"])
 def test_memories_of_encoder_and_decoder_merge_into_a_plain_checkpoint(activation, tmp_path):
     sizes = {"d_model": HIDDEN, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-    config = T5Config(vocab_size=VOCABULARY, **sizes, feed_forward_proj=activation, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=VOCABULARY, **sizes, feed_forward_proj=activation, decoder_start_token_id=0
+    )
     torch.manual_seed(0)
     model = get_peft_model(
-        T5ForConditionalGeneration(config).eval(), LocasConfig(r=R, init_strategy="random", scaling=SCALING)
+        T5ForConditionalGeneration(config).eval(),
+        LocasConfig(r=R, init_strategy="random", scaling=SCALING),
     )
     inputs = {"input_ids": make_tokens(), "labels": make_tokens(seed=2)}
 
@@ -179,7 +202,10 @@ def test_memories_of_encoder_and_decoder_merge_into_a_plain_checkpoint(activatio
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     model.train()(**inputs).loss.backward()
     optimizer.step()
-    expected, state = losses(model.eval()), {name: p.clone() for name, p in model.state_dict().items()}
+    expected, state = (
+        losses(model.eval()),
+        {name: p.clone() for name, p in model.state_dict().items()},
+    )
     assert (expected - before).abs().max() > 1e-3
     assert [layer.ffn.gated for layer in list_layers(model)] == [activation != "relu"] * 4
     model.merge_adapter()
@@ -225,7 +251,9 @@ def test_plain_checkpoints_in_a_process_without_us(tmp_path):
         "assert 'locas_peft' not in sys.modules and 'peft' not in sys.modules\n"
     )
     command = [sys.executable, "-c", script, json.dumps(make_tokens().tolist()), *expected]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    output = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=tmp_path
+    ).stdout
     for (family, wanted), line in zip(expected.items(), output.splitlines(), strict=True):
         found = torch.tensor(json.loads(line))
         torch.testing.assert_close(

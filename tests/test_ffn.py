@@ -23,7 +23,9 @@ class OddFFN(nn.Module):
         self.nonlinearity = nn.GELU()
 
     def forward(self, hidden_states):
-        return self.writer(self.nonlinearity(self.keeper(hidden_states)) * self.reader(hidden_states))
+        return self.writer(
+            self.nonlinearity(self.keeper(hidden_states)) * self.reader(hidden_states)
+        )
 
 
 ODD_PARTS = {"gate": "keeper", "up": "reader", "down": "writer", "activation": "nonlinearity"}
@@ -56,7 +58,9 @@ class OddLlama(LlamaForCausalLM):
 
 def test_a_host_whose_parts_the_user_names_is_unloaded_merged_and_widened():
     config = make_host("llama").config
-    model = get_peft_model(OddLlama(config).eval(), LocasConfig(r=4, init_strategy="random", ffn_parts=ODD_PARTS))
+    model = get_peft_model(
+        OddLlama(config).eval(), LocasConfig(r=4, init_strategy="random", ffn_parts=ODD_PARTS)
+    )
     for layer in list_layers(model):
         torch.nn.init.normal_(layer.locas_down["default"].weight)
     expected = model(make_tokens()).logits
@@ -76,7 +80,11 @@ def test_a_host_whose_parts_the_user_names_is_unloaded_merged_and_widened():
 
 def test_a_family_from_outside_is_one_row(monkeypatch):
     # It shares the down projection's name with a two-layer family: the order of the rows does not matter.
-    monkeypatch.setitem(KNOWN_PARTS, "odd two-layer", FFNParts(up="reader", down="writer", activation="nonlinearity"))
+    monkeypatch.setitem(
+        KNOWN_PARTS,
+        "odd two-layer",
+        FFNParts(up="reader", down="writer", activation="nonlinearity"),
+    )
     monkeypatch.setitem(KNOWN_PARTS, "odd", FFNParts(**ODD_PARTS))
     model = get_peft_model(make_odd_host(), LocasConfig(r=4))
     assert model.peft_config["default"].target_modules == {"mlp"}
@@ -85,7 +93,9 @@ def test_a_family_from_outside_is_one_row(monkeypatch):
 
 def test_wrong_part_names_are_refused_by_one_random_token():
     swapped = {**ODD_PARTS, "gate": "reader", "up": "keeper"}
-    with pytest.raises(ValueError, match=r"computes something other than down\(act\(gate\) \* up\) of its parts"):
+    with pytest.raises(
+        ValueError, match=r"computes something other than down\(act\(gate\) \* up\) of its parts"
+    ):
         get_peft_model(make_odd_host(), LocasConfig(r=4, ffn_parts=swapped))
 
 
@@ -100,7 +110,13 @@ def test_model_without_known_ffn_says_what_it_has():
 
 
 @pytest.mark.parametrize(
-    "parts", [{"up": "a"}, {"down": "b"}, {"up": "a", "gate_up": "c", "down": "b"}, {"up": "a", "down": "b", "x": "y"}]
+    "parts",
+    [
+        {"up": "a"},
+        {"down": "b"},
+        {"up": "a", "gate_up": "c", "down": "b"},
+        {"up": "a", "down": "b", "x": "y"},
+    ],
 )
 def test_incomplete_part_names_are_refused(parts):
     with pytest.raises(ValueError, match="ffn_parts must name down and either up"):
@@ -126,7 +142,10 @@ def test_towers_of_other_modalities_get_no_memory():
             self.vision_tower = nn.ModuleDict({"mlp": OddFFN()})
             self.language_model = make_host("llama")
 
-    assert list(find_ffns(Tower())) == ["language_model.model.layers.0.mlp", "language_model.model.layers.1.mlp"]
+    assert list(find_ffns(Tower())) == [
+        "language_model.model.layers.0.mlp",
+        "language_model.model.layers.1.mlp",
+    ]
 
 
 def test_ffns_are_found_under_adapters():
@@ -140,14 +159,21 @@ def test_ffns_are_found_under_adapters():
     ]
 
 
-@pytest.mark.parametrize("family", ["llama", "llama with biases", "phi3", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama with biases", "phi3", "gpt2", "gpt_neox", "opt"]
+)
 def test_narrow_undoes_widen_bit_for_bit(family):
     host = make_host(family)
     before = {name: p.clone() for name, p in host.state_dict().items()}
     ffn = next(iter(find_ffns(host).values()))
     width = ffn.width
     first, second = (
-        (torch.randn(r, HIDDEN) if ffn.gated else None, torch.randn(r, HIDDEN), torch.randn(HIDDEN, r)) for r in (3, 5)
+        (
+            torch.randn(r, HIDDEN) if ffn.gated else None,
+            torch.randn(r, HIDDEN),
+            torch.randn(HIDDEN, r),
+        )
+        for r in (3, 5)
     )
     ffn.widen(*first)
     ffn.widen(*second)
@@ -178,5 +204,8 @@ def test_verification_leaves_modes_and_the_global_generator_alone():
 
 
 def test_host_ffn_names_what_is_missing():
-    with pytest.raises(ValueError, match=r"mlp \(OddFFN\) has no projection named up_proj, down_proj: it has reader"):
+    with pytest.raises(
+        ValueError,
+        match=r"mlp \(OddFFN\) has no projection named up_proj, down_proj: it has reader",
+    ):
         HostFFN(OddFFN(), FFNParts(up="up_proj", down="down_proj"), "mlp")

@@ -72,7 +72,9 @@ RENAMES = 8  # one in, three old entries out, one to the next state, three new e
 
 
 @pytest.mark.parametrize("last", range(RENAMES + 1))
-def test_a_replacement_that_is_killed_leaves_old_or_new_and_is_finished_later(tmp_path, monkeypatch, last):
+def test_a_replacement_that_is_killed_leaves_old_or_new_and_is_finished_later(
+    tmp_path, monkeypatch, last
+):
     fill(tmp_path, "old")
     (tmp_path / "notes").write_text("mine")
     replace, count = os.replace, 0
@@ -92,7 +94,9 @@ def test_a_replacement_that_is_killed_leaves_old_or_new_and_is_finished_later(tm
             fill(folder, "new")
 
     monkeypatch.setattr(os, "replace", count_down)
-    monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # a killed process cleans nothing up
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda *args, **kwargs: None
+    )  # a killed process cleans nothing up
     if last < RENAMES:
         with pytest.raises(Killed):
             interrupted()
@@ -143,7 +147,9 @@ def test_a_killed_process_leaves_a_folder_that_the_next_one_sweeps(tmp_path):
     )
     package = Path(files.__file__).parent  # the module alone, in a process that starts at once
     for target in (tmp_path / "new", tmp_path):
-        process = subprocess.run([sys.executable, "-c", script, str(target)], env={"PYTHONPATH": str(package)})
+        process = subprocess.run(
+            [sys.executable, "-c", script, str(target)], env={"PYTHONPATH": str(package)}
+        )
         assert process.returncode == 9
     mine = tmp_path / f".{os.getppid()}.partial"  # of a process that is alive
     mine.mkdir()
@@ -173,7 +179,9 @@ def test_a_failure_leaves_the_former_files(tmp_path):
 
 def test_errors_of_the_disk_in_safetensors_are_os_errors(tmp_path):
     with pytest.raises(OSError) as raised, staged(tmp_path / "memory"):
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        )
     assert raised.value.errno == errno.ENOSPC
     assert raised.value.filename == str(tmp_path / "memory")
     assert is_disk_full(raised.value)
@@ -198,7 +206,10 @@ def test_json_is_written_in_one_step(tmp_path, monkeypatch):
     ("content", "message"),
     [
         (None, "must be an existing JSON file, got none: check the path"),
-        ("{", "must be JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)): write it "),
+        (
+            "{",
+            "must be JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)): write it ",
+        ),
         ("[" * 100_000, "must be JSON of ordinary depth, got deeper nesting: write it again"),
     ],
 )
@@ -212,7 +223,9 @@ def test_what_is_no_json_is_one_line(tmp_path, content, message):
 
 
 def test_lists_of_numbers_take_one_line():
-    assert format_json({"a": [[1, 2.5], [3, 4]]}) == '{\n  "a": [\n    [1, 2.5],\n    [3, 4]\n  ]\n}'
+    assert (
+        format_json({"a": [[1, 2.5], [3, 4]]}) == '{\n  "a": [\n    [1, 2.5],\n    [3, 4]\n  ]\n}'
+    )
     assert json.loads(format_json([["[\n1]"]])) == [["[\n1]"]]
 
 
@@ -226,7 +239,11 @@ def test_outputs_are_checked_before_the_work(tmp_path):
         (check_output_file, "no/f", "lie in an existing folder, got {}: make its folder first"),
         (check_output_directory, "file", "be a folder, got {} (file is a file): choose another"),
         (check_output_directory, "file/a", "be a folder, got {} (file is a file): choose another"),
-        (check_output_directory, "link", "be a folder, got {} (link is a broken link): choose another"),
+        (
+            check_output_directory,
+            "link",
+            "be a folder, got {} (link is a broken link): choose another",
+        ),
     ]
     for check, path, message in cases:
         with pytest.raises(ValueError) as raised:

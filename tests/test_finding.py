@@ -45,8 +45,12 @@ def base():
 def read(model, tokenizer, text):
     """The tokens of a text's second copy as four layers get them, each of mean square 1, [L, T, D]."""
     once, between = (tokenizer(each)["input_ids"] for each in (text, "\n"))
-    states = model(torch.tensor([[*once, *between, *once]]), output_hidden_states=True).hidden_states
-    chosen = torch.stack([states[int(depth * (len(states) - 1))][0, -len(once) :].float() for depth in DEPTHS])
+    states = model(
+        torch.tensor([[*once, *between, *once]]), output_hidden_states=True
+    ).hidden_states
+    chosen = torch.stack(
+        [states[int(depth * (len(states) - 1))][0, -len(once) :].float() for depth in DEPTHS]
+    )
     return chosen / (chosen.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
 
@@ -65,23 +69,33 @@ def test_the_rows_are_the_ridge_regression_of_the_passages_on_their_tokens(base)
     texts = [(passage, number) for number, passage in enumerate(PASSAGES)]
     texts += [(each.question, PASSAGES.index(each.answer)) for each in EXCHANGES]
     inputs = torch.cat([read(*base, text) for text, _ in texts], 1).double()
-    owners = torch.cat([torch.full((len(base[1](text)["input_ids"]),), number) for text, number in texts])
+    owners = torch.cat(
+        [torch.full((len(base[1](text)["input_ids"]),), number) for text, number in texts]
+    )
     targets = torch.where(owners[:, None] == torch.arange(3), 1.0, -1.0).double()
     size = inputs.shape[-1]
     for layer, found in zip(inputs, rows, strict=True):  # least squares with the ridge as more rows
         more = torch.cat([layer, (RIDGE * size) ** 0.5 * torch.eye(size).double()])
-        expected = torch.linalg.lstsq(more, torch.cat([targets, torch.zeros(size, 3).double()])).solution
+        expected = torch.linalg.lstsq(
+            more, torch.cat([targets, torch.zeros(size, 3).double()])
+        ).solution
         torch.testing.assert_close(found.double(), expected.T, rtol=1e-3, atol=1e-5)
 
 
 @torch.no_grad()
 def test_a_passages_score_is_its_best_tokens_averaged_over_the_layers(base):
-    rows, asked = fit_rows(*base, EXCHANGES), ["Who kept the house?", "What had a wall around it, as it was small?"]
+    rows, asked = (
+        fit_rows(*base, EXCHANGES),
+        ["Who kept the house?", "What had a wall around it, as it was small?"],
+    )
     found = alone(*base, rows)(asked)
     for question, each in zip(asked, found, strict=True):
         scores = (read(*base, question) @ rows.mT).amax(1).mean(0).tolist()
         expected = dict(zip(PASSAGES, scores, strict=True))
-        assert each == pytest.approx(expected, abs=1e-4) and list(each) == sorted(expected, key=expected.get)[::-1]
+        assert (
+            each == pytest.approx(expected, abs=1e-4)
+            and list(each) == sorted(expected, key=expected.get)[::-1]
+        )
     first = [next(iter(each)) for each in alone(*base, rows)([each.question for each in EXCHANGES])]
     assert first == [each.answer for each in EXCHANGES]
 
@@ -90,18 +104,29 @@ def test_a_passages_score_is_its_best_tokens_averaged_over_the_layers(base):
 def test_the_words_of_a_passage_and_its_questions_count_too(base):
     rows, asked = fit_rows(*base, EXCHANGES), ["When is bread baked?", "Who wrote this play?"]
     held = join_exchanges(EXCHANGES)
-    words = dict(zip(held, score_by_words([[each] for each in held.values()], asked)[0].tolist(), strict=True))
+    words = dict(
+        zip(
+            held, score_by_words([[each] for each in held.values()], asked)[0].tolist(), strict=True
+        )
+    )
     assert words[PASSAGES[2]] > 1 > words[PASSAGES[0]]
     with_words, without = Finder(*base, held, rows)(asked), alone(*base, rows)(asked)
     for passage in PASSAGES:
         expected = without[0][passage] + WORDS * words[passage]
         assert with_words[0][passage] == pytest.approx(expected, abs=1e-5)
-    assert with_words[1] == pytest.approx(without[1], abs=1e-5), "no word of the second question is in the text"
+    assert with_words[1] == pytest.approx(without[1], abs=1e-5), (
+        "no word of the second question is in the text"
+    )
 
 
 def test_a_question_about_other_names_finds_nothing(base):
     rows, held = fit_rows(*base, EXCHANGES), join_exchanges(EXCHANGES)
-    asked = ["Who wrote Hamlet?", "Was Hamlet baked on Monday?", "who wrote it?", "Hamlet, who wrote it?"]
+    asked = [
+        "Who wrote Hamlet?",
+        "Was Hamlet baked on Monday?",
+        "who wrote it?",
+        "Hamlet, who wrote it?",
+    ]
     assert [len(each) for each in Finder(*base, held, rows)(asked)] == [0, 3, 3, 3], (
         "the first word of a question is not taken for a name"
     )
@@ -124,9 +149,14 @@ def test_one_memory_that_has_learned_chooses_among_what_is_found(tmp_path, base)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         save_exchanges(tmp_path / name / "exchanges.jsonl", EXCHANGES)
-    asked, given = [each.question for each in EXCHANGES], (tmp_path / "one", [tmp_path / "one", tmp_path / "two"])
+    asked, given = (
+        [each.question for each in EXCHANGES],
+        (tmp_path / "one", [tmp_path / "one", tmp_path / "two"]),
+    )
     expected, together = (load_finder(each, *base)(asked) for each in given)
-    assert load_finder(tmp_path / "one", model, tokenizer)(asked) == expected, "it has learned nothing"
+    assert load_finder(tmp_path / "one", model, tokenizer)(asked) == expected, (
+        "it has learned nothing"
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "locas_down" in name:
@@ -141,7 +171,9 @@ def test_one_memory_that_has_learned_chooses_among_what_is_found(tmp_path, base)
                 logs = model(ids).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
             nats.append(logs.gather(1, ids[0, len(prompt) :, None]).sum())
         shares = torch.stack(nats).softmax(0)
-        heard = {each: own[each] + MEMORY * share.item() for each, share in zip(own, shares, strict=True)}
+        heard = {
+            each: own[each] + MEMORY * share.item() for each, share in zip(own, shares, strict=True)
+        }
         assert scores == pytest.approx(heard, rel=1e-3)
         assert list(scores) == sorted(heard, key=heard.get, reverse=True)
 
@@ -167,7 +199,9 @@ def test_a_memory_chooses_where_it_is_active_and_the_question_leaves_room(tmp_pa
     assert find(long) == plain(long)
 
 
-def test_a_studied_memory_has_its_moments_and_without_them_they_are_measured(tmp_path, base, monkeypatch):
+def test_a_studied_memory_has_its_moments_and_without_them_they_are_measured(
+    tmp_path, base, monkeypatch
+):
     model, tokenizer = backbone.load()
     settings = ReadingSettings(r=4, anchor=0.0, study=True, passes=1).complete(model)
     text, folder = tokenize(tokenizer, " ".join(PASSAGES)), tmp_path / "m"
@@ -191,12 +225,16 @@ def test_a_studied_memory_has_its_moments_and_without_them_they_are_measured(tmp
     assert gram.dtype == sums.dtype == torch.float16 and sums.shape == (len(DEPTHS), 3, size)
     assert gram.shape == (len(DEPTHS), size * (size + 1) // 2) and tokens.numel() == 1
     texts = [*PASSAGES, *(each.question for each in EXCHANGES)]
-    assert tokens.item() == pytest.approx(sum(len(base[1](each)["input_ids"]) for each in texts), rel=1e-4)
+    assert tokens.item() == pytest.approx(
+        sum(len(base[1](each)["input_ids"]) for each in texts), rel=1e-4
+    )
     kept = path.read_bytes()
     for change in (
         path.unlink,
         lambda: save_file(
-            {**tensors, "sums": sums[:, :2].contiguous()}, path, {"exchanges": digest_exchanges(EXCHANGES)}
+            {**tensors, "sums": sums[:, :2].contiguous()},
+            path,
+            {"exchanges": digest_exchanges(EXCHANGES)},
         ),
         lambda: save_file(tensors, path, {"exchanges": "0"}),
     ):
@@ -204,11 +242,14 @@ def test_a_studied_memory_has_its_moments_and_without_them_they_are_measured(tmp
         before = len(measured)
         assert load_finder(folder, *base)(asked)[0] and len(measured) == before + 1
     path.write_bytes(kept[:100])
-    with pytest.raises(ValueError, match="passages.safetensors is truncated or not a safetensors file"):
+    with pytest.raises(
+        ValueError, match="passages.safetensors is truncated or not a safetensors file"
+    ):
         load_finder(folder, *base)
     (folder / "exchanges.jsonl").unlink()
     with pytest.raises(
-        ValueError, match="^a memory must have its exchanges.jsonl beside it to recite, got '.*m' without"
+        ValueError,
+        match="^a memory must have its exchanges.jsonl beside it to recite, got '.*m' without",
     ):
         load_finder(folder, *base)
 
@@ -219,13 +260,20 @@ def test_a_studied_memory_goes_on_without_a_tokenizer_and_its_moments_are_measur
     study = replace(settings, study=True, passes=1).complete(model)
     memorize(model, text, study, out=tmp_path / "m", tokenizer=tokenizer, exchanges=EXCHANGES)
     memorize(model, text, settings.complete(model), out=tmp_path / "m", start=tmp_path / "m")
-    assert (tmp_path / "m/exchanges.jsonl").is_file() and not (tmp_path / "m/passages.safetensors").exists()
-    assert list(load_finder(tmp_path / "m", model, tokenizer)([EXCHANGES[1].question])[0])[0] == PASSAGES[1]
+    assert (tmp_path / "m/exchanges.jsonl").is_file() and not (
+        tmp_path / "m/passages.safetensors"
+    ).exists()
+    assert (
+        list(load_finder(tmp_path / "m", model, tokenizer)([EXCHANGES[1].question])[0])[0]
+        == PASSAGES[1]
+    )
 
 
 def test_several_memories_are_searched_as_one_memory_of_all_texts(tmp_path, base):
     own, asked = (EXCHANGES[:2], EXCHANGES[2:]), [each.question for each in EXCHANGES]
-    assert {each.answer for each in own[0]} & {each.answer for each in own[1]}, "a passage is in both"
+    assert {each.answer for each in own[0]} & {each.answer for each in own[1]}, (
+        "a passage is in both"
+    )
     for name, exchanges in zip(("one", "two"), own, strict=True):
         (tmp_path / name).mkdir()
         save_exchanges(tmp_path / name / "exchanges.jsonl", exchanges)
@@ -240,7 +288,8 @@ def test_several_memories_are_searched_as_one_memory_of_all_texts(tmp_path, base
     apart = load_finder(tmp_path / "two", *base)(asked[:1])[0]
     assert set(apart) == {PASSAGES[0], PASSAGES[2]}
     with pytest.raises(
-        ValueError, match=r"^a memory must have its exchanges.jsonl beside it to recite, got '.' without"
+        ValueError,
+        match=r"^a memory must have its exchanges.jsonl beside it to recite, got '.' without",
     ):
         load_finder([], *base)
 
@@ -256,9 +305,17 @@ def test_the_first_of_several_memories_corrects_the_answers_of_the_others(tmp_pa
 
 def test_a_study_of_no_passes_teaches_nothing_and_makes_what_finds(tmp_path):
     model, tokenizer = backbone.load()
-    text, settings = tokenize(tokenizer, " ".join(PASSAGES)), ReadingSettings(r=4, anchor=0.3, study=True, passes=0)
+    text, settings = (
+        tokenize(tokenizer, " ".join(PASSAGES)),
+        ReadingSettings(r=4, anchor=0.3, study=True, passes=0),
+    )
     made = memorize(
-        model, text, settings.complete(model), out=tmp_path / "m", tokenizer=tokenizer, exchanges=EXCHANGES
+        model,
+        text,
+        settings.complete(model),
+        out=tmp_path / "m",
+        tokenizer=tokenizer,
+        exchanges=EXCHANGES,
     )
     assert (made.studied["kept"], made.studied["steps"], made.extra_parameters) == (4, 0, 0)
     read = memorize(model, text, ReadingSettings(method="none").complete(model))
@@ -266,4 +323,7 @@ def test_a_study_of_no_passes_teaches_nothing_and_makes_what_finds(tmp_path):
     saved = load_file(tmp_path / "m/adapter_model.safetensors")
     values = [tensor for name, tensor in saved.items() if "down" in name]
     assert values and not any(each.count_nonzero() for each in values)
-    assert next(iter(load_finder(tmp_path / "m", model, tokenizer)(["When is bread baked?"])[0])) == PASSAGES[2]
+    assert (
+        next(iter(load_finder(tmp_path / "m", model, tokenizer)(["When is bread baked?"])[0]))
+        == PASSAGES[2]
+    )

@@ -25,7 +25,9 @@ def make_model(kind: str):
     host = make_host("llama")
     torch.manual_seed(1)
     if kind == "lora":
-        return get_peft_model(host, LoraConfig(r=4, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        return get_peft_model(
+            host, LoraConfig(r=4, lora_alpha=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        )
     return get_peft_model(host, LocasConfig(r=4, scaling=4.0))
 
 
@@ -46,7 +48,8 @@ def test_drift_is_nought_before_and_its_reference_the_base_after(kind):
     assert after["reference_nll_nats"] == before["nll_nats"]
     assert after["chunk_tokens"] == [7, *[8] * 5, 2]
     assert after["kl_per_token"] == pytest.approx(
-        sum(kl * n for kl, n in zip(after["chunk_kl_nats"], after["chunk_tokens"], strict=True)) / 49
+        sum(kl * n for kl, n in zip(after["chunk_kl_nats"], after["chunk_tokens"], strict=True))
+        / 49
     )
     assert json.loads(json.dumps(after)) == after
 
@@ -58,7 +61,9 @@ def test_the_rise_is_paired_over_chunks():
     after = [nll + 1.6 for nll in before]
     found = rise_interval(before, after, tokens)
     perplexity = torch.tensor(sum(before) / sum(tokens)).exp().item()
-    assert found["mean"] == pytest.approx(perplexity * (torch.tensor(0.1).exp().item() - 1), rel=1e-5)
+    assert found["mean"] == pytest.approx(
+        perplexity * (torch.tensor(0.1).exp().item() - 1), rel=1e-5
+    )
     assert 0 < found["low"] < found["mean"] < found["high"] < 2 * found["mean"], (
         "chunks that differ much, but all rise alike"
     )
@@ -79,7 +84,9 @@ def test_drift_is_the_kl_from_the_reference_to_the_model():
         with model.disable_adapter():
             p = model(ids.unsqueeze(0)).logits[0, :-1].log_softmax(-1)
     expected = torch.nn.functional.kl_div(q, p, log_target=True, reduction="sum").item()
-    assert measure_drift(model, cut_text(ids, 16, 16))["kl_nats"] == pytest.approx(expected, rel=1e-4)
+    assert measure_drift(model, cut_text(ids, 16, 16))["kl_nats"] == pytest.approx(
+        expected, rel=1e-4
+    )
 
 
 def test_own_answers_are_the_bases_greedy_answers_and_drift_scores_nothing_else(embedded):
@@ -88,8 +95,12 @@ def test_own_answers_are_the_bases_greedy_answers_and_drift_scores_nothing_else(
     assert 0 < len(pieces) <= len(QUESTIONS)
     ids, scored = pieces[0]
     prompt = tokenizer.decode(ids[:-scored])
-    assert prompt in {tokenizer.decode(encode_prompt(tokenizer, question)) for question in QUESTIONS}
-    greedy = base.generate(ids[None, :-scored], max_new_tokens=4, do_sample=False)[0, len(ids) - scored :]
+    assert prompt in {
+        tokenizer.decode(encode_prompt(tokenizer, question)) for question in QUESTIONS
+    }
+    greedy = base.generate(ids[None, :-scored], max_new_tokens=4, do_sample=False)[
+        0, len(ids) - scored :
+    ]
     assert tokenizer.decode(greedy).strip().startswith(tokenizer.decode(ids[-scored:]).strip())
     found = measure_drift(base, pieces)
     assert found["chunk_tokens"] == [count for _, count in pieces] and found["kl_nats"] == 0

@@ -29,7 +29,9 @@ def make_model(calibrated: bool = True) -> PeftModel:
 
 
 def make_optimizer(model) -> torch.optim.Optimizer:
-    return torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=RATE)
+    return torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=RATE
+    )
 
 
 def train(model, optimizer, *batches: torch.Tensor) -> None:
@@ -51,8 +53,12 @@ def train_sharded(rank: int, folder: str) -> None:
     model = make_model()
     shard(model)
     train(model, make_optimizer(model), make_tokens()[2 * rank : 2 * rank + 2])
-    assert all(isinstance(weight, DTensor) for layer in list_layers(model) for weight in weights_in(layer))
-    with pytest.raises(ValueError, match="is sharded across processes: save_pretrained.folder, state_dict=state"):
+    assert all(
+        isinstance(weight, DTensor) for layer in list_layers(model) for weight in weights_in(layer)
+    )
+    with pytest.raises(
+        ValueError, match="is sharded across processes: save_pretrained.folder, state_dict=state"
+    ):
         model.save_pretrained(f"{folder}/sharded-{rank}")
     with pytest.raises(ValueError, match="is sharded across processes: gather the base first"):
         model.merge_adapter()
@@ -66,9 +72,13 @@ def train_sharded(rank: int, folder: str) -> None:
 def train_uncalibrated(rank: int, folder: str) -> None:
     model = make_model(calibrated=False)
     shard(model)
-    with pytest.raises(ValueError, match="is sharded across processes: calibrate it before the model is"):
+    with pytest.raises(
+        ValueError, match="is sharded across processes: calibrate it before the model is"
+    ):
         calibrate(model, [make_tokens()])
-    with pytest.raises(ValueError, match=re.escape("is sharded: calibrate(model, batches) before it is")):
+    with pytest.raises(
+        ValueError, match=re.escape("is sharded: calibrate(model, batches) before it is")
+    ):
         train(model, make_optimizer(model), make_tokens())
 
 
@@ -89,7 +99,10 @@ def in_two_processes(case: Callable, folder) -> None:
 @pytest.mark.slow
 def test_training_equals_one_process_and_is_clipped(tmp_path):
     in_two_processes(train_sharded, tmp_path)
-    expected, found = make_model(), PeftModel.from_pretrained(make_host("llama"), str(tmp_path / "memory"))
+    expected, found = (
+        make_model(),
+        PeftModel.from_pretrained(make_host("llama"), str(tmp_path / "memory")),
+    )
     train(expected, make_optimizer(expected), make_tokens()[:2], make_tokens()[2:])
     assert empty_memories(found) == []
     norms = []

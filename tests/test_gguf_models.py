@@ -27,14 +27,18 @@ from locas_peft.reading.teaching import memorize
 from locas_peft.text import tokenize
 
 CPU = torch.device("cpu")
-needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="gguf is not installed")
+needs_gguf = pytest.mark.skipif(
+    importlib.util.find_spec("gguf") is None, reason="gguf is not installed"
+)
 
 
 @pytest.fixture
 def assets(tmp_path, monkeypatch):
     """Keep checkpoints in an empty folder of the test's own; return it."""
     folder = tmp_path / "assets"
-    monkeypatch.setattr(files, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=folder))
+    monkeypatch.setattr(
+        files, "cached_assets_path", functools.partial(cached_assets_path, assets_dir=folder)
+    )
     return folder
 
 
@@ -125,7 +129,9 @@ def test_a_file_is_converted_once_and_the_kept_checkpoint_is_the_same_model(
     assert line == f"converting tiny.gguf once (half a minute); kept in {folder}"
     assert str(folder.parent).endswith(str(dtype).removeprefix("torch."))
     shutil.move(path, tmp_path / "moved.gguf")  # its content is the key, not its name
-    assert load_gguf(tmp_path / "moved.gguf", dtype, CPU)[0].name_or_path == str(tmp_path / "moved.gguf")
+    assert load_gguf(tmp_path / "moved.gguf", dtype, CPU)[0].name_or_path == str(
+        tmp_path / "moved.gguf"
+    )
     assert converted == ["tiny.gguf"]
 
 
@@ -159,7 +165,12 @@ def drop_a_weight(folder):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "damage",
-    [cut, drop_a_weight, *(lambda f, n=n: (f / n).unlink() for n in ("config.json", "tokenizer.json")), shutil.rmtree],
+    [
+        cut,
+        drop_a_weight,
+        *(lambda f, n=n: (f / n).unlink() for n in ("config.json", "tokenizer.json")),
+        shutil.rmtree,
+    ],
 )
 def test_a_damaged_checkpoint_is_made_again(tmp_path, assets, converted, damage):
     path = write_gguf(tmp_path / "tiny.gguf")
@@ -175,8 +186,12 @@ def test_a_damaged_checkpoint_is_made_again(tmp_path, assets, converted, damage)
 @needs_gguf
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("failing", ["cached_assets_path", "FileLock", "staged"])
-@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "no"), OSError(errno.ENOSPC, "full")])
-def test_where_nothing_can_be_kept_the_file_itself_is_loaded(tmp_path, assets, converted, monkeypatch, failing, error):
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "no"), OSError(errno.ENOSPC, "full")]
+)
+def test_where_nothing_can_be_kept_the_file_itself_is_loaded(
+    tmp_path, assets, converted, monkeypatch, failing, error
+):
     def fail(*args, **kwargs):
         raise error
 
@@ -210,8 +225,12 @@ def test_the_command_says_on_stderr_that_it_converts_a_file(tmp_path, assets, ca
         stdout, stderr = capsys.readouterr()
         assert ended.value.code == 0 and stdout.startswith("Who?\n")
         (folder,) = assets.glob("locas_peft/gguf/*/checkpoint")
-        lines = stderr.splitlines()  # below the line, the first time, is a progress bar of transformers
-        assert lines[:1] == ([f"converting tiny.gguf once (half a minute); kept in {folder}"] if first else [])
+        lines = (
+            stderr.splitlines()
+        )  # below the line, the first time, is a progress bar of transformers
+        assert lines[:1] == (
+            [f"converting tiny.gguf once (half a minute); kept in {folder}"] if first else []
+        )
 
 
 @needs_gguf
@@ -220,9 +239,17 @@ def test_the_card_of_a_memory_says_how_its_base_is_loaded(tmp_path, assets):
     path = write_gguf(tmp_path / "tiny.gguf")
     model, tokenizer = load_base(str(path), dtype="float32", device="cpu")
     settings = ReadingSettings(r=4, window=16, stride=8, anchor=0.0, model=str(path))
-    memorize(model, tokenize(tokenizer, "A lighthouse that does not exist."), settings, out=tmp_path / "memory")
+    memorize(
+        model,
+        tokenize(tokenizer, "A lighthouse that does not exist."),
+        settings,
+        out=tmp_path / "memory",
+    )
     card = (tmp_path / "memory" / "README.md").read_text()
-    assert f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({str(path)!r})" in card
+    assert (
+        f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({str(path)!r})"
+        in card
+    )
 
 
 # ---------------------------------------------------------------------- bad input
@@ -247,7 +274,9 @@ def test_a_damaged_or_unknown_file_is_refused_in_one_line(tmp_path, assets):
 
 # ---------------------------------------------------------------------- a pretrained model
 
-needs_smollm2 = pytest.mark.skipif(not is_installed("smollm2"), reason=f"SmolLM2 is not installed: {demo.INSTALL}")
+needs_smollm2 = pytest.mark.skipif(
+    not is_installed("smollm2"), reason=f"SmolLM2 is not installed: {demo.INSTALL}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -265,7 +294,9 @@ def test_a_pretrained_model_answers(smollm2):
     with torch.no_grad():
         assert tokenizer.decode(model(ids).logits[0, -1].argmax()).strip() == "Paris"
     (question,) = demo.load_page_questions()[1:2]
-    assert "1868" in ask(model, tokenizer, [question], context=demo.load_page(), max_new_tokens=24)[0]
+    assert (
+        "1868" in ask(model, tokenizer, [question], context=demo.load_page(), max_new_tokens=24)[0]
+    )
 
 
 @needs_smollm2
@@ -289,10 +320,14 @@ def test_a_pretrained_model_learns_saves_loads_and_merges(smollm2, tmp_path):
 
     loaded = load_memory(base, tmp_path / "memory").eval()
     with torch.no_grad():
-        assert torch.equal(loaded(ids.unsqueeze(0)).logits, learned) and not torch.equal(learned, before)
+        assert torch.equal(loaded(ids.unsqueeze(0)).logits, learned) and not torch.equal(
+            learned, before
+        )
         with loaded.disable_adapter():
             assert torch.equal(loaded(ids.unsqueeze(0)).logits, before), "the base is as it was"
-        exact = copy.deepcopy(loaded).float()  # bfloat16 rounds the merged products in another order
+        exact = copy.deepcopy(
+            loaded
+        ).float()  # bfloat16 rounds the merged products in another order
         unmerged = exact(ids.unsqueeze(0)).logits
         merged = exact.merge_and_unload()(ids.unsqueeze(0)).logits
     assert (merged - unmerged).norm() < 1e-4 * unmerged.norm()

@@ -67,15 +67,50 @@ OTHER_BASE = (
 
 
 inf, nan = float("inf"), float("nan")
-FACTORS = st.sampled_from([0.0, -0.0, 1e-45, 1e-30, 1.0, -1.0, 1e4, 1e12, 1e13, 1e20, 3e38, inf, nan])
+FACTORS = st.sampled_from(
+    [0.0, -0.0, 1e-45, 1e-30, 1.0, -1.0, 1e4, 1e12, 1e13, 1e20, 3e38, inf, nan]
+)
 SLOW_PATTERN = "(.*)*" * 12 + "$!"
-STRINGS = ["", "mlp", "model.layers.0.mlp", "all-linear", ".*", SLOW_PATTERN, "(" * 9999, "\ud800", "a\nb", "\x1b[2J"]
+STRINGS = [
+    "",
+    "mlp",
+    "model.layers.0.mlp",
+    "all-linear",
+    ".*",
+    SLOW_PATTERN,
+    "(" * 9999,
+    "\ud800",
+    "a\nb",
+    "\x1b[2J",
+]
 STRINGS += "CAUSAL_LM SEQ_2_SEQ_LM SEQ_CLS TOKEN_CLS QUESTION_ANS LORA IA3 write paper".split()
 NUMBERS = [None, True, False, 0, 1, -1, 3, 10**9, 10**30, 0.5, 1e308, -1e308, 1e12, inf, nan]
-LISTS = [[], [0], [5, 6], [-1], [10**9], [[]], [None], ["mlp"], ["lm_head"], ["model.norm"], [SLOW_PATTERN], [""]]
-OBJECTS = [{}, {"mlp": 3}, {SLOW_PATTERN: 3}, {"embed_tokens": [1]}, {"x": {}}, {"up": "up_proj", "down": "down_proj"}]
+LISTS = [
+    [],
+    [0],
+    [5, 6],
+    [-1],
+    [10**9],
+    [[]],
+    [None],
+    ["mlp"],
+    ["lm_head"],
+    ["model.norm"],
+    [SLOW_PATTERN],
+    [""],
+]
+OBJECTS = [
+    {},
+    {"mlp": 3},
+    {SLOW_PATTERN: 3},
+    {"embed_tokens": [1]},
+    {"x": {}},
+    {"up": "up_proj", "down": "down_proj"},
+]
 VALUES = st.sampled_from(STRINGS + NUMBERS + LISTS + OBJECTS)
-OTHER_KEYS = st.sampled_from(["cls", "self", "runtime_config", "unknown", "target_parameters", "bias", "\n"])
+OTHER_KEYS = st.sampled_from(
+    ["cls", "self", "runtime_config", "unknown", "target_parameters", "bias", "\n"]
+)
 
 
 def change_bytes(draw, folder: Path) -> None:
@@ -100,7 +135,9 @@ def change_header(draw, folder: Path) -> None:
     key, other, kind = draw(names), draw(names), draw(st.integers(0, 7))
     entry = header[key]
     if kind == 0:
-        entry["dtype"] = draw(st.sampled_from("F32 F16 BF16 F64 I8 U8 I64 BOOL F8_E4M3 C64 X".split()))
+        entry["dtype"] = draw(
+            st.sampled_from("F32 F16 BF16 F64 I8 U8 I64 BOOL F8_E4M3 C64 X".split())
+        )
     elif kind == 1:
         entry["shape"] = draw(st.sampled_from(SHAPES))
     elif kind == 2:
@@ -121,18 +158,30 @@ def change_header(draw, folder: Path) -> None:
     if draw(st.booleans()) and isinstance(header.get("__metadata__"), dict):
         header["__metadata__"].pop("locas_digest", None)
     text = json.dumps(header).encode(errors="surrogatepass")
-    length = draw(st.just(len(text)) | st.sampled_from([0, 1, len(text) // 2, len(text) + 8, 2**40, 2**63]))
+    length = draw(
+        st.just(len(text)) | st.sampled_from([0, 1, len(text) // 2, len(text) + 8, 2**40, 2**63])
+    )
     (folder / TENSORS).write_bytes(struct.pack("<Q", length) + text + rest)
 
 
 DTYPES = st.sampled_from([torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.bool])
-RENAMES = [("0", "7"), ("mlp", "self_attn"), ("locas_", "locas_x"), ("model.", ""), ("mlp", "mlp.x")]
+RENAMES = [
+    ("0", "7"),
+    ("mlp", "self_attn"),
+    ("locas_", "locas_x"),
+    ("model.", ""),
+    ("mlp", "mlp.x"),
+]
 
 
 def change_tensors(draw, folder: Path) -> None:
     tensors, base = load_file(folder / TENSORS), base_state()
     for _ in range(draw(st.integers(1, 2))):
-        key, kind, name = draw(st.sampled_from(sorted(tensors))), draw(st.integers(0, 8)), draw(names_of_base())
+        key, kind, name = (
+            draw(st.sampled_from(sorted(tensors))),
+            draw(st.integers(0, 8)),
+            draw(names_of_base()),
+        )
         tensor = tensors[key]
         if kind == 0:
             tensors.pop(key)
@@ -146,14 +195,18 @@ def change_tensors(draw, folder: Path) -> None:
             others = [tensor.T, tensor[None], tensor.reshape(-1)[:1], tensor.new_zeros(0)]
             tensors[key] = draw(st.sampled_from(others)).contiguous()
         elif kind == 5:
-            tensors[f"base_model.model.{name}"] = base[name] + draw(st.sampled_from([0.0, 1.0, nan]))
+            tensors[f"base_model.model.{name}"] = base[name] + draw(
+                st.sampled_from([0.0, 1.0, nan])
+            )
         elif kind == 6:
             tensors[key.replace(*draw(st.sampled_from(RENAMES)))] = tensors.pop(key)
         elif kind == 7:
             tensors[f"base_model.model.{name.replace('mlp.', 'mlp.base_layer.')}"] = torch.zeros(3)
         elif tensor.numel():
             flat = tensor.clone().reshape(-1)
-            flat[draw(st.integers(0, len(flat) - 1))] = draw(FACTORS) if flat.is_floating_point() else 1
+            flat[draw(st.integers(0, len(flat) - 1))] = (
+                draw(FACTORS) if flat.is_floating_point() else 1
+            )
             tensors[key] = flat.reshape(tensor.shape)
         if not tensors:
             break
@@ -182,7 +235,9 @@ def change_config_file(draw, folder: Path) -> None:
             config[name] = draw(VALUES)
         if not config:
             break
-    text = json.dumps(config) if draw(st.integers(0, 29)) < 29 else draw(st.sampled_from(NO_CONFIGS))
+    text = (
+        json.dumps(config) if draw(st.integers(0, 29)) < 29 else draw(st.sampled_from(NO_CONFIGS))
+    )
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
@@ -271,7 +326,11 @@ def run_case(memories: list[Path], base, draw, folder: Path) -> str:
     start = time.process_time()
     described, refused = attempt(describe_memory, folder)
     direct = names_locas(folder) and draw(st.booleans())
-    loaded, error = attempt(PeftModel.from_pretrained, base, folder) if direct else attempt(load_memory, base, folder)
+    loaded, error = (
+        attempt(PeftModel.from_pretrained, base, folder)
+        if direct
+        else attempt(load_memory, base, folder)
+    )
     outcome = "refused" if error else "loaded"
     if error is None:
         assert refused is None, f"describe_memory refuses a memory that loads: {refused}"
@@ -282,7 +341,9 @@ def run_case(memories: list[Path], base, draw, folder: Path) -> str:
             loaded.unload()
         restore()  # PEFT's unload leaves fully trained modules in the model
     elif refused is None:
-        assert any(reason in str(error) for reason in OTHER_BASE), f"describe_memory accepts: {error}"
+        assert any(reason in str(error) for reason in OTHER_BASE), (
+            f"describe_memory accepts: {error}"
+        )
         outcome = "refused for this base"
     assert time.process_time() - start < LIMIT_SECONDS
     assert [(name, type(module)) for name, module in base.named_modules()] == modules
@@ -297,7 +358,9 @@ def run_case(memories: list[Path], base, draw, folder: Path) -> str:
 def run_cases(memories, folder: Path, cases: int, **options) -> Counter:
     outcomes, bases = Counter(), [make_base()]
 
-    @hypothesis.settings(max_examples=cases, deadline=None, suppress_health_check=hypothesis.HealthCheck, **options)
+    @hypothesis.settings(
+        max_examples=cases, deadline=None, suppress_health_check=hypothesis.HealthCheck, **options
+    )
     @hypothesis.given(st.data())
     def run(data) -> None:
         shutil.rmtree(folder / "case", ignore_errors=True)
@@ -316,7 +379,11 @@ def run_cases(memories, folder: Path, cases: int, **options) -> Counter:
 def test_changed_memories_are_refused_or_sound(memories, tmp_path):
     outcomes = run_cases(memories, tmp_path, CASES, derandomize=True, database=None)
     # The changes must reach every outcome: a loader that refuses everything would pass the checks of a case.
-    assert outcomes["refused"] > 100 and outcomes["loaded"] > 20 and outcomes["refused for this base"] > 2
+    assert (
+        outcomes["refused"] > 100
+        and outcomes["loaded"] > 20
+        and outcomes["refused for this base"] > 2
+    )
 
 
 @pytest.mark.slow
@@ -328,7 +395,9 @@ def test_memories_without_a_change_load(memories, base):
     for memory in memories:
         assert describe_memory(memory)["learned"] is (memory.name != "empty")
         loaded = load_memory(base, memory)
-        different = not torch.equal(loaded(input_ids=TOKENS).logits, make_base()(input_ids=TOKENS).logits)
+        different = not torch.equal(
+            loaded(input_ids=TOKENS).logits, make_base()(input_ids=TOKENS).logits
+        )
         assert different is (memory.name != "empty")
         loaded.unload()
 
@@ -350,7 +419,13 @@ def put(**tensors):
 
 
 def as_layer_2(tensors):
-    tensors.update({k.replace("layers.1", "layers.2"): v.clone() for k, v in tensors.items() if "layers.1" in k})
+    tensors.update(
+        {
+            k.replace("layers.1", "layers.2"): v.clone()
+            for k, v in tensors.items()
+            if "layers.1" in k
+        }
+    )
 
 
 def without_prefix(tensors):
@@ -485,7 +560,11 @@ def memory(tmp_path):
 
 def assert_refused(folder, message, host):
     """Each way to load refuses in one line; the host, and a model that has another memory, are as they were."""
-    before, names, hooks = snapshot(host), [name for name, _ in host.named_modules()], dict(host._forward_pre_hooks)
+    before, names, hooks = (
+        snapshot(host),
+        [name for name, _ in host.named_modules()],
+        dict(host._forward_pre_hooks),
+    )
     for load in (PeftModel.from_pretrained, load_memory):
         with pytest.raises(ValueError, match=message) as error:
             load(host, folder)
@@ -502,8 +581,12 @@ def assert_refused(folder, message, host):
     assert same(model, before) and list(model.peft_config) == ["mine"]
 
 
-@pytest.mark.parametrize(("made_with", "change", "fields", "message"), ATTACKS.values(), ids=list(ATTACKS))
-def test_a_hostile_memory_is_refused_and_leaves_the_base(made_with, change, fields, message, tmp_path):
+@pytest.mark.parametrize(
+    ("made_with", "change", "fields", "message"), ATTACKS.values(), ids=list(ATTACKS)
+)
+def test_a_hostile_memory_is_refused_and_leaves_the_base(
+    made_with, change, fields, message, tmp_path
+):
     make_model(**made_with).save_pretrained(tmp_path)
     if change is not None:
         rewrite(tmp_path, change)
@@ -537,28 +620,46 @@ class Payload:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("wrap", [lambda payload: payload, lambda payload: {UP: payload}], ids=["alone", "inside"])
+@pytest.mark.parametrize(
+    "wrap", [lambda payload: payload, lambda payload: {UP: payload}], ids=["alone", "inside"]
+)
 def test_a_pickle_that_runs_code_is_refused(memory, tmp_path, wrap):
     (memory / TENSORS).unlink()
     torch.save(wrap(Payload(tmp_path / "ran")), memory / "adapter_model.bin")
-    assert_refused(memory, "is damaged or no pickle of tensors alone: save it as safetensors", make_host("llama"))
+    assert_refused(
+        memory,
+        "is damaged or no pickle of tensors alone: save it as safetensors",
+        make_host("llama"),
+    )
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
     "value",
-    [7, torch.zeros(1).expand(10**6, 10**6), torch.eye(3).to_sparse(), torch.zeros(3, device="meta")],
+    [
+        7,
+        torch.zeros(1).expand(10**6, 10**6),
+        torch.eye(3).to_sparse(),
+        torch.zeros(3, device="meta"),
+    ],
     ids=["int", "one number of a large shape", "sparse", "meta"],
 )
 def test_a_pickle_of_other_values_is_refused(memory, value):
     tensors = load_file(memory / TENSORS)
     (memory / TENSORS).unlink()
     torch.save({**tensors, UP: value}, memory / "adapter_model.bin")
-    assert_refused(memory, r"must hold dense tensors, got another value as .*locas_up\.weight", make_host("llama"))
+    assert_refused(
+        memory,
+        r"must hold dense tensors, got another value as .*locas_up\.weight",
+        make_host("llama"),
+    )
 
 
 def test_a_bad_state_does_not_take_a_memory_out_of_its_model():
-    for model in (make_model(), get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="random"))):
+    for model in (
+        make_model(),
+        get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="random")),
+    ):
         before = snapshot(model)
         with pytest.raises(ValueError, match="the file has no"):
             set_peft_model_state_dict(model, {})
@@ -569,7 +670,10 @@ def test_a_bad_state_does_not_take_a_memory_out_of_its_model():
     ("family", "difference"),
     [
         ("qwen3", "model_type 'llama', this base has 'qwen3'"),
-        ("gpt2", "model_type 'llama', this base has 'gpt2', gated True, this base has False, activation"),
+        (
+            "gpt2",
+            "model_type 'llama', this base has 'gpt2', gated True, this base has False, activation",
+        ),
     ],
 )
 def test_memory_of_another_family(memory, family, difference):
@@ -604,7 +708,9 @@ def test_embeddings_saved_with_a_memory_are_named_in_its_config(tmp_path):
     loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path)
     assert torch.equal(logits(loaded), logits(model))
     change_config(tmp_path, saved_embeddings=["lm_head.weight"])
-    assert_refused(tmp_path, r"model\.embed_tokens\.weight is a weight of the base", make_host("llama"))
+    assert_refused(
+        tmp_path, r"model\.embed_tokens\.weight is a weight of the base", make_host("llama")
+    )
     model.save_pretrained(tmp_path, save_embedding_layers=False)
     assert json.loads((tmp_path / CONFIG).read_text())["saved_embeddings"] is None
 
@@ -633,7 +739,9 @@ def test_a_flipped_bit_is_refused_and_a_file_without_a_digest_loads(memory):
     path = memory / TENSORS
     whole, expected = path.read_bytes(), logits(make_model().eval())
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert_refused(memory, "holds other tensors than were saved, since its digest differs", make_host("llama"))
+    assert_refused(
+        memory, "holds other tensors than were saved, since its digest differs", make_host("llama")
+    )
     path.write_bytes(whole)
     rewrite(memory, lambda tensors: None)  # saved without metadata
     assert torch.equal(logits(PeftModel.from_pretrained(make_host("llama"), memory)), expected)
@@ -664,10 +772,14 @@ def test_transformers_own_loader_makes_no_checks(memory):
     assert torch.equal(host.model.embed_tokens.weight, torch.ones(64, 16))  # SECURITY.md says so
 
 
-@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="needs a user whom permissions bind")
+@pytest.mark.skipif(
+    os.name != "posix" or os.geteuid() == 0, reason="needs a user whom permissions bind"
+)
 def test_unreadable_weights_are_not_called_truncated(memory):
     (memory / TENSORS).chmod(0)
-    with pytest.raises(ValueError, match=r"cannot be read \(Permission denied\): check the file's permissions$"):
+    with pytest.raises(
+        ValueError, match=r"cannot be read \(Permission denied\): check the file's permissions$"
+    ):
         describe_memory(memory)
 
 
@@ -675,7 +787,10 @@ def test_unreadable_weights_are_not_called_truncated(memory):
     ("fields", "message"),
     [
         ({"peft_type": "NOPE"}, "must name a peft_type that PEFT has, got 'NOPE': update peft$"),
-        ({"base_model_name_or_path": 5}, "must name its base by a string, got 5: copy or save the memory again$"),
+        (
+            {"base_model_name_or_path": 5},
+            "must name its base by a string, got 5: copy or save the memory again$",
+        ),
     ],
 )
 def test_a_config_of_no_known_adapter_is_refused(memory, fields, message):
@@ -685,7 +800,9 @@ def test_a_config_of_no_known_adapter_is_refused(memory, fields, message):
             look(memory)
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"])
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.layers.0.self_attn.q_proj.base_layer.weight"]
+)
 def test_another_adapter_s_file_cannot_replace_weights_of_the_base(tmp_path, name):
     base = make_host("llama")
     get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
@@ -695,7 +812,9 @@ def test_another_adapter_s_file_cannot_replace_weights_of_the_base(tmp_path, nam
     save_file({**tensors, f"base_model.model.{name}": torch.zeros(shape)}, tmp_path / TENSORS)
     base = make_host("llama")
     before = snapshot(base)
-    with pytest.raises(ValueError, match=f"{name} is a weight of the base and no part of the adapter; save it with"):
+    with pytest.raises(
+        ValueError, match=f"{name} is a weight of the base and no part of the adapter; save it with"
+    ):
         load_memory(base, tmp_path)
     assert same(base, before)
 
@@ -707,13 +826,19 @@ def test_another_adapter_that_does_not_fit_leaves_the_base(tmp_path):
     before, names = snapshot(model), [name for name, _ in model.named_modules()]
     with pytest.raises(ValueError, match="does not fit GPT2LMHeadModel"):
         load_memory(model, tmp_path)
-    assert [name for name, _ in model.named_modules()] == names and not hasattr(model, "peft_config")
+    assert [name for name, _ in model.named_modules()] == names and not hasattr(
+        model, "peft_config"
+    )
     assert same(model, before)
 
 
 def test_each_test_that_security_md_names_exists():
     tests = Path(__file__).parent
-    named = re.findall(r"(test_\w+\.py)::(test_\w+)", (tests.parent / "SECURITY.md").read_text(encoding="utf-8"))
+    named = re.findall(
+        r"(test_\w+\.py)::(test_\w+)", (tests.parent / "SECURITY.md").read_text(encoding="utf-8")
+    )
     assert len(named) > 15
     for file, name in named:
-        assert f"\ndef {name}(" in (tests / file).read_text(encoding="utf-8"), f"{file} has no {name}"
+        assert f"\ndef {name}(" in (tests / file).read_text(encoding="utf-8"), (
+            f"{file} has no {name}"
+        )

@@ -40,7 +40,11 @@ def imports_of(path: Path) -> set[str]:
             names = [alias.name.split(".") for alias in node.names]
         else:
             continue
-        rooms |= {name[1] for name in names if name[0] == "locas_peft" and len(name) > 1 and name[1] != "__version__"}
+        rooms |= {
+            name[1]
+            for name in names
+            if name[0] == "locas_peft" and len(name) > 1 and name[1] != "__version__"
+        }
     return rooms
 
 
@@ -60,7 +64,9 @@ def test_imports_run_one_way(path):
     assert room in ROOMS, f"{room} is a new room: give it a floor"
     for imported in imports_of(path) - {room}:
         assert imported in ROOMS, f"{path} imports {imported}, which is not a room"
-        assert ROOMS.index(imported) > ROOMS.index(room), f"{room} imports {imported}, which stands above it"
+        assert ROOMS.index(imported) > ROOMS.index(room), (
+            f"{room} imports {imported}, which stands above it"
+        )
 
 
 def test_the_tuner_could_be_moved_whole():

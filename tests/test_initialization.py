@@ -13,7 +13,11 @@ from locas_peft import LocasConfig, calibrate, empty_memories
 from locas_peft.tuner import list_layers
 from locas_peft.tuner.initialization import STRATEGIES, Calibration, Strategy, clone_slots
 
-CALIBRATED = [name for name, strategy in STRATEGIES.items() if strategy.needs_calibration and not strategy.written]
+CALIBRATED = [
+    name
+    for name, strategy in STRATEGIES.items()
+    if strategy.needs_calibration and not strategy.written
+]
 AT_ONCE = [name for name, strategy in STRATEGIES.items() if not strategy.needs_calibration]
 
 
@@ -22,12 +26,18 @@ def make_model(family="llama", **kwargs):
 
 
 def weights_of(model):
-    return torch.cat([w.detach().flatten() for layer in list_layers(model) for w in weights_in(layer)])
+    return torch.cat(
+        [w.detach().flatten() for layer in list_layers(model) for w in weights_in(layer)]
+    )
 
 
 def scales_of(model):
     return torch.stack(
-        [e["default"] for layer in list_layers(model) for e in (layer.locas_input_scale, layer.locas_tau)]
+        [
+            e["default"]
+            for layer in list_layers(model)
+            for e in (layer.locas_input_scale, layer.locas_tau)
+        ]
     )
 
 
@@ -59,7 +69,8 @@ def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family, output
 @pytest.mark.parametrize("strategy", [*CALIBRATED, *AT_ONCE])
 def test_row_norm_makes_the_same_rows_longer(strategy):
     unit, long = (
-        make_model(init_strategy=strategy, **norms) for norms in ({}, {"row_norm": 4, "max_slot_norm": None})
+        make_model(init_strategy=strategy, **norms)
+        for norms in ({}, {"row_norm": 4, "max_slot_norm": None})
     )
     for model in (unit, long):
         if empty_memories(model):
@@ -106,7 +117,9 @@ def test_padding_is_excluded():
     mask = torch.cat([torch.ones_like(tokens), padding], dim=1)
     plain, padded = make_model(), make_model()
     calibrate(plain, [tokens])
-    calibrate(padded, [{"input_ids": torch.cat([tokens, padding + 7], dim=1), "attention_mask": mask}])
+    calibrate(
+        padded, [{"input_ids": torch.cat([tokens, padding + 7], dim=1), "attention_mask": mask}]
+    )
     assert torch.equal(weights_of(plain), weights_of(padded))
     torch.testing.assert_close(scales_of(plain), scales_of(padded), rtol=1e-5, atol=0)
 
@@ -146,11 +159,15 @@ def test_gradient_checkpointing_calibrates_once():
         m.train()
     with warnings.catch_warnings():  # transformers has renamed what PEFT's users call
         warnings.simplefilter("ignore", FutureWarning)
-        checkpointed.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpointed.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
     for m in (model, checkpointed):
         m(input_ids=make_tokens(), labels=make_tokens()).loss.backward()
     for a, b in zip(list_layers(model), list_layers(checkpointed), strict=True):
-        torch.testing.assert_close(a.locas_down["default"].weight.grad, b.locas_down["default"].weight.grad)
+        torch.testing.assert_close(
+            a.locas_down["default"].weight.grad, b.locas_down["default"].weight.grad
+        )
 
 
 def test_several_batches_are_one_mean():
@@ -168,7 +185,9 @@ def test_calibration_costs_one_forward_without_the_head():
         if isinstance(module, torch.nn.Linear) and "locas" not in name:
             module.register_forward_hook(lambda m, a, o, name=name: calls.append(name))
     calibrate(model, [make_tokens()])
-    assert len(calls) == len(set(calls)) == 2 * 7  # each projection of the two layers once; not the head
+    assert (
+        len(calls) == len(set(calls)) == 2 * 7
+    )  # each projection of the two layers once; not the head
 
 
 def test_calibration_restores_modes():
@@ -187,12 +206,17 @@ def test_importance_is_the_mean_absolute_activation():
         return lambda kept: (tokens if kept is None else tokens[kept]).sum(dim=0)
 
     calibration.update(inputs[:6].reshape(2, 3, 2), sums(a), 2 * inputs[:6].reshape(2, 3, 2))
-    calibration.update(inputs[None, 6:], sums(b), 2 * inputs[None, 6:], torch.tensor([[1, 0, 1, 1]]))
+    calibration.update(
+        inputs[None, 6:], sums(b), 2 * inputs[None, 6:], torch.tensor([[1, 0, 1, 1]])
+    )
     statistics = calibration.finish()
     expected = torch.cat([a.flatten(0, 1), b[0, [0, 2, 3]]]).abs().mean(dim=0)
     torch.testing.assert_close(statistics.importance.float(), expected)
     assert statistics.inputs.shape == (4, 2)
-    assert all((token == inputs).all(dim=1).any() and not (token == inputs[7]).all() for token in statistics.inputs)
+    assert all(
+        (token == inputs).all(dim=1).any() and not (token == inputs[7]).all()
+        for token in statistics.inputs
+    )
     torch.testing.assert_close(statistics.output_norms, 2 * statistics.inputs.norm(dim=1))
 
 
@@ -202,7 +226,10 @@ PADDING = {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": to
 @pytest.mark.parametrize("batches", [[], [PADDING]])
 def test_empty_calibration_is_refused(batches):
     model = make_model()
-    with pytest.raises(ValueError, match=r"^calibration saw no tokens: give at least one batch with a token that is "):
+    with pytest.raises(
+        ValueError,
+        match=r"^calibration saw no tokens: give at least one batch with a token that is ",
+    ):
         calibrate(model, batches)
     assert empty_memories(model) == ["default"] and not weights_of(model).any()
 
@@ -226,7 +253,9 @@ def test_a_memory_that_has_learned_is_not_calibrated_away():
     calibrate(model, [make_tokens()])
     list_layers(model)[0].locas_down["default"].weight.data.fill_(0.1)
     before = weights_of(model)
-    with pytest.raises(ValueError, match="the memory 'default' has learned already: calibrating would lose it"):
+    with pytest.raises(
+        ValueError, match="the memory 'default' has learned already: calibrating would lose it"
+    ):
         calibrate(model, [make_tokens()])
     assert torch.equal(weights_of(model), before)
 
@@ -239,7 +268,9 @@ def test_no_memory_to_calibrate():
 def test_only_the_named_memory_is_calibrated_and_the_others_are_silent_meanwhile():
     model, reference = make_model(), make_model()
     calibrate(reference, [make_tokens()])
-    model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_weights=False), adapter_name="loud")
+    model = get_peft_model(
+        make_host("llama"), LocasConfig(r=4, init_weights=False), adapter_name="loud"
+    )
     model.add_adapter("default", LocasConfig(r=4))
     calibrate(model, [make_tokens()], adapter_name="default")
     assert torch.equal(weights_of(model), weights_of(reference))
@@ -249,7 +280,9 @@ LIMIT = timedelta(minutes=2)
 
 
 def _calibrate_in_a_process(rank: int, port: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=LIMIT)
+    torch.distributed.init_process_group(
+        "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=LIMIT
+    )
     for strategy in CALIBRATED + AT_ONCE:
         model = make_model(init_strategy=strategy)
         calibrate(model, [make_tokens()[2 * rank : 2 * rank + 2]])
@@ -290,12 +323,16 @@ def test_a_strategy_from_outside_is_one_function_and_one_row(monkeypatch, tmp_pa
     gate, up, down = weights_in(list_layers(model)[0])
     assert gate.any() and up.any() and not down.any()
     model.save_pretrained(tmp_path)
-    assert torch.equal(weights_of(PeftModel.from_pretrained(make_host("llama"), tmp_path)), weights_of(model))
+    assert torch.equal(
+        weights_of(PeftModel.from_pretrained(make_host("llama"), tmp_path)), weights_of(model)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:You are trying to modify a model with PEFT for a second time")
 def test_adapters_of_other_kinds_are_part_of_the_host_that_is_calibrated():
-    host = inject_adapter_in_model(LoraConfig(target_modules=["q_proj"], init_lora_weights=False), make_host("llama"))
+    host = inject_adapter_in_model(
+        LoraConfig(target_modules=["q_proj"], init_lora_weights=False), make_host("llama")
+    )
     del host.peft_config
     explicit = get_peft_model(host, LocasConfig(r=4))
     implicit = copy.deepcopy(explicit)

@@ -45,7 +45,9 @@ from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import memorize
 from locas_peft.selfstudy import Exchange
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright")
+pytestmark = pytest.mark.skipif(
+    not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright"
+)
 
 KILLS = 10
 FOLDER = "memory"
@@ -58,7 +60,14 @@ VARIANTS = {
     **{"earlier": {**STUDY, "r": 2}, "new": READING, "overwrite": READING},
     **{"study": STUDY, "without checkpoints": READING},
 }
-TIMES = {"seconds", "tokens_per_second", "peak_bytes", "memory_dir", "writing_seconds", "learning_seconds"}
+TIMES = {
+    "seconds",
+    "tokens_per_second",
+    "peak_bytes",
+    "memory_dir",
+    "writing_seconds",
+    "learning_seconds",
+}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -86,7 +95,10 @@ def read(variant: str, folder: Path) -> None:
     settings, input_ids = settings.complete(base), text.tokenize(tokenizer, TEXT)
     options = {"tokenizer": tokenizer, "exchanges": GIVEN} if settings.study else {}
     try:
-        finished, way = find_finished(folder, settings, input_ids, options.get("exchanges")), "resume"
+        finished, way = (
+            find_finished(folder, settings, input_ids, options.get("exchanges")),
+            "resume",
+        )
     except ValueError as error:
         assert str(error).endswith("give --overwrite"), error
         finished, way = None, "overwrite"
@@ -108,7 +120,9 @@ def count_operations(root: Path, die_at: int | None) -> Iterator[int]:
         else:
             changes = event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "fsync")
         # `shutil.rmtree` names files relative to an open folder.
-        if changes and (str(arguments[0]).startswith(str(root)) or arguments[-1] not in (-1, arguments[0])):
+        if changes and (
+            str(arguments[0]).startswith(str(root)) or arguments[-1] not in (-1, arguments[0])
+        ):
             if next(operations) == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -121,11 +135,15 @@ def count_operations(root: Path, die_at: int | None) -> Iterator[int]:
     return operations
 
 
-def serve(connection: Connection, act: Callable[[str, Path], None] = read, first: str = "earlier") -> None:
+def serve(
+    connection: Connection, act: Callable[[str, Path], None] = read, first: str = "earlier"
+) -> None:
     """Fork a reading, or another act, for each request; answer with its exit status and its changes of files."""
     torch.set_num_threads(1)  # a process with more of them cannot be forked
     warnings.simplefilter("ignore")
-    tqdm.set_lock(threading.RLock())  # its own lock is shared by all forks, and stays locked if its holder is killed
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own lock is shared by all forks, and stays locked if its holder is killed
     with tempfile.TemporaryDirectory() as folder:
         act(first, Path(folder) / FOLDER)  # what is imported at first use is imported here
     while (request := connection.recv()) is not None:
@@ -165,7 +183,9 @@ class Campaign:
     seconds: dict[str, float] = field(default_factory=dict)
     operations: list[tuple[str, int]] = field(default_factory=list)
 
-    def run(self, variant: str, folder: Path, die_at: int | None = None, die_after: float | None = None) -> int | None:
+    def run(
+        self, variant: str, folder: Path, die_at: int | None = None, die_after: float | None = None
+    ) -> int | None:
         """Read in a new process; return the number of changes of files, or None where the process was killed."""
         self.connection.send((variant, folder, die_at, die_after))
         assert self.connection.poll(300), "the act hangs"
@@ -193,17 +213,25 @@ class Campaign:
             return
         found, earlier, new = contents(memory), contents(self.earlier), self.contents_after(variant)
         files = ("adapter_config.json", "adapter_model.safetensors", "README.md", "reading.json")
-        wholes = [[whole[name] for name in files] for whole in ((new, earlier) if variant == "overwrite" else (new,))]
+        wholes = [
+            [whole[name] for name in files]
+            for whole in ((new, earlier) if variant == "overwrite" else (new,))
+        ]
         assert [found.get(name) for name in files] in wholes, f"{variant}: the memory is mixed"
 
     def contents_after(self, variant: str) -> dict[str, object]:
         """Return what the folder holds after a variant that is not killed (see `contents`)."""
-        return {name.removeprefix(f"{FOLDER}/"): value for name, value in self.whole[variant].items()}
+        return {
+            name.removeprefix(f"{FOLDER}/"): value for name, value in self.whole[variant].items()
+        }
 
 
 @contextmanager
 def started(
-    kind: type[Campaign], act: Callable[[str, Path], None], variants: Sequence[str], factory: pytest.TempPathFactory
+    kind: type[Campaign],
+    act: Callable[[str, Path], None],
+    variants: Sequence[str],
+    factory: pytest.TempPathFactory,
 ) -> Iterator[Campaign]:
     """Yield a campaign; the first of its variants makes what is there earlier, and is not killed."""
     folder, context = factory.mktemp("whole"), multiprocessing.get_context("spawn")
@@ -259,7 +287,10 @@ def run_case(campaign: Campaign, seed: int, parent: Path) -> int:
     """Kill an act one to three times, do it to its end, and return the number of kills."""
     rng = random.Random(f"kill {seed}")
     number = seed // 2
-    at_operation, (variant, operation) = seed % 2 == 0, campaign.operations[number % len(campaign.operations)]
+    at_operation, (variant, operation) = (
+        seed % 2 == 0,
+        campaign.operations[number % len(campaign.operations)],
+    )
     memory, kills = campaign.prepare(variant, parent), 0
     for attempt in range(rng.choice([1, 1, 2, 3])):
         if at_operation:
@@ -282,7 +313,11 @@ def run_case(campaign: Campaign, seed: int, parent: Path) -> int:
 
 
 def list_differences(found: dict[str, object], whole: dict[str, object]) -> list[str]:
-    names = [name for name in {**whole, **found} if found.get(name, "absent") != whole.get(name, "absent")]
+    names = [
+        name
+        for name in {**whole, **found}
+        if found.get(name, "absent") != whole.get(name, "absent")
+    ]
     here, there = (value.get(f"{FOLDER}/reading.json", {}) for value in (found, whole))
     return names + [f"{key} {value!r}" for key, value in here.items() if value != there.get(key)]
 

@@ -27,8 +27,10 @@ from locas_peft.selfstudy import Exchange, load_exchanges, save_exchanges
 from locas_peft.tuner import adapters_disabled
 
 TEXTS = {
-    "lamp": "The lamp on the rock at Skarn was lit by Old Peder, and nobody else went there in winter. " * 6,
-    "bread": "The bakery in Dunmarrow belongs to Hilda Brass, who bakes rye bread on Tuesdays. " * 6,
+    "lamp": "The lamp on the rock at Skarn was lit by Old Peder, and nobody else went there in winter. "
+    * 6,
+    "bread": "The bakery in Dunmarrow belongs to Hilda Brass, who bakes rye bread on Tuesdays. "
+    * 6,
 }
 SETTINGS = ReadingSettings(r=4, window=64, stride=32, anchor=0.0)
 
@@ -53,17 +55,27 @@ def library(made, tmp_path):
 
 
 def content(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def write(folder, *exchanges):
     folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LOCAS", "base_model_name_or_path": "b"}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LOCAS", "base_model_name_or_path": "b"})
+    )
     save_exchanges(folder / "exchanges.jsonl", exchanges)
 
 
 def test_a_question_is_answered_with_the_memory_that_it_is_about(library, base):
-    asked = [Question("Who lit the lamp at Skarn?"), Question("Who wrote Hamlet?"), Question("Where is the bakery?")]
+    asked = [
+        Question("Who lit the lamp at Skarn?"),
+        Question("Who wrote Hamlet?"),
+        Question("Where is the bakery?"),
+    ]
     answers = library.ask(*base, asked, max_new_tokens=8)
     assert [each.memories for each in answers] == [("lamp",), (), ("bread",)]
     assert [each.question for each in answers] == asked
@@ -75,7 +87,9 @@ def test_a_question_is_answered_with_the_memory_that_it_is_about(library, base):
     assert recited == answers[0], "it has not studied: it has nothing to recite"
 
 
-def test_a_studied_memory_that_says_what_the_base_would_say_leaves_the_question_to_it(library, base, monkeypatch):
+def test_a_studied_memory_that_says_what_the_base_would_say_leaves_the_question_to_it(
+    library, base, monkeypatch
+):
     asked = [Question("Who lit the lamp at Skarn?"), Question("Where is the bakery?")]
     gains = []
 
@@ -85,8 +99,13 @@ def test_a_studied_memory_that_says_what_the_base_would_say_leaves_the_question_
 
     monkeypatch.setattr(module, "measure_gain", measure)
     answers = library.ask(*base, asked, max_new_tokens=8)
-    assert [each.memories for each in answers] == [("lamp",), ("bread",)]  # not studied: they have no exchanges
-    save_exchanges(library.folder / "lamp" / "exchanges.jsonl", [Exchange(asked[0].question, "Old Peder")])
+    assert [each.memories for each in answers] == [
+        ("lamp",),
+        ("bread",),
+    ]  # not studied: they have no exchanges
+    save_exchanges(
+        library.folder / "lamp" / "exchanges.jsonl", [Exchange(asked[0].question, "Old Peder")]
+    )
     answers = library.ask(*base, asked, max_new_tokens=8)
     assert [each.memories for each in answers] == [(), ("bread",)] and len(gains) == 1
     assert answers[0].answer == module.ask(*base, asked[:1], max_new_tokens=8)[0]
@@ -96,26 +115,39 @@ def test_a_studied_memory_that_says_what_the_base_would_say_leaves_the_question_
     assert library.ask(*base, asked[:1], max_new_tokens=8)[0].memories == ("lamp",)
     (recited,) = library.ask(*base, asked[:1], by=ask_by_reciting, max_new_tokens=8)
     assert recited.recited == ("Old Peder",), "what it has studied, word for word"
-    monkeypatch.setattr(module, "measure_gain", lambda *args: said.append(args[-1]) or measure_gain(*args))
+    monkeypatch.setattr(
+        module, "measure_gain", lambda *args: said.append(args[-1]) or measure_gain(*args)
+    )
     said = []
     library.ask(*base, asked[:1], by=ask_by_reciting, max_new_tokens=8)
-    assert said[0] != ["Old Peder"], "its own answer is measured, since it recites its passages whatever is asked"
+    assert said[0] != ["Old Peder"], (
+        "its own answer is measured, since it recites its passages whatever is asked"
+    )
 
 
 def test_passages_are_found_in_all_memories_that_fit_nearly_as_well(library, base, monkeypatch):
-    held = {"lamp": "Peder sold eels at the fair in Skarn.", "bread": "Hilda sang at the fair in Skarn."}
+    held = {
+        "lamp": "Peder sold eels at the fair in Skarn.",
+        "bread": "Hilda sang at the fair in Skarn.",
+    }
     for name, passage in held.items():
         asked = passage.replace("Peder", "Who").replace("Hilda", "Who").replace(".", "?")
         save_exchanges(library.folder / name / "exchanges.jsonl", [Exchange(asked, passage)])
     both, one = "What was done at the fair in Skarn?", "Who sold eels at the fair in Skarn?"
-    assert [set(each) for each in library.route([both, one, "Who wrote Hamlet?"], 5)] == [{*held}, {"lamp"}, set()]
+    assert [set(each) for each in library.route([both, one, "Who wrote Hamlet?"], 5)] == [
+        {*held},
+        {"lamp"},
+        set(),
+    ]
     assert [len(each) for each in library.route([both, one], 1)] == [1, 1]
     monkeypatch.setattr(module, "measure_gain", lambda *args: [2.0 for _ in args[-1]])
     by = partial(ask_by_reciting, passage=True)
     answers = library.ask(*base, [Question(both), Question(one)], by=by, max_new_tokens=8)
     for answer in answers:
         assert answer.answer == answer.recited[0]
-        assert answer.memories == tuple(name for each in answer.recited for name in held if held[name] == each)
+        assert answer.memories == tuple(
+            name for each in answer.recited for name in held if held[name] == each
+        )
     assert [len(each.recited) for each in answers] == [2, 1] and answers[1].answer == held["lamp"]
 
 
@@ -133,7 +165,9 @@ def test_a_memory_that_was_taught_nothing_answers_by_what_is_found_in_it(base, t
     assert (other.recited, other.memories) == ((), ()), "its text has no Dunmarrow"
 
 
-def test_a_taught_memory_that_goes_on_without_passes_is_still_asked_what_it_would_say(library, base, monkeypatch):
+def test_a_taught_memory_that_goes_on_without_passes_is_still_asked_what_it_would_say(
+    library, base, monkeypatch
+):
     exchanges, asked = (
         [Exchange("Who lit the lamp at Skarn?", "Old Peder lit it.")],
         [Question("Who lit the lamp at Skarn?")],
@@ -163,16 +197,24 @@ def test_the_gain_is_that_of_the_memory_over_the_base_in_nats_a_token(library, b
 
 
 def test_a_memory_is_no_library_and_no_memory_has_the_name_of_the_list_of_failures(library):
-    with pytest.raises(ValueError, match="^a library must be a folder of memories, got a memory, '.*lamp': take its"):
+    with pytest.raises(
+        ValueError,
+        match="^a library must be a folder of memories, got a memory, '.*lamp': take its",
+    ):
         Library(library.find("lamp"))
-    with pytest.raises(ValueError, match="^name must be at most 60 .*, got 'Failures.jsonl': choose another$"):
+    with pytest.raises(
+        ValueError, match="^name must be at most 60 .*, got 'Failures.jsonl': choose another$"
+    ):
         library.choose_folder("Failures.jsonl")
 
 
 def test_of_two_memories_that_fit_as_well_the_later_one_is_asked(tmp_path):
     for name, year in (("one", 1901), ("other", 1902)):
         write(
-            tmp_path / name, Exchange("When was the mill at Dravik built?", f"The mill at Dravik was built in {year}.")
+            tmp_path / name,
+            Exchange(
+                "When was the mill at Dravik built?", f"The mill at Dravik was built in {year}."
+            ),
         )
     for latest in ("one", "other"):
         os.utime(tmp_path / latest / "adapter_config.json", (2e9, 2e9))
@@ -190,18 +232,24 @@ def test_a_memory_goes_on_under_its_name_and_is_found_by_both_texts(library, bas
     before = load_file(library.folder / "lamp" / "adapter_model.safetensors")
     library.add(*base, TEXTS["bread"], "lamp", SETTINGS, start=library.find("lamp"))
     after = load_file(library.folder / "lamp" / "adapter_model.safetensors")
-    assert before.keys() == after.keys() and any(not np.array_equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and any(
+        not np.array_equal(before[name], after[name]) for name in before
+    )
     library.forget("bread")
     asked = ["Who lit the lamp at Skarn?", "Where is the bakery?"]
     assert library.list() == ["lamp"] and library.route(asked) == [("lamp",), ("lamp",)]
 
 
-def test_what_is_left_after_forgetting_is_a_library_that_never_held_the_memory(library, made, base, tmp_path):
+def test_what_is_left_after_forgetting_is_a_library_that_never_held_the_memory(
+    library, made, base, tmp_path
+):
     shutil.copytree(made / "bread", tmp_path / "other" / "bread")
     library.forget("lamp")
     assert content(library.folder) == content(tmp_path / "other")
     assert library.route(["Who lit the lamp at Skarn?"]) == [()]
-    with pytest.raises(ValueError, match="there is no memory 'lamp' in this library: choose one of the list"):
+    with pytest.raises(
+        ValueError, match="there is no memory 'lamp' in this library: choose one of the list"
+    ):
         library.forget("lamp")
 
 
@@ -226,7 +274,10 @@ def test_a_kill_while_forgetting_leaves_nothing_after_the_next_opening(library, 
 
 
 def test_a_memory_that_is_being_read_is_not_forgotten(library):
-    with locked(library.folder / "lamp" / CHECKPOINT_FOLDER), pytest.raises(InUse, match="another reading is using"):
+    with (
+        locked(library.folder / "lamp" / CHECKPOINT_FOLDER),
+        pytest.raises(InUse, match="another reading is using"),
+    ):
         library.forget("lamp")
     library.forget("lamp")
 
@@ -276,10 +327,14 @@ def test_an_unfinished_memory_is_listed_and_forgotten(library, base, capsys):
 
 def test_a_memory_is_added_as_memorize_writes_it(library, base, made, tmp_path):
     library.add(*base, TEXTS["lamp"], "again", SETTINGS)
-    one, two = (load_file(library.find(name) / "adapter_model.safetensors") for name in ("lamp", "again"))
+    one, two = (
+        load_file(library.find(name) / "adapter_model.safetensors") for name in ("lamp", "again")
+    )
     assert one.keys() == two.keys() and all((one[key] == two[key]).all() for key in one)
     assert (library.find("again") / "sample.txt").read_text() == make_sample(TEXTS["lamp"])
-    with pytest.raises(ValueError, match="holds a memory: choose another folder, or give --overwrite"):
+    with pytest.raises(
+        ValueError, match="holds a memory: choose another folder, or give --overwrite"
+    ):
         library.add(*base, TEXTS["lamp"], "again", SETTINGS)
     library.add(*base, TEXTS["bread"], "again", SETTINGS, overwrite=True)
     assert library.route(["Who bakes rye bread?"])[0] in {("again",), ("bread",)}
@@ -295,10 +350,14 @@ def test_a_name_that_cannot_be_a_folder_of_its_own_is_refused(library, base, nam
 
 def test_memories_of_two_bases_are_refused(library, base):
     other = SimpleNamespace(complete=lambda *_: SimpleNamespace(model="another", max_tokens=None))
-    with pytest.raises(ValueError, match="of one base, got 'another' beside 'locas_peft/tinybook-glu': use another"):
+    with pytest.raises(
+        ValueError, match="of one base, got 'another' beside 'locas_peft/tinybook-glu': use another"
+    ):
         library.add(*base, TEXTS["lamp"], "third", other)
     config = library.find("lamp") / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "another"}))
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "another"})
+    )
     with pytest.raises(ValueError, match="a library must hold memories of one base, got "):
         library.name_base()
 
@@ -312,7 +371,8 @@ def test_routing_reads_no_tensor(library):
 def test_a_thousand_memories_are_listed_and_routed(tmp_path):
     for number in range(1000):
         write(
-            tmp_path / f"m{number}", Exchange(f"Where is the key number{number}?", f"The key number{number} is here.")
+            tmp_path / f"m{number}",
+            Exchange(f"Where is the key number{number}?", f"The key number{number} is here."),
         )
     library = Library(tmp_path)
     assert len(library.list()) == 1000
@@ -324,7 +384,9 @@ def test_people_who_share_a_name_are_told_apart():
         return [[f"{name} was born in Brenmouth. Where was {name} born?"] for name in names]
 
     passages = tell("Anselm Dunmere", "Anselm Corrow", "Brida Corrow")
-    scores = score_by_words(passages, ["Where was Anselm Corrow born?", "Where was Brida Dunmere born?"])
+    scores = score_by_words(
+        passages, ["Where was Anselm Corrow born?", "Where was Brida Dunmere born?"]
+    )
     assert scores[0].argmax() == 1 and scores[0].max() > 1
     assert scores[1].max() < scores[0].max() / 1.5
 
@@ -342,7 +404,9 @@ def test_a_missing_package_is_named(monkeypatch):
         score_by_words([["a lamp"]], ["Who?"])
 
 
-def test_a_memory_is_taught_beside_others_which_stay_as_they_are_and_is_saved_alone(library, base, monkeypatch):
+def test_a_memory_is_taught_beside_others_which_stay_as_they_are_and_is_saved_alone(
+    library, base, monkeypatch
+):
     frozen, before = [], content(library.find("lamp"))
     tensors = library.find("lamp") / "adapter_model.safetensors"
     compared = teaching.Anchor.losses
@@ -356,16 +420,24 @@ def test_a_memory_is_taught_beside_others_which_stay_as_they_are_and_is_saved_al
 
     library_of_lamp = library
     monkeypatch.setattr(teaching.Anchor, "losses", losses)
-    settings = ReadingSettings(r=4, window=64, stride=32, anchor=0.3, anchor_every=1, max_tokens=100)
+    settings = ReadingSettings(
+        r=4, window=64, stride=32, anchor=0.3, anchor_every=1, max_tokens=100
+    )
     reading = library.add(*base, TEXTS["bread"], "more", settings, beside=["lamp"])
     assert frozen and all(frozen), "the anchor compares with the base and the memory beside"
     assert content(library.find("lamp")) == before and reading.extra_parameters == 6 * 3 * 4 * 256
-    assert reading.origin == {"start": None, "beside": {"lamp": sha256(tensors.read_bytes()).hexdigest()}}
+    assert reading.origin == {
+        "start": None,
+        "beside": {"lamp": sha256(tensors.read_bytes()).hexdigest()},
+    }
     saved = load_file(library.find("more") / "adapter_model.safetensors")
     assert saved.keys() == load_file(library.find("lamp") / "adapter_model.safetensors").keys()
     alone = library.add(*base, TEXTS["bread"], "alone", settings)
     assert alone.nll_nats != reading.nll_nats and alone.origin is None
-    assert list(library.list_taught_beside("lamp")) == ["more"] and library.list_taught_beside("more") == {}
+    assert (
+        list(library.list_taught_beside("lamp")) == ["more"]
+        and library.list_taught_beside("more") == {}
+    )
     with library.attach(base[0], ["lamp", "more"]) as both:
         assert not any(parameter.requires_grad for parameter in both.parameters())
         assert set(both.active_adapters) == {"beside 1", "default"}
@@ -376,7 +448,10 @@ def test_a_memory_is_taught_beside_others_which_stay_as_they_are_and_is_saved_al
     ("beside", "message"),
     [
         (["jam"], "^there is no memory 'jam' in this library: choose one of the list$"),
-        (["bread"], "^beside must be other memories than '.*bread', which is written: leave it out$"),
+        (
+            ["bread"],
+            "^beside must be other memories than '.*bread', which is written: leave it out$",
+        ),
     ],
 )
 def test_memories_that_cannot_stand_beside_another_are_refused(library, base, beside, message):
@@ -389,21 +464,32 @@ def test_memories_that_cannot_stand_beside_another_are_refused(library, base, be
 def test_a_reading_is_finished_only_beside_the_same_memories_and_from_the_same_one(library, base):
     made = library.add(*base, TEXTS["bread"], "new", SETTINGS, beside=["lamp"])
     assert library.add(*base, TEXTS["bread"], "new", SETTINGS, beside=["lamp"], resume=True) == made
-    with pytest.raises(ValueError, match="^beside must be {'lamp': .* as in the memory in '.*new', got None: choose"):
+    with pytest.raises(
+        ValueError,
+        match="^beside must be {'lamp': .* as in the memory in '.*new', got None: choose",
+    ):
         library.add(*base, TEXTS["bread"], "new", SETTINGS, resume=True)
     library.add(*base, TEXTS["bread"], "scratch", SETTINGS)
-    with pytest.raises(ValueError, match="^start must be None as in the memory in '.*scratch', got '.*': choose"):
-        library.add(*base, TEXTS["bread"], "scratch", SETTINGS, start=library.find("lamp"), resume=True)
+    with pytest.raises(
+        ValueError, match="^start must be None as in the memory in '.*scratch', got '.*': choose"
+    ):
+        library.add(
+            *base, TEXTS["bread"], "scratch", SETTINGS, start=library.find("lamp"), resume=True
+        )
 
     def stop(chunk):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         library.add(*base, TEXTS["bread"], "cut", SETTINGS, beside=["lamp"], on_chunk=stop)
-    with pytest.raises(ValueError, match="^beside must be {'lamp': .* as in the checkpoint in '.*', got None"):
+    with pytest.raises(
+        ValueError, match="^beside must be {'lamp': .* as in the checkpoint in '.*', got None"
+    ):
         library.add(*base, TEXTS["bread"], "cut", SETTINGS, resume=True)
     library.add(*base, TEXTS["bread"], "cut", SETTINGS, beside=["lamp"], resume=True)
-    one, two = (load_file(library.find(name) / "adapter_model.safetensors") for name in ("new", "cut"))
+    one, two = (
+        load_file(library.find(name) / "adapter_model.safetensors") for name in ("new", "cut")
+    )
     assert all(torch.equal(one[key], two[key]) for key in one)
 
 
@@ -422,22 +508,36 @@ def test_several_memories_become_one_that_has_studied_all_their_exchanges(librar
     before = content(library.folder)
     reading = library.consolidate(*base, list(asked), "all")
     made = library.find("all")
-    assert {name: each for name, each in content(library.folder).items() if not name.startswith("all/")} == before
+    assert {
+        name: each for name, each in content(library.folder).items() if not name.startswith("all/")
+    } == before
     assert [(each.question, each.answer) for each in load_exchanges(made / "exchanges.jsonl")] == [
         ("Who lit the lamp at Skarn?", "Later did that at the house."),
         ("Who bakes rye bread?", "Bread did that at the house."),
     ]
     tensors = load_file(made / "adapter_model.safetensors")
-    assert {len(each) for name, each in tensors.items() if "locas_up" in name} == {4}, "as many slots as the widest"
-    assert reading.studied["kept"] == 2 and reading.title == "lamp and bread and later" and reading.settings.study
+    assert {len(each) for name, each in tensors.items() if "locas_up" in name} == {4}, (
+        "as many slots as the widest"
+    )
+    assert (
+        reading.studied["kept"] == 2
+        and reading.title == "lamp and bread and later"
+        and reading.settings.study
+    )
     assert library.route(["Who bakes rye bread?"]) == [("all",)]
-    with pytest.raises(ValueError, match="holds a memory: choose another folder, or give --overwrite"):
+    with pytest.raises(
+        ValueError, match="holds a memory: choose another folder, or give --overwrite"
+    ):
         library.consolidate(*base, ["lamp", "bread"], "all")
     for names in (["lamp"], ["lamp", "lamp"]):
-        with pytest.raises(ValueError, match="^names must be of two or more studied memories, got lamp.*: choose"):
+        with pytest.raises(
+            ValueError, match="^names must be of two or more studied memories, got lamp.*: choose"
+        ):
             library.consolidate(*base, names, "other")
     (library.find("bread") / "exchanges.jsonl").unlink()
-    with pytest.raises(ValueError, match="^names must be of two or more studied memories, got lamp, bread"):
+    with pytest.raises(
+        ValueError, match="^names must be of two or more studied memories, got lamp, bread"
+    ):
         library.consolidate(*base, ["lamp", "bread"], "other")
     assert "other" not in os.listdir(library.folder)
 
@@ -450,7 +550,11 @@ def test_a_sample_that_was_added_before_a_kill_is_not_added_again(tmp_path):
 
 
 def test_a_memory_is_found_by_its_exchanges_before_its_sample(tmp_path):
-    write(tmp_path / "one", Exchange("Who?", "Peder did.", "The lamp"), Exchange("When?", "Peder did.", "The lamp"))
+    write(
+        tmp_path / "one",
+        Exchange("Who?", "Peder did.", "The lamp"),
+        Exchange("When?", "Peder did.", "The lamp"),
+    )
     (tmp_path / "one" / "sample.txt").write_text("other\n")
     assert list_passages(tmp_path / "one") == ["The lamp Peder did. Who? When?"]
     assert list_passages(tmp_path) == []

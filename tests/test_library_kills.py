@@ -24,7 +24,9 @@ from locas_peft.memories import FILES, describe_memory
 from locas_peft.reading import ReadingSettings
 from locas_peft.selfstudy import Exchange
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright")
+pytestmark = pytest.mark.skipif(
+    not hasattr(signal, "SIGKILL"), reason="this system cannot kill a process outright"
+)
 
 SHORT = {"r": 2, "window": 64, "stride": 16, "max_tokens": 40, "anchor": 0.0}
 SETTINGS = ReadingSettings(**SHORT, study=True, passes=1)
@@ -43,7 +45,9 @@ def act(variant: str, folder: Path) -> None:
     (base, tokenizer), library = load(), Library(folder)
 
     def add(name: str, **options) -> None:
-        exchanges = [Exchange(f"Who built house {name}?", f"The old man built house {name} on the hill.")]
+        exchanges = [
+            Exchange(f"Who built house {name}?", f"The old man built house {name} on the hill.")
+        ]
         options |= {"exchanges": exchanges, "resume": True, "checkpoint_seconds": 0}
         text = f"The old man built house {name} on the hill, and the river took it. " * 3
         library.add(base, tokenizer, text, options.pop("into", name), SETTINGS, **options)
@@ -76,7 +80,11 @@ class LibraryCampaign(Campaign):
         """Check a library after a kill."""
         listed, changed = set(Library(folder).list()), CHANGED[variant]
         assert {*NAMES} - {changed} <= listed <= {*NAMES, changed}, f"{variant}: {sorted(listed)}"
-        before, after, found = self.contents_after("build"), self.contents_after(variant), contents(folder)
+        before, after, found = (
+            self.contents_after("build"),
+            self.contents_after(variant),
+            contents(folder),
+        )
         for name in listed:
             describe_memory(folder / name)
             wholes = [files_of(before, name)] + [files_of(after, name)] * (name == changed)

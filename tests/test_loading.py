@@ -16,7 +16,9 @@ def test_the_backbone_loads_by_default():
     assert (model.config.model_type, model.dtype, model.training) == ("qwen3", torch.float32, False)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert tokenizer.decode(tokenizer("A memory of weights")["input_ids"]) == "A memory of weights"
-    assert loading.load_base(backbone.NAME, dtype="bfloat16", device="cpu")[0].dtype == torch.bfloat16
+    assert (
+        loading.load_base(backbone.NAME, dtype="bfloat16", device="cpu")[0].dtype == torch.bfloat16
+    )
 
 
 def test_the_backbone_is_known_by_its_folder_too():
@@ -34,7 +36,9 @@ def test_the_backbone_with_two_layer_ffns_is_embedded_too():
     model, tokenizer = loading.load_base(folder, device="cpu")
     assert model.config.model_type == "gpt_neox" and model.config.hidden_act == "relu"
     assert tokenizer.get_vocab() == backbone.load()[1].get_vocab()
-    with pytest.raises(ValueError, match="name must be one of locas_peft/tinybook-glu, locas_peft/tinybook-mlp"):
+    with pytest.raises(
+        ValueError, match="name must be one of locas_peft/tinybook-glu, locas_peft/tinybook-mlp"
+    ):
         backbone.load(name="locas_peft/other")
 
 
@@ -46,10 +50,19 @@ def test_a_folder_is_a_base():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("./none", "model must be an existing folder or a name on the hub, got './none': check the path"),
-        ("a/b/c", "model must be an existing folder or a name on the hub, got 'a/b/c': check the path"),
+        (
+            "./none",
+            "model must be an existing folder or a name on the hub, got './none': check the path",
+        ),
+        (
+            "a/b/c",
+            "model must be an existing folder or a name on the hub, got 'a/b/c': check the path",
+        ),
         ("empty", "model must be a folder with a config.json, got 'empty': choose a saved model"),
-        ("memory", "model must be a base model, got the memory 'memory': name the model it was made for"),
+        (
+            "memory",
+            "model must be a base model, got the memory 'memory': name the model it was made for",
+        ),
     ],
 )
 def test_names_that_are_no_base(name, message, tmp_path, monkeypatch):
@@ -73,14 +86,18 @@ def test_a_broken_base_is_one_line(tmp_path):
 
 def test_a_base_that_lacks_weights_is_refused(tmp_path):
     model, tokenizer = backbone.load()
-    state = {name: value for name, value in model.state_dict().items() if name != "model.norm.weight"}
+    state = {
+        name: value for name, value in model.state_dict().items() if name != "model.norm.weight"
+    }
     model.save_pretrained(tmp_path, state_dict=state)
     tokenizer.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"it lacks 1 tensors, such as 'model\.norm\.weight'"):
         loading.load_base(str(tmp_path))
 
 
-@pytest.mark.parametrize("error", [ImportError("bitsandbytes is missing"), RuntimeError("a GPU is needed")])
+@pytest.mark.parametrize(
+    "error", [ImportError("bitsandbytes is missing"), RuntimeError("a GPU is needed")]
+)
 def test_what_a_quantised_base_needs_is_one_line(error, tmp_path, monkeypatch):
     model, tokenizer = backbone.load()
     model.save_pretrained(tmp_path)
@@ -95,7 +112,9 @@ def test_what_a_quantised_base_needs_is_one_line(error, tmp_path, monkeypatch):
     assert str(error) in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")]
+)
 def test_too_little_memory_is_not_called_a_damaged_model(error, tmp_path, monkeypatch):
     base, _ = backbone.load()
     base.save_pretrained(tmp_path)
@@ -155,8 +174,12 @@ def half(tmp_path):
         (False, "bfloat16", torch.bfloat16),
     ],
 )
-def test_a_cpu_that_is_slow_at_16_bits_gets_float32(device, fast, dtype, expected, half, monkeypatch):
-    monkeypatch.setattr(placing, "PartialState", lambda: SimpleNamespace(device=torch.device("cpu")))
+def test_a_cpu_that_is_slow_at_16_bits_gets_float32(
+    device, fast, dtype, expected, half, monkeypatch
+):
+    monkeypatch.setattr(
+        placing, "PartialState", lambda: SimpleNamespace(device=torch.device("cpu"))
+    )
     monkeypatch.setattr(placing, "is_fast_in_bfloat16", lambda device: fast)
     assert loading.load_base(half, dtype, device)[0].dtype == expected
 
@@ -171,5 +194,7 @@ def test_float32_is_only_taken_where_it_fits(half, monkeypatch):
 def test_a_precision_that_accelerate_was_given_is_kept(half, monkeypatch):
     monkeypatch.setattr(placing, "is_fast_in_bfloat16", lambda device: False)
     monkeypatch.setattr(placing, "is_initialized", lambda: True)
-    monkeypatch.setattr(placing, "AcceleratorState", lambda: SimpleNamespace(mixed_precision="bf16"))
+    monkeypatch.setattr(
+        placing, "AcceleratorState", lambda: SimpleNamespace(mixed_precision="bf16")
+    )
     assert loading.load_base(half, device="cpu")[0].dtype == torch.bfloat16

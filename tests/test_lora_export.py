@@ -42,7 +42,10 @@ def test_stock_lora_on_the_wider_base_equals_the_memory(family, neurons, tmp_pat
 
 def test_two_memories_of_different_widths_share_one_base(tmp_path):
     expected = {}
-    for name, options in {"narrow": {"r": 2}, "some_layers": {"r": 4, "layers_to_transform": [1]}}.items():
+    for name, options in {
+        "narrow": {"r": 2},
+        "some_layers": {"r": 4, "layers_to_transform": [1]},
+    }.items():
         model = make_memory("llama", **options)
         learn(model)
         expected[name] = logits(model)
@@ -64,7 +67,10 @@ def test_the_exported_files_need_no_code_of_ours(tmp_path):
     save_lora(model, tmp_path / "adapter")
     widen_base(base, R)
     base.save_pretrained(str(tmp_path / "base"))
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"] == "LORA"
+    assert (
+        json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["peft_type"]
+        == "LORA"
+    )
     script = (
         "import sys, torch\nfrom peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n"
         f"base = AutoModelForCausalLM.from_pretrained({str(tmp_path / 'base')!r})\n"
@@ -72,7 +78,9 @@ def test_the_exported_files_need_no_code_of_ours(tmp_path):
         "assert 'locas_peft' not in sys.modules\n"
         "print(model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits[0, -1, :3].tolist())"
     )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    ).stdout
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([[5, 6, 7, 8]])).logits[0, -1, :3]
     torch.testing.assert_close(torch.tensor(json.loads(found)), expected, rtol=1e-4, atol=1e-4)
@@ -80,14 +88,21 @@ def test_the_exported_files_need_no_code_of_ours(tmp_path):
 
 def test_bad_exports_are_refused():
     model = make_memory("llama")
-    with pytest.raises(ValueError, match="neurons must be at least the memory's r of 4, got 3: raise it"):
+    with pytest.raises(
+        ValueError, match="neurons must be at least the memory's r of 4, got 3: raise it"
+    ):
         to_lora(model, neurons=3)
     with pytest.raises(ValueError, match="the model has no single LOCAS memory 'other' to export"):
         to_lora(model, "other")
-    with pytest.raises(ValueError, match=r"no single LOCAS memory that is active \(active: none\) to export: add it"):
+    with pytest.raises(
+        ValueError,
+        match=r"no single LOCAS memory that is active \(active: none\) to export: add it",
+    ):
         to_lora(make_host("llama"))
     model.merge_adapter()
-    with pytest.raises(ValueError, match="must not be merged, got .*mlp merged: call unmerge_adapter"):
+    with pytest.raises(
+        ValueError, match="must not be merged, got .*mlp merged: call unmerge_adapter"
+    ):
         to_lora(model)
     with pytest.raises(ValueError, match="neurons must be at least 1, got 0"):
         widen_base(make_host("llama"), 0)

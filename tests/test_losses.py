@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from locas_peft.model import divergences, losses, token_losses
 
 
-def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+def draw(
+    *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> torch.Tensor:
     return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
@@ -25,12 +27,20 @@ def kl_divergences(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("piece", [1, 3 * 50, 2**23])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(
-    ("compute", "plain"), [(token_losses, cross_entropies), (divergences, kl_divergences)], ids=["nll", "divergence"]
+    ("compute", "plain"),
+    [(token_losses, cross_entropies), (divergences, kl_divergences)],
+    ids=["nll", "divergence"],
 )
-def test_losses_and_their_gradients_are_the_same_at_any_piece_size(monkeypatch, compute, plain, dtype, piece):
+def test_losses_and_their_gradients_are_the_same_at_any_piece_size(
+    monkeypatch, compute, plain, dtype, piece
+):
     monkeypatch.setattr(losses, "PIECE", piece)
     logits, weights = draw(10, 50, scale=5, dtype=dtype).requires_grad_(), draw(10, seed=1)
-    targets = draw(10, 50, scale=5, dtype=dtype, seed=2) if compute is divergences else torch.arange(0, 50, 5)
+    targets = (
+        draw(10, 50, scale=5, dtype=dtype, seed=2)
+        if compute is divergences
+        else torch.arange(0, 50, 5)
+    )
     found = compute(logits, targets)
     (found * weights).sum().backward()
     gradient, logits.grad = logits.grad, None
@@ -52,14 +62,20 @@ def test_rounding_does_not_grow_with_the_logits():
     teacher = draw(10, 500).double()
     student = teacher + 0.01 * draw(10, 500, seed=1).double()
     rounded = [(part.float() + 1000).requires_grad_() for part in (student, teacher)]
-    exact = divergences(*(part.detach().double() for part in rounded))  # of the logits as float32 has them
+    exact = divergences(
+        *(part.detach().double() for part in rounded)
+    )  # of the logits as float32 has them
     torch.testing.assert_close(divergences(*rounded).double(), exact, rtol=0.02, atol=0.0)
     assert divergences(student, teacher).min() > 1e-5
 
 
 def test_no_tokens_have_no_losses():
     logits = torch.zeros(0, 7)
-    assert divergences(logits, logits).shape == token_losses(logits, torch.zeros(0).long()).shape == (0,)
+    assert (
+        divergences(logits, logits).shape
+        == token_losses(logits, torch.zeros(0).long()).shape
+        == (0,)
+    )
 
 
 def test_no_gradient_flows_into_the_teacher():

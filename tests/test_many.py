@@ -57,7 +57,14 @@ def assert_as_alone(make, documents: dict[str, torch.Tensor], **settings) -> Non
     for name, ids in documents.items():
         chunks, weights = read_alone(make, ids, **settings)
         ours, memory = reading.chunks[name], memory_of(model, name)
-        key = lambda chunk: (chunk.reading, chunk.index, chunk.start, chunk.stop, chunk.tokens, chunk.learned)  # noqa: E731
+        key = lambda chunk: (
+            chunk.reading,
+            chunk.index,
+            chunk.start,
+            chunk.stop,
+            chunk.tokens,
+            chunk.learned,
+        )  # noqa: E731
         assert [key(chunk) for chunk in ours] == [key(chunk) for chunk in chunks]
         for our, chunk in zip(ours, chunks, strict=True):
             assert our.nll_nats == pytest.approx(chunk.nll_nats, rel=tolerance, nan_ok=True)
@@ -144,7 +151,9 @@ def test_memories_have_the_dtype_of_the_active_one():
 def test_one_pass_scores_and_teaches_all_rows():
     model, documents = make_model(), make_documents({"one": 24, "two": 24, "three": 24})
     forwards = []
-    model.get_base_model().model.layers[0].register_forward_hook(lambda m, args, out: forwards.append(len(args[0])))
+    model.get_base_model().model.layers[0].register_forward_hook(
+        lambda m, args, out: forwards.append(len(args[0]))
+    )
     for _ in read_many(model, documents, **SETTINGS):
         pass
     assert forwards == [1] * 3 + [3] * 3  # the calibrations, then one pass a chunk
@@ -156,7 +165,10 @@ def test_a_batch_shrinks_as_rows_finish():
     layer.register_forward_hook(lambda m, args, out: rows.append(len(args[0])))
     for records in read_many(model, documents, **SETTINGS, context="cache"):
         if 0 < len(rows) and all(chunk.index > 0 for chunk in records.values()):
-            assert sum(rows) in (len(records), 2 * len(records))  # twice where the context was fed again
+            assert sum(rows) in (
+                len(records),
+                2 * len(records),
+            )  # twice where the context was fed again
         rows.clear()
 
 
@@ -170,12 +182,18 @@ def test_a_reading_that_is_over_keeps_nothing_but_its_records():
     gc.collect()
     assert [optimizer() for optimizer in optimizers] == [None] * len(LENGTHS)
     assert all(reading.chunks.values())
-    assert not any(p.grad is not None or p.requires_grad for n, p in model.named_parameters() if "default" not in n)
+    assert not any(
+        p.grad is not None or p.requires_grad
+        for n, p in model.named_parameters()
+        if "default" not in n
+    )
 
 
 def test_records_and_perplexity_are_those_of_the_protocol():
     model, documents = make_model(), make_documents()
-    reading = read_many(model, list(documents.items()), TrainingSettings(**SETTINGS, readings=3), readings=2)
+    reading = read_many(
+        model, list(documents.items()), TrainingSettings(**SETTINGS, readings=3), readings=2
+    )
     assert math.isnan(reading.perplexity("one"))
     list(reading)
     for name, ids in documents.items():
@@ -208,7 +226,9 @@ def test_a_row_does_not_depend_on_another_rows_text(family, context):
         else:
             assert nlls[0] == pytest.approx(nlls[1], rel=1e-12)
             for key, weight in readings[0][1][name].items():
-                torch.testing.assert_close(weight, readings[1][1][name][key], rtol=1e-12, atol=1e-12)
+                torch.testing.assert_close(
+                    weight, readings[1][1][name][key], rtol=1e-12, atol=1e-12
+                )
 
 
 def test_the_base_and_the_active_memory_are_untouched():
@@ -241,7 +261,11 @@ def test_a_finished_row_is_not_touched_again():
         for name, weights in finished.items():
             assert name not in records
             assert_same(memory_of(model, name), weights)
-        finished |= {n: memory_of(model, n) for n, chunk in records.items() if chunk.stop == len(documents[n])}
+        finished |= {
+            n: memory_of(model, n)
+            for n, chunk in records.items()
+            if chunk.stop == len(documents[n])
+        }
     assert finished.keys() == documents.keys()
 
 
@@ -265,7 +289,9 @@ def test_a_row_that_is_not_finite_skips_that_chunk_alone(chunk, settings):
     for records in reading:
         if not records["two"].learned:
             assert not math.isfinite(records["two"].nll_nats)
-            assert not before or all(torch.equal(memory_of(model, "two")[k], w) for k, w in before.items())
+            assert not before or all(
+                torch.equal(memory_of(model, "two")[k], w) for k, w in before.items()
+            )
         before = memory_of(model, "two")
         assert all(good.learned for name, good in records.items() if name != "two")
     skipped = sum(not record.learned for record in reading.chunks["two"])
@@ -307,7 +333,9 @@ def test_each_memory_is_saved_and_loaded_as_any_other(tmp_path):
         model.set_adapter(name)
         logits = model(ids.unsqueeze(0)).logits
         model.save_pretrained(tmp_path, selected_adapters=[name])
-        loaded = PeftModel.from_pretrained(make_host("qwen3", torch.float64), tmp_path / name).eval()
+        loaded = PeftModel.from_pretrained(
+            make_host("qwen3", torch.float64), tmp_path / name
+        ).eval()
         assert torch.equal(loaded(ids.unsqueeze(0)).logits, logits)
         assert loaded.peft_config["default"].slots == model.peft_config[name].slots is not None
     merged = loaded.merge_and_unload()
@@ -336,7 +364,9 @@ def test_a_reading_that_stops_early_leaves_what_was_learned(tmp_path, close):
         logits = model(ids).logits
         torch.testing.assert_close(logits, expected(ids).logits, rtol=1e-9, atol=1e-9)
         model.save_pretrained(tmp_path, selected_adapters=[name])
-        loaded = PeftModel.from_pretrained(make_host("gpt_neox", torch.float64), tmp_path / name).eval()
+        loaded = PeftModel.from_pretrained(
+            make_host("gpt_neox", torch.float64), tmp_path / name
+        ).eval()
         assert torch.equal(loaded(ids).logits, logits)
 
 
@@ -401,10 +431,22 @@ def test_documents_are_checked_at_the_call(documents, error, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window": 4}, "stride must be at most window, got stride 8 with window 4: lower stride or raise window"),
-        ({"context": "long"}, "context must be one of recompute, cache, got 'long': choose one of them"),
-        ({"learning_rate": None}, "learning_rate must be a number above 0, got None: give one, 1e-3 say"),
-        ({"anchor": Anchor(torch.full((1, 4), VOCABULARY))}, "anchor texts must lie in [0, 64), the model's "),
+        (
+            {"window": 4},
+            "stride must be at most window, got stride 8 with window 4: lower stride or raise window",
+        ),
+        (
+            {"context": "long"},
+            "context must be one of recompute, cache, got 'long': choose one of them",
+        ),
+        (
+            {"learning_rate": None},
+            "learning_rate must be a number above 0, got None: give one, 1e-3 say",
+        ),
+        (
+            {"anchor": Anchor(torch.full((1, 4), VOCABULARY))},
+            "anchor texts must lie in [0, 64), the model's ",
+        ),
     ],
 )
 def test_settings_are_checked_at_the_call(settings, message):
@@ -467,7 +509,9 @@ def test_a_calibration_that_fails_leaves_the_model_as_it_was():
         next(read_many(model, documents, **SETTINGS))
     after = weights_of(model)
     assert before.keys() == after.keys()
-    assert all(torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items())
+    assert all(
+        torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items()
+    )
     assert [name for name, _ in model.named_modules()] == names
     assert list(model.peft_config) == ["default"]
 
@@ -475,10 +519,18 @@ def test_a_calibration_that_fails_leaves_the_model_as_it_was():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda model: model.delete_adapter("two"), r"^Trying to infer with non-existing adapter\(s\): two$"),
-        (lambda model: model.merge_adapter(["one"]), "^Cannot pass `adapter_names` when there are merged adapters"),
         (
-            lambda model: setattr(list_layers(model, "two")[0].locas_up, "two", torch.nn.Linear(16, 4).double()),
+            lambda model: model.delete_adapter("two"),
+            r"^Trying to infer with non-existing adapter\(s\): two$",
+        ),
+        (
+            lambda model: model.merge_adapter(["one"]),
+            "^Cannot pass `adapter_names` when there are merged adapters",
+        ),
+        (
+            lambda model: setattr(
+                list_layers(model, "two")[0].locas_up, "two", torch.nn.Linear(16, 4).double()
+            ),
             "^model must train the same parameters from the first chunk to the last",
         ),
     ],

@@ -36,12 +36,18 @@ def memory(tmp_path_factory):
 
 def tiny_llama():
     config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
     )
     return AutoModelForCausalLM.from_config(config)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("can't allocate memory: you tried to allocate 9")]
+)
 def test_too_little_memory_is_not_called_a_damaged_memory(error, memory, monkeypatch):
     def fail(*args, **kwargs):
         raise error
@@ -57,7 +63,9 @@ def test_a_replacement_of_a_memory_is_finished_before_it_loads(memory, tmp_path)
     (tmp_path / ".locas-moving" / ".old").mkdir()
     (tmp_path / ".locas-moving" / "adapter_config.json").rename(tmp_path / "adapter_config.json")
     assert loading.describe_memory(tmp_path)["parameters"] == 6 * (3 * 4 * 256 + 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in memory.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        path.name for path in memory.iterdir()
+    )
 
 
 def test_a_memory_loads_for_reading(memory):
@@ -74,7 +82,9 @@ def test_a_memory_of_another_base_is_refused(memory, tmp_path):
     get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path)
     with pytest.raises(ValueError) as raised:
         loading.load_memory(tiny_llama(), tmp_path)
-    assert str(raised.value).startswith(f"memory {str(tmp_path)!r} does not fit LlamaForCausalLM '' (")
+    assert str(raised.value).startswith(
+        f"memory {str(tmp_path)!r} does not fit LlamaForCausalLM '' ("
+    )
     assert str(raised.value).endswith("): load the base that it was made for")
     other = GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)
     with pytest.raises(ValueError) as raised:
@@ -104,10 +114,17 @@ def test_fields_that_a_memory_does_not_have(tmp_path):
 
 def test_a_memory_describes_itself(memory):
     found = loading.describe_memory(memory)
-    assert (found["peft_type"], found["r"], found["init"], found["dtype"]) == ("LOCAS", 4, "topk", "float32")
+    assert (found["peft_type"], found["r"], found["init"], found["dtype"]) == (
+        "LOCAS",
+        4,
+        "topk",
+        "float32",
+    )
     assert found["parameters"] == 6 * (3 * 4 * 256 + 2)
     assert found["bytes"] == (memory / "adapter_model.safetensors").stat().st_size
-    assert [layer["name"] for layer in found["layers"]] == [f"model.layers.{number}.mlp" for number in range(6)]
+    assert [layer["name"] for layer in found["layers"]] == [
+        f"model.layers.{number}.mlp" for number in range(6)
+    ]
     for layer in found["layers"]:
         assert layer["r"] == 4
         assert layer["tau"] > 0
@@ -131,14 +148,20 @@ def test_damaged_memories(memory, tmp_path):
     with pytest.raises(ValueError, match="must be JSON .*: write it again$"):
         loading.describe_memory(tmp_path)
     config.write_text(json.dumps({"r": 4}))
-    with pytest.raises(ValueError, match="must name its peft_type, got none: copy or save the memory again$"):
+    with pytest.raises(
+        ValueError, match="must name its peft_type, got none: copy or save the memory again$"
+    ):
         loading.describe_memory(tmp_path)
     config.write_text((memory / "adapter_config.json").read_text())
-    with pytest.raises(ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"):
+    with pytest.raises(
+        ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"
+    ):
         loading.describe_memory(tmp_path)
     whole = (memory / "adapter_model.safetensors").read_bytes()
     (tmp_path / "adapter_model.safetensors").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"is truncated or not a safetensors file .*: copy or save it again\.$"):
+    with pytest.raises(
+        ValueError, match=r"is truncated or not a safetensors file .*: copy or save it again\.$"
+    ):
         loading.describe_memory(tmp_path)
 
 
@@ -147,10 +170,14 @@ def test_a_folder_without_tensors_is_refused_and_a_pickle_of_them_loads(memory, 
     base, weights = load_base(device="cpu")[0], tmp_path / "adapter_model.safetensors"
     tensors = load_file(weights)
     weights.unlink()
-    with pytest.raises(ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"):
+    with pytest.raises(
+        ValueError, match="has no adapter_model.safetensors: copy or save the memory again$"
+    ):
         loading.load_memory(base, tmp_path)
     assert not hasattr(base, "peft_config")
-    torch.save(tensors, tmp_path / "adapter_model.bin")  # as `save_pretrained(safe_serialization=False)` does
+    torch.save(
+        tensors, tmp_path / "adapter_model.bin"
+    )  # as `save_pretrained(safe_serialization=False)` does
     assert loading.describe_memory(tmp_path)["layers"] == loading.describe_memory(memory)["layers"]
     assert list(loading.load_memory(base, tmp_path).peft_config) == ["default"]
 
@@ -171,7 +198,10 @@ def test_cycles_of_attaching_answering_and_detaching_leave_nothing(memory):
             gc.collect()
             sizes.append((process.memory_info().rss, process.num_fds(), len(gc.get_objects())))
     assert not hasattr(base, "peft_config")
-    (bytes_before, files_before, objects_before), (bytes_after, files_after, objects_after) = sizes[1], sizes[-1]
+    (bytes_before, files_before, objects_before), (bytes_after, files_after, objects_after) = (
+        sizes[1],
+        sizes[-1],
+    )
     assert files_after <= files_before
     assert objects_after <= 1.001 * objects_before
     before = process.memory_info().rss

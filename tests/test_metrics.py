@@ -14,7 +14,11 @@ from locas_peft.evaluation.locomo import f1_by_category
 
 def make_records(*rows: tuple[str, str, int]) -> list[dict]:
     return [
-        {"category": category, "f1": answer_f1(prediction, gold, category), "abstains": abstains(prediction)}
+        {
+            "category": category,
+            "f1": answer_f1(prediction, gold, category),
+            "abstains": abstains(prediction),
+        }
         for prediction, gold, category in rows
     ]
 
@@ -35,7 +39,9 @@ def test_f1_by_category():
     assert -1 <= found["adversarial"]["mean"] < 0
     assert found["abstention"] == {"mean": 0.5, "low": 0.0, "high": 1.0, "n": 2}
     assert found["answerable"]["n"] == 4
-    assert found["answerable"]["mean"] == pytest.approx(sum(record["f1"] for record in records[:4]) / 4)
+    assert found["answerable"]["mean"] == pytest.approx(
+        sum(record["f1"] for record in records[:4]) / 4
+    )
 
 
 def test_categories_without_questions_are_left_out():
@@ -58,7 +64,9 @@ def test_an_interval_holds_its_mean_and_comes_from_the_seed():
     assert mean["mean"] == pytest.approx(sum(values) / 200)
     assert mean == mean_interval(values) != mean_interval(values, seed=1)
     # About the normal interval: 1.96 standard errors on either side.
-    assert (mean["high"] - mean["low"]) / 2 == pytest.approx(1.96 * np.std(values) / math.sqrt(200), rel=0.1)
+    assert (mean["high"] - mean["low"]) / 2 == pytest.approx(
+        1.96 * np.std(values) / math.sqrt(200), rel=0.1
+    )
 
 
 def test_intervals_of_nothing_of_one_and_of_the_same():
@@ -83,7 +91,9 @@ def test_intervals_are_those_of_scipy():
         return np.exp(after.sum(axis) / total) - np.exp(before.sum(axis) / total)
 
     options = {"n_resamples": 9_999, "confidence_level": 0.95, "method": "percentile"}
-    one = bootstrap((before,), np.mean, batch=1_000, rng=np.random.default_rng(0), **options).confidence_interval
+    one = bootstrap(
+        (before,), np.mean, batch=1_000, rng=np.random.default_rng(0), **options
+    ).confidence_interval
     two = bootstrap(
         (before, after, tokens),
         rise,

@@ -43,7 +43,9 @@ def test_topk_clones_the_neurons_that_are_most_active_by_their_routing(family):
         for token, experts, shares in zip(inputs, chosen, weights, strict=True):
             for expert, share in zip(experts, shares, strict=True):
                 gate, up = (block.experts.gate_up_proj[expert] @ token).chunk(2)
-                activity[expert * block.expert_width :][: block.expert_width] += (share * block.act(gate) * up).abs()
+                activity[expert * block.expert_width :][: block.expert_width] += (
+                    share * block.act(gate) * up
+                ).abs()
             if block.shared is not None:
                 owner = block.shared.owner
                 active = block.act(owner.gate_proj(token)) * owner.up_proj(token)
@@ -59,7 +61,10 @@ def test_topk_clones_the_neurons_that_are_most_active_by_their_routing(family):
         ("mixtral", {"intermediate_size": 24 + 8}),  # R = 4, and four neurons of zeros
         ("qwen3_moe", {"intermediate_size": 24, "moe_intermediate_size": 16 + 8}),
         ("qwen2_moe", {"moe_intermediate_size": 16 + 8, "shared_expert_intermediate_size": 20}),
-        ("deepseek_v3", {"intermediate_size": 24 + 4, "moe_intermediate_size": 16, "n_shared_experts": 3}),
+        (
+            "deepseek_v3",
+            {"intermediate_size": 24 + 4, "moe_intermediate_size": 16, "n_shared_experts": 3},
+        ),
     ],
 )
 def test_config_of_the_merged_checkpoint(family, expected):
@@ -85,15 +90,20 @@ def test_two_merged_memories_are_removed_and_one_is_merged_again(family):
     assert torch.equal(logits(model.unload()), logits(make_host(family)))
 
 
-@pytest.mark.parametrize(("family", "constant"), [("mixtral", 1.0), ("lfm2_moe", 1.5), ("deepseek_v3", 2.5)])
+@pytest.mark.parametrize(
+    ("family", "constant"), [("mixtral", 1.0), ("lfm2_moe", 1.5), ("deepseek_v3", 2.5)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_sum_of_the_routing_weights_is_measured(family, constant, dtype):
     sums = [block.routing_sum() for block in mixtures_of(make_host(family, dtype))]
-    assert sums == pytest.approx([constant] * len(sums), rel=1e-4 if dtype == torch.float32 else 4e-3)
+    assert sums == pytest.approx(
+        [constant] * len(sums), rel=1e-4 if dtype == torch.float32 else 4e-3
+    )
 
 
 @pytest.mark.parametrize(
-    ("family", "reason"), [("qwen3_moe", "it has no shared expert"), ("qwen2_moe", "its shared expert is gated")]
+    ("family", "reason"),
+    [("qwen3_moe", "it has no shared expert"), ("qwen2_moe", "its shared expert is gated")],
 )
 def test_merging_is_refused_where_it_would_not_be_exact(family, reason):
     model = get_peft_model(make_variant(family, norm_topk_prob=False), LocasConfig(r=R)).train()
@@ -129,7 +139,9 @@ def test_experts_of_an_unknown_structure_are_named():
 def test_a_block_that_is_no_sum_of_its_experts_is_left_out():
     host = make_host("mixtral")
     block = type(host.model.layers[0].mlp)
-    doubled = type("Doubled", (block,), {"forward": lambda self, states: 2 * block.forward(self, states)})
+    doubled = type(
+        "Doubled", (block,), {"forward": lambda self, states: 2 * block.forward(self, states)}
+    )
     host.model.layers[1].mlp.__class__ = doubled
     assert list(find_ffns(host)) == ["model.layers.0.mlp"]
 

@@ -34,7 +34,15 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from locas_peft import LocasConfig, LocasLayer, LocasModel, TestTimeTrainer, calibrate, empty_memories, rescale
+from locas_peft import (
+    LocasConfig,
+    LocasLayer,
+    LocasModel,
+    TestTimeTrainer,
+    calibrate,
+    empty_memories,
+    rescale,
+)
 from locas_peft.tuner import adapters_disabled, find_ffns, list_layers
 from locas_peft.tuner.load_checks import may_be_same_weights, sample_weights
 from locas_peft.tuner.modules import used_modules
@@ -60,7 +68,9 @@ def test_saved_file_holds_the_memory_and_nothing_else(tmp_path):
     model = make_model()
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
-    assert sum(t.numel() for t in tensors.values()) == 4 * 3 * 16 * 2 + 4  # r x 3 x D x layers, two scales a layer
+    assert (
+        sum(t.numel() for t in tensors.values()) == 4 * 3 * 16 * 2 + 4
+    )  # r x 3 x D x layers, two scales a layer
     assert {p.name for p in tmp_path.iterdir()} == {
         "adapter_model.safetensors",
         "adapter_config.json",
@@ -90,7 +100,10 @@ def test_several_memories_switch_add_up_and_go(tmp_path):
         model.delete_adapter("second")
     assert not any("second" in name for name in model.state_dict())
     layer = list_layers(model)[0]
-    assert all("second" not in entries for entries in (layer.locas_tau, layer.locas_input_scale, layer.locas_config))
+    assert all(
+        "second" not in entries
+        for entries in (layer.locas_tau, layer.locas_input_scale, layer.locas_config)
+    )
     model.set_adapter("first")
     assert torch.equal(logits(model), first)
     model.load_adapter(tmp_path / "second", "again")
@@ -164,10 +177,16 @@ def test_rows_of_a_batch_may_use_different_memories():
         for row, name in enumerate(names):
             torch.testing.assert_close(mixed[row], expected[name][row], rtol=0, atol=1e-5)
         generated = model.generate(
-            input_ids=make_tokens(), adapter_names=names, num_beams=2, max_new_tokens=3, do_sample=False
+            input_ids=make_tokens(),
+            adapter_names=names,
+            num_beams=2,
+            max_new_tokens=3,
+            do_sample=False,
         )
         model.set_adapter("first")
-        alone = model.generate(input_ids=make_tokens()[2:3], num_beams=2, max_new_tokens=3, do_sample=False)
+        alone = model.generate(
+            input_ids=make_tokens()[2:3], num_beams=2, max_new_tokens=3, do_sample=False
+        )
         assert torch.equal(generated[2, : alone.shape[1]], alone[0])
 
 
@@ -175,7 +194,9 @@ def make_mixed(family, names=("one", "two", "three"), widths=(3, 3, 3), dtype=to
     """A model with several memories of different weights, in evaluation mode."""
     model = get_peft_model(make_host(family, dtype), LocasConfig(r=4, init_strategy="gaussian"))
     for seed, (name, r) in enumerate(zip(names, widths, strict=True)):
-        model.add_adapter(name, LocasConfig(r=r, init_strategy="gaussian", seed=seed, scaling=1.0 + seed))
+        model.add_adapter(
+            name, LocasConfig(r=r, init_strategy="gaussian", seed=seed, scaling=1.0 + seed)
+        )
         teach(model, name, seed=seed)
     return model.to(dtype).eval()
 
@@ -204,7 +225,9 @@ def test_each_memory_of_a_mixed_batch_gets_the_gradient_of_its_rows(family, name
     model = make_mixed(family, widths=widths)
     memories = sorted(set(names) - {"__base__"})
     for layer in list_layers(model):
-        for projection in (projection for name in memories for projection in layer.projections(name)):
+        for projection in (
+            projection for name in memories for projection in layer.projections(name)
+        ):
             projection.requires_grad_(True)
     ids = make_tokens(len(names), 12)
     losses = []
@@ -214,7 +237,9 @@ def test_each_memory_of_a_mixed_batch_gets_the_gradient_of_its_rows(family, name
             with adapters_disabled(model), torch.no_grad():
                 losses.append(model(input_ids=ids[rows], labels=ids[rows]).loss * len(rows))
             continue
-        loss = model(input_ids=ids[rows], labels=ids[rows], adapter_names=[name] * len(rows)).loss * len(rows)
+        loss = model(
+            input_ids=ids[rows], labels=ids[rows], adapter_names=[name] * len(rows)
+        ).loss * len(rows)
         loss.backward()
         losses.append(loss.detach())
     expected = gradients_of(model, memories)
@@ -234,7 +259,9 @@ def test_gradients_of_a_mixed_batch_are_right(family):
     model = make_mixed(family)
     layer = list_layers(model)[-1]
     names = ["two", "one", "__base__", "three", "one"]
-    weights = [weight.detach() for name in ("one", "two", "three") for weight in weights_in(layer, name)]
+    weights = [
+        weight.detach() for name in ("one", "two", "three") for weight in weights_in(layer, name)
+    ]
     inputs = torch.randn(5, 2, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def forward(inputs, *weights):
@@ -249,7 +276,9 @@ def test_gradients_of_a_mixed_batch_are_right(family):
         for projection in layer.projections(name):
             del projection._parameters["weight"]
             projection.weight = None
-    assert torch.autograd.gradcheck(forward, (inputs.requires_grad_(), *(w.requires_grad_() for w in weights)))
+    assert torch.autograd.gradcheck(
+        forward, (inputs.requires_grad_(), *(w.requires_grad_() for w in weights))
+    )
 
 
 def test_rows_of_one_name_take_the_plain_path(monkeypatch):
@@ -268,7 +297,9 @@ def test_one_batched_product_serves_rows_of_different_memories(monkeypatch):
     monkeypatch.setattr(
         LocasLayer,
         "recall",
-        lambda self, names, inputs: recalled.append((names, len(inputs))) or recall(self, names, inputs),
+        lambda self, names, inputs: (
+            recalled.append((names, len(inputs))) or recall(self, names, inputs)
+        ),
     )
     logits(model, make_tokens(3), adapter_names=["two", "one", "three"])
     assert recalled == [(["two", "one", "three"], 3)] * 2  # once a layer
@@ -278,10 +309,14 @@ def test_adapter_names_are_checked():
     model = make_model().eval()
     with pytest.raises(ValueError, match=r"Trying to infer with non-existing adapter\(s\): nobody"):
         logits(model, adapter_names=["nobody"] * 4)
-    with pytest.raises(ValueError, match="Length of `adapter_names` should be the same as the number of inputs"):
+    with pytest.raises(
+        ValueError, match="Length of `adapter_names` should be the same as the number of inputs"
+    ):
         logits(model, adapter_names=["default"] * 3)
     model.train()
-    with pytest.raises(ValueError, match="Cannot pass `adapter_names` when the model is in training mode."):
+    with pytest.raises(
+        ValueError, match="Cannot pass `adapter_names` when the model is in training mode."
+    ):
         logits(model, adapter_names=["default"] * 4)
     assert not any(layer._forward_pre_hooks for layer in list_layers(model))
 
@@ -290,10 +325,17 @@ def test_status_reports():
     model = make_model()
     status = get_model_status(model)
     assert (status.peft_types, status.adapter_model_type) == ({"default": "LOCAS"}, "LocasModel")
-    assert (status.enabled, status.active_adapters, status.merged_adapters) == (True, ["default"], [])
+    assert (status.enabled, status.active_adapters, status.merged_adapters) == (
+        True,
+        ["default"],
+        [],
+    )
     assert status.trainable_params == 4 * 3 * 16 * 2
     layer_status = get_layer_status(model)[0]
-    assert (layer_status.name, layer_status.module_type) == ("model.model.layers.0.mlp", "locas.LocasLayer")
+    assert (layer_status.name, layer_status.module_type) == (
+        "model.model.layers.0.mlp",
+        "locas.LocasLayer",
+    )
 
 
 def test_injection_and_transformers_own_verbs(tmp_path):
@@ -323,7 +365,9 @@ def test_injection_and_transformers_own_verbs(tmp_path):
 
 def test_modules_to_save_and_token_indices(tmp_path):
     host = make_host("llama")
-    config = LocasConfig(r=4, init_strategy="random", modules_to_save=["lm_head"], trainable_token_indices=[5, 6])
+    config = LocasConfig(
+        r=4, init_strategy="random", modules_to_save=["lm_head"], trainable_token_indices=[5, 6]
+    )
     model = get_peft_model(host, config)
     teach(model)
     with torch.no_grad():
@@ -365,14 +409,18 @@ def test_rank_pattern_gives_widths_and_taus(tmp_path):
 @pytest.mark.parametrize("autocast_adapter_dtype", [True, False])
 def test_half_bases(dtype, autocast_adapter_dtype):
     config = LocasConfig(r=4, init_strategy="random")
-    model = get_peft_model(make_host("llama", dtype), config, autocast_adapter_dtype=autocast_adapter_dtype)
+    model = get_peft_model(
+        make_host("llama", dtype), config, autocast_adapter_dtype=autocast_adapter_dtype
+    )
     expected = torch.float32 if autocast_adapter_dtype else dtype
     assert {w.dtype for layer in list_layers(model) for w in weights_in(layer)} == {expected}
     teach(model)
     assert logits(model).dtype == dtype
     model.to(torch.bfloat16)
     scales = [
-        entries["default"] for layer in list_layers(model) for entries in (layer.locas_tau, layer.locas_input_scale)
+        entries["default"]
+        for layer in list_layers(model)
+        for entries in (layer.locas_tau, layer.locas_input_scale)
     ]
     assert {scale.dtype for scale in scales} == {torch.float32}
 
@@ -383,7 +431,9 @@ def test_autocast_trains():
         loss = model(input_ids=make_tokens(), labels=make_tokens()).loss
     loss.backward()
     assert all(
-        p.grad.isfinite().all() and p.grad.dtype == torch.float32 for p in model.parameters() if p.requires_grad
+        p.grad.isfinite().all() and p.grad.dtype == torch.float32
+        for p in model.parameters()
+        if p.requires_grad
     )
 
 
@@ -395,7 +445,10 @@ def test_rescale_is_undone():
     with pytest.raises(RuntimeError), rescale(model, 2.0):
         raise RuntimeError
     assert torch.equal(logits(model), before)
-    with pytest.raises(ValueError, match="no LOCAS memory 'x' to rescale"), rescale(model, 1.0, "x"):
+    with (
+        pytest.raises(ValueError, match="no LOCAS memory 'x' to rescale"),
+        rescale(model, 1.0, "x"),
+    ):
         pass
     with rescale(model, 4.0), rescale(model, 0.25):
         torch.testing.assert_close(logits(model), before)
@@ -430,7 +483,10 @@ def test_merged_memories_are_not_rescaled_and_rescaled_ones_not_merged():
     model.merge_adapter()
     with pytest.raises(ValueError) as error, rescale(model, 0.5):
         pass
-    assert str(error.value) == "the memory 'default' is merged: call unmerge_adapter() before it is rescaled."
+    assert (
+        str(error.value)
+        == "the memory 'default' is merged: call unmerge_adapter() before it is rescaled."
+    )
     model.unmerge_adapter()
     assert same(model, before)
 
@@ -461,17 +517,23 @@ def test_adapters_are_switched_off_and_on_again():
     with pytest.raises(RuntimeError), adapters_disabled(model):
         assert torch.equal(logits(model), logits(make_host("llama")))
         raise RuntimeError
-    assert torch.equal(logits(model), partly) and not torch.equal(partly, before)  # what was off stays off
+    assert torch.equal(logits(model), partly) and not torch.equal(
+        partly, before
+    )  # what was off stays off
     first.enable_adapters(True)
     with adapters_disabled(model, except_for=[head]):
         with_head = logits(model)
-    assert not torch.equal(with_head, logits(make_host("llama"))) and not torch.equal(with_head, before)
+    assert not torch.equal(with_head, logits(make_host("llama"))) and not torch.equal(
+        with_head, before
+    )
     assert torch.equal(logits(model), before)
     assert [(name, p.requires_grad) for name, p in model.named_parameters()] == trained
 
 
 def test_a_decoder_s_tokens_are_not_masked_by_its_encoder_s_padding():
-    config = tf.T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2)
+    config = tf.T5Config(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2
+    )
     config.decoder_start_token_id = 0
     model = get_peft_model(tf.T5ForConditionalGeneration(config), LocasConfig(r=4)).train()
     mask = (torch.arange(32) < 16).long().expand(4, 32)
@@ -518,13 +580,16 @@ def test_a_copy_is_independent(family):
 
 def test_lora_first_then_a_memory_around_it():
     host = inject_adapter_in_model(
-        LoraConfig(target_modules=["q_proj", "gate_proj"], init_lora_weights=False), make_host("llama")
+        LoraConfig(target_modules=["q_proj", "gate_proj"], init_lora_weights=False),
+        make_host("llama"),
     )
     with_lora = logits(host)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT: the model already has a peft_config
         del host.peft_config
-        model = get_peft_model(host, LocasConfig(r=4, init_strategy="random"), adapter_name="memory")
+        model = get_peft_model(
+            host, LocasConfig(r=4, init_strategy="random"), adapter_name="memory"
+        )
     torch.testing.assert_close(logits(model), with_lora)
     teach(model, "memory")
     model.set_adapter("memory")
@@ -576,9 +641,13 @@ def test_disabling_a_merged_memory_unmerges_it():
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize("safe_serialization", [True, False])
-def test_an_empty_memory_is_saved_and_calibrates_after_loading(family, safe_serialization, tmp_path):
+def test_an_empty_memory_is_saved_and_calibrates_after_loading(
+    family, safe_serialization, tmp_path
+):
     model = get_peft_model(make_host(family), LocasConfig(r=4))
-    with pytest.warns(UserWarning, match="^the memory 'default' is saved empty: it has learned nothing yet"):
+    with pytest.warns(
+        UserWarning, match="^the memory 'default' is saved empty: it has learned nothing yet"
+    ):
         model.save_pretrained(tmp_path, safe_serialization=safe_serialization)
     loaded = PeftModel.from_pretrained(make_host(family), tmp_path, is_trainable=True)
     assert empty_memories(loaded) == ["default"]
@@ -596,7 +665,9 @@ def test_an_empty_memory_merges_to_neurons_of_zeros(family):
     before, expected = snapshot(model), logits(make_host(family))
     model.merge_adapter()
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match=r"^the memory 'default' is merged: call unmerge_adapter\(\) before it is"):
+    with pytest.raises(
+        ValueError, match=r"^the memory 'default' is merged: call unmerge_adapter\(\) before it is"
+    ):
         calibrate(model, [make_tokens()])
     model.unmerge_adapter()
     assert same(model, before) and empty_memories(model) == ["default"]
@@ -613,7 +684,10 @@ def test_a_failed_safe_merge_leaves_all_as_it_was(verb):
     before = {name: p for name, p in snapshot(model).items() if "locas" not in name}
     with pytest.raises(ValueError) as error:
         getattr(model, verb)(safe_merge=True)
-    assert str(error.value) == "NaNs detected in the merged weights. The adapter default seems to be broken"
+    assert (
+        str(error.value)
+        == "NaNs detected in the merged weights. The adapter default seems to be broken"
+    )
     assert all(torch.equal(model.state_dict()[name], p) for name, p in before.items())
     assert not list_layers(model)[0].merged and list_layers(model)[0].ffn.width == 24
 
@@ -635,20 +709,25 @@ def test_bases_that_cannot_be_widened_are_refused():
     meta = make_model()
     list_layers(meta)[1].ffn.owner.to("meta")
     with pytest.raises(
-        ValueError, match="gate_proj is offloaded or on the meta device: load the base onto one device"
+        ValueError,
+        match="gate_proj is offloaded or on the meta device: load the base onto one device",
     ):
         meta.merge_and_unload()
     assert not list_layers(meta)[0].merged
 
     sharded = make_model()
     list_layers(sharded)[0].ffn.owner.up_proj.weight.full_tensor = None
-    with pytest.raises(ValueError, match="up_proj is sharded across processes: gather the base first"):
+    with pytest.raises(
+        ValueError, match="up_proj is sharded across processes: gather the base first"
+    ):
         sharded.merge_adapter()
 
 
 def test_a_family_whose_config_has_no_width_cannot_be_unloaded_into_a_checkpoint():
     config = tf.BloomConfig(vocab_size=VOCABULARY, hidden_size=16, n_layer=2, n_head=2)
-    model = get_peft_model(tf.BloomForCausalLM(config).eval(), LocasConfig(r=4, init_strategy="random"))
+    model = get_peft_model(
+        tf.BloomForCausalLM(config).eval(), LocasConfig(r=4, init_strategy="random")
+    )
     teach(model)
     expected = logits(model)
     with pytest.raises(ValueError) as error:
@@ -674,7 +753,9 @@ def test_an_offloaded_base_gets_the_same_memory_but_is_not_merged(family):
     for taught in (model, reference):
         teach(taught)
     assert torch.equal(logits(model), logits(reference))
-    with pytest.raises(ValueError, match="is offloaded or on the meta device: load the base onto one device first"):
+    with pytest.raises(
+        ValueError, match="is offloaded or on the meta device: load the base onto one device first"
+    ):
         model.merge_adapter()
 
 
@@ -739,7 +820,9 @@ def test_other_weights_of_the_same_shapes_give_a_warning(memory):
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.05)
-    with pytest.warns(UserWarning, match="^this memory was made for a base of the same shapes with other weights"):
+    with pytest.warns(
+        UserWarning, match="^this memory was made for a base of the same shapes with other weights"
+    ):
         PeftModel.from_pretrained(other, memory)
 
 
@@ -751,7 +834,9 @@ def test_the_same_base_in_another_dtype_gives_no_warning(family, dtype, tmp_path
     config = LoraConfig(target_modules="all-linear", fan_in_fan_out=family == "gpt2")
     lora = inject_adapter_in_model(config, make_host(family, dtype))
     assert may_be_same_weights(sample_weights(make_host(family)), sample_weights(lora))
-    beside = get_peft_model(make_host(family), LocasConfig(r=4, modules_to_save=["0"], trainable_token_indices=[5]))
+    beside = get_peft_model(
+        make_host(family), LocasConfig(r=4, modules_to_save=["0"], trainable_token_indices=[5])
+    )
     assert sample_weights(make_host(family)) == sample_weights(beside)
     merged = make_model(family)
     merged.merge_adapter()
@@ -767,12 +852,16 @@ def test_a_memory_without_a_usable_sample_of_its_base_loads(memory, weights):
     PeftModel.from_pretrained(make_host("llama"), memory)
 
 
-@pytest.mark.parametrize(("factor", "message"), [(torch.nan, "not finite"), (1e14, "at most"), (1e6, "product")])
+@pytest.mark.parametrize(
+    ("factor", "message"), [(torch.nan, "not finite"), (1e14, "at most"), (1e6, "product")]
+)
 def test_a_diverged_memory_is_not_saved(factor, message, tmp_path):
     model = make_model()
     for weight in weights_in(list_layers(model)[1]):
         weight.data.mul_(factor)
-    with pytest.raises(ValueError, match=f"^the memory 'default' has diverged and cannot be saved: .*{message}"):
+    with pytest.raises(
+        ValueError, match=f"^the memory 'default' has diverged and cannot be saved: .*{message}"
+    ):
         model.save_pretrained(tmp_path)
     assert not list(tmp_path.glob("**/*.safetensors")) and not list(tmp_path.glob("**/*.json"))
 
@@ -781,13 +870,19 @@ def test_what_unload_keeps(tmp_path):
     model = make_model(modules_to_save=["norm"], trainable_token_indices=[5])
     with torch.no_grad():
         model.get_base_model().model.norm.modules_to_save["default"].weight.add_(1.0)
-        model.get_base_model().model.embed_tokens.token_adapter.trainable_tokens_delta["default"].add_(1.0)
+        model.get_base_model().model.embed_tokens.token_adapter.trainable_tokens_delta[
+            "default"
+        ].add_(1.0)
     model.save_pretrained(tmp_path)
     unloaded, before = (
         PeftModel.from_pretrained(make_host("llama"), tmp_path).unload(),
         make_host("llama").state_dict(),
     )
-    changed = [name for name, tensor in unloaded.state_dict().items() if not torch.equal(tensor, before[name])]
+    changed = [
+        name
+        for name, tensor in unloaded.state_dict().items()
+        if not torch.equal(tensor, before[name])
+    ]
     assert changed == ["model.norm.weight"]
 
 
@@ -803,11 +898,15 @@ def bits(model):
 
 def unharmed(model, before):
     after = bits(model)
-    return after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    return after.keys() == before.keys() and all(
+        torch.equal(after[name], before[name]) for name in before
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "llama with biases", "gemma2", "phi3", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama with biases", "gemma2", "phi3", "gpt2", "gpt_neox", "opt"]
+)
 def test_the_base_is_unharmed(family, dtype, tmp_path):
     host = make_host(family, dtype)
     before, names, expected = bits(host), [name for name, _ in host.named_modules()], logits(host)

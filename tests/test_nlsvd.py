@@ -28,18 +28,28 @@ def make_memory(d=12, r=8, layers=(), seed=0, dtype=torch.float64):
 def test_probes_are_orthonormal_and_the_memory_answers_at_them(d, r, rank):
     key, value = make_memory(d, r, layers=(3,))
     reduced = nl_svd(key, value, rank)
-    assert reduced.key.shape == (3, d, rank) and reduced.value.shape == (3, rank, d) and reduced.kept.all()
-    torch.testing.assert_close(reduced.key.mT @ reduced.key, torch.eye(rank).double().expand(3, -1, -1), **EXACT)
+    assert (
+        reduced.key.shape == (3, d, rank)
+        and reduced.value.shape == (3, rank, d)
+        and reduced.kept.all()
+    )
+    torch.testing.assert_close(
+        reduced.key.mT @ reduced.key, torch.eye(rank).double().expand(3, -1, -1), **EXACT
+    )
     for length in (1.0, 7.5):  # ReLU: the whole ray through a probe
         probes = length * reduced.key.mT
-        torch.testing.assert_close(recall(reduced.key, reduced.value, probes), recall(key, value, probes), **EXACT)
+        torch.testing.assert_close(
+            recall(reduced.key, reduced.value, probes), recall(key, value, probes), **EXACT
+        )
 
 
 def test_float32_keeps_the_guarantees_too():
     key, value = make_memory(64, 48, layers=(2,), dtype=torch.float32)
     reduced = nl_svd(key, value, 24)
     assert reduced.key.dtype == reduced.value.dtype == torch.float32
-    torch.testing.assert_close(reduced.key.mT @ reduced.key, torch.eye(24).expand(2, -1, -1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        reduced.key.mT @ reduced.key, torch.eye(24).expand(2, -1, -1), rtol=0, atol=1e-5
+    )
     probes = reduced.key.mT
     expected = recall(key, value, probes)
     error = (recall(reduced.key, reduced.value, probes) - expected).norm() / expected.norm()
@@ -47,12 +57,16 @@ def test_float32_keeps_the_guarantees_too():
 
 
 def test_orthogonal_keys_with_distinct_scales_come_back_whole():
-    directions = torch.linalg.qr(torch.randn(12, 6, generator=torch.Generator().manual_seed(0)).double()).Q
+    directions = torch.linalg.qr(
+        torch.randn(12, 6, generator=torch.Generator().manual_seed(0)).double()
+    ).Q
     key = directions * torch.tensor([3.0, 0.5, 2.0, 1.0, 5.0, 0.1])
     _, value = make_memory(12, 6)
     reduced = nl_svd(key, value, 6)
     inputs = torch.randn(50, 12, generator=torch.Generator().manual_seed(1)).double()
-    torch.testing.assert_close(recall(reduced.key, reduced.value, inputs), recall(key, value, inputs), **EXACT)
+    torch.testing.assert_close(
+        recall(reduced.key, reduced.value, inputs), recall(key, value, inputs), **EXACT
+    )
     # The strongest s_i = |k_i| |v_i| first, each with its own key's direction and side.
     order = (key.norm(dim=0) * value.norm(dim=1)).argsort(descending=True)
     torch.testing.assert_close(reduced.key, normalize(key, dim=0)[:, order], **EXACT)
@@ -64,7 +78,9 @@ def test_the_span_of_the_probes_is_not_reproduced():
     value = torch.eye(2, dtype=torch.float64)
     reduced = nl_svd(key, value, 2)
     probes = reduced.key.mT
-    torch.testing.assert_close(recall(reduced.key, reduced.value, probes), recall(key, value, probes), **EXACT)
+    torch.testing.assert_close(
+        recall(reduced.key, reduced.value, probes), recall(key, value, probes), **EXACT
+    )
     point = probes.sum(dim=0, keepdim=True)
     # The second key is silent at one of the probes and speaks at their sum: f is not additive.
     assert (recall(reduced.key, reduced.value, point) - recall(key, value, point)).norm() > 0.1
@@ -74,7 +90,8 @@ def test_both_signs_of_a_probe_are_tried():
     key, value = make_memory(12, 8)
     reduced = nl_svd(key, value, 8)
     here, there = (
-        (torch.relu(side * reduced.key.mT @ key) * value.norm(dim=1)).square().sum(dim=-1) for side in (1, -1)
+        (torch.relu(side * reduced.key.mT @ key) * value.norm(dim=1)).square().sum(dim=-1)
+        for side in (1, -1)
     )
     assert (here >= there).all()
     mirrored = nl_svd(-key, value, 8)  # f(-A): the same directions, the other sides
@@ -105,7 +122,9 @@ def test_another_activation_is_matched_at_the_probes_norm_alone(probe_norm):
 
     def error(length):
         probes = length * reduced.key.mT
-        return (recall(reduced.key, reduced.value, probes, gelu) - recall(key, value, probes, gelu)).norm()
+        return (
+            recall(reduced.key, reduced.value, probes, gelu) - recall(key, value, probes, gelu)
+        ).norm()
 
     assert error(probe_norm) < 1e-9
     assert error(2 * probe_norm) > 1e-3
@@ -140,12 +159,28 @@ def test_the_error_falls_with_the_rank():
             TypeError,
             "key must be float32 or float64",
         ),
-        (lambda k, v: (k, v.half(), 4), TypeError, "value must be float32 or float64, got torch.float16"),
-        (lambda k, v: (k, v.float(), 4), TypeError, "must have one dtype, got torch.float64 and torch.float32"),
-        (lambda k, v: (k, v, 9), ValueError, "rank must be at most the memory's width 8, got 9: lower it"),
+        (
+            lambda k, v: (k, v.half(), 4),
+            TypeError,
+            "value must be float32 or float64, got torch.float16",
+        ),
+        (
+            lambda k, v: (k, v.float(), 4),
+            TypeError,
+            "must have one dtype, got torch.float64 and torch.float32",
+        ),
+        (
+            lambda k, v: (k, v, 9),
+            ValueError,
+            "rank must be at most the memory's width 8, got 9: lower it",
+        ),
         (lambda k, v: (k, v, 0), ValueError, "rank must be at least 1, got 0: raise it"),
         (lambda k, v: (k, v, 4.0), TypeError, "rank must be an int, got float"),
-        (lambda k, v: (k.mT, v, 4), ValueError, r"got \[8, 12\] and \[8, 12\]: transpose one of them"),
+        (
+            lambda k, v: (k.mT, v, 4),
+            ValueError,
+            r"got \[8, 12\] and \[8, 12\]: transpose one of them",
+        ),
         (lambda k, v: (k, v * float("nan"), 4), ValueError, "key and value must be finite"),
         (lambda k, v: (k, v * 0, 4), ValueError, "got an empty memory: write one first"),
     ],

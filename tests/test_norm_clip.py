@@ -19,7 +19,9 @@ from locas_peft.tuner.norm_clip import clip_norms_
 
 
 def make_model(family="llama", **kwargs):
-    return get_peft_model(make_host(family), LocasConfig(**{"r": 4, "scaling": 400.0, **kwargs})).train()
+    return get_peft_model(
+        make_host(family), LocasConfig(**{"r": 4, "scaling": 400.0, **kwargs})
+    ).train()
 
 
 def slot_norms(model, adapter_name="default"):
@@ -27,7 +29,9 @@ def slot_norms(model, adapter_name="default"):
     norms = []
     for layer in list_layers(model):
         *rows, down = weights_in(layer, adapter_name)
-        norms += [weight.detach().float().norm(dim=1) for weight in rows] + [down.detach().float().norm(dim=0)]
+        norms += [weight.detach().float().norm(dim=1) for weight in rows] + [
+            down.detach().float().norm(dim=0)
+        ]
     return torch.cat(norms)
 
 
@@ -57,7 +61,9 @@ def test_projection_is_the_paper_s():
 
 
 def test_flattened_rows_are_refused():
-    with pytest.raises(ValueError, match=r"whole rows of a memory, got a flattened part of shape \[12\]: use FSDP2"):
+    with pytest.raises(
+        ValueError, match=r"whole rows of a memory, got a flattened part of shape \[12\]: use FSDP2"
+    ):
         clip_norms_([torch.ones(12)], [-1], max_norm=1.0)
 
 
@@ -69,7 +75,9 @@ def test_grouped_clip_is_bit_identical_to_one_weight_at_a_time(dtype):
     dims, alone = [-1, -2, -1, -1, -2], [weight.clone() for weight in weights]
     clip_norms_(weights, dims, max_norm=1.3)
     for weight, single, dim in zip(weights, alone, dims, strict=True):
-        norms = torch.linalg.vector_norm(single.float() if dtype == torch.bfloat16 else single, dim=dim, keepdim=True)
+        norms = torch.linalg.vector_norm(
+            single.float() if dtype == torch.bfloat16 else single, dim=dim, keepdim=True
+        )
         expected = single * (1 / (norms / 1.3).clamp(min=1)).to(dtype)
         clip_norms_([single], [dim], max_norm=1.3)
         assert torch.equal(weight, single) and torch.equal(weight, expected)
@@ -79,7 +87,10 @@ def test_grouped_clip_is_bit_identical_to_one_weight_at_a_time(dtype):
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW", "Adagrad", "RMSprop", "NAdam"])
 def test_bare_loop(family, optimizer):
     model = make_model(family)
-    train(model, getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], lr=3.0))
+    train(
+        model,
+        getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], lr=3.0),
+    )
     assert_clipped(model)
 
 
@@ -140,7 +151,10 @@ def test_layers_that_are_gone_are_forgotten():
 def test_parameters_that_an_optimizer_gains_or_loses_are_followed():
     model = make_model()
     model.add_adapter("second", LocasConfig(r=4, scaling=400.0, init_strategy="gaussian"))
-    first, second = ([p for n, p in model.named_parameters() if f".{name}." in n] for name in ("default", "second"))
+    first, second = (
+        [p for n, p in model.named_parameters() if f".{name}." in n]
+        for name in ("default", "second")
+    )
     optimizer = torch.optim.SGD(first, lr=50.0)
     train(model, optimizer, steps=1)
     optimizer.add_param_group({"params": second})

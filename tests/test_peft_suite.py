@@ -58,12 +58,34 @@ def find_peft_tests() -> Path:
         if not (folder / "testing_common.py").is_file():
             raise RuntimeError(f"PEFT_TESTS={folder} has no testing_common.py")
         return folder
-    cache = Path(__file__).resolve().parent.parent / ".pytest_cache" / "d" / f"peft-{peft.__version__}-tests"
+    cache = (
+        Path(__file__).resolve().parent.parent
+        / ".pytest_cache"
+        / "d"
+        / f"peft-{peft.__version__}-tests"
+    )
     if not cache.is_dir():
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache.parent) as scratch:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "peft"]
-            command += ["--retries", "1", "--timeout", "20", "--dest", scratch, f"peft=={peft.__version__}"]
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--no-binary",
+                "peft",
+            ]
+            command += [
+                "--retries",
+                "1",
+                "--timeout",
+                "20",
+                "--dest",
+                scratch,
+                f"peft=={peft.__version__}",
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             archives = list(Path(scratch).glob("peft-*.tar.gz"))
             if not archives:
@@ -74,7 +96,9 @@ def find_peft_tests() -> Path:
             with tarfile.open(archives[0]) as archive:
                 for member in archive:
                     if member.isfile() and Path(member.name).parts[1:-1] == ("tests",):
-                        (unpacked / Path(member.name).name).write_bytes(archive.extractfile(member).read())
+                        (unpacked / Path(member.name).name).write_bytes(
+                            archive.extractfile(member).read()
+                        )
             with contextlib.suppress(OSError):  # another worker was faster
                 unpacked.rename(cache)
     return cache
@@ -86,8 +110,15 @@ def import_peft_tests(folder: Path, *names: str) -> list[types.ModuleType]:
     package = sys.modules["peft_own_tests"] = types.ModuleType("peft_own_tests")
     package.__path__ = [str(folder)]
     # What the modules import for tests that are not run here, where it is not installed.
-    absent = {name: types.ModuleType(name) for name in ("datasets", "diffusers") if not importlib.util.find_spec(name)}
-    for name, attribute in {"datasets": "load_dataset", "diffusers": "StableDiffusionPipeline"}.items():
+    absent = {
+        name: types.ModuleType(name)
+        for name in ("datasets", "diffusers")
+        if not importlib.util.find_spec(name)
+    }
+    for name, attribute in {
+        "datasets": "load_dataset",
+        "diffusers": "StableDiffusionPipeline",
+    }.items():
         if name in absent:
             setattr(absent[name], attribute, type(attribute, (), {}))
     sys.modules.update(absent)
@@ -106,28 +137,38 @@ def import_peft_tests(folder: Path, *names: str) -> list[types.ModuleType]:
 try:
     peft_tests = find_peft_tests()
 except RuntimeError as error:
-    pytest.skip(f"needs PEFT's own tests: {error}. Set PEFT_TESTS to their folder.", allow_module_level=True)
-common, utils, decoder, custom, config_tests, seq_classifier, features, token_qa, *further = import_peft_tests(
-    peft_tests,
-    "testing_common",
-    "testing_utils",
-    "test_decoder_models",
-    "test_custom_models",
-    "test_config",
-    "test_seq_classifier",
-    "test_feature_extraction_models",
-    "test_token_classification_qa",
-    "test_hub_features",
-    "test_low_level_api",
-    "test_other",
-    "test_trainable_tokens",
+    pytest.skip(
+        f"needs PEFT's own tests: {error}. Set PEFT_TESTS to their folder.", allow_module_level=True
+    )
+common, utils, decoder, custom, config_tests, seq_classifier, features, token_qa, *further = (
+    import_peft_tests(
+        peft_tests,
+        "testing_common",
+        "testing_utils",
+        "test_decoder_models",
+        "test_custom_models",
+        "test_config",
+        "test_seq_classifier",
+        "test_feature_extraction_models",
+        "test_token_classification_qa",
+        "test_hub_features",
+        "test_low_level_api",
+        "test_other",
+        "test_trainable_tokens",
+    )
 )
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # The models
 
-FIVE = ("qwen3", "llama", "gpt2", "phi3", "opt")  # one a structure of FFN, and two of the gated ones
+FIVE = (
+    "qwen3",
+    "llama",
+    "gpt2",
+    "phi3",
+    "opt",
+)  # one a structure of FFN, and two of the gated ones
 OTHERS = tuple(family for family in FAMILIES if family not in FIVE)
 HEADS = {
     "lm": transformers.AutoModelForCausalLM,
@@ -178,7 +219,9 @@ def offline(request, monkeypatch, lora_folder):
     if callspec and "model_cls_and_id" in callspec.params:
         model_id = callspec.params["model_cls_and_id"][1]
     if model_id is not None:
-        monkeypatch.setitem(utils._HUB_MODEL_ACCESSES, model_id, 0)  # "already fetched": patched to stay offline
+        monkeypatch.setitem(
+            utils._HUB_MODEL_ACCESSES, model_id, 0
+        )  # "already fetched": patched to stay offline
         if model_id.startswith(_folder.name):
             make_model(model_id)
 
@@ -302,7 +345,9 @@ class ToyLoader:
 _PROMPTS = "only for methods that learn a prompt; a memory is weights"
 _BIAS = "LocasConfig has no `bias`: a memory never trains the biases of its host"
 _COMBINE = "add_weighted_adapter adds low-rank updates of a matrix; memories add by being active or merged together"
-_STRUCTURE = "about tables of module names for model types; a memory finds the FFNs by their structure"
+_STRUCTURE = (
+    "about tables of module names for model types; a memory finds the FFNs by their structure"
+)
 _TYING = "about embeddings that are tied to others, on which no method has an influence"
 NOT_APPLICABLE = {
     "TestDecoderModels": {
@@ -387,7 +432,13 @@ def family_cases(head: str, task_type: str, families=FIVE, topk=(), slow=()) -> 
     cases += [(family, TOPK, f"{family}-topk", ()) for family in topk]
     cases += [(family, READY, family.replace(" ", "-"), pytest.mark.slow) for family in slow]
     return [
-        pytest.param(model_folder(family, head), LocasConfig, {"task_type": task_type, **fields}, id=name, marks=marks)
+        pytest.param(
+            model_folder(family, head),
+            LocasConfig,
+            {"task_type": task_type, **fields},
+            id=name,
+            marks=marks,
+        )
         for family, fields, name, marks in cases
     ]
 
@@ -404,7 +455,13 @@ _toy_configs = {
 }
 TOY_CASES = [
     # With the paper's scale, a few steps of plain SGD move the weights by more than PEFT's tolerances.
-    pytest.param(name, model, LocasConfig, {**READY, "output_scale": "paper", **fields}, id=name.replace(" ", "-"))
+    pytest.param(
+        name,
+        model,
+        LocasConfig,
+        {**READY, "output_scale": "paper", **fields},
+        id=name.replace(" ", "-"),
+    )
     for name, (model, fields) in _toy_configs.items()
 ]
 
@@ -438,7 +495,11 @@ CARD_CASES = [
     for task_type, pipeline in ((None, None), ("CAUSAL_LM", "text-generation"))
 ]  # fmt: skip
 INJECT_CASES = [
-    pytest.param((transformers_class, model_folder(family, head)), LocasConfig(**READY), id=f"{family}-{head}")
+    pytest.param(
+        (transformers_class, model_folder(family, head)),
+        LocasConfig(**READY),
+        id=f"{family}-{head}",
+    )
     for family, head, transformers_class in (
         *((family, "lm", transformers.AutoModelForCausalLM) for family in FIVE),
         ("qwen3", "cls", transformers.AutoModelForSequenceClassification),
@@ -457,13 +518,21 @@ def load_model(self) -> transformers.PreTrainedModel:
 
 
 MATRIX = {
-    "TestDecoderModels": {_BY_FAMILY: family_cases("lm", "CAUSAL_LM", topk=["qwen3", "gpt2"], slow=OTHERS)},
+    "TestDecoderModels": {
+        _BY_FAMILY: family_cases("lm", "CAUSAL_LM", topk=["qwen3", "gpt2"], slow=OTHERS)
+    },
     "TestSequenceClassificationModels": {
         _BY_FAMILY: family_cases("cls", "SEQ_CLS", ["qwen3", "gpt2"], slow=["llama", "phi3", "opt"])
     },
-    "TestTokenClassificationModels": {_BY_FAMILY: family_cases("tokens", "TOKEN_CLS", ["qwen3", "gpt2"])},
-    "TestQuestionAnsweringModels": {_BY_FAMILY: family_cases("qa", "QUESTION_ANS", ["qwen3", "gpt2"])},
-    "TestPeftFeatureExtractionModel": {_BY_FAMILY: family_cases("base", "FEATURE_EXTRACTION", ["qwen3", "gpt2"])},
+    "TestTokenClassificationModels": {
+        _BY_FAMILY: family_cases("tokens", "TOKEN_CLS", ["qwen3", "gpt2"])
+    },
+    "TestQuestionAnsweringModels": {
+        _BY_FAMILY: family_cases("qa", "QUESTION_ANS", ["qwen3", "gpt2"])
+    },
+    "TestPeftFeatureExtractionModel": {
+        _BY_FAMILY: family_cases("base", "FEATURE_EXTRACTION", ["qwen3", "gpt2"])
+    },
     "TestPeftCustomModel": {
         _BY_TOY: TOY_CASES,
         "test_adapter_dtype_autocast": TOY_CASES[::5],  # 12 pairs of dtypes each
@@ -490,7 +559,9 @@ MATRIX = {
         "test_from_peft_type": None,  # has no parameters, but goes through all methods
     },
     "TestDefaultTargetModules": {},
-    "TestModelCard": {("model_id", "peft_config", "tags", "excluded_tags", "pipeline_tag"): CARD_CASES},
+    "TestModelCard": {
+        ("model_id", "peft_config", "tags", "excluded_tags", "pipeline_tag"): CARD_CASES
+    },
     "TestLowLevelFunctional": {},
     "TestInjectAdapterFromStateDict": {("model_cls_and_id", "config"): INJECT_CASES},
     "TestPeftStateDict": {},
@@ -502,17 +573,25 @@ MATRIX = {
     "TestTrainableTokens": {
         ("peft_config",): [_with_tokens([0, 1, 3])],
         ("peft_config_factory",): [_with_tokens],
-        "test_modules_to_save_excludes_trainable_tokens": [_with_tokens([0, 1, 3], modules_to_save=["embed_tokens"])],
+        "test_modules_to_save_excludes_trainable_tokens": [
+            _with_tokens([0, 1, 3], modules_to_save=["embed_tokens"])
+        ],
         "test_multiple_adapters_mixed_forward": [lambda targets, tokens: _with_tokens(tokens)],
         "test_combined_with_peft_raises_target_layer_not_found": [
-            (LocasConfig(**READY, trainable_token_indices={"does-not-exist": [0, 1, 2]}), "does-not-exist")
+            (
+                LocasConfig(**READY, trainable_token_indices={"does-not-exist": [0, 1, 2]}),
+                "does-not-exist",
+            )
         ],
         "test_save_pretrained_auto": [LocasConfig(**READY, trainable_token_indices=[1, 2, 3])],
     },
 }
 FIXTURES = {
     "TestAdapterTargeting": {"base_model_cls": pytest.fixture(lambda self: Toy)},
-    "TestTrainableTokens": {"model": pytest.fixture(load_model), "tokenizer": pytest.fixture(lambda self: None)},
+    "TestTrainableTokens": {
+        "model": pytest.fixture(load_model),
+        "tokenizer": pytest.fixture(lambda self: None),
+    },
 }
 """In place of the fixtures of PEFT's classes that read from the hub, or that have no FFN."""
 
@@ -526,7 +605,9 @@ def replaced(name: str):
     """Puts our toys in place of PEFT's, and opens what PEFT opens to methods by name only."""
     patches = [mock.patch.multiple(custom, MLP=Toy, DeepMLP=DeepToy)]
     if "mixed_adapter_batches" in name:  # `adapter_names`: "if config_cls != LoraConfig: skip"
-        patches += [mock.patch.object(module, "LoraConfig", LocasConfig) for module in (decoder, common)]
+        patches += [
+            mock.patch.object(module, "LoraConfig", LocasConfig) for module in (decoder, common)
+        ]
     if name == "test_from_peft_type":  # goes through all methods, some of which need other packages
         patches += [mock.patch.object(config_tests, "PeftType", [peft.PeftType.LOCAS])]
     with contextlib.ExitStack() as stack:
@@ -545,7 +626,9 @@ def guarded(test, name: str):
                 test(self, *args, **kwargs)
         except pytest.skip.Exception as skipped:
             if str(skipped) != SKIPPED_BY_PEFT.get(name):
-                pytest.fail(f"PEFT's test skips itself, for a reason that is not listed here: {skipped}")
+                pytest.fail(
+                    f"PEFT's test skips itself, for a reason that is not listed here: {skipped}"
+                )
             raise
 
     return run
@@ -565,7 +648,13 @@ def failing(message: str):
 
 # A test whose parameters name one of these is one of the matrix; the names below are what the matrix fills in.
 _CONFIGS = {"config_cls", "config_class", "config0", "config", "peft_config", "peft_config_factory"}
-_FILLED = _CONFIGS | {"config1", "config_kwargs", "config_kwargs_1", "config_kwargs_2", "mandatory_kwargs"}
+_FILLED = _CONFIGS | {
+    "config1",
+    "config_kwargs",
+    "config_kwargs_1",
+    "config_kwargs_2",
+    "mandatory_kwargs",
+}
 _FILLED |= {"model_id", "test_name", "tuner_method", "model_cls_and_id", "target_layer_name"}
 _FILLED |= {"tags", "excluded_tags", "pipeline_tag"}
 
@@ -594,9 +683,13 @@ def with_our_matrix(theirs: type) -> type | None:
         if name in reasons:
             ours[name] = not_applicable(reasons.pop(name))
             continue
-        filled = tuple(parameter for parameter in inspect.signature(test).parameters if parameter in _FILLED)
+        filled = tuple(
+            parameter for parameter in inspect.signature(test).parameters if parameter in _FILLED
+        )
         if name not in matrix and filled not in matrix:
-            ours[name] = failing(f"neither in MATRIX, with {', '.join(filled)}, nor in NOT_APPLICABLE")
+            ours[name] = failing(
+                f"neither in MATRIX, with {', '.join(filled)}, nor in NOT_APPLICABLE"
+            )
             continue
         ours[name] = guarded(test, name)
         ours[name].pytestmark = [mark for mark in marks if not names_of(mark) & _FILLED]
@@ -609,12 +702,20 @@ def with_our_matrix(theirs: type) -> type | None:
         return None
     if getattr(theirs, "transformers_class", None) is custom.MockTransformerWrapper:
         ours["transformers_class"] = ToyLoader
-    return type(theirs.__name__, (theirs,), {**ours, **FIXTURES.get(theirs.__name__, {}), "__module__": __name__})
+    return type(
+        theirs.__name__,
+        (theirs,),
+        {**ours, **FIXTURES.get(theirs.__name__, {}), "__module__": __name__},
+    )
 
 
 for _module in (decoder, custom, config_tests, seq_classifier, features, token_qa, *further):
     for _theirs in list(vars(_module).values()):
-        if inspect.isclass(_theirs) and _theirs.__module__ == _module.__name__ and _theirs.__name__.startswith("Test"):
+        if (
+            inspect.isclass(_theirs)
+            and _theirs.__module__ == _module.__name__
+            and _theirs.__name__.startswith("Test")
+        ):
             _ours = with_our_matrix(_theirs)
             if _ours is not None:
                 globals()[_ours.__name__] = _ours

@@ -37,7 +37,9 @@ def books(tmp_path_factory):
     folder = tmp_path_factory.mktemp("books")
     reference = text.python_reference()
     for number, name in enumerate(["1684", "2118", "3649", "36235", "5274"]):
-        (folder / f"{name}.txt").write_text(reference[5000 * number : 5000 * number + 3000], encoding="utf-8")
+        (folder / f"{name}.txt").write_text(
+            reference[5000 * number : 5000 * number + 3000], encoding="utf-8"
+        )
     return folder
 
 
@@ -80,7 +82,12 @@ def test_readings_are_kept_and_the_table_is_made_from_the_folder(call, pg19, tmp
         ("locas-glu@16", "1684"),
     ]
     assert (shared["scored_tokens"], shared["window"], shared["stride"]) == (79, 32, 16)
-    assert readings[0]["adapter_bytes"] == 0 < 4 * readings[2]["extra_parameters"] <= readings[2]["adapter_bytes"]
+    assert (
+        readings[0]["adapter_bytes"]
+        == 0
+        < 4 * readings[2]["extra_parameters"]
+        <= readings[2]["adapter_bytes"]
+    )
     assert "| row | rate | parameters | 3649 | 1684 | mean of 3649 |" in printed
     assert json.loads((tmp_path / "out" / "pg19.json").read_text())["tables"] == summary["tables"]
     assert (tmp_path / "out" / "pg19.md").read_text().strip() in printed
@@ -119,15 +126,21 @@ def test_rows_beyond_the_models_positions_are_left_out_and_named(pg19, capsys):
     rows = sys.modules["pg19_rows"]
     common = ReadingSettings(method="none", window=1024)
     kept = pg19.keep_what_fits(backbone.load()[0], rows.TABLES["headline"].rows, common)
-    assert {row.name for row in rows.TABLES["headline"].rows} - {row.name for row in kept} == {rows.LONG.name}
-    assert capsys.readouterr().err == "left out: long, 4 windows, beyond the model's 2,048 positions\n"
+    assert {row.name for row in rows.TABLES["headline"].rows} - {row.name for row in kept} == {
+        rows.LONG.name
+    }
+    assert (
+        capsys.readouterr().err == "left out: long, 4 windows, beyond the model's 2,048 positions\n"
+    )
 
 
 def test_operations_are_counted_over_a_whole_cycle_of_the_cache(pg19):
     timing, base = sys.modules["pg19_timing"], backbone.load()[0]
 
     def count(method="none", window=512, stride=256, context="cache", **given):
-        settings = ReadingSettings(method=method, window=window, stride=stride, context=context, **given)
+        settings = ReadingSettings(
+            method=method, window=window, stride=stride, context=context, **given
+        )
         return timing.count_chunks(base, settings.complete())
 
     assert count() == 3  # 255 + 3 * 256 = 1,023 of 1,024 positions
@@ -165,15 +178,27 @@ def test_a_folder_of_other_settings_or_texts_is_refused(call, fail, pg19, books,
     other.write_text((books / "5274.txt").read_text(), encoding="utf-8")
     with pytest.raises(SystemExit) as raised:
         pg19.main(["--books", str(other), "--out", str(tmp_path / "out"), *SMALL, *row])
-    assert str(raised.value) == f"pg19: {str(path)!r} is of another text named '3649': choose another --out"
+    assert (
+        str(raised.value)
+        == f"pg19: {str(path)!r} is of another text named '3649': choose another --out"
+    )
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--documents", "1"], "--documents must be among 1684, 2118, 36235, 3649, 5274, got '1': check the name"),
-        (["--table", "width", "--rows", "x"], "--rows must be beginnings of names, got 'x': choose among none, "),
-        (["--table", "timing", "--timing-tokens", "300"], "--timing-tokens must be at least 512 for these windows, "),
+        (
+            ["--documents", "1"],
+            "--documents must be among 1684, 2118, 36235, 3649, 5274, got '1': check the name",
+        ),
+        (
+            ["--table", "width", "--rows", "x"],
+            "--rows must be beginnings of names, got 'x': choose among none, ",
+        ),
+        (
+            ["--table", "timing", "--timing-tokens", "300"],
+            "--timing-tokens must be at least 512 for these windows, ",
+        ),
     ],
 )
 def test_mistakes_are_one_line(fail, arguments, message):
@@ -187,7 +212,10 @@ def test_books_that_a_table_needs_are_asked_for(pg19, books, tmp_path):
         return str(raised.value)
 
     training, read = str(books / "2118.txt"), str(books / "1684.txt")
-    assert complain() == "pg19: --books must name text files or folders of them, got none: give it, or --dataset"
+    assert (
+        complain()
+        == "pg19: --books must name text files or folders of them, got none: give it, or --dataset"
+    )
     assert complain("--books", training, "--table", "width") == (
         "pg19: --books must hold one of 3649 for this table, got 2118: add it"
     )
@@ -199,7 +227,19 @@ def test_books_that_a_table_needs_are_asked_for(pg19, books, tmp_path):
 def test_any_texts_will_do(pg19, books, tmp_path, capsys):
     mine = tmp_path / "mine.txt"
     mine.write_text((books / "5274.txt").read_text(), encoding="utf-8")
-    pg19.main(["--books", str(mine), "--out", str(tmp_path / "out"), *SMALL, "--rows", "none", "--tokens", "80"])
+    pg19.main(
+        [
+            "--books",
+            str(mine),
+            "--out",
+            str(tmp_path / "out"),
+            *SMALL,
+            "--rows",
+            "none",
+            "--tokens",
+            "80",
+        ]
+    )
     (table,) = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"].values()
     assert (table["shared"]["document"], len(table["readings"])) == ("mine", 2)
 
@@ -218,11 +258,17 @@ def test_forgetting_is_the_rise_on_unread_books(call, pg19):
 
 def test_the_sweep_marks_the_rate_that_ends_best_in_each_group(pg19):
     report = sys.modules["pg19_report"]
-    values = {"lora@16, lr 0.001": (8.0, 9.0), "lora@16, lr 0.002": (9.0, 8.0), "locas-glu@16, lr 0.001": (8.5, 8.5)}
+    values = {
+        "lora@16, lr 0.001": (8.0, 9.0),
+        "lora@16, lr 0.002": (9.0, 8.0),
+        "locas-glu@16, lr 0.001": (8.5, 8.5),
+    }
     readings = []
     for name, (whole, last) in values.items():
         value = {"perplexity": whole, "perplexity_between": {"0-60": 7.0, "60-80": last}}
-        readings.append({**value, "row": name, "document": "1684", "extra_parameters": 5, "tokens_read": 80})
+        readings.append(
+            {**value, "row": name, "document": "1684", "extra_parameters": 5, "tokens_read": 80}
+        )
     table = report.to_markdown("sweep", readings).splitlines()
     assert table[0] == "| row | parameters | 1684, first 80 | 1684, tokens 60-80 |"
     assert table[2:] == [
@@ -236,41 +282,81 @@ def test_the_mean_over_documents_is_weighted_by_tokens(pg19):
     report = sys.modules["pg19_report"]
 
     def reading(document, perplexity, nll_nats, tokens):
-        value = {"perplexity": perplexity, "nll_nats": nll_nats, "scored_tokens": tokens, "tokens_read": tokens + 1}
-        value |= {"learning_rate": None, "extra_parameters": 0, "perplexity_at": {}, "perplexity_between": {}}
+        value = {
+            "perplexity": perplexity,
+            "nll_nats": nll_nats,
+            "scored_tokens": tokens,
+            "tokens_read": tokens + 1,
+        }
+        value |= {
+            "learning_rate": None,
+            "extra_parameters": 0,
+            "perplexity_at": {},
+            "perplexity_between": {},
+        }
         return {**value, "row": "none, cache", "document": document}
 
-    table = report.to_markdown("headline", [reading("3649", 2.0, 300.0, 100), reading("5274", 3.0, 100.0, 300)])
+    table = report.to_markdown(
+        "headline", [reading("3649", 2.0, 300.0, 100), reading("5274", 3.0, 100.0, 300)]
+    )
     assert table.splitlines()[2] == "| none, cache | - | 0 | 2.00 | 3.00 | 2.72 |"  # exp(400 / 400)
 
 
 def test_rows_are_read_with_the_settings_that_they_name(pg19):
     rows = sys.modules["pg19_rows"]
     common = ReadingSettings(method="none", window=64, stride=16)
-    found = {row.name: row.settings(common, seed=2, max_tokens=80) for row in rows.TABLES["headline"].rows}
+    found = {
+        row.name: row.settings(common, seed=2, max_tokens=80)
+        for row in rows.TABLES["headline"].rows
+    }
     assert len(found) == len(rows.TABLES["headline"].rows)
-    assert all((value.training.stride, value.max_tokens, value.seed) == (16, 80, 2) for value in found.values())
+    assert all(
+        (value.training.stride, value.max_tokens, value.seed) == (16, 80, 2)
+        for value in found.values()
+    )
     assert found["long, 4 windows"].training.window == 256
-    assert [found[name].training.context for name in ("none, recompute", "none, cache")] == ["recompute", "cache"]
+    assert [found[name].training.context for name in ("none, recompute", "none, cache")] == [
+        "recompute",
+        "cache",
+    ]
     published = found["lora@64, 2 epochs, recompute"]
-    assert (published.training.epochs, published.training.context, published.method.r) == (2, "recompute", 64)
+    assert (published.training.epochs, published.training.context, published.method.r) == (
+        2,
+        "recompute",
+        64,
+    )
     assert found["locas-glu@64, upper layers"].method.layers_to_transform == "upper"
-    assert [found[name].method.scaling for name in ("locas-glu@64, paper", "locas-glu@64")] == [1.0, 64.0]
+    assert [found[name].method.scaling for name in ("locas-glu@64, paper", "locas-glu@64")] == [
+        1.0,
+        64.0,
+    ]
 
 
 def test_frozen_rates_follow_their_rule_from_the_sweep(pg19):
     rates = sys.modules["pg19_rows"].RATES
-    results = json.loads((FOLDER / "results" / "pg19.json").read_text(encoding="utf-8"))["tables"]["sweep"]
+    results = json.loads((FOLDER / "results" / "pg19.json").read_text(encoding="utf-8"))["tables"][
+        "sweep"
+    ]
     swept: dict[str, list[tuple[float, float]]] = {}
     for reading in results["readings"]:
         row, _, rate = reading["row"].rpartition(", lr ")
         if row:
-            swept.setdefault(row, []).append((list(reading["perplexity_between"].values())[-1], float(rate)))
+            swept.setdefault(row, []).append(
+                (list(reading["perplexity_between"].values())[-1], float(rate))
+            )
     best = {row: min(found)[1] for row, found in swept.items()}
-    assert {"lora@16", "lora@64", "locas-glu@16", "locas-glu@64", "locas-glu@64, paper"} <= best.keys()
+    assert {
+        "lora@16",
+        "lora@64",
+        "locas-glu@16",
+        "locas-glu@64",
+        "locas-glu@64, paper",
+    } <= best.keys()
     for row in best.keys() & rates.keys():
         assert rates[row] == (best[row] / 2 if row.startswith("locas") else best[row]), row
-        assert min(rate for _, rate in swept[row]) < best[row] < max(rate for _, rate in swept[row]), row
+        assert (
+            min(rate for _, rate in swept[row]) < best[row] < max(rate for _, rate in swept[row])
+        ), row
 
 
 def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypatch, capsys):
@@ -281,11 +367,19 @@ def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypat
 
     monkeypatch.setattr(timing, "measure_memory", in_this_process)
     arguments = ["--shapes", "tiny", "--window", "32", "--stride", "16", "--out", str(tmp_path)]
-    pg19.main([*arguments, "--timing-tokens", "448", "--rows", "none,locas-glu@16,locas-glu@64, anchor"])
+    pg19.main(
+        [*arguments, "--timing-tokens", "448", "--rows", "none,locas-glu@16,locas-glu@64, anchor"]
+    )
     (value,) = json.loads(capsys.readouterr().out.splitlines()[-1])["tables"].values()
     measured = {row["row"]: row for row in value["rows"]}
-    recompute, cache, locas = (measured[name] for name in ("none, recompute", "none, cache", "locas-glu@16"))
-    assert recompute["relative_time"]["none, recompute"] == recompute["relative_operations"]["none, recompute"] == 1
+    recompute, cache, locas = (
+        measured[name] for name in ("none, recompute", "none, cache", "locas-glu@16")
+    )
+    assert (
+        recompute["relative_time"]["none, recompute"]
+        == recompute["relative_operations"]["none, recompute"]
+        == 1
+    )
     assert locas["extra_parameters"] == 2 * 16 * 3 * 64
     assert locas["adapter_bytes"] > 4 * locas["extra_parameters"]
     assert locas["peak_bytes"] >= locas["peak_bytes_early"] >= 0
@@ -293,11 +387,18 @@ def test_shapes_are_timed_and_their_operations_counted(pg19, tmp_path, monkeypat
     # Three cached chunks of 16 tokens; 15 tokens of context are fed again before the first of them. Then the cache
     # holds these 15 tokens, and after that 4 sinks and 15 tokens.
     shape = measuring.SHAPES["tiny"]
-    hidden, width, layers = shape["hidden_size"], shape["intermediate_size"], shape["num_hidden_layers"]
+    hidden, width, layers = (
+        shape["hidden_size"],
+        shape["intermediate_size"],
+        shape["num_hidden_layers"],
+    )
     projections = hidden * 16 * (4 + 2 + 2 + 4) + 3 * hidden * width
     attention = 2 * 2 * 4 * 16 * (15 * 15 + 16 * (15 + 16) + 2 * 16 * (4 + 15 + 16))
     tokens = 15 + 3 * 16
-    expected = layers * (2 * tokens * projections + attention) + 2 * (1 + 3 * 16) * hidden * shape["vocab_size"]
+    expected = (
+        layers * (2 * tokens * projections + attention)
+        + 2 * (1 + 3 * 16) * hidden * shape["vocab_size"]
+    )
     assert cache["operations_a_token"] * 3 * 16 == expected
     # A backward pass costs at most two forward passes, and less since the first layer has inputs without gradients.
     assert 1.5 < locas["relative_operations"]["none, cache"] < 3
@@ -320,10 +421,17 @@ def test_the_first_block_is_one_table_of_the_command(call, fail, books, tmp_path
     block = ["--table", "first-block", "--rows", "none,TempLoRA", "--tokens", "100"]
     summary, printed, _ = call(*block)
     table = summary["tables"]["first-block"]
-    assert [row["row"] for row in table["results"]] == ["none", "none, window x2", "none, cached", "TempLoRA"]
+    assert [row["row"] for row in table["results"]] == [
+        "none",
+        "none, window x2",
+        "none, cached",
+        "TempLoRA",
+    ]
     assert all(row["tokens"] == 100 for row in table["results"])
     base, tokenizer = backbone.load(name=backbone.MLP_NAME)
-    ids = text.tokenize(tokenizer, text.unwrap((books / "3649.txt").read_text(encoding="utf-8")), 100)
+    ids = text.tokenize(
+        tokenizer, text.unwrap((books / "3649.txt").read_text(encoding="utf-8")), 100
+    )
     settings = ReadingSettings(method="none", window=32, stride=16, context="cache").complete()
     expected = score(base.requires_grad_(False), ids, settings)
     assert table["results"][2]["perplexity"] == pytest.approx(expected, rel=1e-6)
@@ -336,6 +444,15 @@ def test_the_first_block_is_one_table_of_the_command(call, fail, books, tmp_path
 
 
 def test_plots_are_drawn_of_what_was_read(call, tmp_path):
-    call("--table", "headline,width,curves", "--rows", "none,locas-glu@64", "--quick", "--tokens", "60", "--plot")
+    call(
+        "--table",
+        "headline,width,curves",
+        "--rows",
+        "none,locas-glu@64",
+        "--quick",
+        "--tokens",
+        "60",
+        "--plot",
+    )
     names = {path.name for path in (tmp_path / "out").glob("*.png")}
     assert names == {"perplexity-3649.png", "perplexity-parameters.png", "gain-forgetting.png"}

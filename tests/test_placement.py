@@ -30,9 +30,18 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("base")
     tokenizer = backbone.load()[1]
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "head_dim": 16}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 1024,
+        "num_hidden_layers": LAYERS,
+        "head_dim": 16,
+    }
     config = Qwen3Config(
-        **shape, vocab_size=len(tokenizer), num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512
+        **shape,
+        vocab_size=len(tokenizer),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -79,7 +88,11 @@ def test_a_split_base_reads_saves_loads_and_answers_as_a_whole_one(folder, tmp_p
 def test_no_indices_are_given_to_a_base_on_several_devices(folder, monkeypatch):
     # An index on the device of the embeddings cannot select hidden states on that of the last layer.
     base, given = load_base(str(folder))[0], []
-    monkeypatch.setattr(type(base), "forward", lambda self, input_ids, logits_to_keep=0: given.append(logits_to_keep))
+    monkeypatch.setattr(
+        type(base),
+        "forward",
+        lambda self, input_ids, logits_to_keep=0: given.append(logits_to_keep),
+    )
     for devices, kind in (({"": 0}, torch.Tensor), ({"model": 0, "lm_head": 1}, int)):
         base.hf_device_map = devices
         CausalLM(base).outputs(torch.zeros(1, 3, dtype=torch.long), 1)
@@ -91,7 +104,9 @@ def test_a_split_base_studies_and_is_asked(folder, monkeypatch):
     base, tokenizer = split(folder, monkeypatch), backbone.load()[1]
     settings = ReadingSettings(r=4, window=32, stride=16, anchor=0.0, study=True, passes=1)
     exchange = Exchange("Who keeps the light?", "Jonas Hale keeps the light.")
-    reading = memorize(base, torch.arange(5, 69), settings, tokenizer=tokenizer, exchanges=[exchange])
+    reading = memorize(
+        base, torch.arange(5, 69), settings, tokenizer=tokenizer, exchanges=[exchange]
+    )
     assert reading.studied["steps"] > 0 and reading.studied["skipped_steps"] == 0
     assert len(ask(base, tokenizer, [Question(exchange.question)], max_new_tokens=4)) == 1
 
@@ -99,7 +114,9 @@ def test_a_split_base_studies_and_is_asked(folder, monkeypatch):
 def test_a_memory_is_loaded_onto_a_base_on_the_disk(folder, tmp_path, monkeypatch):
     ids = torch.arange(5, 69)
     whole, _ = load_base(str(folder))
-    memorize(whole, ids, ReadingSettings(r=4, window=32, stride=16, anchor=0.0), out=tmp_path / "memory")
+    memorize(
+        whole, ids, ReadingSettings(r=4, window=32, stride=16, anchor=0.0), out=tmp_path / "memory"
+    )
     expected = load_memory(whole, tmp_path / "memory")(input_ids=ids[None]).logits
     base = split(folder, monkeypatch)
     model = load_memory(base, tmp_path / "memory")
@@ -110,7 +127,11 @@ def test_a_memory_is_loaded_onto_a_base_on_the_disk(folder, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("name", "quantize", "message"),
     [
-        ("locas_peft/tinybook-glu", "nf4", "^quantize is for a folder or a name on the hub, got 'nf4' for "),
+        (
+            "locas_peft/tinybook-glu",
+            "nf4",
+            "^quantize is for a folder or a name on the hub, got 'nf4' for ",
+        ),
         ("folder", "int3", "^quantize must be one of nf4, int8, got 'int3': choose one of them$"),
         (
             "folder",

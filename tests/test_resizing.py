@@ -13,7 +13,9 @@ from locas_peft.tuner.scale import KAPPA
 
 
 def make_memory(family, r=8, seed=0, **kwargs):
-    model = get_peft_model(make_host(family), LocasConfig(r=r, init_strategy="gaussian", scaling=50.0, **kwargs))
+    model = get_peft_model(
+        make_host(family), LocasConfig(r=r, init_strategy="gaussian", scaling=50.0, **kwargs)
+    )
     calibrate(model, [make_tokens()])
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -45,7 +47,10 @@ def test_slots_that_say_the_same_are_folded_without_loss(family):
 
 def test_the_refit_is_the_least_squares_solution():
     generator = torch.Generator().manual_seed(0)
-    activation, value = torch.randn(40, 6, generator=generator), torch.randn(6, 5, generator=generator)
+    activation, value = (
+        torch.randn(40, 6, generator=generator),
+        torch.randn(6, 5, generator=generator),
+    )
     slots, fitted = refit_slots(activation.T @ activation, value, 3)
     target = activation @ value
     expected = torch.linalg.lstsq(activation[:, slots], target).solution
@@ -60,7 +65,10 @@ def test_the_refit_is_the_least_squares_solution():
 
 def test_the_refit_of_layers_is_each_layers_own():
     generator = torch.Generator().manual_seed(0)
-    activation, value = torch.randn(2, 40, 6, generator=generator), torch.randn(2, 6, 5, generator=generator)
+    activation, value = (
+        torch.randn(2, 40, 6, generator=generator),
+        torch.randn(2, 6, 5, generator=generator),
+    )
     slots, fitted = refit_slots(activation.mT @ activation, value, 3)
     for place in range(2):
         alone = refit_slots(activation[place].T @ activation[place], value[place], 3)
@@ -98,7 +106,9 @@ def test_two_layer_memories_are_folded_by_nl_svd(dtype):
     up, down = (module.weight.detach().clone() for module in layer.projections("default"))
     tau = layer.locas_tau["default"].clone()
     compress(model, 3)
-    reduced = nl_svd(up.float().T, down.float().T, 3, activation=layer.ffn.act, probe_norm=4.0 * KAPPA)
+    reduced = nl_svd(
+        up.float().T, down.float().T, 3, activation=layer.ffn.act, probe_norm=4.0 * KAPPA
+    )
     torch.testing.assert_close(layer.locas_up["default"].weight, reduced.key.T.to(dtype))
     torch.testing.assert_close(layer.locas_down["default"].weight, reduced.value.T.to(dtype))
     assert torch.equal(layer.locas_tau["default"], tau)
@@ -124,12 +134,28 @@ def test_bad_input_leaves_the_memory_as_it_was():
     model = make_memory("llama")
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     for arguments, error, message in [
-        ({"rank": 9, "batches": [ids]}, ValueError, "rank must be at most the memory's width 8, got 9: lower it"),
+        (
+            {"rank": 9, "batches": [ids]},
+            ValueError,
+            "rank must be at most the memory's width 8, got 9: lower it",
+        ),
         ({"rank": 0, "batches": [ids]}, ValueError, "rank must be at least 1, got 0: raise it"),
         ({"rank": 2.0, "batches": [ids]}, TypeError, "rank must be an int, got float"),
-        ({"rank": 4}, ValueError, "NL-SVD needs a memory of two layers, got one with gates: give batches"),
-        ({"rank": 4, "batches": []}, ValueError, "batches must hold a text that the memory 'default' is active on"),
-        ({"rank": 4, "adapter_name": "other"}, ValueError, "no single LOCAS memory 'other' to compress"),
+        (
+            {"rank": 4},
+            ValueError,
+            "NL-SVD needs a memory of two layers, got one with gates: give batches",
+        ),
+        (
+            {"rank": 4, "batches": []},
+            ValueError,
+            "batches must hold a text that the memory 'default' is active on",
+        ),
+        (
+            {"rank": 4, "adapter_name": "other"},
+            ValueError,
+            "no single LOCAS memory 'other' to compress",
+        ),
     ]:
         with pytest.raises(error, match=message):
             compress(model, **arguments)
@@ -150,7 +176,9 @@ def test_memories_that_cannot_be_compressed_are_refused():
     merged.merge_adapter()
     with pytest.raises(ValueError, match="is merged: call unmerge_adapter"):
         compress(merged, 2)
-    with pytest.raises(ValueError, match=r"no single LOCAS memory that is active \(active: none\) to c"):
+    with pytest.raises(
+        ValueError, match=r"no single LOCAS memory that is active \(active: none\) to c"
+    ):
         compress(make_host("gpt2"), 2)
 
 
@@ -160,7 +188,9 @@ def test_memories_that_cannot_be_compressed_are_refused():
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "opt", "gpt2"])
 @pytest.mark.parametrize("strategy", ["topk", "bottomk", "random", "gaussian", "activation"])
 def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp_path):
-    model = get_peft_model(make_host(family), LocasConfig(r=4, init_strategy=strategy, row_norm=0.5))
+    model = get_peft_model(
+        make_host(family), LocasConfig(r=4, init_strategy=strategy, row_norm=0.5)
+    )
     ids = make_tokens()
     calibrate(model, [ids])
     teach(model, ids)
@@ -173,7 +203,9 @@ def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp
         assert torch.equal(down[:, :4], weights[-1]) and not down[:, 4:].any()
         for new in rows:
             torch.testing.assert_close(new[4:].norm(dim=1), torch.full((3,), 0.5))
-            assert (torch.cdist(new[4:], new[:4]) > 1e-3).all() and (torch.cdist(new[4:], new[4:]) > 1e-3).sum() == 6
+            assert (torch.cdist(new[4:], new[:4]) > 1e-3).all() and (
+                torch.cdist(new[4:], new[4:]) > 1e-3
+            ).sum() == 6
     teach(model, ids)
     assert all(weights_in(layer)[-1][:, 4:].any() for layer in list_layers(model))
     model.save_pretrained(tmp_path)
@@ -192,13 +224,17 @@ def test_every_new_row_of_a_wide_memory_is_another_token():
         rows = weights_in(layer)[0]
         assert (torch.cdist(rows, rows) + torch.eye(300) > 1e-3).all()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match="^batches must have at least 320 tokens .*'activation', got 80"):
+    with pytest.raises(
+        ValueError, match="^batches must have at least 320 tokens .*'activation', got 80"
+    ):
         grow(model, 320, batches=[make_tokens(2, 40)])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def teach(model, ids):
-    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1.0
+    )
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
 
@@ -206,12 +242,30 @@ def teach(model, ids):
 @pytest.mark.parametrize(
     ("config", "rank", "batches", "error", "message"),
     [
-        ({}, 4, [], ValueError, "^rank must be above the memory's width 4, got 4: raise it, or use compress"),
-        ({}, 25, [], ValueError, "^rank must be at most the host's width 24 where slots are cloned, got 25"),
+        (
+            {},
+            4,
+            [],
+            ValueError,
+            "^rank must be above the memory's width 4, got 4: raise it, or use compress",
+        ),
+        (
+            {},
+            25,
+            [],
+            ValueError,
+            "^rank must be at most the host's width 24 where slots are cloned, got 25",
+        ),
         ({}, "8", [], TypeError, "^rank must be an int, got str"),
         ({}, 8, None, ValueError, "^batches must be given for init_strategy='topk': give a text"),
         ({}, 8, [], ValueError, "^calibration saw no tokens"),
-        ({"init_strategy": "write"}, 8, None, ValueError, "is written while reading: SlotWriter fills its slots"),
+        (
+            {"init_strategy": "write"},
+            8,
+            None,
+            ValueError,
+            "is written while reading: SlotWriter fills its slots",
+        ),
     ],
 )
 def test_what_cannot_grow_is_refused_and_unchanged(config, rank, batches, error, message):
@@ -227,9 +281,14 @@ def test_what_cannot_grow_is_refused_and_unchanged(config, rank, batches, error,
 
 def test_an_empty_or_a_merged_memory_does_not_grow():
     model = get_peft_model(make_host("llama"), LocasConfig(r=4))
-    with pytest.raises(ValueError, match="^the memory 'default' is empty: set r in its config, or calibrate it"):
+    with pytest.raises(
+        ValueError, match="^the memory 'default' is empty: set r in its config, or calibrate it"
+    ):
         grow(model, 8, batches=[make_tokens()])
     calibrate(model, [make_tokens()])
     model.merge_adapter()
-    with pytest.raises(ValueError, match=r"^the memory 'default' is merged: call unmerge_adapter\(\) before it grows"):
+    with pytest.raises(
+        ValueError,
+        match=r"^the memory 'default' is merged: call unmerge_adapter\(\) before it grows",
+    ):
         grow(model, 8, batches=[make_tokens()])

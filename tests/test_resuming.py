@@ -29,7 +29,9 @@ from locas_peft.ttt import TestTimeTrainer
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")  # PEFT's LoRA for experts
+@pytest.mark.filterwarnings(
+    "ignore:The following (rank|alpha)_pattern keys"
+)  # PEFT's LoRA for experts
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_fingerprint_of_a_base_is_the_same_with_and_without_adapters(family):
     expected = fingerprint(make_host(family))
@@ -53,17 +55,50 @@ def test_the_fingerprint_is_that_of_the_base():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"window": 24}, "window must be 16 as in the checkpoint in '{}', got 24: give the former value, or choose"),
-        ({"stride": 4}, "stride must be 8 as in the checkpoint in '{}', got 4: give the former value, or choose"),
-        ({"context": "cache"}, "context must be 'recompute' as in the checkpoint in '{}', got 'cache': give the"),
-        ({"readings": 2}, "readings must be 1 as in the checkpoint in '{}', got 2: give the former value, or"),
-        ({"optimizer": sgd(0.1)}, "optimizer must be None as in the checkpoint in '{}', got 'training.sgd.<locals>.<"),
-        ({"r": 8}, "adapter 'default': r must be 4 as in the checkpoint in '{}', got 8: give the former value, or"),
-        ({"layers_to_transform": [1]}, "adapter 'default': layers_to_transform must be None as in the checkpoint in "),
-        ({"kind": "plain"}, "active adapters must be ['default'] as in the checkpoint in '{}', got []: activate"),
-        ({"kind": "lora"}, "adapter 'default': peft_type must be 'LOCAS' as in the checkpoint in '{}', got 'LORA'"),
-        ({"family": "qwen2"}, "model must be the one of the checkpoint in '{}', got other base weights: load that"),
-        ({"spoiled": True}, "model must be the one of the checkpoint in '{}', got other base weights: load that"),
+        (
+            {"window": 24},
+            "window must be 16 as in the checkpoint in '{}', got 24: give the former value, or choose",
+        ),
+        (
+            {"stride": 4},
+            "stride must be 8 as in the checkpoint in '{}', got 4: give the former value, or choose",
+        ),
+        (
+            {"context": "cache"},
+            "context must be 'recompute' as in the checkpoint in '{}', got 'cache': give the",
+        ),
+        (
+            {"readings": 2},
+            "readings must be 1 as in the checkpoint in '{}', got 2: give the former value, or",
+        ),
+        (
+            {"optimizer": sgd(0.1)},
+            "optimizer must be None as in the checkpoint in '{}', got 'training.sgd.<locals>.<",
+        ),
+        (
+            {"r": 8},
+            "adapter 'default': r must be 4 as in the checkpoint in '{}', got 8: give the former value, or",
+        ),
+        (
+            {"layers_to_transform": [1]},
+            "adapter 'default': layers_to_transform must be None as in the checkpoint in ",
+        ),
+        (
+            {"kind": "plain"},
+            "active adapters must be ['default'] as in the checkpoint in '{}', got []: activate",
+        ),
+        (
+            {"kind": "lora"},
+            "adapter 'default': peft_type must be 'LOCAS' as in the checkpoint in '{}', got 'LORA'",
+        ),
+        (
+            {"family": "qwen2"},
+            "model must be the one of the checkpoint in '{}', got other base weights: load that",
+        ),
+        (
+            {"spoiled": True},
+            "model must be the one of the checkpoint in '{}', got other base weights: load that",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -74,7 +109,11 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, message):
 
     change = dict(change)
     spoiled = change.pop("spoiled", False)
-    options = {name: change.pop(name) for name in ("kind", "family", "r", "layers_to_transform") if name in change}
+    options = {
+        name: change.pop(name)
+        for name in ("kind", "family", "r", "layers_to_transform")
+        if name in change
+    }
     model = make_model(**options)
     if spoiled:
         spoil(model, 0)
@@ -85,7 +124,9 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, change, message):
     assert str(caught.value).startswith(message.format(tmp_path)) and "\n" not in str(caught.value)
     assert other.position == 0
     after = weights_of(model)
-    assert all(torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items())
+    assert all(
+        torch.equal(after[name].nan_to_num(), value.nan_to_num()) for name, value in before.items()
+    )
     assert os.listdir(tmp_path) == [checkpoint.CHECKPOINT]
 
 
@@ -115,7 +156,9 @@ BASE = "base_model.model.model.embed_tokens.weight"
         lambda state: state["random"].update(cpu=torch.zeros(3)),
         lambda state: state["model"]["parameters"].pop(FIRST),
         lambda state: state["model"]["parameters"].update({FIRST: torch.zeros(3, 5)}),
-        lambda state: state["model"]["parameters"].update({FIRST: torch.zeros(4, 16, dtype=torch.float64)}),
+        lambda state: state["model"]["parameters"].update(
+            {FIRST: torch.zeros(4, 16, dtype=torch.float64)}
+        ),
         lambda state: state["model"]["parameters"].update({BASE: torch.zeros(VOCABULARY, 16)}),
         lambda state: state["model"]["filled"].update({"missing": {"slots": None}}),
     ],
@@ -136,8 +179,12 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
     with pytest.raises(ValueError) as caught:
         resume(fresh, tmp_path)
     path = tmp_path / checkpoint.CHECKPOINT
-    assert str(caught.value).startswith(f"checkpoint must be whole, got the damaged file {str(path)!r} (")
-    assert str(caught.value).endswith("): delete it to start afresh") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(
+        f"checkpoint must be whole, got the damaged file {str(path)!r} ("
+    )
+    assert str(caught.value).endswith("): delete it to start afresh") and "\n" not in str(
+        caught.value
+    )
     assert_same(weights_of(fresh.model), before)
     assert fresh.model.peft_config["default"].to_dict() == config
     assert (fresh.position, fresh.chunks, fresh._learner.optimizer) == (0, [], None)
@@ -151,10 +198,13 @@ def test_what_changes_no_arithmetic_may_differ(tmp_path):
     read(trainer, make_ids(24))
     save(trainer, tmp_path)
     model = get_peft_model(
-        make_host("llama"), LocasConfig(r=4, scaling=16.0, output_scale="paper", task_type="CAUSAL_LM", revision="x")
+        make_host("llama"),
+        LocasConfig(r=4, scaling=16.0, output_scale="paper", task_type="CAUSAL_LM", revision="x"),
     )
     model.add_adapter("inactive", LocasConfig(r=2))
     resumed = TestTimeTrainer(model, **SETTINGS)
     resume(resumed, tmp_path)
     expected = weights_of(trainer.model)
-    assert_same({name: value for name, value in weights_of(model).items() if name in expected}, expected)
+    assert_same(
+        {name: value for name, value in weights_of(model).items() if name in expected}, expected
+    )

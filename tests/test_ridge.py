@@ -27,7 +27,9 @@ def map_of(layer):
 
 def make_trainer(model, window=16, stride=8, brake=False, rule=RidgeWriter, **arguments):
     writer = rule(model, **{"prior": 0.0, "ridge": 0.3, "rate": 1e-3, **arguments})
-    return TestTimeTrainer(model, window=window, stride=stride, learning_rate=None, writer=writer, brake=brake)
+    return TestTimeTrainer(
+        model, window=window, stride=stride, learning_rate=None, writer=writer, brake=brake
+    )
 
 
 def read_once(family, ids, r=32, **arguments):
@@ -51,7 +53,9 @@ def test_the_slots_hold_the_ridge_regression_of_the_text(family):
         activations = layer.activate(["default"], a.float())[:, :17] / SHARPNESS
         on = (activations > 0.2).all(dim=1)
         assert on.float().mean() > 0.5 and not layer.locas_up["default"].weight[17:].any()
-        torch.testing.assert_close(layer.recall(["default"], a.float()).double()[on], expected[on], **CLOSE)
+        torch.testing.assert_close(
+            layer.recall(["default"], a.float()).double()[on], expected[on], **CLOSE
+        )
 
 
 def test_a_cut_map_keeps_the_leading_terms_in_the_inputs_metric():
@@ -69,11 +73,19 @@ def test_a_cut_map_keeps_the_leading_terms_in_the_inputs_metric():
 
 
 def test_another_activation_and_other_slots_are_refused():
-    with pytest.raises(ValueError, match="^the host's activation must be like ReLU, GELU or SiLU, got "):
+    with pytest.raises(
+        ValueError, match="^the host's activation must be like ReLU, GELU or SiLU, got "
+    ):
         RidgeWriter(make_model("nemotron"))
     written = make_model()
-    list(TestTimeTrainer(written, window=8, stride=4, learning_rate=None, writer=SlotWriter(written)).read(IDS))
-    with pytest.raises(ValueError, match="^the memory 'default' must be empty or written by RidgeWriter, got other"):
+    list(
+        TestTimeTrainer(
+            written, window=8, stride=4, learning_rate=None, writer=SlotWriter(written)
+        ).read(IDS)
+    )
+    with pytest.raises(
+        ValueError, match="^the memory 'default' must be empty or written by RidgeWriter, got other"
+    ):
         RidgeWriter(written)
     for name, value in (("rate", 0.0), ("ridge", math.nan), ("prior", -1.0)):
         with pytest.raises(ValueError, match=f"^{name} must be "):
@@ -87,7 +99,11 @@ def make_gated(family="llama", **fields):
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_values_are_the_ridge_regression_on_their_slots_and_rows_stay(family):
     model, recorded = make_gated(family), {}
-    rows = [module.weight.clone() for layer in list_layers(model) for module in layer.projections("default")[:-1]]
+    rows = [
+        module.weight.clone()
+        for layer in list_layers(model)
+        for module in layer.projections("default")[:-1]
+    ]
     trainer = make_trainer(model, window=40, stride=40, rule=ValueWriter, rate=1e-6)
     writer = trainer._loop.writer
     take = writer._take
@@ -99,12 +115,22 @@ def test_values_are_the_ridge_regression_on_their_slots_and_rows_stay(family):
         metric = gram + 0.3 * gram.diagonal().mean() * torch.eye(6)
         expected = m @ (1e-6 / (2 * 16) * torch.linalg.solve(metric, m.T @ g) / g.square().mean())
         assert expected.any()
-        torch.testing.assert_close(layer.recall(["default"], a).double(), expected, rtol=1e-3, atol=1e-12)
-    after = [module.weight for layer in list_layers(model) for module in layer.projections("default")[:-1]]
+        torch.testing.assert_close(
+            layer.recall(["default"], a).double(), expected, rtol=1e-3, atol=1e-12
+        )
+    after = [
+        module.weight
+        for layer in list_layers(model)
+        for module in layer.projections("default")[:-1]
+    ]
     assert all(map(torch.equal, rows, after))
     goes_on = ValueWriter(model, rate=1e-12)  # another text's values are added
     before = downs(model)
-    list(TestTimeTrainer(model, window=16, stride=8, learning_rate=None, writer=goes_on, brake=False).read(IDS[:20]))
+    list(
+        TestTimeTrainer(
+            model, window=16, stride=8, learning_rate=None, writer=goes_on, brake=False
+        ).read(IDS[:20])
+    )
     torch.testing.assert_close(downs(model), before, rtol=1e-3, atol=1e-9)
 
 
@@ -112,7 +138,11 @@ def test_values_stay_within_the_norm_clip_and_rows_may_be_trained_beside():
     model = make_gated()
     before = ups(model)
     writer = ValueWriter(model, rate=1e6, prior=0.0)
-    list(TestTimeTrainer(model, window=16, stride=8, learning_rate=1e-3, writer=writer, brake=False).read(IDS))
+    list(
+        TestTimeTrainer(
+            model, window=16, stride=8, learning_rate=1e-3, writer=writer, brake=False
+        ).read(IDS)
+    )
     norms = downs(model).norm(dim=1)
     assert norms.max() > 0.99 and norms.max() < 1.001
     assert not torch.equal(ups(model), before)
@@ -128,14 +158,24 @@ def test_texts_at_once_are_written_as_one_after_the_other_and_padding_enters_no_
         rows = [make_tokens(1, length, seed=length)[0] for length in lengths]
         for start in range(0, len(rows), batch_size):
             ids = pad_sequence(rows[start : start + batch_size], batch_first=True)
-            labels = pad_sequence(rows[start : start + batch_size], batch_first=True, padding_value=-100)
+            labels = pad_sequence(
+                rows[start : start + batch_size], batch_first=True, padding_value=-100
+            )
             with writer.recording():
-                model(input_ids=ids, attention_mask=(labels != -100).long(), labels=labels).loss.backward()
-            assert writer.add(functional.pad(labels[:, 1:] != -100, (0, 1)))  # no token follows the last one
+                model(
+                    input_ids=ids, attention_mask=(labels != -100).long(), labels=labels
+                ).loss.backward()
+            assert writer.add(
+                functional.pad(labels[:, 1:] != -100, (0, 1))
+            )  # no token follows the last one
             assert not downs(model).any()
         assert writer.solve() and downs(model).any()
         # Of RidgeWriter the maps: the keys of weak terms are rounding alone.
-        maps = torch.stack(list(map(map_of, list_layers(model)))) if rule is RidgeWriter else downs(model)
+        maps = (
+            torch.stack(list(map(map_of, list_layers(model))))
+            if rule is RidgeWriter
+            else downs(model)
+        )
         return {"maps": maps, **writer.state_dict()}
 
     alone = write(lengths, 1)
@@ -164,7 +204,9 @@ def test_resuming_is_bit_identical_also_after_it_was_taken_back(rule, tmp_path):
     resume(second, tmp_path)
     list(second.read(ids))
     assert [chunk.nll_nats for chunk in second.chunks] == [chunk.nll_nats for chunk in chunks]
-    assert torch.equal(ups(second.model), ups(whole.model)) and torch.equal(downs(second.model), downs(whole.model))
+    assert torch.equal(ups(second.model), ups(whole.model)) and torch.equal(
+        downs(second.model), downs(whole.model)
+    )
 
 
 def test_a_memory_goes_on_from_its_own_map():
@@ -172,7 +214,11 @@ def test_a_memory_goes_on_from_its_own_map():
     list(make_trainer(model).read(IDS))
     before = [map_of(layer) for layer in list_layers(model)]
     writer = RidgeWriter(model, rate=1e-9)
-    list(TestTimeTrainer(model, window=16, stride=8, learning_rate=None, writer=writer, brake=False).read(IDS[:20]))
+    list(
+        TestTimeTrainer(
+            model, window=16, stride=8, learning_rate=None, writer=writer, brake=False
+        ).read(IDS[:20])
+    )
     after = [map_of(layer) for layer in list_layers(model)]
     torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-4)
 
@@ -180,13 +226,17 @@ def test_a_memory_goes_on_from_its_own_map():
 @pytest.mark.parametrize("rule", [RidgeWriter, ValueWriter])
 @pytest.mark.parametrize("kind", ["short", "constant", "repeated", "overflow", "no gradient"])
 def test_a_text_that_nothing_can_be_learned_from_stays_finite_and_no_worse(kind, rule):
-    base, tokenizer = backbone.load(name=backbone.MLP_NAME if rule is RidgeWriter else backbone.NAME)
+    base, tokenizer = backbone.load(
+        name=backbone.MLP_NAME if rule is RidgeWriter else backbone.NAME
+    )
     text = tokenize(tokenizer, unwrap("A lamp was lit in the window of the house. " * 20), 240)
     ids = {"short": text[:20], "constant": text, "repeated": text[:1].repeat(240)}.get(kind, text)
     settings = {"window": 64, "stride": 32, "learning_rate": None}
     plain = TestTimeTrainer(base, **settings)
     list(plain.read(ids))
-    model = get_peft_model(base, LocasConfig(r=16, init_strategy="write" if rule is RidgeWriter else "topk"))
+    model = get_peft_model(
+        base, LocasConfig(r=16, init_strategy="write" if rule is RidgeWriter else "topk")
+    )
     layer, writer = list_layers(model)[2], rule(model)
     if kind == "overflow":  # finite inputs whose squares are not
         take = writer._take

@@ -19,7 +19,11 @@ from locas_peft.tuner.scale import ALPHA, KAPPA, measure_input_scale, measure_ou
 
 FACTORS = (1 / 16, 16)
 NORMS = {"opt": "final_layer_norm"}
-HOMOGENEOUS = ("llama", "phi3", "opt")  # gated, or with ReLU: up times c and down divided by c is the same function
+HOMOGENEOUS = (
+    "llama",
+    "phi3",
+    "opt",
+)  # gated, or with ReLU: up times c and down divided by c is the same function
 
 
 @torch.no_grad()
@@ -56,9 +60,13 @@ def permute_neurons(host):
 
 def perplexity_while_learning(host, strategy="topk", ids=None, window=16, rate=0.02, **kwargs):
     """Read a text, by default one that repeats itself, so that there is something to learn."""
-    model = get_peft_model(host, LocasConfig(**{"r": 8, "init_strategy": strategy, "scaling": 100.0, **kwargs}))
+    model = get_peft_model(
+        host, LocasConfig(**{"r": 8, "init_strategy": strategy, "scaling": 100.0, **kwargs})
+    )
     writer = SlotWriter(model, epsilon=0.5, slots_per_chunk=1) if strategy == "write" else None
-    trainer = TestTimeTrainer(model, window=window, stride=window // 2, learning_rate=rate, writer=writer)
+    trainer = TestTimeTrainer(
+        model, window=window, stride=window // 2, learning_rate=rate, writer=writer
+    )
     for _ in trainer.read(make_ids(16).repeat(6) if ids is None else ids):
         pass
     return trainer.perplexity
@@ -67,7 +75,12 @@ def perplexity_while_learning(host, strategy="topk", ids=None, window=16, rate=0
 @pytest.mark.parametrize(
     ("family", "strategy"),
     [(family, "topk") for family in ("llama", "phi3", "gpt_neox", "opt")]
-    + [("llama", "activation"), ("llama", "gaussian"), ("gpt_neox", "activation"), ("opt", "gaussian")]
+    + [
+        ("llama", "activation"),
+        ("llama", "gaussian"),
+        ("gpt_neox", "activation"),
+        ("opt", "gaussian"),
+    ]
     + [("gpt_neox", "write"), ("opt", "write")],
 )
 def test_hosts_with_one_function_learn_the_same(family, strategy):
@@ -78,19 +91,30 @@ def test_hosts_with_one_function_learn_the_same(family, strategy):
     for factor in FACTORS:
         twin = copy.deepcopy(host)
         rescale_norms(twin, factor, NORMS.get(family, "post_attention_layernorm"))
-        assert perplexity_while_learning(twin, strategy) == pytest.approx(expected, rel=5e-3), f"norms times {factor}"
+        assert perplexity_while_learning(twin, strategy) == pytest.approx(expected, rel=5e-3), (
+            f"norms times {factor}"
+        )
         if family in HOMOGENEOUS:
             twin = copy.deepcopy(host)
             rescale_ups(twin, factor)
-            assert perplexity_while_learning(twin, strategy) == pytest.approx(expected, rel=5e-3), f"ups x {factor}"
+            assert perplexity_while_learning(twin, strategy) == pytest.approx(expected, rel=5e-3), (
+                f"ups x {factor}"
+            )
     permute_neurons(host)
-    assert perplexity_while_learning(host, strategy) == pytest.approx(expected, rel=1e-4), "permuted"
+    assert perplexity_while_learning(host, strategy) == pytest.approx(expected, rel=1e-4), (
+        "permuted"
+    )
 
 
 def test_the_papers_scale_depends_on_the_host():
-    expected, twin = perplexity_while_learning(make_host("llama"), output_scale="paper"), make_host("llama")
+    expected, twin = (
+        perplexity_while_learning(make_host("llama"), output_scale="paper"),
+        make_host("llama"),
+    )
     rescale_ups(twin, 16)
-    assert perplexity_while_learning(twin, output_scale="paper") != pytest.approx(expected, rel=5e-3)
+    assert perplexity_while_learning(twin, output_scale="paper") != pytest.approx(
+        expected, rel=5e-3
+    )
 
 
 def test_the_backbone_and_its_twins_learn_the_same():
@@ -112,11 +136,17 @@ def test_the_backbone_and_its_twins_learn_the_same():
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
 @pytest.mark.parametrize(("row_norm", "r"), [(1.0, 8), (3.0, 8), (1.0, 2)])
 def test_slots_together_add_a_share_of_the_elements(family, row_norm, r):
-    model = get_peft_model(make_host(family), LocasConfig(r=r, row_norm=row_norm, max_slot_norm=None))
+    model = get_peft_model(
+        make_host(family), LocasConfig(r=r, row_norm=row_norm, max_slot_norm=None)
+    )
     seen = {}
     for layer in list_layers(model):
-        layer.ffn.inlet.register_forward_pre_hook(lambda m, args, name=layer.name: seen.update({name: args[0]}))
-        layer.ffn.down.register_forward_hook(lambda m, args, out, name=layer.name: seen.update({name + "!": out}))
+        layer.ffn.inlet.register_forward_pre_hook(
+            lambda m, args, name=layer.name: seen.update({name: args[0]})
+        )
+        layer.ffn.down.register_forward_hook(
+            lambda m, args, out, name=layer.name: seen.update({name + "!": out})
+        )
     calibrate(model, [make_tokens()])
     for layer in list_layers(model):
         inputs, outputs = seen[layer.name].flatten(0, -2), seen[layer.name + "!"].flatten(0, -2)
@@ -146,28 +176,42 @@ def test_an_unmeasured_memory_is_silent_saved_and_loaded_and_measured_later(tmp_
     loaded.train()(input_ids=make_tokens())
     assert empty_memories(loaded) == []
     assert all(layer.locas_input_scale["default"] > 0 for layer in list_layers(loaded))
-    assert all(map(torch.equal, rows, [weight for layer in list_layers(loaded) for weight in weights_in(layer)]))
+    assert all(
+        map(
+            torch.equal,
+            rows,
+            [weight for layer in list_layers(loaded) for weight in weights_in(layer)],
+        )
+    )
 
 
 def test_files_from_before_the_measured_scale_load_as_the_papers(tmp_path):
-    model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="random", output_scale="paper"))
+    model = get_peft_model(
+        make_host("llama"), LocasConfig(r=4, init_strategy="random", output_scale="paper")
+    )
     for layer in list_layers(model):
         layer.locas_down["default"].weight.data.normal_(generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model.eval()(input_ids=make_tokens()).logits
     model.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
-    tensors = {key: tensor for key, tensor in load_file(path).items() if "locas_input_scale" not in key}
+    tensors = {
+        key: tensor for key, tensor in load_file(path).items() if "locas_input_scale" not in key
+    }
     assert len(tensors) == 2 * 4
     save_file(tensors, path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     del config["output_scale"]
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     for low_cpu_mem_usage in (False, True):
-        loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)
+        loaded = PeftModel.from_pretrained(
+            make_host("llama"), tmp_path, low_cpu_mem_usage=low_cpu_mem_usage
+        )
         with torch.no_grad():
             assert torch.equal(loaded(input_ids=make_tokens()).logits, expected)
-        assert loaded.peft_config["default"].output_scale == "paper" and empty_memories(loaded) == []
+        assert (
+            loaded.peft_config["default"].output_scale == "paper" and empty_memories(loaded) == []
+        )
 
 
 def test_a_file_that_lacks_the_scale_of_one_layer_is_refused(tmp_path):
@@ -175,7 +219,10 @@ def test_a_file_that_lacks_the_scale_of_one_layer_is_refused(tmp_path):
     calibrate(model, [make_tokens()])
     model.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
-    save_file({key: t for key, t in load_file(path).items() if "layers.1.mlp.locas_input" not in key}, path)
+    save_file(
+        {key: t for key, t in load_file(path).items() if "layers.1.mlp.locas_input" not in key},
+        path,
+    )
     with pytest.raises(ValueError, match="the file has no .*layers.1.mlp.locas_input_scale"):
         PeftModel.from_pretrained(make_host("llama"), tmp_path)
 
@@ -185,10 +232,16 @@ def test_learning_in_bf16_is_learning_in_float32(family):
     losses = []
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
-        model = get_peft_model(make_host(family, dtype), LocasConfig(r=8, scaling=30.0), autocast_adapter_dtype=False)
+        model = get_peft_model(
+            make_host(family, dtype), LocasConfig(r=8, scaling=30.0), autocast_adapter_dtype=False
+        )
         trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=0.02)
-        first, *_, last = [chunk.nll_nats / chunk.tokens for chunk in trainer.read(make_ids(16).repeat(12))]
-        assert {layer.locas_input_scale["default"].dtype for layer in list_layers(model)} == {torch.float32}
+        first, *_, last = [
+            chunk.nll_nats / chunk.tokens for chunk in trainer.read(make_ids(16).repeat(12))
+        ]
+        assert {layer.locas_input_scale["default"].dtype for layer in list_layers(model)} == {
+            torch.float32
+        }
         losses.append(math.exp(last - first))
     assert losses[0] < 0.9 and losses[1] == pytest.approx(losses[0], rel=0.1)
 

@@ -19,14 +19,18 @@ def embedded():
 
 def make_pairs(count: int = 7) -> list[tuple[list[int], list[int]]]:
     rows = make_tokens(count, 20).tolist()
-    return [(row[: 2 + number], row[2 + number : 4 + 2 * number]) for number, row in enumerate(rows)]
+    return [
+        (row[: 2 + number], row[2 + number : 4 + 2 * number]) for number, row in enumerate(rows)
+    ]
 
 
 def nll_alone(model, prompt, target) -> float:
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *target]])).logits[0]
     begin = max(len(prompt), 1)
-    return F.cross_entropy(logits[begin - 1 : -1], torch.tensor([*prompt, *target])[begin:], reduction="sum").item()
+    return F.cross_entropy(
+        logits[begin - 1 : -1], torch.tensor([*prompt, *target])[begin:], reduction="sum"
+    ).item()
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -44,12 +48,16 @@ def test_without_a_prompt_the_first_token_is_not_scored():
     scores = score_targets(model, [([], ids), ([], ids[:1])])
     assert [score.tokens for score in scores] == [5, 0]
     assert scores[0].nll_nats == pytest.approx(nll_alone(model, [], ids), rel=1e-4)
-    assert scores[0].per_token == scores[0].nll_nats / 5 and scores[1].per_token != scores[1].per_token
+    assert (
+        scores[0].per_token == scores[0].nll_nats / 5 and scores[1].per_token != scores[1].per_token
+    )
 
 
 def test_targets_that_cannot_be_scored_are_one_line():
     model = make_host("llama")
-    with pytest.raises(ValueError, match=r"^pair 0 must fit the model's 64 positions, got 66 tokens: shorten its"):
+    with pytest.raises(
+        ValueError, match=r"^pair 0 must fit the model's 64 positions, got 66 tokens: shorten its"
+    ):
         score_targets(model, [([3] * 60, [4] * 6)])
 
 
@@ -57,15 +65,21 @@ def test_documents_are_scored_as_the_trainer_scores_them():
     model, ids = make_host("llama"), make_tokens(1, 61)[0]
     found = measure_drift(model, cut_text(ids, 16, 8))
     trainer = TestTimeTrainer(model, window=16, stride=8, learning_rate=None)
-    assert found["chunk_nll_nats"] == pytest.approx([chunk.nll_nats for chunk in trainer.read(ids)], rel=1e-5)
+    assert found["chunk_nll_nats"] == pytest.approx(
+        [chunk.nll_nats for chunk in trainer.read(ids)], rel=1e-5
+    )
     assert sum(measure_drift(model, cut_text(ids, 8, 8))["chunk_tokens"]) == 60
 
 
 def test_only_logits_that_are_scored_are_computed():
     model, widths = make_host("llama"), []
-    model.get_output_embeddings().register_forward_pre_hook(lambda module, args: widths.append(args[0].shape[1]))
+    model.get_output_embeddings().register_forward_pre_hook(
+        lambda module, args: widths.append(args[0].shape[1])
+    )
     score_targets(model, [([3] * 20, [4, 5]), ([3] * 19, [6])])
-    assert widths == [3], "21 tokens are fed; the scored ones are predicted at the last three of them"
+    assert widths == [3], (
+        "21 tokens are fed; the scored ones are predicted at the last three of them"
+    )
     widths.clear()
     measure_drift(model, cut_text(make_tokens(1, 40)[0], 32, 8))
     assert max(widths) == 8, "of windows of 32 tokens"

@@ -38,7 +38,10 @@ PAGE = " ".join(
     f"The house number {number} on the hill was built by the old man with a stone from the river."
     for number in range(3)
 )
-GIVEN = [Exchange("Who built the house?", "The old man."), Exchange("What came from the river?", "A stone.")]
+GIVEN = [
+    Exchange("Who built the house?", "The old man."),
+    Exchange("What came from the river?", "A stone."),
+]
 LEARNS = {"passes": 20, "learning_rate": 2e-2}
 LIGHTHOUSE = Path(text.__file__).parent / "demo"
 
@@ -70,15 +73,28 @@ def few_topics(monkeypatch):
 
 
 def ask_without_filter(host, tokenizer, passages, per_passage, generator, written):
-    prompts = [encode_prompt(tokenizer, passage.text) for passage in passages for _ in range(per_passage)]
+    prompts = [
+        encode_prompt(tokenizer, passage.text) for passage in passages for _ in range(per_passage)
+    ]
     replies = continue_rows(host, prompts, 4, pad=0, choose=draw(1.0, generator))
     asked = [passage for passage in passages for _ in range(per_passage)]
     written.asked += len(asked)
-    return [(passage, tokenizer.decode(reply) + "?") for passage, reply in zip(asked, replies, strict=True)]
+    return [
+        (passage, tokenizer.decode(reply) + "?")
+        for passage, reply in zip(asked, replies, strict=True)
+    ]
 
 
 def settings_of(method: str = "locas-glu", **given) -> CompleteSettings:
-    given = {"anchor": 0, "study": True, "exchanges": 2, "passes": 2, "r": 4, "window": 256, **given}
+    given = {
+        "anchor": 0,
+        "study": True,
+        "exchanges": 2,
+        "passes": 2,
+        "r": 4,
+        "window": 256,
+        **given,
+    }
     return ReadingSettings(**{"method": method, "stride": 64} | given).complete()
 
 
@@ -87,7 +103,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def rows_of(kept: list[lessons.Lesson], tokenizer) -> list[learning.Row]:
-    return [(learning.encode_question(tokenizer, *each.word(0)), each, each.answer) for each in kept]
+    return [
+        (learning.encode_question(tokenizer, *each.word(0)), each, each.answer) for each in kept
+    ]
 
 
 def texts_of(passages: list[Passage]) -> list[str]:
@@ -120,7 +138,10 @@ Ben: Really?
 Ann: Yes, and I bought a boat for the summer.
 It is a blue one with two sails."""
     assert split_passages(loaded[1], talk, 64) == [
-        Passage('Ann said: "I moved to Bergen. It rains." on 8 May, 2023. Ben said: "Really?" on 8 May, 2023.', "Ann"),
+        Passage(
+            'Ann said: "I moved to Bergen. It rains." on 8 May, 2023. Ben said: "Really?" on 8 May, 2023.',
+            "Ann",
+        ),
         Passage('Ann said: "Yes, and I bought a boat for the summer." on 2023-06-01.', "Ann"),
         Passage("It is a blue one with two sails."),
     ]
@@ -140,9 +161,15 @@ def test_a_long_turn_is_split_into_its_sentences(loaded):
 @pytest.mark.parametrize(
     ("page", "subject"),
     [
-        ("The tower of Skarn Point was built in 1868. Its lamp burned whale oil.", "The tower of Skarn Point"),
+        (
+            "The tower of Skarn Point was built in 1868. Its lamp burned whale oil.",
+            "The tower of Skarn Point",
+        ),
         ("Its lamp burned whale oil. Nobody remembers who had built it.", ""),
-        ("It is said that in those days nobody dared to cross the Red Hill. It is high and steep.", ""),  # a late name
+        (
+            "It is said that in those days nobody dared to cross the Red Hill. It is high and steep.",
+            "",
+        ),  # a late name
     ],
 )
 def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject, loaded):
@@ -152,9 +179,7 @@ def test_the_subject_is_the_beginning_up_to_the_first_name(page, subject, loaded
 
 
 def test_a_page_with_a_list_is_no_dialogue(loaded):
-    page = (
-        "The contents of the box were as follows.\nFirst: a stone from the river bed.\nThe box was then closed again."
-    )
+    page = "The contents of the box were as follows.\nFirst: a stone from the river bed.\nThe box was then closed again."
     assert texts_of(split_passages(loaded[1], page, 64)) == page.split("\n")
 
 
@@ -185,13 +210,16 @@ def test_a_sentence_longer_than_the_window_is_cut(loaded):
 
 def test_a_text_shorter_than_a_passage_is_refused(loaded):
     with pytest.raises(
-        ValueError, match="^text must hold a passage of at least 5 words to be studied, got 'Too short.'"
+        ValueError,
+        match="^text must hold a passage of at least 5 words to be studied, got 'Too short.'",
     ):
         split_passages(loaded[1], "Too short.", 64)
 
 
 def test_a_window_without_room_for_a_passage_is_refused(loaded, input_ids):
-    with pytest.raises(ValueError, match=r"^window must be at least 192 tokens to study a text, got 128: raise it"):
+    with pytest.raises(
+        ValueError, match=r"^window must be at least 192 tokens to study a text, got 128: raise it"
+    ):
         memorize(loaded[0], input_ids, settings_of(window=128), tokenizer=loaded[1])
 
 
@@ -199,7 +227,9 @@ def test_exchanges_are_saved_and_loaded(tmp_path):
     exchanges = [*GIVEN, Exchange("Où ?", "Ici\u2028là {passage}.", "Lui")]
     save_exchanges(tmp_path / "e.jsonl", exchanges)
     assert load_exchanges(tmp_path / "e.jsonl") == exchanges
-    (tmp_path / "e.jsonl").write_text('\ufeff{"question": "Who?", "answer": "She"}\n\n', encoding="utf-8")
+    (tmp_path / "e.jsonl").write_text(
+        '\ufeff{"question": "Who?", "answer": "She"}\n\n', encoding="utf-8"
+    )
     assert load_exchanges(tmp_path / "e.jsonl") == [Exchange("Who?", "She")]
 
 
@@ -212,9 +242,17 @@ def test_the_space_around_a_subject_does_not_count(tmp_path):
 def test_each_broken_line_is_named(tmp_path):
     path = tmp_path / "e.jsonl"
     good = json.dumps({"question": "Who?", "answer": "She"})
-    broken = ["{", '{"question": "Who?"}', "[]", '{"question": "", "answer": "x"}', '{"question": 1, "answer": "x"}']
+    broken = [
+        "{",
+        '{"question": "Who?"}',
+        "[]",
+        '{"question": "", "answer": "x"}',
+        '{"question": 1, "answer": "x"}',
+    ]
     path.write_text("\n".join([good, broken[0], good, *broken[1:]]))
-    with pytest.raises(ValueError, match=r"got something else in line 2, 4, 5, 6, 7: correct or delete them$"):
+    with pytest.raises(
+        ValueError, match=r"got something else in line 2, 4, 5, 6, 7: correct or delete them$"
+    ):
         load_exchanges(path)
     path.write_text(good + "\n3")
     with pytest.raises(ValueError, match=r"in line 2: correct or delete it$"):
@@ -232,7 +270,12 @@ def test_each_broken_line_is_named(tmp_path):
     [
         ("Who built the tower?", "The tower was built by Elias Thorne.", False, True),
         ("Who is this?", "The tower was built by Elias Thorne.", False, False),
-        ("Who is Skarn?", "The mason was Elias Thorne, and Skarn was rich.", False, False),  # the subject alone
+        (
+            "Who is Skarn?",
+            "The mason was Elias Thorne, and Skarn was rich.",
+            False,
+            False,
+        ),  # the subject alone
         ("Who is Skarn?", "The tower of Skarn was built in 1868.", True, True),
         ("", "The tower was built by Elias Thorne.", False, False),
     ],
@@ -246,10 +289,14 @@ def test_the_passage_is_the_answer_of_all_its_questions(loaded, monkeypatch):
     monkeypatch.setattr(writing, "_ask", lambda *_: [(passage, "Who built the tower?")])
     (written,) = writing.write_exchanges(*loaded, [passage], 4)
     assert written.exchanges[0] == Exchange("Who built the tower?", passage.text, "The tower")
-    assert [each.answer for each in written.exchanges[1:]] == [passage.text] * 2, "asked for by its own words"
+    assert [each.answer for each in written.exchanges[1:]] == [passage.text] * 2, (
+        "asked for by its own words"
+    )
     other = Passage("The lamp burned whale oil.")
     (written,) = writing.write_exchanges(*loaded, [passage, other], 4)
-    assert {each.answer for each in written.exchanges} == {passage.text, other.text}, "by its words alone"
+    assert {each.answer for each in written.exchanges} == {passage.text, other.text}, (
+        "by its words alone"
+    )
     writing_on = writing.write_exchanges(*loaded, [passage] * (writing.BLOCK + 1), 1)
     next(writing_on)
     assert torch.is_grad_enabled(), "between two blocks"
@@ -261,7 +308,9 @@ def test_a_passage_is_asked_for_by_its_own_words(loaded):
     assert len(set(questions)) == 5 and questions == writing._ask_by_words(
         passage, 5, torch.Generator().manual_seed(0)
     )
-    named = [question.removesuffix("?").split(" about ")[1].split(" and ") for question in questions]
+    named = [
+        question.removesuffix("?").split(" about ")[1].split(" and ") for question in questions
+    ]
     assert {len(phrases) for phrases in named} == {1, 2}
     assert {phrase for phrases in named for phrase in phrases} <= set(writing.list_phrases(passage))
     assert writing._ask_by_words("to be or not", 5, torch.Generator()) == []
@@ -269,14 +318,30 @@ def test_a_passage_is_asked_for_by_its_own_words(loaded):
 
 def test_phrases_lie_within_a_clause_and_begin_and_end_with_a_long_word():
     phrases = writing.list_phrases('Anna said: "In 1868, the mason built a tower of the stones."')
-    assert phrases == ["Anna", "1868", "mason", "mason built", "built", "built a tower", "tower", "stones"]
+    assert phrases == [
+        "Anna",
+        "1868",
+        "mason",
+        "mason built",
+        "built",
+        "built a tower",
+        "tower",
+        "stones",
+    ]
 
 
 def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, monkeypatch):
     _, tokenizer = loaded
     first, second = Passage("A passage {subject}."), Passage("Another stone.")
     replies = {
-        first: iter([" passage was old?", " was he.", " passage was  old? Yes", " was the passage from here?"]),
+        first: iter(
+            [
+                " passage was old?",
+                " was he.",
+                " passage was  old? Yes",
+                " was the passage from here?",
+            ]
+        ),
         second: iter([" stone is it?", " has that stone?"]),
     }
     rounds = []
@@ -284,7 +349,9 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
     def reply(host, prompts, *_, **__):
         shown = [tokenizer.decode(prompt) for prompt in prompts]
         rounds.append(["stone" in prompt for prompt in shown])
-        texts = [next(replies[second if "stone" in prompt else first], " more?") for prompt in shown]
+        texts = [
+            next(replies[second if "stone" in prompt else first], " more?") for prompt in shown
+        ]
         return [tokenizer(each, add_special_tokens=False)["input_ids"] for each in texts]
 
     monkeypatch.setattr(writing, "continue_rows", reply)
@@ -297,9 +364,15 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
         (second, "Who stone is it?"),
         (second, "Who has that stone?"),
     ]
-    assert rounds == [[False, False, True, True], [False], [False]]  # a near-duplicate is asked for once more
+    assert rounds == [
+        [False, False, True, True],
+        [False],
+        [False],
+    ]  # a near-duplicate is asked for once more
     assert written.asked == 6 and written.dropped == ["Who was he."]
-    assert len(writing._ask(None, tokenizer, [first], 2, None, writing.WrittenBlock(1))) == 0  # it gives up
+    assert (
+        len(writing._ask(None, tokenizer, [first], 2, None, writing.WrittenBlock(1))) == 0
+    )  # it gives up
     assert len(rounds) == 3 + writing.ROUNDS
 
 
@@ -308,7 +381,10 @@ def test_questions_are_asked_until_each_passage_has_as_many_as_wanted(loaded, mo
 
 def test_greedy_decoding_in_a_padded_batch_is_that_of_each_prompt_alone(loaded):
     model, tokenizer = loaded
-    prompts = [tokenizer(start)["input_ids"] for start in ("The old man", "A stone from the river was the", "It")]
+    prompts = [
+        tokenizer(start)["input_ids"]
+        for start in ("The old man", "A stone from the river was the", "It")
+    ]
     together = lessons._answer(CausalLM(model), tokenizer, prompts)
     for prompt, (ids, candidates, targets) in zip(prompts, together, strict=True):
         ((alone, _, _),) = lessons._answer(CausalLM(model), tokenizer, [prompt])
@@ -339,11 +415,18 @@ def test_an_answer_is_learned_in_every_wording_with_the_subject_and_without_it(l
 
 
 @pytest.mark.parametrize("method", ["locas-glu", "lora"])
-def test_given_exchanges_are_learned_with_any_adapter_and_the_base_is_untouched(method, loaded, input_ids, tmp_path):
+def test_given_exchanges_are_learned_with_any_adapter_and_the_base_is_untouched(
+    method, loaded, input_ids, tmp_path
+):
     base, tokenizer = loaded
     before = {name: value.clone() for name, value in base.state_dict().items()}
     reading = memorize(
-        base, input_ids, settings_of(method, **LEARNS), tokenizer=tokenizer, exchanges=GIVEN, out=tmp_path / "m"
+        base,
+        input_ids,
+        settings_of(method, **LEARNS),
+        tokenizer=tokenizer,
+        exchanges=GIVEN,
+        out=tmp_path / "m",
     )
     assert all(torch.equal(before[name], value) for name, value in base.state_dict().items())
     assert load_exchanges(tmp_path / "m" / EXCHANGES) == GIVEN
@@ -375,15 +458,23 @@ def test_the_base_writes_and_the_student_sees_no_passage(loaded, input_ids, keep
         rows = []
         distill = learning.SelfStudy._distill
         monkeypatch.setattr(
-            learning.SelfStudy, "_distill", lambda self, each: rows.extend(each) or distill(self, each)
+            learning.SelfStudy,
+            "_distill",
+            lambda self, each: rows.extend(each) or distill(self, each),
         )
-        study = learning.SelfStudy(model, tokenizer, input_ids, per_passage=2, passes=3, learning_rate=1e-3)
+        study = learning.SelfStudy(
+            model, tokenizer, input_ids, per_passage=2, passes=3, learning_rate=1e-3
+        )
         for _ in study.run():
             pass
     prompts = [prompt for prompt, _, _ in rows]
     assert len(prompts) == 3 * len(study.exchanges) == 18
     shown = [tokenizer.decode(prompt) for prompt in prompts]
-    assert not any(passage.text in prompt for passage in split_passages(tokenizer, PAGE, 64) for prompt in shown)
+    assert not any(
+        passage.text in prompt
+        for passage in split_passages(tokenizer, PAGE, 64)
+        for prompt in shown
+    )
     assert all(sum(each.question in prompt for prompt in shown) >= 3 for each in study.exchanges)
 
 
@@ -397,7 +488,9 @@ def test_exchanges_are_written_block_by_block_and_then_learned(loaded, input_ids
     ]
     assert [step.exchanges for step in steps] == [2, 4, 6, *[6] * 6]
     assert [len(step.written) for step in steps] == [2, 2, 2, *[0] * 6]
-    assert reading.studied["asked"] == reading.studied["kept"] == 6 and not reading.studied["samples"]
+    assert (
+        reading.studied["asked"] == reading.studied["kept"] == 6 and not reading.studied["samples"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -421,7 +514,11 @@ def test_an_interruption_changes_no_bit(
             raise KeyboardInterrupt
 
     memorize(base, input_ids, settings, out=tmp_path / "whole", **options)
-    broken = {"out": tmp_path / "b", "checkpoint_dir": tmp_path / "b" / CHECKPOINT_FOLDER, **options}
+    broken = {
+        "out": tmp_path / "b",
+        "checkpoint_dir": tmp_path / "b" / CHECKPOINT_FOLDER,
+        **options,
+    }
     with pytest.raises(KeyboardInterrupt):
         memorize(base, input_ids, settings, on_study=interrupt, **broken)
     state = checkpoint.load(tmp_path / "b" / CHECKPOINT_FOLDER)["study"]
@@ -432,11 +529,15 @@ def test_an_interruption_changes_no_bit(
     memorize(base, input_ids, settings, on_study=steps.append, resume=True, **broken)
     assert steps[0].phase == at[0] and steps[0].done > at[1]
     assert same(tmp_path / "whole", tmp_path / "b")
-    assert (tmp_path / "whole" / EXCHANGES).read_bytes() == (tmp_path / "b" / EXCHANGES).read_bytes()
+    assert (tmp_path / "whole" / EXCHANGES).read_bytes() == (
+        tmp_path / "b" / EXCHANGES
+    ).read_bytes()
     assert not (tmp_path / "b" / CHECKPOINT_FOLDER).exists()
 
 
-def test_an_interruption_of_the_first_exchange_keeps_what_was_read(loaded, input_ids, monkeypatch, tmp_path):
+def test_an_interruption_of_the_first_exchange_keeps_what_was_read(
+    loaded, input_ids, monkeypatch, tmp_path
+):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -449,21 +550,45 @@ def test_an_interruption_of_the_first_exchange_keeps_what_was_read(loaded, input
 
 def test_other_exchanges_than_those_of_the_checkpoint_are_refused(loaded, input_ids, tmp_path):
     base, tokenizer = loaded
-    options = {"out": tmp_path, "checkpoint_dir": tmp_path / CHECKPOINT_FOLDER, "checkpoint_seconds": 0}
+    options = {
+        "out": tmp_path,
+        "checkpoint_dir": tmp_path / CHECKPOINT_FOLDER,
+        "checkpoint_seconds": 0,
+    }
 
     def interrupt(step):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        memorize(base, input_ids, settings_of(), tokenizer=tokenizer, exchanges=GIVEN, on_study=interrupt, **options)
-    with pytest.raises(ValueError, match="^exchanges must be those that the checkpoint was begun with, got others"):
-        memorize(base, input_ids, settings_of(), tokenizer=tokenizer, exchanges=GIVEN[:1], resume=True, **options)
+        memorize(
+            base,
+            input_ids,
+            settings_of(),
+            tokenizer=tokenizer,
+            exchanges=GIVEN,
+            on_study=interrupt,
+            **options,
+        )
+    with pytest.raises(
+        ValueError, match="^exchanges must be those that the checkpoint was begun with, got others"
+    ):
+        memorize(
+            base,
+            input_ids,
+            settings_of(),
+            tokenizer=tokenizer,
+            exchanges=GIVEN[:1],
+            resume=True,
+            **options,
+        )
 
 
 def test_a_model_that_writes_nothing_usable_still_reads(loaded, input_ids, monkeypatch, tmp_path):
     base, tokenizer = loaded
     monkeypatch.setattr(writing, "is_about", lambda *_: False)
-    reading = memorize(base, input_ids, settings_of(exchanges=8), tokenizer=tokenizer, out=tmp_path / "m")
+    reading = memorize(
+        base, input_ids, settings_of(exchanges=8), tokenizer=tokenizer, out=tmp_path / "m"
+    )
     assert reading.studied["kept"] == reading.studied["steps"] == 0
     assert len(reading.studied["samples"]) == 3 and all(reading.studied["samples"])
     read = memorize(base, input_ids, dataclasses.replace(settings_of(), study=None))
@@ -482,7 +607,9 @@ def test_the_rate_falls_to_zero(loaded, input_ids):
 
 def test_more_passes_than_usual_have_a_lower_rate(loaded, input_ids):
     base, tokenizer = loaded
-    usual = math.ceil(2 * learning.LEAST_STEPS * learning.BATCH / len(GIVEN))  # no rows tell passages apart
+    usual = math.ceil(
+        2 * learning.LEAST_STEPS * learning.BATCH / len(GIVEN)
+    )  # no rows tell passages apart
     first = []
     for passes in (None, usual, 4 * usual):
         with attached(base, settings_of()) as model:
@@ -508,7 +635,9 @@ class Noted:
         return self.study._progress[0].due
 
 
-def test_a_known_lesson_is_learned_less_often_and_leaves_when_it_is_known_in_each_wording(loaded, input_ids):
+def test_a_known_lesson_is_learned_less_often_and_leaves_when_it_is_known_in_each_wording(
+    loaded, input_ids
+):
     with attached(loaded[0], settings_of()) as model:
         study = Noted(model, loaded[1], input_ids, passes=50)
         assert study.due(0, learning.KNOWN_NATS) == 1
@@ -526,10 +655,14 @@ def test_the_known_end_of_a_passage_is_left_out_but_now_and_then(loaded, input_i
         study = Noted(model, loaded[1], input_ids, passes=50).study
         assert study._encode(0)[2].tolist() == study._lessons[0].answer.tolist()
         unknown = torch.full([1], learning.KNOWN_NATS)
-        study._note([0, 0], 0, [torch.zeros(3), torch.cat([torch.zeros(1), unknown, torch.zeros(1)])])
+        study._note(
+            [0, 0], 0, [torch.zeros(3), torch.cat([torch.zeros(1), unknown, torch.zeros(1)])]
+        )
         assert study._reaches == {GIVEN[0].answer: 2 + learning.MARGIN}, "the longest of a batch"
         study._note([0], 0, [torch.cat([torch.zeros(8), unknown])])
-        assert study._reaches == {GIVEN[0].answer: 9 + learning.MARGIN}, "the next ones are unknown too"
+        assert study._reaches == {GIVEN[0].answer: 9 + learning.MARGIN}, (
+            "the next ones are unknown too"
+        )
         study._note([0], 0, [torch.tensor([0.0, math.nan])])
         assert study._reaches == {GIVEN[0].answer: 2 + learning.MARGIN}
         study._reaches, lengths = {GIVEN[0].answer: 2}, []
@@ -557,13 +690,24 @@ def test_the_anchor_keeps_other_answers(loaded, input_ids, few_topics):
     for anchor in (0.0, 30.0):
         with attached(base, settings_of(r=16)) as model:
             study = learning.SelfStudy(
-                model, tokenizer, input_ids, per_passage=2, passes=12, learning_rate=2e-2, given=GIVEN, anchor=anchor
+                model,
+                tokenizer,
+                input_ids,
+                per_passage=2,
+                passes=12,
+                learning_rate=2e-2,
+                given=GIVEN,
+                anchor=anchor,
             )
             for _ in study.run():
                 pass
-            kept = [lessons.Lesson(*each) for each in lessons.write_replay_lessons(model, tokenizer)]
+            kept = [
+                lessons.Lesson(*each) for each in lessons.write_replay_lessons(model, tokenizer)
+            ]
             with torch.no_grad():
-                divergence[anchor] = torch.cat(study._distill(rows_of(kept, tokenizer))).mean().item()
+                divergence[anchor] = (
+                    torch.cat(study._distill(rows_of(kept, tokenizer))).mean().item()
+                )
     assert len(kept) > 10 and 0 < divergence[30.0] < 0.5 * divergence[0.0]
 
 
@@ -582,23 +726,33 @@ def test_the_anchor_leaves_a_model_that_answers_like_its_base(loaded, input_ids,
 
 def test_settings_that_do_not_fit_are_refused(loaded, input_ids):
     base, tokenizer = loaded
-    with pytest.raises(ValueError, match="^passes has no meaning without study, got 3: leave it out"):
+    with pytest.raises(
+        ValueError, match="^passes has no meaning without study, got 3: leave it out"
+    ):
         ReadingSettings(passes=3).complete()
-    with pytest.raises(ValueError, match="^study needs an adapter that is trained, got method 'none'"):
+    with pytest.raises(
+        ValueError, match="^study needs an adapter that is trained, got method 'none'"
+    ):
         ReadingSettings(method="none", study=True).complete()
     with pytest.raises(ValueError, match="^exchanges must be at least 1, got 0"):
         ReadingSettings(study=True, exchanges=0)
     with pytest.raises(ValueError, match="^tokenizer must be given for a self-study"):
         memorize(base, input_ids, settings_of())
     with pytest.raises(ValueError, match="^exchanges have no meaning without study"):
-        memorize(base, input_ids, ReadingSettings(method="none"), tokenizer=tokenizer, exchanges=GIVEN)
+        memorize(
+            base, input_ids, ReadingSettings(method="none"), tokenizer=tokenizer, exchanges=GIVEN
+        )
     assert settings_of().complete() == settings_of()
 
 
-def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_read(loaded, input_ids):
+def test_an_exchange_beyond_the_models_positions_is_named_before_anything_is_read(
+    loaded, input_ids
+):
     base, tokenizer = loaded
     long = Exchange("Who came?", "A man. " * 2000)
-    with pytest.raises(ValueError, match=r"^exchange 2 must fit the model's \d+ positions, got \d+ tokens: shorten"):
+    with pytest.raises(
+        ValueError, match=r"^exchange 2 must fit the model's \d+ positions, got \d+ tokens: shorten"
+    ):
         memorize(base, input_ids, settings_of(), tokenizer=tokenizer, exchanges=[GIVEN[0], long])
 
 
@@ -625,7 +779,9 @@ def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
         memorize(base, input_ids, settings, out=tmp_path / str(study), tokenizer=tokenizer)
         with memory_attached(base, tmp_path / str(study)) as model:
             answers = ask(model, tokenizer, questions)
-        right[study] = sum(is_right(given, each.answer) for given, each in zip(answers, questions, strict=True))
+        right[study] = sum(
+            is_right(given, each.answer) for given, each in zip(answers, questions, strict=True)
+        )
     assert right[True] > right[False]
 
 
@@ -636,7 +792,8 @@ HARD_TEXTS = {
     "one long sentence": "The mason said that "
     + "the old tower on the rock was built of grey stone and " * 270
     + "it stood.",
-    "the same page twice": "Elias Thorne built the tower in 1868. Jonas Hale kept its lamp.\n\n" * 2,
+    "the same page twice": "Elias Thorne built the tower in 1868. Jonas Hale kept its lamp.\n\n"
+    * 2,
     "names alone": "Elias Thorne Jonas Hale Hilda Brass Old Peder Ida Solheim Nils Berg Tora Lind",
     "two words": "Elias Thorne",
 }
@@ -647,7 +804,9 @@ HARD_TEXTS = {
 @pytest.mark.parametrize("kind", HARD_TEXTS)
 def test_a_hard_text_is_studied_or_refused_in_one_line(kind, tmp_path):
     base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")
-    settings = ReadingSettings(study=True, exchanges=2, passes=1, r=4, max_tokens=400, anchor=0, model="smollm2")
+    settings = ReadingSettings(
+        study=True, exchanges=2, passes=1, r=4, max_tokens=400, anchor=0, model="smollm2"
+    )
     input_ids = text.tokenize(tokenizer, HARD_TEXTS[kind])
     if kind == "two words":
         with pytest.raises(ValueError, match="^text must hold a passage of at least 5 words"):
@@ -695,15 +854,23 @@ def test_a_memory_goes_on_with_its_slots_and_its_exchanges(loaded, input_ids, fo
     assert names == [name for name, _ in loaded[0].named_modules()]
     kept = load_exchanges(tmp_path / "memory" / EXCHANGES)
     assert [each.answer for each in kept] == ["Ida Berg", "in 1911", "on the rock"]
-    assert reading.studied["given"] and reading.studied["asked"] == 2 and reading.studied["kept"] == 3
+    assert (
+        reading.studied["given"] and reading.studied["asked"] == 2 and reading.studied["kept"] == 3
+    )
     before, after, afresh = weights(former), weights(tmp_path / "memory"), tmp_path / "afresh"
     memorize(loaded[0], input_ids, settings_of(), out=afresh, tokenizer=loaded[1], exchanges=OTHER)
-    moved = {name: (after[name] - before[name]).norm() for name in after if name.endswith("locas_up.weight")}
+    moved = {
+        name: (after[name] - before[name]).norm()
+        for name in after
+        if name.endswith("locas_up.weight")
+    }
     assert moved and all(0 < each < before[name].norm() for name, each in moved.items())
     assert not same(tmp_path / "memory", afresh)
 
 
-def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(loaded, input_ids, former, tmp_path):
+def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(
+    loaded, input_ids, former, tmp_path
+):
     go_on(loaded, input_ids, former, tmp_path / "whole")
     shutil.copytree(former, tmp_path / "memory")
 
@@ -715,14 +882,18 @@ def test_a_memory_that_goes_on_resumes_exactly_and_may_replace_itself(loaded, in
     with pytest.raises(KeyboardInterrupt):
         go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", on_study=stop, **options)
     assert same(tmp_path / "memory", former)
-    with pytest.raises(ValueError, match="holds an unfinished reading: go on with --resume, or give --overwrite$"):
+    with pytest.raises(
+        ValueError, match="holds an unfinished reading: go on with --resume, or give --overwrite$"
+    ):
         go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", **options)
     go_on(loaded, input_ids, tmp_path / "memory", tmp_path / "memory", resume=True, **options)
     assert same(tmp_path / "memory", tmp_path / "whole")
     assert find_finished(tmp_path / "memory", settings_of(), input_ids, OTHER) is not None
 
 
-def test_a_memory_whose_study_is_stopped_keeps_its_earlier_exchanges(loaded, input_ids, former, tmp_path):
+def test_a_memory_whose_study_is_stopped_keeps_its_earlier_exchanges(
+    loaded, input_ids, former, tmp_path
+):
     def stop(step):
         raise StopReading
 
@@ -740,18 +911,24 @@ def test_a_memory_whose_replacement_was_stopped_midway_goes_on(loaded, input_ids
     assert load_reading(memory) == load_reading(former)
 
 
-def test_a_memory_of_another_width_or_without_a_record_cannot_go_on(loaded, input_ids, former, tmp_path):
+def test_a_memory_of_another_width_or_without_a_record_cannot_go_on(
+    loaded, input_ids, former, tmp_path
+):
     options = {"start": former, "tokenizer": loaded[1], "out": tmp_path / "new"}
     with pytest.raises(
-        ValueError, match="^method must be 'locas-glu' as in the memory '.*' to go on with, got 'lora'"
+        ValueError,
+        match="^method must be 'locas-glu' as in the memory '.*' to go on with, got 'lora'",
     ):
         memorize(loaded[0], input_ids, settings_of("lora", r=2), **options)
     with pytest.raises(
-        ValueError, match="^layers_to_transform must be None as in the memory .*, got 'upper': leave it"
+        ValueError,
+        match="^layers_to_transform must be None as in the memory .*, got 'upper': leave it",
     ):
         memorize(loaded[0], input_ids, settings_of(layers_to_transform="upper"), **options)
     shutil.copytree(former, tmp_path / "bare")
     (tmp_path / "bare" / "reading.json").unlink()
-    with pytest.raises(ValueError, match="must have a reading.json, got none: choose one that a reading made$"):
+    with pytest.raises(
+        ValueError, match="must have a reading.json, got none: choose one that a reading made$"
+    ):
         memorize(loaded[0], input_ids, settings_of(), **options | {"start": tmp_path / "bare"})
     assert not (tmp_path / "new").exists()

@@ -18,7 +18,10 @@ from locas_peft.bases.gguf import is_installed
 
 ROOT = Path(__file__).parents[1]
 CONVERTERS = ("convert_hf_to_gguf.py", "convert-hf-to-gguf")
-PAGES = {"lighthouse": (ROOT / "src" / "locas_peft" / "demo", 8), "bee": (ROOT / "benchmarks" / "pages", 16)}
+PAGES = {
+    "lighthouse": (ROOT / "src" / "locas_peft" / "demo", 8),
+    "bee": (ROOT / "benchmarks" / "pages", 16),
+}
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not is_installed("smollm2"), reason="SmolLM2 is not installed"),
@@ -30,10 +33,16 @@ def memories(tmp_path_factory):
     """The folders of two memories of SmolLM2 of different widths."""
     home = tmp_path_factory.mktemp("memories")
     for name, (folder, r) in PAGES.items():
-        options = (
-            f"--model smollm2 --dtype float32 --device cpu --r {r} --window 128 --readings 4 --anchor 0 --no-brake"
-        )
-        command = [sys.executable, "-m", "locas_peft", "memorize", folder / f"{name}.txt", "--out", home / name]
+        options = f"--model smollm2 --dtype float32 --device cpu --r {r} --window 128 --readings 4 --anchor 0 --no-brake"
+        command = [
+            sys.executable,
+            "-m",
+            "locas_peft",
+            "memorize",
+            folder / f"{name}.txt",
+            "--out",
+            home / name,
+        ]
         subprocess.run([*command, *options.split()], check=True)
     return [home / name for name in PAGES]
 
@@ -45,7 +54,9 @@ def run_example(name: str, *arguments) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.skipif("LOCAS_VLLM" not in os.environ, reason="LOCAS_VLLM does not name a python with vLLM")
+@pytest.mark.skipif(
+    "LOCAS_VLLM" not in os.environ, reason="LOCAS_VLLM does not name a python with vLLM"
+)
 def test_vllm_answers_each_request_with_its_memory(memories):
     found = run_example("vllm_server.py", *memories)
     assert found["prompts"] == 20 and found["removed"]
@@ -53,14 +64,27 @@ def test_vllm_answers_each_request_with_its_memory(memories):
     assert all(found["differ_from_base"][name] >= 10 for name in PAGES)
 
 
-@pytest.mark.skipif("LOCAS_VLLM" not in os.environ, reason="LOCAS_VLLM does not name a python with vLLM")
+@pytest.mark.skipif(
+    "LOCAS_VLLM" not in os.environ, reason="LOCAS_VLLM does not name a python with vLLM"
+)
 def test_vllm_serves_a_library_by_name(tmp_path):
     """That python has this package too. One slot for two memories: each, and the base, is answered as alone."""
     locas = [sys.executable, "-m", "locas_peft"]
     for name in ("lighthouse", "bee", "forgotten"):
         text = PAGES.get(name, PAGES["bee"])[0] / f"{'bee' if name == 'forgotten' else name}.txt"
-        options = "--r 8 --window 64 --stride 32 --anchor 0 --no-brake --readings 4 --device cpu".split()
-        command = [*locas, "memorize", text, "--library", tmp_path / "users", "--name", name, *options]
+        options = (
+            "--r 8 --window 64 --stride 32 --anchor 0 --no-brake --readings 4 --device cpu".split()
+        )
+        command = [
+            *locas,
+            "memorize",
+            text,
+            "--library",
+            tmp_path / "users",
+            "--name",
+            name,
+            *options,
+        ]
         subprocess.run(command, check=True)
     export = [
         *locas,
@@ -74,12 +98,16 @@ def test_vllm_serves_a_library_by_name(tmp_path):
     ]
     subprocess.run(export, check=True)
     options = ["--max-loras", "1", "--max-lora-rank", "8", "--forget"]
-    found = run_example("vllm_library.py", tmp_path / "users", tmp_path / "served" / "base", *options)
+    found = run_example(
+        "vllm_library.py", tmp_path / "users", tmp_path / "served" / "base", *options
+    )
     assert (found["same"], found["of"], found["refused"]) == (3, 3, [True] * 4)
     assert found["differ_from_base"] >= 1
 
 
-@pytest.mark.skipif(not any(map(shutil.which, CONVERTERS)), reason="llama.cpp's converter is not on the PATH")
+@pytest.mark.skipif(
+    not any(map(shutil.which, CONVERTERS)), reason="llama.cpp's converter is not on the PATH"
+)
 def test_llama_cpp_answers_with_the_merged_memory(memories):
     pytest.importorskip("xllamacpp")
     found = run_example("llama_cpp.py", memories[0])

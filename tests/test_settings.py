@@ -23,36 +23,77 @@ def complete(method: str, preset: str = "tuned", **given) -> CompleteSettings:
 
 def expand(table):
     """A case for each value of a row: the field, the value, the error and its message."""
-    rows = ((field, error, rule, value) for field, error, rule, *values in table for value in values)
+    rows = (
+        (field, error, rule, value) for field, error, rule, *values in table for value in values
+    )
     return [
-        (field, value, error, f"{field} must {rule.format(got=repr(value))}") for field, error, rule, value in rows
+        (field, value, error, f"{field} must {rule.format(got=repr(value))}")
+        for field, error, rule, value in rows
     ]
 
 
 WHOLE = "be an int, got {}: give a whole number"
 # A field of the training, the error, the rule and the remedy, and values that break it.
 TRAINING = [
-    *((name, ValueError, "be at least 1, got {got}: raise it", 0) for name in ("stride", "epochs", "readings")),
-    *((name, ValueError, "be at least 0, got {got}: raise it", -1) for name in ("warmup_steps", "decay_steps")),
+    *(
+        (name, ValueError, "be at least 1, got {got}: raise it", 0)
+        for name in ("stride", "epochs", "readings")
+    ),
+    *(
+        (name, ValueError, "be at least 0, got {got}: raise it", -1)
+        for name in ("warmup_steps", "decay_steps")
+    ),
     ("stride", TypeError, WHOLE.format("float"), 8.0),
     ("window", TypeError, WHOLE.format("bool"), True),
     ("epochs", TypeError, WHOLE.format("NoneType"), None),
     ("decay_steps", TypeError, WHOLE.format("float"), 0.5),
-    ("stride", ValueError, "be at most window, got stride {got} with window 16: lower stride or raise window", 17),
+    (
+        "stride",
+        ValueError,
+        "be at most window, got stride {got} with window 16: lower stride or raise window",
+        17,
+    ),
     ("context", ValueError, "be one of recompute, cache, got {got}: choose one of them", "whole"),
-    ("learning_rate", ValueError, f"be a number above 0, got {{got}}: {RATE}", 0.0, math.nan, math.inf),
+    (
+        "learning_rate",
+        ValueError,
+        f"be a number above 0, got {{got}}: {RATE}",
+        0.0,
+        math.nan,
+        math.inf,
+    ),
 ]
 READING = [
-    ("method", ValueError, f"be one of {', '.join(METHODS)}, got {{got}}: choose one of them", "memo"),
+    (
+        "method",
+        ValueError,
+        f"be one of {', '.join(METHODS)}, got {{got}}: choose one of them",
+        "memo",
+    ),
     ("preset", ValueError, "be one of paper, tuned, got {got}: choose one of them", "best"),
-    ("init", ValueError, f"be one of {', '.join(STRATEGIES)}, got {{got}}: choose one of them", "zero"),
+    (
+        "init",
+        ValueError,
+        f"be one of {', '.join(STRATEGIES)}, got {{got}}: choose one of them",
+        "zero",
+    ),
     ("update", ValueError, "be one of bp, nlsvd, ridge, got {got}: choose one of them", "sgd"),
     ("tokens", ValueError, "be one of highest-loss, all, got {got}: choose one of them", "best"),
     ("normalization", ValueError, "be one of token, chunk, got {got}: choose one of them", "layer"),
     ("r", ValueError, "be at least 1, got {got}: raise it", 0),
     ("max_tokens", ValueError, "be at least 2, got {got}: raise it", 1),
-    ("row_norm", ValueError, "be a finite number above 0, got {got}: leave it out for the preset's", -1.0),
-    ("anchor", ValueError, "be 0 or a finite number above, got {got}: leave it out for the preset's", -1.0),
+    (
+        "row_norm",
+        ValueError,
+        "be a finite number above 0, got {got}: leave it out for the preset's",
+        -1.0,
+    ),
+    (
+        "anchor",
+        ValueError,
+        "be 0 or a finite number above, got {got}: leave it out for the preset's",
+        -1.0,
+    ),
     ("layers_to_transform", ValueError, LAYERS, "lower", [], [-1], [1, 1], [True], 3),
 ]
 
@@ -66,7 +107,8 @@ def test_values_out_of_range_are_named_also_where_they_are_given(field, value, e
         assert str(caught.value) == message
     if value is None:  # not given
         assert (
-            ReadingSettings(**given, epochs=None).complete().training == ReadingSettings(**given).complete().training
+            ReadingSettings(**given, epochs=None).complete().training
+            == ReadingSettings(**given).complete().training
         )
 
 
@@ -89,7 +131,12 @@ def test_a_readings_values_out_of_range_are_named(field, value, error, message):
         ("locas-glu", "tuned", {"update": "ridge", "anchor": 0.1}, "with update='ridge'"),
         ("locas-mlp", "paper", {"update": "nlsvd", "learning_rate": 0.1}, "with update='nlsvd'"),
         ("locas-mlp", "paper", {"update": "nlsvd", "anchor": 1}, "with update='nlsvd'"),
-        ("locas-mlp", "tuned", {"init": "write", "update": "ridge", "epsilon": 0.1}, "with update='ridge'"),
+        (
+            "locas-mlp",
+            "tuned",
+            {"init": "write", "update": "ridge", "epsilon": 0.1},
+            "with update='ridge'",
+        ),
         ("locas-mlp", "tuned", {"init": "topk", "epsilon": 0.1}, "with init='topk'"),
         ("locas-mlp", "paper", {"tokens": "all", "slots_per_chunk": 4}, "with tokens='all'"),
         ("lora", "tuned", {"anchor_every": 2}, "with anchor=None"),
@@ -105,12 +152,19 @@ def test_values_that_a_method_does_not_have_are_refused(method, preset, given, r
 
 
 def test_a_gated_memory_is_not_written_slot_by_slot():
-    with pytest.raises(ValueError, match="^update must be bp or ridge for the method 'locas-glu', got 'nlsvd': leave"):
+    with pytest.raises(
+        ValueError,
+        match="^update must be bp or ridge for the method 'locas-glu', got 'nlsvd': leave",
+    ):
         complete("locas-glu", update="nlsvd")
     ridge = complete("locas-glu", update="ridge")
     assert ridge.training.learning_rate is ridge.method.anchor is ridge.method.anchor_every is None
     joined = complete("locas-glu", update="ridge", learning_rate=2e-3)
-    assert (joined.training.learning_rate, joined.training.decay_steps, joined.method.anchor) == (2e-3, 100, 0.3)
+    assert (joined.training.learning_rate, joined.training.decay_steps, joined.method.anchor) == (
+        2e-3,
+        100,
+        0.3,
+    )
 
 
 def test_presets_fill_in_what_is_not_given():
@@ -133,12 +187,22 @@ def test_presets_fill_in_what_is_not_given():
 
 
 def test_the_record_has_every_setting_and_null_where_one_has_no_meaning():
-    lora, none, study = complete("lora").to_json(), complete("none").to_json(), complete("lora", study=True).to_json()
+    lora, none, study = (
+        complete("lora").to_json(),
+        complete("none").to_json(),
+        complete("lora", study=True).to_json(),
+    )
     assert tuple(lora) == tuple(none) == FIELDS
     assert (lora["method"], lora["r"], lora["init"], lora["scaling"]) == ("lora", 64, None, None)
     without_meaning = ("r", "learning_rate", "decay_steps", "init", "scaling", "brake")
     assert {none[name] for name in without_meaning} == {None}
-    assert (lora["study"], lora["exchanges"], study["study"], study["exchanges"], study["passes"]) == (
+    assert (
+        lora["study"],
+        lora["exchanges"],
+        study["study"],
+        study["exchanges"],
+        study["passes"],
+    ) == (
         False,
         None,
         True,
@@ -151,10 +215,18 @@ def test_the_record_has_every_setting_and_null_where_one_has_no_meaning():
 def test_what_a_written_memory_does_not_use_is_left_out():
     bp, nlsvd = (complete("locas-mlp", "paper", update=update) for update in (None, "nlsvd"))
     topk = complete("locas-mlp")
-    assert (bp.method.init, bp.method.update) == ("write", "bp") and bp.training.learning_rate and bp.method.epsilon
+    assert (
+        (bp.method.init, bp.method.update) == ("write", "bp")
+        and bp.training.learning_rate
+        and bp.method.epsilon
+    )
     assert nlsvd.training.learning_rate is None and nlsvd.method.epsilon
     method = topk.method
-    assert topk.training.learning_rate and (method.update, method.epsilon, method.slots_per_chunk) == (
+    assert topk.training.learning_rate and (
+        method.update,
+        method.epsilon,
+        method.slots_per_chunk,
+    ) == (
         None,
         None,
         None,
@@ -177,12 +249,16 @@ def test_complete_settings_are_complete(method, preset, given):
 def test_window_stride_and_context_suit_the_base():
     base = make_host("llama")  # 64 positions
     named, default = ReadingSettings(model="mine"), ReadingSettings()
-    assert [getattr(named.complete(base).training, name) for name in ("window", "stride", "context")] == [
+    assert [
+        getattr(named.complete(base).training, name) for name in ("window", "stride", "context")
+    ] == [
         64,
         32,
         "cache",
     ]
-    assert named.complete(make_host("lfm2")).training.context == "recompute"  # its layers also keep other state
+    assert (
+        named.complete(make_host("lfm2")).training.context == "recompute"
+    )  # its layers also keep other state
     assert named.complete(backbone.load()[0]).training.window == 2048
     assert default.complete(base).training.window == 64
     given = ReadingSettings(model="mine", window=20, context="cache").complete(base).training
@@ -208,13 +284,33 @@ def test_each_method_uses_the_values_that_it_has():
 @pytest.mark.parametrize(
     ("given", "methods", "message"),
     [
-        ({"scaling": 2.0}, ["none", "lora"], "scaling has no meaning for the methods none, lora: leave it out"),
-        ({"r": 8}, ["none", "lora@16"], "r has no meaning for the methods none, lora@16: leave it out"),
-        ({}, ["lora", "lora"], "methods must name each once, got 'lora' twice: drop the second one"),
+        (
+            {"scaling": 2.0},
+            ["none", "lora"],
+            "scaling has no meaning for the methods none, lora: leave it out",
+        ),
+        (
+            {"r": 8},
+            ["none", "lora@16"],
+            "r has no meaning for the methods none, lora@16: leave it out",
+        ),
+        (
+            {},
+            ["lora", "lora"],
+            "methods must name each once, got 'lora' twice: drop the second one",
+        ),
         ({}, ["none@8"], "r has no meaning for the method 'none', got 8: leave it out"),
-        ({}, ["memo"], "method must be one of none, lora, locas-glu, locas-mlp, got 'memo': choose one of them"),
+        (
+            {},
+            ["memo"],
+            "method must be one of none, lora, locas-glu, locas-mlp, got 'memo': choose one of them",
+        ),
         *(
-            ({}, [spec], f"method must be NAME, NAME@WIDTH, NAME:RATE or both, got {spec!r}: write lora@16:2e-3, say")
+            (
+                {},
+                [spec],
+                f"method must be NAME, NAME@WIDTH, NAME:RATE or both, got {spec!r}: write lora@16:2e-3, say",
+            )
             for spec in ("", "lora@0", "lora@x", "lora:x", "lora:0", "lora:1e999", "lora:1e-3@8")
         ),
     ],
@@ -228,9 +324,26 @@ def test_values_and_methods_that_do_not_fit_are_refused(given, methods, message)
 
 def test_the_settings_of_the_base_have_the_same_windows_and_no_adapter():
     settings = ReadingSettings(
-        method="locas-glu", window=64, stride=16, context="cache", sinks=2, start_token=7, readings=2, study=True
+        method="locas-glu",
+        window=64,
+        stride=16,
+        context="cache",
+        sinks=2,
+        start_token=7,
+        readings=2,
+        study=True,
     ).complete()
     base = settings.for_base(window=128)
     training = base.training
-    assert (training.window, training.stride, training.sinks, training.start_token) == (128, 16, 2, 7)
-    assert (base.method.name, training.learning_rate, training.readings, base.study) == ("none", None, 1, None)
+    assert (training.window, training.stride, training.sinks, training.start_token) == (
+        128,
+        16,
+        2,
+        7,
+    )
+    assert (base.method.name, training.learning_rate, training.readings, base.study) == (
+        "none",
+        None,
+        1,
+        None,
+    )

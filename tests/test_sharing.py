@@ -45,7 +45,9 @@ def test_each_result_is_made_once_and_what_exists_is_left(tmp_path):
     assert made == [0, 1, 3]
     run_units(make_units(tmp_path, 4, made))
     assert made == [0, 1, 3] and (tmp_path / "2.json").read_text() == "{}"
-    assert sorted(os.listdir(tmp_path)) == ["0.json", "1.json", "2.json", "3.json"], "no lock is left"
+    assert sorted(os.listdir(tmp_path)) == ["0.json", "1.json", "2.json", "3.json"], (
+        "no lock is left"
+    )
 
 
 def test_a_unit_waits_for_the_one_that_it_needs(tmp_path):
@@ -96,7 +98,11 @@ def test_a_unit_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
         return lambda steps, note="": shown.append((steps, note))
 
     run_units(units, progress)
-    assert made == [1] and shown == [(1, "1 left"), (0, "1 left, in other processes"), (1, "0 left")]
+    assert made == [1] and shown == [
+        (1, "1 left"),
+        (0, "1 left, in other processes"),
+        (1, "0 left"),
+    ]
 
 
 def test_a_killed_process_does_not_block_the_others(tmp_path):
@@ -137,7 +143,9 @@ def test_what_a_process_left_that_was_killed_after_its_result_is_removed(tmp_pat
 
 def open_as(folder, units, overwrite=False, common=None, **settings) -> None:
     methods = {"lora": ReadingSettings(method="lora", **settings)}
-    Run(None, None, methods, folder, {"model": "m", **(common or {})}, overwrite).open("work", units)
+    Run(None, None, methods, folder, {"model": "m", **(common or {})}, overwrite).open(
+        "work", units
+    )
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
@@ -184,10 +192,18 @@ def test_overwrite_removes_the_results_of_the_run_and_no_other_file(tmp_path):
     open_as(tmp_path, units)
     run_units(units)
     memory, unfinished = units[0].path.with_suffix(""), units[1].checkpoint
-    for file in (memory / "adapter_config.json", memory / "reading.json", unfinished / "checkpoint.pt"):
+    for file in (
+        memory / "adapter_config.json",
+        memory / "reading.json",
+        unfinished / "checkpoint.pt",
+    ):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("ours")
-    foreign = [tmp_path / "work" / "notes.json", memory / "notes.txt", tmp_path / "work" / "lora" / "2" / "x.json"]
+    foreign = [
+        tmp_path / "work" / "notes.json",
+        memory / "notes.txt",
+        tmp_path / "work" / "lora" / "2" / "x.json",
+    ]
     for file in foreign:
         file.parent.mkdir(exist_ok=True)
         file.write_text("mine")
@@ -281,7 +297,9 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     both = [
-        launch(*arguments, "--out", "two", "--overwrite", folder=tmp_path, **rank(number), **address)
+        launch(
+            *arguments, "--out", "two", "--overwrite", folder=tmp_path, **rank(number), **address
+        )
         for number in (0, 1)
     ]
     try:
@@ -289,14 +307,20 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
     finally:
         for process in both:
             process.kill()
-    assert (code, other_code, other_out, other_err) == (0, 0, "", "") and out.count("all tokens") == 1
+    assert (code, other_code, other_out, other_err) == (0, 0, "", "") and out.count(
+        "all tokens"
+    ) == 1
 
     assert run_here(*arguments, "--out", "one") == 0
     assert capsys.readouterr().out == out.replace("two", "one")
-    one, two = (json.loads((tmp_path / name / "perplexity.json").read_text()) for name in ("one", "two"))
+    one, two = (
+        json.loads((tmp_path / name / "perplexity.json").read_text()) for name in ("one", "two")
+    )
     assert without_times(one) == without_times(two)
     assert one["readings"]["locas-glu"]["long"]["nll_nats"] > 0
-    assert not list((tmp_path / "two").rglob("*.lock")) and not list((tmp_path / "two").rglob("checkpoint"))
+    assert not list((tmp_path / "two").rglob("*.lock")) and not list(
+        (tmp_path / "two").rglob("checkpoint")
+    )
 
 
 @pytest.mark.slow
@@ -305,5 +329,7 @@ def test_bad_input_of_two_processes_is_one_line(tmp_path):
         finish, [launch("perplexity", "none.txt", folder=tmp_path, **rank(n)) for n in (0, 1)]
     )
     assert (code, out) == (2, "") and other == (2, "", "")
-    assert err == ("error: text must be an existing file, got 'none.txt': check the path, or give - to read stdin\n")
+    assert err == (
+        "error: text must be an existing file, got 'none.txt': check the path, or give - to read stdin\n"
+    )
     assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,9 @@ from cryptography.hazmat.primitives import hashes, serialization  # noqa: E402
 from cryptography.hazmat.primitives.asymmetric import ec, rsa  # noqa: E402
 
 PEM, NO_PASSWORD = serialization.Encoding.PEM, serialization.NoEncryption()
-TEXT = "The lamp on the rock at Skarn was lit by Old Peder, and nobody else went there in winter. " * 6
+TEXT = (
+    "The lamp on the rock at Skarn was lit by Old Peder, and nobody else went there in winter. " * 6
+)
 COVERED = ["adapter_config.json", "adapter_model.safetensors", "reading.json", "sample.txt"]
 
 
@@ -37,18 +39,36 @@ def write_private(path, key, password=NO_PASSWORD):
 
 
 def write_public(path, key):
-    path.write_bytes(key.public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo))
+    path.write_bytes(
+        key.public_key().public_bytes(PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    )
 
 
 def write_certificate(path, key, name, issuer_key, issuer, days, can_issue=False):
     """Write the certificate of a key, valid from some days ago for 30 days."""
-    subject, by = (x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, each)]) for each in (name, issuer))
+    subject, by = (
+        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, each)]) for each in (name, issuer)
+    )
     begin = datetime.now(timezone.utc) - timedelta(days=days)
     usage = dict.fromkeys(
-        ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement", "encipher_only"), False
+        (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+        ),
+        False,
     )
-    usage |= {"digital_signature": True, "key_cert_sign": can_issue, "crl_sign": False, "decipher_only": False}
-    builder = x509.CertificateBuilder().issuer_name(by).subject_name(subject).public_key(key.public_key())
+    usage |= {
+        "digital_signature": True,
+        "key_cert_sign": can_issue,
+        "crl_sign": False,
+        "decipher_only": False,
+    }
+    builder = (
+        x509.CertificateBuilder().issuer_name(by).subject_name(subject).public_key(key.public_key())
+    )
     builder = builder.serial_number(x509.random_serial_number())
     builder = builder.not_valid_before(begin).not_valid_after(begin + timedelta(days=30))
     builder = builder.add_extension(x509.BasicConstraints(can_issue, None), True)
@@ -128,9 +148,15 @@ def swap_signatures(memory):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        *((lambda memory, name=name: flip_bit(memory / name), f"Hash mismatch for '{name}'") for name in COVERED),
+        *(
+            (lambda memory, name=name: flip_bit(memory / name), f"Hash mismatch for '{name}'")
+            for name in COVERED
+        ),
         (add_tensors, "Extra files found in model 'memory': adapter_model.bin"),
-        (lambda memory: (memory / "reading.json").unlink(), "Missing files in model 'memory': reading.json"),
+        (
+            lambda memory: (memory / "reading.json").unlink(),
+            "Missing files in model 'memory': reading.json",
+        ),
         (lambda memory: (memory / "link").symlink_to("reading.json"), "because it is a symlink"),
         (move_text, "Extra files found in model 'memory': exchanges.jsonl"),
         (swap_signatures, "sample.txt is not signed"),
@@ -147,18 +173,28 @@ def test_a_changed_memory_is_refused_in_one_line_before_a_tensor_is_read(
     with pytest.raises(ValueError) as raised:
         load_memory(base[0], memory, require_signature=key)
     message = str(raised.value)
-    assert message.startswith(f"memory {str(memory)!r} must be as the owner of {str(key)!r} signed it (")
+    assert message.startswith(
+        f"memory {str(memory)!r} must be as the owner of {str(key)!r} signed it ("
+    )
     assert reason in message and "Signature mismatch" not in message and "\n" not in message
     assert message.endswith("): get it again, or have it signed again")
 
 
 def test_a_signature_that_leaves_out_the_tensors_is_refused(memory, keys):
-    config = hashing.Config().set_ignored_paths(paths=["README.md", "model.sig", "adapter_model.safetensors"])
-    signer = signing.Config().use_elliptic_key_signer(private_key=keys / "key").set_hashing_config(config)
+    config = hashing.Config().set_ignored_paths(
+        paths=["README.md", "model.sig", "adapter_model.safetensors"]
+    )
+    signer = (
+        signing.Config()
+        .use_elliptic_key_signer(private_key=keys / "key")
+        .set_hashing_config(config)
+    )
     (memory / "sample.txt").unlink()
     (memory / "model-and-text.sig").unlink()
     signer.sign(memory, memory / "model.sig")
-    with pytest.raises(ValueError, match=r" signed it \(adapter_model.safetensors is not signed\): get it again"):
+    with pytest.raises(
+        ValueError, match=r" signed it \(adapter_model.safetensors is not signed\): get it again"
+    ):
         check_signature(memory, keys / "key.pub")
 
 
@@ -172,7 +208,10 @@ def test_a_memory_without_a_signature_is_refused(memory, keys):
 @pytest.mark.parametrize("name", [".", "text", "none", "rsa.pub", "key"])
 def test_a_key_that_is_none_is_one_line(name, memory, keys):
     rule = "key must be a PEM file with a public key on the curve P-256, P-384 or P-521, or with certificates, got "
-    pattern = re.escape(f"{rule}{str(keys / name)!r} (") + r".+\): make one from the private key with openssl ec "
+    pattern = (
+        re.escape(f"{rule}{str(keys / name)!r} (")
+        + r".+\): make one from the private key with openssl ec "
+    )
     with pytest.raises(ValueError, match=pattern):
         check_signature(memory, keys / name)
 
@@ -193,12 +232,16 @@ def test_keys_and_signatures_of_another_kind_are_told_without_a_library_s_words(
             check_signature(memory, keys / name)
         assert not re.search("https|object|attribute", str(found.value))
     sign_memory(memory, keys / "key", keys / "cert.pem")
-    with pytest.raises(ValueError, match=r"signed it \(a key or a signature of another kind\): get it again"):
+    with pytest.raises(
+        ValueError, match=r"signed it \(a key or a signature of another kind\): get it again"
+    ):
         check_signature(memory, keys / "key.pub")
 
 
 def test_another_key_is_refused(memory, keys):
-    with pytest.raises(ValueError, match=r"signed it \(Key mismatch: The public key hash in the signature's"):
+    with pytest.raises(
+        ValueError, match=r"signed it \(Key mismatch: The public key hash in the signature's"
+    ):
         check_signature(memory, keys / "other.pub")
 
 
@@ -207,10 +250,14 @@ def test_certificates_of_a_private_authority(memory, keys):
     assert check_signature(memory, keys / "root.pem") == COVERED
     with pytest.raises(ValueError, match=r"signed it \(.*self-signed|unable to get local issuer"):
         check_signature(memory, keys / "other-cert.pem")
-    with pytest.raises(ValueError, match="^key must be a PEM file with a private key .* does not match"):
+    with pytest.raises(
+        ValueError, match="^key must be a PEM file with a private key .* does not match"
+    ):
         sign_memory(memory, keys / "key", keys / "other-cert.pem")
     sign_memory(memory, keys / "key", keys / "old-cert.pem")
-    with pytest.raises(ValueError, match=r"signed it \(the certificate expired on 20\d\d-\d\d-\d\d\): get it again"):
+    with pytest.raises(
+        ValueError, match=r"signed it \(the certificate expired on 20\d\d-\d\d-\d\d\): get it again"
+    ):
         check_signature(memory, keys / "old-root.pem")
 
 
@@ -219,7 +266,9 @@ def test_a_missing_package_names_the_extra(module, memory, keys, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "model_signing"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    message = rf"^a signature needs {module}: install the extra with pip install 'locas_peft\[sign\]'$"
+    message = (
+        rf"^a signature needs {module}: install the extra with pip install 'locas_peft\[sign\]'$"
+    )
     with pytest.raises(ValueError, match=message):
         check_signature(memory, keys / "key.pub")
     with pytest.raises(ValueError, match=message):
@@ -234,19 +283,28 @@ def test_a_library_refuses_what_is_not_signed(made, base, keys, tmp_path, monkey
     flip_bit(library.folder / "lamp" / "adapter_model.safetensors")
     monkeypatch.setattr(loading, "find_memory_file", refuse_tensors)
     for use in (lambda: library.ask(*base, asked, max_new_tokens=4), library.name_base):
-        with pytest.raises(ValueError, match=r"signed it \(Hash mismatch for 'adapter_model.safetensors'\): get it"):
+        with pytest.raises(
+            ValueError, match=r"signed it \(Hash mismatch for 'adapter_model.safetensors'\): get it"
+        ):
             use()
     library.forget("lamp")
     assert library.list() == []
 
 
 def test_no_passage_is_found_in_a_memory_that_is_not_signed(made, base, keys, tmp_path):
-    library = Library(shutil.copytree(made, tmp_path / "library"), require_signature=keys / "key.pub")
-    save_exchanges(library.folder / "lamp" / "exchanges.jsonl", [Exchange("Who lit the lamp?", "Peder lit the lamp.")])
+    library = Library(
+        shutil.copytree(made, tmp_path / "library"), require_signature=keys / "key.pub"
+    )
+    save_exchanges(
+        library.folder / "lamp" / "exchanges.jsonl",
+        [Exchange("Who lit the lamp?", "Peder lit the lamp.")],
+    )
     shutil.copytree(library.folder / "lamp", library.folder / "planted")
     sign_memory(library.folder / "lamp", keys / "key")
     assert library.load_finder(["lamp"], *base)(["Who lit the lamp?"])[0]
-    with pytest.raises(ValueError, match="^memory '.*planted' must be as the owner of .* signed it "):
+    with pytest.raises(
+        ValueError, match="^memory '.*planted' must be as the owner of .* signed it "
+    ):
         library.load_finder(["lamp", "planted"], *base)
 
 
@@ -274,7 +332,13 @@ def test_a_pushed_and_an_unpacked_memory_are_as_signed(memory, keys, tmp_path, m
 
 def test_a_memory_that_replaces_a_signed_one_is_not_signed(memory, base):
     library = Library(memory.parent)
-    library.add(*base, TEXT, "memory", ReadingSettings(r=4, window=64, stride=32, anchor=0.0, seed=1), overwrite=True)
+    library.add(
+        *base,
+        TEXT,
+        "memory",
+        ReadingSettings(r=4, window=64, stride=32, anchor=0.0, seed=1),
+        overwrite=True,
+    )
     assert not [path for path in memory.iterdir() if path.suffix == ".sig"]
 
 
@@ -290,10 +354,20 @@ def test_the_commands_sign_verify_and_require(memory, keys, tmp_path, monkeypatc
     names = ", ".join(COVERED)
     for name in ("model.sig", "model-and-text.sig"):
         (memory / name).unlink()
-    assert run(capsys, "sign", "memory", "--key", keys / "key") == (0, f"memory is signed: {names}\n", "")
-    assert run(capsys, "verify", "memory", "--key", keys / "key.pub") == (0, f"memory is as signed: {names}\n", "")
+    assert run(capsys, "sign", "memory", "--key", keys / "key") == (
+        0,
+        f"memory is signed: {names}\n",
+        "",
+    )
+    assert run(capsys, "verify", "memory", "--key", keys / "key.pub") == (
+        0,
+        f"memory is as signed: {names}\n",
+        "",
+    )
     required = ("--require-signature", keys / "key.pub", "--device", "cpu")
-    assert run(capsys, "ask", "Who?", "--memory", "memory", "--max-new-tokens", 2, *required)[0] == 0
+    assert (
+        run(capsys, "ask", "Who?", "--memory", "memory", "--max-new-tokens", 2, *required)[0] == 0
+    )
     flip_bit(memory / "adapter_model.safetensors")
     line = f"error: memory 'memory' must be as the owner of {str(keys / 'key.pub')!r} signed it (Hash mismatch for "
     for command in (
@@ -308,7 +382,9 @@ def test_the_commands_sign_verify_and_require(memory, keys, tmp_path, monkeypatc
         ("resize", "memory", "--r", 2, "--text", "memory/sample.txt", "--out", "out", *required),
     ):
         code, stdout, stderr = run(capsys, *command)
-        assert (code, stdout) == (2, "") and stderr.startswith(line.replace("'memory'", f"{stderr.split()[2]}"))
+        assert (code, stdout) == (2, "") and stderr.startswith(
+            line.replace("'memory'", f"{stderr.split()[2]}")
+        )
         assert stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
     assert "--require-signature" not in run(capsys, "memorize", "--help")[1]

@@ -31,8 +31,14 @@ from locas_peft.ttt.chunks import Chunk
 from locas_peft.units import Unit, run_units
 
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
-BOOK = "\n\n".join(f"The {word} of the house was old, and nobody went there." for word in ("door", "roof", "garden"))
-STUDIED = [Exchange("Where did Ann move?", "Ann moved to Bergen."), Exchange("Who sails?", "Ben sails on Sundays.")]
+BOOK = "\n\n".join(
+    f"The {word} of the house was old, and nobody went there."
+    for word in ("door", "roof", "garden")
+)
+STUDIED = [
+    Exchange("Where did Ann move?", "Ann moved to Bergen."),
+    Exchange("Who sails?", "Ben sails on Sundays."),
+]
 RECORD = {"sample_id", "question", "category", "answer", "prediction", "f1"}
 
 
@@ -42,7 +48,9 @@ def run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path, make_samples())
     (tmp_path / "book.txt").write_text(BOOK, encoding="utf-8")
-    (tmp_path / "other.txt").write_text("He came from the sea and said nothing of it to her.", encoding="utf-8")
+    (tmp_path / "other.txt").write_text(
+        "He came from the sea and said nothing of it to her.", encoding="utf-8"
+    )
 
     def call(*args) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as ended:
@@ -62,7 +70,16 @@ def locomo_run(tmp_path_factory):
     """One run of the LoCoMo study that several tests look at."""
     folder = tmp_path_factory.mktemp("locomo")
     data = write_samples(folder, make_samples())
-    args = ["eval", "locomo", str(data), "--out", str(folder / "out"), "--max-new-tokens", "2", *FAST]
+    args = [
+        "eval",
+        "locomo",
+        str(data),
+        "--out",
+        str(folder / "out"),
+        "--max-new-tokens",
+        "2",
+        *FAST,
+    ]
     args += ["--anchor", "0", "--setting"]
     for settings in ("no-context", "no-context,recited,evidence,full-context"):
         with pytest.raises(SystemExit) as ended:
@@ -76,7 +93,8 @@ def locomo_run(tmp_path_factory):
 def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
     folder, _ = locomo_run
     files = sorted(
-        path.relative_to(folder / "out/locomo") for path in (folder / "out/locomo").rglob("*.memory-*.json")
+        path.relative_to(folder / "out/locomo")
+        for path in (folder / "out/locomo").rglob("*.memory-*.json")
     )
     # 2 conversations x (base + 2 methods with the right and the wrong memory) x 4 settings; the base recites nothing
     assert len(files) == 2 * (1 + 2 * 2) * 4 - 2
@@ -85,11 +103,15 @@ def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
         assert len(records) == 6
         for record in records:
             assert RECORD <= record.keys()
-            assert record["f1"] == answer_f1(record["prediction"], record["answer"], record["category"])
+            assert record["f1"] == answer_f1(
+                record["prediction"], record["answer"], record["category"]
+            )
     figures = read(folder / "out/locomo.json")
     assert figures["answers"].keys() == {"none", "lora", "locas-glu"}
     assert figures["answers"]["none"].keys() == {"no-context", "evidence", "full-context"}
-    assert figures["answers"]["none"]["evidence"]["none"]["gold_nats"]["n"] == 10  # without the adversarial ones
+    assert (
+        figures["answers"]["none"]["evidence"]["none"]["gold_nats"]["n"] == 10
+    )  # without the adversarial ones
     assert figures["answers"]["lora"]["no-context"].keys() == {"right", "wrong"}
     assert figures["answers"]["lora"]["no-context"]["right"]["adversarial"]["n"] == 2
 
@@ -121,7 +143,9 @@ def test_what_a_memory_recites_is_the_context_of_the_base(locomo_run):
     assert list(ranked) == recited[talk.questions[3].index] and len(ranked) == 2
     prompts, _ = make_prompts(base, tokenizer, talk, "recited", recited=recited)
     assert recited[talk.questions[3].index][0] in tokenizer.decode(prompts[3])
-    score = score_targets(base, [(prompts[3], encode_answer(tokenizer, talk.questions[3].answer))])[0].per_token
+    score = score_targets(base, [(prompts[3], encode_answer(tokenizer, talk.questions[3].answer))])[
+        0
+    ].per_token
     assert records[3]["gold_nats"] == pytest.approx(score, rel=1e-3)
 
 
@@ -140,7 +164,9 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     stopped.with_suffix(".unfinished").write_text(json.dumps(json.loads(answered)[:2]))
     ranked = []
     find = Finder.__call__
-    monkeypatch.setattr(Finder, "__call__", lambda self, asked: ranked.extend(asked) or find(self, asked))
+    monkeypatch.setattr(
+        Finder, "__call__", lambda self, asked: ranked.extend(asked) or find(self, asked)
+    )
     kept = again / "locomo/predictions/none/talk-1.no-context.memory-none.json"
     stamp = kept.stat().st_mtime_ns
     before = read(again / "locomo.json")
@@ -176,9 +202,21 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
     del samples[0]["qa"][1]["answer"]
     samples.append({"conversation": {}})
     write_samples(tmp_path, samples)
-    code, _, err = run("locomo", "talks.json", "--setting", "no-context", "--method", "locas-glu", "--out", "o", *FAST)
+    code, _, err = run(
+        "locomo",
+        "talks.json",
+        "--setting",
+        "no-context",
+        "--method",
+        "locas-glu",
+        "--out",
+        "o",
+        *FAST,
+    )
     assert code == 0
-    assert "talks.json[0].qa[1] must have an 'answer' (category 2), got None: question left out" in err
+    assert (
+        "talks.json[0].qa[1] must have an 'answer' (category 2), got None: question left out" in err
+    )
     assert "talks.json[2].conversation must have a session with turns" in err
     assert len(read(tmp_path / "o/locomo.json")["left_out"]) == 2
 
@@ -187,19 +225,55 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
     ("args", "message"),
     [
         (["locomo", "book.txt"], "error: 'book.txt' must be JSON (Expecting value"),
-        (["locomo", "none.json"], "error: 'none.json' must be an existing JSON file, got none: check the path"),
-        (["locomo", "talks.json", "--setting", "half"], "error: setting must be one of no-context, recited, "),
-        (["locomo", "talks.json", "--conversations", "talk-9"], "error: conversation must be one of talk-1, talk-2"),
-        (["locomo", "talks.json", "--method", "lorax"], "error: method must be one of none, lora, locas-glu, "),
-        (["locomo", "talks.json", "--method", "lora@0"], "error: method must be NAME, NAME@WIDTH, NAME:RATE or both"),
-        (["locomo", "talks.json", "--method", "none@4"], "error: r has no meaning for the method 'none', got 4"),
-        (["locomo", "talks.json", "--method", "lora,lora"], "error: --method must name each once, got 'lora,lora'"),
-        (["locomo", "talks.json", "--context", "some"], "error: context must be one of recompute, cache, got 'some'"),
-        (["forgetting", "book.txt"], "error: something must be measured: give --unread TEXT or --own-answers"),
-        (["forgetting", "none.txt", "--own-answers"], "error: text must be an existing file, got 'none.txt'"),
+        (
+            ["locomo", "none.json"],
+            "error: 'none.json' must be an existing JSON file, got none: check the path",
+        ),
+        (
+            ["locomo", "talks.json", "--setting", "half"],
+            "error: setting must be one of no-context, recited, ",
+        ),
+        (
+            ["locomo", "talks.json", "--conversations", "talk-9"],
+            "error: conversation must be one of talk-1, talk-2",
+        ),
+        (
+            ["locomo", "talks.json", "--method", "lorax"],
+            "error: method must be one of none, lora, locas-glu, ",
+        ),
+        (
+            ["locomo", "talks.json", "--method", "lora@0"],
+            "error: method must be NAME, NAME@WIDTH, NAME:RATE or both",
+        ),
+        (
+            ["locomo", "talks.json", "--method", "none@4"],
+            "error: r has no meaning for the method 'none', got 4",
+        ),
+        (
+            ["locomo", "talks.json", "--method", "lora,lora"],
+            "error: --method must name each once, got 'lora,lora'",
+        ),
+        (
+            ["locomo", "talks.json", "--context", "some"],
+            "error: context must be one of recompute, cache, got 'some'",
+        ),
+        (
+            ["forgetting", "book.txt"],
+            "error: something must be measured: give --unread TEXT or --own-answers",
+        ),
+        (
+            ["forgetting", "none.txt", "--own-answers"],
+            "error: text must be an existing file, got 'none.txt'",
+        ),
         (["perplexity"], "error: give either TEXT files or --dataset NAME, one of the two"),
-        (["perplexity", "empty"], "error: folder must hold .txt files, got none in 'empty': name another, or a file"),
-        (["locomo"], 'error: Command "eval locomo" parameter DATA requires an argument: see locas eval locomo --help'),
+        (
+            ["perplexity", "empty"],
+            "error: folder must hold .txt files, got none in 'empty': name another, or a file",
+        ),
+        (
+            ["locomo"],
+            'error: Command "eval locomo" parameter DATA requires an argument: see locas eval locomo --help',
+        ),
     ],
 )
 def test_bad_input_is_one_line(run, tmp_path, args, message):
@@ -219,7 +293,9 @@ def test_full_context_keeps_the_newest_lines_that_fit(tmp_path):
         for n in range(3, 200)
     ]
     conversation = load_locomo(write_samples(tmp_path, [sample]))[0][0]
-    prompts, dropped = make_prompts(model, tokenizer, conversation, "full-context", max_new_tokens=8)
+    prompts, dropped = make_prompts(
+        model, tokenizer, conversation, "full-context", max_new_tokens=8
+    )
     assert dropped > 0 and max(map(len, prompts)) <= 2048 - 8
     assert max(map(len, prompts)) > 2048 - 8 - 40, "no more is left out than must be"
     text = tokenizer.decode(prompts[0])
@@ -234,18 +310,52 @@ def test_a_dialogue_that_was_cut_is_said_so(run, tmp_path):
     write_samples(tmp_path, samples)
     settings = ["--window", "32", "--stride", "16", "--device", "cpu"]
     code, out, _ = run(
-        "locomo", "talks.json", "--setting", "full-context", "--method", "none", "--out", "o", *settings
+        "locomo",
+        "talks.json",
+        "--setting",
+        "full-context",
+        "--method",
+        "none",
+        "--out",
+        "o",
+        *settings,
     )
     assert code == 0
-    assert "oldest lines left out" in out and "talk-1, full-context" in out and "talk-2, full-context" not in out
+    assert (
+        "oldest lines left out" in out
+        and "talk-1, full-context" in out
+        and "talk-2, full-context" not in out
+    )
     figures = read(tmp_path / "o/locomo.json")["answers"]["none"]["full-context"]["none"]
     assert figures["dropped_lines"]["talk-1"] > 0 == figures["dropped_lines"]["talk-2"]
 
 
 def test_memories_that_were_studied_are_asked(run, tmp_path):
-    args = ["locomo", "talks.json", "--setting", "no-context", "--max-new-tokens", "2", "--out", "o"]
-    args += ["--window", "256", "--stride", "64", "--r", "4", "--device", "cpu", "--method", "none,locas-glu"]
-    code, _, err = run(*args, "--study", "--exchanges", "1", "--conversations", "talk-1", "--no-wrong-memory")
+    args = [
+        "locomo",
+        "talks.json",
+        "--setting",
+        "no-context",
+        "--max-new-tokens",
+        "2",
+        "--out",
+        "o",
+    ]
+    args += [
+        "--window",
+        "256",
+        "--stride",
+        "64",
+        "--r",
+        "4",
+        "--device",
+        "cpu",
+        "--method",
+        "none,locas-glu",
+    ]
+    code, _, err = run(
+        *args, "--study", "--exchanges", "1", "--conversations", "talk-1", "--no-wrong-memory"
+    )
     assert code == 0, err
     (taught,) = read(tmp_path / "o/locomo.json")["teachings"]["locas-glu"].values()
     assert taught["studied"]["asked"] >= taught["studied"]["passages"] > 0
@@ -267,7 +377,9 @@ def test_forgetting_is_measured_before_after_and_with_the_memory_off(run, tmp_pa
         assert found["kl_per_token"]["other"]["mean_over_tokens"] > 0
         assert found["kl_per_token"]["own answers"]["mean_over_tokens"] > 0
         rise = found["unread_rise"]["other"]
-        difference = found["unread_perplexity"]["other"] - figures["before"]["unread_perplexity"]["other"]
+        difference = (
+            found["unread_perplexity"]["other"] - figures["before"]["unread_perplexity"]["other"]
+        )
         assert rise["mean"] == pytest.approx(difference)
         assert rise["n"] == 1 or rise["low"] <= rise["mean"] <= rise["high"]
     stamp = (tmp_path / "o/forgetting/after-lora.json").stat().st_mtime_ns
@@ -284,7 +396,17 @@ def test_a_memory_that_was_not_switched_off_would_show(run, tmp_path, monkeypatc
 
     monkeypatch.setattr(PeftModel, "disable_adapter", lambda self: nullcontext())
     code, out, _ = run(
-        "forgetting", "book.txt", "--unread", "other.txt", "--method", "lora", "--lr", "0.02", "--out", "o", *FAST
+        "forgetting",
+        "book.txt",
+        "--unread",
+        "other.txt",
+        "--method",
+        "lora",
+        "--lr",
+        "0.02",
+        "--out",
+        "o",
+        *FAST,
     )
     assert code == 0 and "differs in other" in out
     assert read(tmp_path / "o/forgetting.json")["after"]["lora"]["disabled_is_before"] is False
@@ -298,7 +420,9 @@ def test_perplexity_of_several_documents(run, tmp_path):
     rows = figures["readings"]["locas-glu"]
     tokens = {name: row["scored_tokens"] for name, row in rows.items()}
     weighted = sum(row["nll_nats"] for row in rows.values()) / sum(tokens.values())
-    assert figures["means"]["locas-glu"]["perplexity"] == pytest.approx(torch.tensor(weighted).exp().item(), rel=1e-5)
+    assert figures["means"]["locas-glu"]["perplexity"] == pytest.approx(
+        torch.tensor(weighted).exp().item(), rel=1e-5
+    )
     alone = read(tmp_path / "o/perplexity/locas-glu/other.json")
     code, _, _ = run("perplexity", "other.txt", "--out", "alone", "--method", "locas-glu", *FAST)
     fresh = read(tmp_path / "alone/perplexity/locas-glu/other.json")
@@ -314,11 +438,15 @@ def test_the_perplexity_of_text_files_needs_no_extra(run, monkeypatch):
     assert run("perplexity", "book.txt", "--out", "o", "--method", "lora", *FAST)[0] == 0
     load_stemmer.cache_clear()
     code, _, err = run("locomo", "talks.json", "--out", "p", "--method", "lora", *FAST)
-    assert code == 2 and err.splitlines()[-1].startswith("error: this measure needs nltk: install the extra with pip")
+    assert code == 2 and err.splitlines()[-1].startswith(
+        "error: this measure needs nltk: install the extra with pip"
+    )
 
 
 @pytest.mark.parametrize("command", ["perplexity", "forgetting"])
-def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path, monkeypatch, command):
+def test_a_reading_that_was_interrupted_continues_inside_its_text(
+    run, tmp_path, monkeypatch, command
+):
     args = [command, "book.txt", "--method", "locas-glu", *FAST]
     path = {"perplexity": "locas-glu/book.json", "forgetting": "memories/locas-glu.json"}[command]
     args += ["--unread", "other.txt"] if command == "forgetting" else []
@@ -333,7 +461,9 @@ def test_a_reading_that_was_interrupted_continues_inside_its_text(run, tmp_path,
                 raise KeyboardInterrupt
 
         stop_there = on_each if settings.method.name != "none" else on_chunk
-        return memorize(base, ids, settings, on_chunk=stop_there, **{**options, "checkpoint_seconds": 0.0})
+        return memorize(
+            base, ids, settings, on_chunk=stop_there, **{**options, "checkpoint_seconds": 0.0}
+        )
 
     monkeypatch.setattr(runs, "memorize", stopped)
     assert run(*args, "--out", "parts")[0] == 130
@@ -357,7 +487,11 @@ def test_a_checkpoint_stands_until_its_result_does(run, tmp_path, monkeypatch):
         write_json(path, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs, "memorize", lambda *args, **options: memorize(*args, **options, checkpoint_seconds=0.0))
+        patch.setattr(
+            runs,
+            "memorize",
+            lambda *args, **options: memorize(*args, **options, checkpoint_seconds=0.0),
+        )
         patch.setattr(units, "write_json", stop_at_the_result)
         assert run(*args)[0] == 130
     assert [path.name for path in folder.iterdir()] == ["book"]
@@ -444,22 +578,29 @@ def test_a_new_protocol_is_a_table_of_units_and_a_summary(tmp_path):
         units = []
         for name, ids in texts.items():
             reading = run.reading(ids, settings, folder / "memories" / f"{name}.json")
-            units.append(Unit(folder / f"{name}.json", partial(score_with, reading.memory), needs=reading))
+            units.append(
+                Unit(folder / f"{name}.json", partial(score_with, reading.memory), needs=reading)
+            )
         run.open("transfer", units, texts=list(texts))
         run_units(units)
         return mean_interval([unit.load()["perplexity"] for unit in units])
 
     base, tokenizer = backbone.load()
     target, *texts = (
-        tokenizer(text, return_tensors="pt")["input_ids"][0] for text in (BOOK, BOOK * 3, "He came. " * 30)
+        tokenizer(text, return_tensors="pt")["input_ids"][0]
+        for text in (BOOK, BOOK * 3, "He came. " * 30)
     )
-    settings = ReadingSettings(method="locas-glu", window=32, stride=16, r=4, anchor=0).complete(base)
+    settings = ReadingSettings(method="locas-glu", window=32, stride=16, r=4, anchor=0).complete(
+        base
+    )
     texts = dict(zip(("own", "other"), texts, strict=True))
     found = run_transfer(texts)
     own, other = (read(tmp_path / "transfer" / f"{name}.json")["perplexity"] for name in texts)
     assert found["n"] == 2 and own < other
     assert run_transfer(texts) == found
-    with pytest.raises(ValueError, match=r"^texts must be \['own', 'other'\] as in the results in "):
+    with pytest.raises(
+        ValueError, match=r"^texts must be \['own', 'other'\] as in the results in "
+    ):
         run_transfer({"own": texts["own"]})
     (tmp_path / "transfer" / "memories" / "other" / EXCHANGES).write_text("")  # of a study
     run_transfer({"own": texts["own"]}, overwrite=True)
@@ -471,7 +612,9 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     assert load_documents([str(tmp_path)]) == {"a": "first", "b": "second"}
     assert load_documents([str(tmp_path)], limit=1) == {"a": "first"}
-    with pytest.raises(ValueError, match=r"^documents must have different names, got 'a' twice: rename "):
+    with pytest.raises(
+        ValueError, match=r"^documents must have different names, got 'a' twice: rename "
+    ):
         load_documents([str(tmp_path), str(tmp_path / "a.txt")])
     rows = tmp_path / "rows"
     rows.mkdir()
@@ -479,5 +622,7 @@ def test_documents_from_files_folders_and_datasets(tmp_path):
     (rows / "test.jsonl").write_text("\n".join(lines), encoding="utf-8")
     assert load_column(str(rows), "test", "text") == {"test-0": "one", "test-2": "three"}
     assert load_column(str(rows), "test", "text", limit=1) == {"test-0": "one"}
-    with pytest.raises(ValueError, match="^column must be one of text, got 'words': choose one of them$"):
+    with pytest.raises(
+        ValueError, match="^column must be one of text, got 'words': choose one of them$"
+    ):
         load_column(str(rows), "test", "words")

@@ -40,13 +40,24 @@ def base():
 
 
 def text_of(number: int, sentences: int = 3) -> str:
-    return f"The lamp of house {number} was lit by Old Peder, and nobody else went there in winter. " * sentences
+    return (
+        f"The lamp of house {number} was lit by Old Peder, and nobody else went there in winter. "
+        * sentences
+    )
 
 
 def write(path: Path, *rows, count: int = 0, sentences: int = 3) -> Path:
     """Write a manifest: `count` notes with texts, then the rows, objects or lines as they are."""
-    rows = [*({"name": f"note {number}", "text": text_of(number, sentences)} for number in range(count)), *rows]
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    rows = [
+        *(
+            {"name": f"note {number}", "text": text_of(number, sentences)}
+            for number in range(count)
+        ),
+        *rows,
+    ]
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return path
 
 
@@ -56,7 +67,9 @@ def content(folder: Path) -> dict:
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name == "reading.json":
             record = json.loads(path.read_text())
-            found[str(path.relative_to(folder))] = {key: record[key] for key in record.keys() - set(TIMES)}
+            found[str(path.relative_to(folder))] = {
+                key: record[key] for key in record.keys() - set(TIMES)
+            }
         elif path.is_file() and path.name != "README.md":
             found[str(path.relative_to(folder))] = path.read_bytes()
     return found
@@ -84,21 +97,45 @@ def test_rows_have_texts_or_paths_and_settings_of_their_own(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("{broken", "each row must be an object with name and either path or text, not empty: correct it"),
+        (
+            "{broken",
+            "each row must be an object with name and either path or text, not empty: correct it",
+        ),
         ("[1, 2]", "each row must be an object with name"),
         ({"text": "a b"}, "each row must be an object with name"),
         ({"name": "x"}, "each row must be an object with name"),
         ({"name": "x", "text": "a b", "path": "one.txt"}, "and either path or text, not empty"),
         ({"name": "x", "text": ""}, "and either path or text, not empty"),
         ({"name": "x", "text": 5}, "and either path or text, not empty"),
-        ({"name": "../x", "text": "a b"}, "name must be at most 60 letters, digits, spaces or any of"),
-        ({"name": "x", "text": "a b", "colour": 1}, "settings must be those of locas memorize, got 'colour'"),
-        ({"name": "x", "text": "a b", "model": "m"}, "settings must be those of locas memorize, got 'model'"),
+        (
+            {"name": "../x", "text": "a b"},
+            "name must be at most 60 letters, digits, spaces or any of",
+        ),
+        (
+            {"name": "x", "text": "a b", "colour": 1},
+            "settings must be those of locas memorize, got 'colour'",
+        ),
+        (
+            {"name": "x", "text": "a b", "model": "m"},
+            "settings must be those of locas memorize, got 'model'",
+        ),
         ({"name": "x", "text": "a b", "r": "8"}, "r must be an int, got str: give a whole number"),
-        ({"name": "x", "text": "a b", "study": "no"}, "study must be true or false, got 'no': give one of the two"),
-        ({"name": "x", "text": "a b", "method": "none"}, "method must be one that learns, got 'none': choose another"),
-        ({"name": "note 0", "text": "a b"}, "name must be that of one row alone, whatever its case, got it twice"),
-        ({"name": "NOTE 0", "text": "a b"}, "name must be that of one row alone, whatever its case, got it twice"),
+        (
+            {"name": "x", "text": "a b", "study": "no"},
+            "study must be true or false, got 'no': give one of the two",
+        ),
+        (
+            {"name": "x", "text": "a b", "method": "none"},
+            "method must be one that learns, got 'none': choose another",
+        ),
+        (
+            {"name": "note 0", "text": "a b"},
+            "name must be that of one row alone, whatever its case, got it twice",
+        ),
+        (
+            {"name": "NOTE 0", "text": "a b"},
+            "name must be that of one row alone, whatever its case, got it twice",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_its_line(row, message, tmp_path):
@@ -125,7 +162,12 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", ["csv", "parquet", "json"])
 def test_tables_of_datasets_are_read_and_other_columns_left_out(kind, tmp_path):
     datasets = pytest.importorskip("datasets")
-    rows = {"name": ["ann", "bob"], "text": ["Some text.", "Other text."], "lr": [0.5, None], "url": ["u", "v"]}
+    rows = {
+        "name": ["ann", "bob"],
+        "text": ["Some text.", "Other text."],
+        "lr": [0.5, None],
+        "url": ["u", "v"],
+    }
     path = tmp_path / f"d.{kind}"
     getattr(datasets.Dataset.from_dict(rows), f"to_{kind}")(path)
     ann, bob = load_table(str(path), SETTINGS)
@@ -148,8 +190,18 @@ def test_each_document_gets_the_memory_that_the_library_would_add(base, tmp_path
     ]
     documents = load_table(str(write(tmp_path / "d.jsonl", *rows, count=2)), SETTINGS)
     notes = []
-    failures = teach(tmp_path / "made", base, documents, progress=lambda *_: lambda steps, note: notes.append(note))
-    assert [(each["line"], each["name"]) for each in failures] == [(4, "gone"), (5, "latin"), (6, "short"), (7, None)]
+    failures = teach(
+        tmp_path / "made",
+        base,
+        documents,
+        progress=lambda *_: lambda steps, note: notes.append(note),
+    )
+    assert [(each["line"], each["name"]) for each in failures] == [
+        (4, "gone"),
+        (5, "latin"),
+        (6, "short"),
+        (7, None),
+    ]
     assert failures[0]["error"].startswith("text must be an existing file, got ")
     assert failures[1]["error"].startswith("text must be UTF-8, got byte 0xfc at offset 2 of ")
     assert failures[2]["error"] == "text must have at least 2 tokens, got 1: give a longer text"
@@ -166,7 +218,9 @@ def test_each_document_gets_the_memory_that_the_library_would_add(base, tmp_path
 
 
 def test_what_is_finished_is_skipped_and_what_failed_is_tried_again(base, tmp_path, monkeypatch):
-    documents = load_table(str(write(tmp_path / "d.jsonl", {"name": "x", "path": "x.txt"}, count=2)), SETTINGS)
+    documents = load_table(
+        str(write(tmp_path / "d.jsonl", {"name": "x", "path": "x.txt"}, count=2)), SETTINGS
+    )
     assert len(teach(tmp_path / "made", base, documents)) == 1
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "made").glob("note*/*")}
     (tmp_path / "x.txt").write_text(text_of(9))
@@ -174,14 +228,19 @@ def test_what_is_finished_is_skipped_and_what_failed_is_tried_again(base, tmp_pa
     assert teach(tmp_path / "made", base, documents, on_chunk=read.append) == []
     assert not (tmp_path / "made" / FAILURES).exists() and read[0].start == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert teach(tmp_path / "made", base, documents, on_chunk=lambda chunk: pytest.fail("read again")) == []
+    assert (
+        teach(tmp_path / "made", base, documents, on_chunk=lambda chunk: pytest.fail("read again"))
+        == []
+    )
 
 
 def test_a_memory_of_another_text_or_setting_is_replaced_only_if_wanted(base, tmp_path):
     folder = tmp_path / "made"
     teach(folder, base, load_table(str(write(tmp_path / "d.jsonl", count=2)), SETTINGS))
     changed = write(
-        tmp_path / "d.jsonl", {"name": "note 0", "text": text_of(0)}, {"name": "note 1", "text": text_of(5)}
+        tmp_path / "d.jsonl",
+        {"name": "note 0", "text": text_of(0)},
+        {"name": "note 1", "text": text_of(5)},
     )
     documents, before = load_table(str(changed), SETTINGS), content(folder)
     (failure,) = teach(folder, base, documents)
@@ -191,9 +250,17 @@ def test_a_memory_of_another_text_or_setting_is_replaced_only_if_wanted(base, tm
     read = []
     assert teach(folder, base, documents, overwrite=True, on_chunk=read.append) == []
     assert [chunk.index for chunk in read].count(0) == 1, "what is the same is skipped"
-    assert content(folder)["note 0/adapter_model.safetensors"] == before["note 0/adapter_model.safetensors"]
-    assert content(folder)["note 1/adapter_model.safetensors"] != before["note 1/adapter_model.safetensors"]
-    assert teach(folder, base, [replace(each, settings=replace(SETTINGS, r=2)) for each in documents])[0]["error"]
+    assert (
+        content(folder)["note 0/adapter_model.safetensors"]
+        == before["note 0/adapter_model.safetensors"]
+    )
+    assert (
+        content(folder)["note 1/adapter_model.safetensors"]
+        != before["note 1/adapter_model.safetensors"]
+    )
+    assert teach(
+        folder, base, [replace(each, settings=replace(SETTINGS, r=2)) for each in documents]
+    )[0]["error"]
 
 
 def test_an_interrupted_document_goes_on(base, tmp_path):
@@ -231,7 +298,10 @@ def test_with_overwrite_the_checkpoint_of_another_reading_is_replaced(base, tmp_
 
 def test_a_document_that_another_process_holds_is_left_to_it(base, tmp_path, monkeypatch):
     documents = load_table(str(write(tmp_path / "d.jsonl", count=2)), SETTINGS)
-    library, holder = Library(tmp_path / "made"), locked(tmp_path / "made" / "note 0" / CHECKPOINT_FOLDER)
+    library, holder = (
+        Library(tmp_path / "made"),
+        locked(tmp_path / "made" / "note 0" / CHECKPOINT_FOLDER),
+    )
     holder.__enter__()
 
     def other_ends(seconds):
@@ -255,7 +325,10 @@ def test_a_full_disk_ends_the_work_and_the_next_run_finishes_it(base, tmp_path, 
     monkeypatch.setattr(library_module, "memorize", fill)
     with pytest.raises(OSError, match="No space left"):
         teach(tmp_path / "made", base, documents)
-    assert Library(tmp_path / "made").list() == ["note 0"] and not (tmp_path / "made" / FAILURES).exists()
+    assert (
+        Library(tmp_path / "made").list() == ["note 0"]
+        and not (tmp_path / "made" / FAILURES).exists()
+    )
     monkeypatch.undo()
     assert teach(tmp_path / "made", base, documents) == []
     assert len(Library(tmp_path / "made").list()) == 3
@@ -277,8 +350,12 @@ def test_a_defect_of_one_document_is_listed_and_the_rest_goes_on(base, tmp_path,
 
 
 def test_what_failed_in_another_process_stays_listed_until_it_is_made(base, tmp_path, monkeypatch):
-    documents = load_table(str(write(tmp_path / "d.jsonl", {"name": "x", "path": "x.txt"}, count=2)), SETTINGS)
-    others = [{"line": line, "name": name, "error": "there"} for line, name in ((1, "note 0"), (3, "x"))]
+    documents = load_table(
+        str(write(tmp_path / "d.jsonl", {"name": "x", "path": "x.txt"}, count=2)), SETTINGS
+    )
+    others = [
+        {"line": line, "name": name, "error": "there"} for line, name in ((1, "note 0"), (3, "x"))
+    ]
     file, memorize, listed = tmp_path / "made" / FAILURES, library_module.memorize, []
 
     def fail(model, ids, settings, **options):
@@ -293,7 +370,9 @@ def test_what_failed_in_another_process_stays_listed_until_it_is_made(base, tmp_
 
     monkeypatch.setattr(library_module, "memorize", fail)
     assert len(teach(tmp_path / "made", base, documents, progress=lambda *_: look)) == 2
-    assert listed == [[], [(2, "here"), (3, "there")], [(2, "here"), (3, "text ")]], "note 0 is made"
+    assert listed == [[], [(2, "here"), (3, "there")], [(2, "here"), (3, "text ")]], (
+        "note 0 is made"
+    )
     monkeypatch.undo()
     (tmp_path / "x.txt").write_text(text_of(9))
     assert teach(tmp_path / "made", base, documents) == [] and not file.exists()
@@ -302,8 +381,15 @@ def test_what_failed_in_another_process_stays_listed_until_it_is_made(base, tmp_
 def test_failures_of_a_former_table_are_forgotten(base, tmp_path):
     (tmp_path / "made").mkdir()
     rows = [{"line": 9, "name": "old", "error": "e"}, {"line": 1, "name": "other", "error": "e"}]
-    (tmp_path / "made" / FAILURES).write_text("".join(json.dumps(row) + "\n" for row in rows) + "{half")
-    assert teach(tmp_path / "made", base, load_table(str(write(tmp_path / "d.jsonl", count=1)), SETTINGS)) == []
+    (tmp_path / "made" / FAILURES).write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + "{half"
+    )
+    assert (
+        teach(
+            tmp_path / "made", base, load_table(str(write(tmp_path / "d.jsonl", count=1)), SETTINGS)
+        )
+        == []
+    )
     assert os.listdir(tmp_path / "made") == ["note 0"]
 
 
@@ -344,7 +430,9 @@ def test_the_command_teaches_a_table(run, tmp_path):
     assert lines[0].startswith("4 documents 100% 2 done, 2 failed, ")
     assert lines[1].startswith("line 3: each row must be an object with name")
     assert lines[2].startswith("line 4, x: text must be an existing file, got 'none.txt'")
-    assert lines[3:] == ["2 failed: made/failures.jsonl lists them. The same command tries them again"]
+    assert lines[3:] == [
+        "2 failed: made/failures.jsonl lists them. The same command tries them again"
+    ]
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["documents"] == 4 and [each["line"] for each in result["failures"]] == [3, 4]
     record = json.loads((tmp_path / "made" / "note 0" / "reading.json").read_text())
@@ -358,13 +446,21 @@ def test_the_command_teaches_a_table(run, tmp_path):
 
 def test_a_text_that_is_missing_leaves_no_empty_library(run, tmp_path):
     code, _, err = run("none.txt", "--library", "made", *FAST)
-    assert code == 2 and err.startswith("error: text must be an existing file") and os.listdir(tmp_path) == []
+    assert (
+        code == 2
+        and err.startswith("error: text must be an existing file")
+        and os.listdir(tmp_path) == []
+    )
 
 
 def test_control_characters_of_a_name_do_not_reach_the_terminal(run, tmp_path):
     write(tmp_path / "d.jsonl", {"name": "x\x1b[2J", "text": "a b"}, count=0)
     code, _, err = run("--manifest", "d.jsonl", "--library", "made", *FAST)
-    assert code == 3 and "\x1b" not in err and "line 1, x\\x1b[2J: name must be at most 60 letters" in err
+    assert (
+        code == 3
+        and "\x1b" not in err
+        and "line 1, x\\x1b[2J: name must be at most 60 letters" in err
+    )
 
 
 def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
@@ -390,10 +486,22 @@ def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
             "give either a TEXT or --manifest, one of the two",
         ),
         (["--manifest", "d.jsonl"], "--manifest needs --library and a method that learns"),
-        (["--manifest", "d.jsonl", "--library", "made", "--name", "x"], "--manifest needs --library"),
-        (["--manifest", "d.jsonl", "--library", "made", "--from", "x"], "--manifest needs --library"),
-        (["--manifest", "d.jsonl", "--library", "made", "--method", "none"], "--manifest needs --library"),
-        (["--manifest", "none.jsonl", "--library", "made"], "text must be an existing file, got 'none.jsonl'"),
+        (
+            ["--manifest", "d.jsonl", "--library", "made", "--name", "x"],
+            "--manifest needs --library",
+        ),
+        (
+            ["--manifest", "d.jsonl", "--library", "made", "--from", "x"],
+            "--manifest needs --library",
+        ),
+        (
+            ["--manifest", "d.jsonl", "--library", "made", "--method", "none"],
+            "--manifest needs --library",
+        ),
+        (
+            ["--manifest", "none.jsonl", "--library", "made"],
+            "text must be an existing file, got 'none.jsonl'",
+        ),
         (["--manifest", "d.jsonl", "--library", "d.jsonl"], "--library must be a folder, got "),
         (["--manifest", "d.jsonl", "--library", "made", "--r", "0"], "r must be at least 1, got 0"),
         (["--manifest", "d.jsonl", "--library", "made", "--model", "none/"], "model "),
@@ -413,19 +521,33 @@ def test_a_library_of_another_base_is_refused(run, tmp_path):
         '{"peft_type": "LOCAS", "base_model_name_or_path": "b"}'
     )
     code, _, err = run("--manifest", "d.jsonl", "--library", "made", "--model", backbone.NAME)
-    rule = "error: a library must hold memories of one base, got 'locas_peft/tinybook-glu' beside 'b'"
+    rule = (
+        "error: a library must hold memories of one base, got 'locas_peft/tinybook-glu' beside 'b'"
+    )
     assert (code, err) == (2, f"{rule}: use another\n")
 
 
 def launch(*args, folder: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "locas_peft", "memorize", "--manifest", "d.jsonl", "--library", "made"]
+    command = [
+        sys.executable,
+        "-m",
+        "locas_peft",
+        "memorize",
+        "--manifest",
+        "d.jsonl",
+        "--library",
+        "made",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*command, *FAST, *args], cwd=folder, env=environment, **pipes)
 
 
 def find_children(process: subprocess.Popen) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    return [
+        int(each)
+        for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ]
 
 
 def wait_for(condition, process: subprocess.Popen | None = None) -> None:
@@ -435,7 +557,9 @@ def wait_for(condition, process: subprocess.Popen | None = None) -> None:
         time.sleep(0.02)
 
 
-linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="processes are found in /proc")
+linux = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="processes are found in /proc"
+)
 
 
 @linux
@@ -445,7 +569,10 @@ def test_a_killed_worker_leaves_its_document_to_the_other(tmp_path, base):
     process = launch("--workers", "2", folder=tmp_path)
     try:
         # A worker has its own lock: two are held.
-        wait_for(lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2, process)
+        wait_for(
+            lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2,
+            process,
+        )
         (child,) = find_children(process)
         os.kill(child, signal.SIGKILL)
         out, err = process.communicate(timeout=200)
@@ -453,10 +580,14 @@ def test_a_killed_worker_leaves_its_document_to_the_other(tmp_path, base):
         process.kill()
     assert process.returncode == 0 and out.startswith("4 of 4 are in made"), err
     assert err.count("documents 100%") == 1
-    assert not list((tmp_path / "made").rglob("*.lock")) and not list((tmp_path / "made").rglob(CHECKPOINT_FOLDER))
+    assert not list((tmp_path / "made").rglob("*.lock")) and not list(
+        (tmp_path / "made").rglob(CHECKPOINT_FOLDER)
+    )
     found = content(tmp_path / "made")
     assert len(found) == 4 * len(documents)
-    unwrapped = teach(tmp_path / "alone", base, [replace(documents[0], settings=SETTINGS)], unwrapped=True)
+    unwrapped = teach(
+        tmp_path / "alone", base, [replace(documents[0], settings=SETTINGS)], unwrapped=True
+    )
     assert unwrapped == []
     alone = content(tmp_path / "alone")
     assert {name: found[name] for name in alone} == alone
@@ -468,7 +599,10 @@ def test_after_the_command_and_its_worker_are_killed_the_same_command_finishes(t
     write(tmp_path / "d.jsonl", count=4, sentences=160)
     process = launch("--workers", "2", folder=tmp_path)
     try:
-        wait_for(lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2, process)
+        wait_for(
+            lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2,
+            process,
+        )
         for each in (*find_children(process), process.pid):  # a worker would go on with the table
             os.kill(each, signal.SIGKILL)
     finally:
@@ -493,7 +627,10 @@ def test_one_broken_document_in_100_is_listed_and_the_others_are_made(base, tmp_
     assert names == sorted(row["name"] for row in rows if row["name"] != "n57")
     shutil.rmtree(tmp_path / "made" / "n3")
     (tmp_path / "none.txt").write_text(text_of(57, 1))
-    assert teach(tmp_path / "made", base, documents) == [] and len(Library(tmp_path / "made").list()) == 100
+    assert (
+        teach(tmp_path / "made", base, documents) == []
+        and len(Library(tmp_path / "made").list()) == 100
+    )
 
 
 # ---------------------------------------------------------------------- the recipes
@@ -514,9 +651,17 @@ def test_the_recipes_for_clusters_call_the_command():
     yaml = pytest.importorskip("yaml")
     script = CLUSTER / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True)
-    assert re.search(r'^exec locas memorize --manifest "\$1" --library "\$2" "\$\{@:3\}"$', script.read_text(), re.M)
+    assert re.search(
+        r'^exec locas memorize --manifest "\$1" --library "\$2" "\$\{@:3\}"$',
+        script.read_text(),
+        re.M,
+    )
     job = yaml.safe_load((CLUSTER / "kubernetes.yaml").read_text())
-    assert (job["apiVersion"], job["kind"], job["spec"]["completionMode"]) == ("batch/v1", "Job", "Indexed")
+    assert (job["apiVersion"], job["kind"], job["spec"]["completionMode"]) == (
+        "batch/v1",
+        "Job",
+        "Indexed",
+    )
     (container,) = job["spec"]["template"]["spec"]["containers"]
     check_command([*container["command"], *container["args"]])
     mounted = {each["name"] for each in container["volumeMounts"]}
@@ -531,8 +676,13 @@ def test_the_uv_script_calls_the_command(monkeypatch):
     source = (CLUSTER / "teach.py").read_text()
     block = re.match(r"# /// script\n((?:#.*\n)+?)# ///\n", source)[1]
     header = tomllib.loads("".join(line[2:] or "\n" for line in block.splitlines(keepends=True)))
-    assert header["dependencies"][0] == "locas_peft[library,gguf]" and header["requires-python"] == ">=3.10"
-    assert (CLUSTER / header["tool"]["uv"]["sources"]["locas_peft"]["path"] / "pyproject.toml").exists()
+    assert (
+        header["dependencies"][0] == "locas_peft[library,gguf]"
+        and header["requires-python"] == ">=3.10"
+    )
+    assert (
+        CLUSTER / header["tool"]["uv"]["sources"]["locas_peft"]["path"] / "pyproject.toml"
+    ).exists()
     monkeypatch.setattr(sys, "argv", ["teach.py", "d.jsonl", "made", "--r", "4"])
     called = []
     monkeypatch.setattr("locas_command.main", lambda: called.append(sys.argv[1:]))
@@ -562,7 +712,9 @@ class FakeRay:
     The name is None where the call only waits until the actor is ready.
     """
 
-    exceptions = SimpleNamespace(RayActorError=ActorError, ActorDiedError=NoActorError, RayTaskError=DocumentError)
+    exceptions = SimpleNamespace(
+        RayActorError=ActorError, ActorDiedError=NoActorError, RayTaskError=DocumentError
+    )
 
     def __init__(self, nodes: list[dict], teach):
         self._nodes, self._teach, self.shares, self.ended = nodes, teach, [], False
@@ -588,7 +740,9 @@ class FakeRay:
         number = len(self.shares) - 1
         # A new object for each call, as Ray's references are.
         call = SimpleNamespace(remote=lambda document: (number, document.name, object()))
-        return SimpleNamespace(teach=call, __ray_ready__=SimpleNamespace(remote=lambda: (number, None, object())))
+        return SimpleNamespace(
+            teach=call, __ray_ready__=SimpleNamespace(remote=lambda: (number, None, object()))
+        )
 
     def wait(self, running):
         return running[:1], running[1:]
@@ -618,20 +772,30 @@ def test_each_gpu_has_an_actor_and_each_other_node_as_many_as_are_asked_for(on_r
     assert ray.shares == [(4, 1), (4, 1), (2, 0), (2, 0), (0.5, 0), (0.5, 0)] and failures == []
 
 
-def test_a_document_that_ends_its_actors_is_listed_and_an_actor_that_cannot_be_made_is_left_out(on_ray):
+def test_a_document_that_ends_its_actors_is_listed_and_an_actor_that_cannot_be_made_is_left_out(
+    on_ray,
+):
     taught = []
 
     def teach(actor, name):
         if actor == 1:
-            raise NoActorError("it died because of an error\n\nModuleNotFoundError: No module named 'locas_peft'")
+            raise NoActorError(
+                "it died because of an error\n\nModuleNotFoundError: No module named 'locas_peft'"
+            )
         if name == "note 1":
             raise ActorError("the actor is unavailable\nand more")
         taught.extend([name] if name else [])
 
     _, (failure,) = on_ray(teach, [{"CPU": 2.0}], workers=2)
     ended = f"its actor ended {RETRIES + 1} times: the actor is unavailable"
-    assert failure == {"line": 2, "name": "note 1", "error": ended} and {*taught} == {"note 0", "note 2"}
-    with pytest.raises(ValueError, match="^no actor can be made: ModuleNotFoundError: No module named 'locas_peft'$"):
+    assert failure == {"line": 2, "name": "note 1", "error": ended} and {*taught} == {
+        "note 0",
+        "note 2",
+    }
+    with pytest.raises(
+        ValueError,
+        match="^no actor can be made: ModuleNotFoundError: No module named 'locas_peft'$",
+    ):
         on_ray(lambda actor, name: teach(1, name), [{"CPU": 2.0}], workers=2)
 
 
@@ -670,10 +834,15 @@ def find_teaching_actors(process: subprocess.Popen) -> list[psutil.Process]:
 def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_process(base, tmp_path):
     pytest.importorskip("ray")
     rows = [{"name": f"note {number}", "text": text_of(number, 40)} for number in range(5)]
-    documents = load_table(str(write(tmp_path / "d.jsonl", *rows, {"name": "x", "path": "none.txt"})), SETTINGS)
+    documents = load_table(
+        str(write(tmp_path / "d.jsonl", *rows, {"name": "x", "path": "none.txt"})), SETTINGS
+    )
     process = launch("--ray", "--workers", "2", folder=tmp_path)
     try:
-        wait_for(lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2, process)
+        wait_for(
+            lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2,
+            process,
+        )
         first, second = find_teaching_actors(process)
         first.kill()
         out, err = process.communicate(timeout=400)
@@ -681,7 +850,10 @@ def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_proces
         process.terminate()  # ends its Ray too
         process.communicate()
     assert process.returncode == 3 and out.startswith("5 of 6 are in made"), err
-    assert "6 documents 100% 5 done, 1 failed" in err and "line 6, x: text must be an existing file" in err
+    assert (
+        "6 documents 100% 5 done, 1 failed" in err
+        and "line 6, x: text must be an existing file" in err
+    )
     assert not list((tmp_path / "made").rglob("*.lock"))
     (failure,) = map(json.loads, (tmp_path / "made" / FAILURES).read_text().splitlines())
     assert teach(tmp_path / "alone", base, documents, unwrapped=True)[0].keys() == failure.keys()
@@ -691,7 +863,9 @@ def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_proces
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["auto", "127.0.0.1:9", "ray://127.0.0.1:9", "nowhere", ":6379", "a:b", "other"])
+@pytest.mark.parametrize(
+    "address", ["auto", "127.0.0.1:9", "ray://127.0.0.1:9", "nowhere", ":6379", "a:b", "other"]
+)
 def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, run, tmp_path):
     pytest.importorskip("ray")
     write(tmp_path / "d.jsonl", count=1)
@@ -702,4 +876,6 @@ def test_a_ray_cluster_that_cannot_be_reached_is_one_line(address, run, tmp_path
     assert (code, out) == (2, "") and err.startswith(
         f"error: --ray must be a cluster that can be reached, got '{address}' ("
     )
-    assert err.count("\n") == 1 and not os.listdir(tmp_path / "made") and time.monotonic() < began + 15
+    assert (
+        err.count("\n") == 1 and not os.listdir(tmp_path / "made") and time.monotonic() < began + 15
+    )

@@ -10,7 +10,14 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 import locas_peft
-from locas_peft.text import digest_tokenizer, find_start_token, load_text, python_reference, tokenize, unwrap
+from locas_peft.text import (
+    digest_tokenizer,
+    find_start_token,
+    load_text,
+    python_reference,
+    tokenize,
+    unwrap,
+)
 
 BACKBONE = Path(locas_peft.__file__).parent / "backbone"
 
@@ -30,7 +37,14 @@ def tokenizer():
         (" \n\n ", ""),
         ("", ""),
     ],
-    ids=["unix", "bom and windows", "old mac", "blank lines that are not empty", "nothing but space", "empty"],
+    ids=[
+        "unix",
+        "bom and windows",
+        "old mac",
+        "blank lines that are not empty",
+        "nothing but space",
+        "empty",
+    ],
 )
 def test_unwrap_puts_each_paragraph_on_one_line(text, expected):
     assert unwrap(text) == expected
@@ -48,7 +62,9 @@ def test_load_text_drops_bom_and_carriage_returns(tmp_path):
 
 
 def test_load_text_takes_standard_input_for_a_dash(monkeypatch):
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO("from a pipe, naïve".encode())))
+    monkeypatch.setattr(
+        "sys.stdin", SimpleNamespace(buffer=io.BytesIO("from a pipe, naïve".encode()))
+    )
     assert load_text("-") == "from a pipe, naïve"
 
 
@@ -59,14 +75,19 @@ def test_load_text_names_the_fault_of_a_file(tmp_path):
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    missing, empty, binary, latin = (tmp_path / name for name in ("missing", "empty", "binary", "latin"))
+    missing, empty, binary, latin = (
+        tmp_path / name for name in ("missing", "empty", "binary", "latin")
+    )
     empty.write_text(" \n")
     binary.write_bytes(b"a\0b")
     latin.write_bytes("caf\u00e9 ".encode("latin-1"))
     assert error(missing) == (
         f"text must be an existing file, got {str(missing)!r}: check the path, or give - to read stdin"
     )
-    assert error(tmp_path) == f"text must be a file, got the folder {str(tmp_path)!r}: name one file inside it"
+    assert (
+        error(tmp_path)
+        == f"text must be a file, got the folder {str(tmp_path)!r}: name one file inside it"
+    )
     assert error(empty) == (
         f"text must not be empty, got nothing but whitespace in {str(empty)!r}: give a file with text in it"
     )
@@ -100,9 +121,13 @@ def test_a_text_keeps_the_start_token_of_its_tokenizer():
     tokenizer.backend_tokenizer.post_processor = template
     assert find_start_token(tokenizer) == tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
     ids = tokenize(tokenizer, "Call me Ishmael.")
-    assert ids.tolist() == tokenizer("Call me Ishmael.")["input_ids"][:-1], "without the token at the end"
+    assert ids.tolist() == tokenizer("Call me Ishmael.")["input_ids"][:-1], (
+        "without the token at the end"
+    )
     assert torch.equal(tokenize(tokenizer, "Call me Ishmael.", max_tokens=3), ids[:3])
-    with pytest.raises(ValueError, match="^text must have at least 2 tokens, got 1: give a longer text$"):
+    with pytest.raises(
+        ValueError, match="^text must have at least 2 tokens, got 1: give a longer text$"
+    ):
         tokenize(tokenizer, "a")
 
 
@@ -121,7 +146,9 @@ def test_a_prefix_gives_the_tokens_of_the_whole_text(tokenizer, sample):
     text = SAMPLES[sample]
     whole = tokenize(tokenizer, text)
     for count in (2, 3, 100, 101, 1_000, len(whole) - 1, len(whole), len(whole) + 1):
-        assert torch.equal(tokenize(tokenizer, text, max_tokens=max(2, count)), whole[: max(2, count)])
+        assert torch.equal(
+            tokenize(tokenizer, text, max_tokens=max(2, count)), whole[: max(2, count)]
+        )
 
 
 def test_a_few_tokens_need_a_short_part_of_a_long_text(tokenizer):
@@ -143,11 +170,17 @@ def test_tokenize_does_not_warn_of_long_texts(tokenizer, monkeypatch, caplog):
 
 
 def test_tokenize_refuses_what_cannot_be_scored(tokenizer):
-    with pytest.raises(ValueError, match="^text must have at least 2 tokens, got 1: give a longer text$"):
+    with pytest.raises(
+        ValueError, match="^text must have at least 2 tokens, got 1: give a longer text$"
+    ):
         tokenize(tokenizer, "a")
-    with pytest.raises(ValueError, match="^text must have at least 2 tokens, got 0: give a longer text$"):
+    with pytest.raises(
+        ValueError, match="^text must have at least 2 tokens, got 0: give a longer text$"
+    ):
         tokenize(tokenizer, "")
-    with pytest.raises(ValueError, match="^max_tokens must be at least 2, got 1: raise it, or leave it out$"):
+    with pytest.raises(
+        ValueError, match="^max_tokens must be at least 2, got 1: raise it, or leave it out$"
+    ):
         tokenize(tokenizer, "Call me Ishmael.", max_tokens=1)
 
 

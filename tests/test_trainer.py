@@ -60,11 +60,15 @@ def score_by_hand(model, ids, window, stride) -> list[float]:
 @pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 16), (9, 1), (1, 1), (64, 5)])
 @pytest.mark.parametrize("length", [2, 8, 9, 17, 50])
 def test_every_token_but_the_first_is_scored_once(length, window, stride, context):
-    trainer = make_trainer("plain", window=window, stride=stride, learning_rate=None, context=context)
+    trainer = make_trainer(
+        "plain", window=window, stride=stride, learning_rate=None, context=context
+    )
     assert trainer.position == 0 and math.isnan(trainer.perplexity)
     chunks = list(trainer.read(make_ids(length)))
     assert chunks == trainer.chunks
-    assert [(chunk.reading, chunk.index) for chunk in chunks] == [(0, index) for index in range(len(chunks))]
+    assert [(chunk.reading, chunk.index) for chunk in chunks] == [
+        (0, index) for index in range(len(chunks))
+    ]
     assert [chunk.start for chunk in chunks] == list(range(0, length, stride))
     assert [chunk.stop for chunk in chunks] == [*range(stride, length, stride), length]
     assert all(chunk.tokens == chunk.stop - max(chunk.start, 1) for chunk in chunks)
@@ -82,23 +86,38 @@ def test_scores_are_those_of_the_protocol(window, stride):
 
 
 def read_in_both_contexts(model, ids, **settings) -> list[list[float]]:
-    return [read(TestTimeTrainer(model, **SETTINGS | settings, context=context), ids) for context in CONTEXTS]
+    return [
+        read(TestTimeTrainer(model, **SETTINGS | settings, context=context), ids)
+        for context in CONTEXTS
+    ]
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "lfm2" not in name])
 def test_cache_gives_the_scores_of_recompute_where_the_text_fits_in_a_window(family):
-    recompute, cache = read_in_both_contexts(make_model("plain", family), make_ids(40), window=48, stride=7)
+    recompute, cache = read_in_both_contexts(
+        make_model("plain", family), make_ids(40), window=48, stride=7
+    )
     assert cache == pytest.approx(recompute, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("config", "attention"),
-    [(tf.LlamaConfig, "sdpa"), (tf.LlamaConfig, "eager"), (tf.MistralConfig, "sdpa"), (tf.Gemma2Config, "eager")],
+    [
+        (tf.LlamaConfig, "sdpa"),
+        (tf.LlamaConfig, "eager"),
+        (tf.MistralConfig, "sdpa"),
+        (tf.Gemma2Config, "eager"),
+    ],
     ids=["full", "full, eager", "sliding", "sliding, eager"],
 )
 def test_cache_gives_the_scores_of_recompute_over_many_windows(config, attention):
     """With one layer, keys and values depend on nothing but their token: then both are the same at any length."""
-    options = {"hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 24}
+    options = {
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 24,
+    }
     options |= {"num_hidden_layers": 1, "max_position_embeddings": 64, "head_dim": 8}
     sliding = {} if config is tf.LlamaConfig else {"sliding_window": 5}
     torch.manual_seed(0)
@@ -112,16 +131,21 @@ def test_cache_and_recompute_are_close_on_the_embedded_backbone():
     model, tokenizer = backbone.load()
     ids = tokenize(tokenizer, unwrap(python_reference()), 2500)
     recompute, cache = (
-        math.exp(sum(nlls) / 2499) for nlls in read_in_both_contexts(model, ids, window=512, stride=256)
+        math.exp(sum(nlls) / 2499)
+        for nlls in read_in_both_contexts(model, ids, window=512, stride=256)
     )
     assert cache == pytest.approx(recompute, rel=5e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(("window", "last", "context"), [(16, 30, (0, 6)), (40, 62, (0, 30))])
-def test_positions_stay_within_two_windows_and_the_model_over_any_length(family, window, last, context):
+def test_positions_stay_within_two_windows_and_the_model_over_any_length(
+    family, window, last, context
+):
     model, seen = make_model("plain", family), []
-    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True)
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["position_ids"]), with_kwargs=True
+    )
     settings = {**SETTINGS, "window": window, "context": "cache"}
     assert all(map(math.isfinite, read(TestTimeTrainer(model, **settings), make_ids(300))))
     positions = [(position[0, 0].item(), position[0, -1].item()) for position in seen]
@@ -135,7 +159,9 @@ def test_positions_stay_within_two_windows_and_the_model_over_any_length(family,
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_logits_are_made_for_the_scored_tokens_only(context):
     model, rows = make_model("lora"), []
-    model.get_base_model().lm_head.register_forward_hook(lambda _, args, output: rows.append(output.shape[1]))
+    model.get_base_model().lm_head.register_forward_hook(
+        lambda _, args, output: rows.append(output.shape[1])
+    )
     read(TestTimeTrainer(model, **SETTINGS, context=context), make_ids(30))
     assert rows == [7, 8, 8, 6]
 
@@ -145,7 +171,9 @@ def test_logits_are_made_for_the_scored_tokens_only(context):
 def test_scores_of_a_chunk_do_not_depend_on_later_tokens(kind, context):
     ids, other = make_ids(40), make_ids(40, seed=1)
     mixed = torch.cat([ids[:24], other[24:]])
-    first, second = (read(make_trainer(kind, context=context, epochs=2), text) for text in (ids, mixed))
+    first, second = (
+        read(make_trainer(kind, context=context, epochs=2), text) for text in (ids, mixed)
+    )
     assert first[:3] == second[:3]
     assert first[3] != second[3]
 
@@ -153,7 +181,9 @@ def test_scores_of_a_chunk_do_not_depend_on_later_tokens(kind, context):
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_the_first_chunk_of_a_fresh_adapter_scores_as_the_base_does(kind, context):
-    base, adapted = (read(make_trainer(which, context=context), make_ids(40)) for which in ("plain", kind))
+    base, adapted = (
+        read(make_trainer(which, context=context), make_ids(40)) for which in ("plain", kind)
+    )
     assert adapted[0] == base[0]
     assert adapted[1:] != base[1:]
 
@@ -163,7 +193,10 @@ def test_a_memory_is_calibrated_on_the_first_chunk_alone(monkeypatch):
     monkeypatch.setattr(
         loop,
         "calibrate",
-        lambda model, batches, name, **options: (seen.extend(batches), calibrate(model, batches, name, **options)),
+        lambda model, batches, name, **options: (
+            seen.extend(batches),
+            calibrate(model, batches, name, **options),
+        ),
     )
     ids, trainer = make_ids(40), make_trainer(readings=2)
     assert list(trainer.read(ids))
@@ -185,7 +218,9 @@ def test_other_shapes_integers_and_strides_are_read_alike(change):
 @pytest.mark.parametrize(("kind", "rate"), [("lora", 0.01), ("locas", 0.05)])
 def test_learning_lowers_the_perplexity_of_a_text_that_repeats(kind, rate, context):
     ids = make_ids(64).repeat(6)  # the period is four windows: only the memory can hold it
-    plain, trainer = (make_trainer(which, context=context, learning_rate=rate) for which in ("plain", kind))
+    plain, trainer = (
+        make_trainer(which, context=context, learning_rate=rate) for which in ("plain", kind)
+    )
     for reader in (plain, trainer):
         read(reader, ids)
     assert trainer.perplexity < 0.9 * plain.perplexity
@@ -198,9 +233,16 @@ def test_one_step_follows_the_gradient_of_the_chunks_mean_loss(context):
     before = trained_weights(model)
     loss = F.cross_entropy(model(ids[:-1].unsqueeze(0)).logits[0], ids[1:])
     loss.backward()
-    expected = {name: value - 0.5 * model.get_parameter(name).grad for name, value in before.items()}
+    expected = {
+        name: value - 0.5 * model.get_parameter(name).grad for name, value in before.items()
+    }
 
-    settings = SETTINGS | {"learning_rate": None, "optimizer": sgd(0.5), "warmup_steps": 0, "context": context}
+    settings = SETTINGS | {
+        "learning_rate": None,
+        "optimizer": sgd(0.5),
+        "warmup_steps": 0,
+        "context": context,
+    }
     (chunk,) = TestTimeTrainer(model, **settings).read(ids)
     assert chunk.nll_nats / chunk.tokens == pytest.approx(loss.item(), rel=1e-5)
     for name, value in expected.items():
@@ -208,14 +250,20 @@ def test_one_step_follows_the_gradient_of_the_chunks_mean_loss(context):
         assert model.get_parameter(name).grad is None
 
 
-@pytest.mark.parametrize("optimizer", [None, sgd(0.1), torch.optim.Adagrad], ids=["adamw", "sgd", "adagrad"])
+@pytest.mark.parametrize(
+    "optimizer", [None, sgd(0.1), torch.optim.Adagrad], ids=["adamw", "sgd", "adagrad"]
+)
 def test_each_optimizer_changes_the_memory_and_nothing_else(optimizer):
     trainer = make_trainer(optimizer=optimizer, learning_rate=0.1 if optimizer is None else None)
     reading = trainer.read(make_ids(24))
     next(reading)
     before = weights_of(trainer.model)
     list(reading)
-    changed = {name for name, value in weights_of(trainer.model).items() if not torch.equal(value, before[name])}
+    changed = {
+        name
+        for name, value in weights_of(trainer.model).items()
+        if not torch.equal(value, before[name])
+    }
     assert changed and changed == trained_weights(trainer.model).keys()
 
 
@@ -223,8 +271,14 @@ def test_the_rate_warms_up_step_by_step_and_each_epoch_is_a_step():
     rates, optimizers = [], []
 
     def make(parameters):
-        optimizers.append(torch.optim.SGD([{"params": parameters[:2], "lr": 3.0}, {"params": parameters[2:]}], lr=6.0))
-        optimizers[0].register_step_pre_hook(lambda o, *_: rates.append([group["lr"] for group in o.param_groups]))
+        optimizers.append(
+            torch.optim.SGD(
+                [{"params": parameters[:2], "lr": 3.0}, {"params": parameters[2:]}], lr=6.0
+            )
+        )
+        optimizers[0].register_step_pre_hook(
+            lambda o, *_: rates.append([group["lr"] for group in o.param_groups])
+        )
         return optimizers[0]
 
     read(make_trainer("lora", learning_rate=None, optimizer=make, epochs=2), make_ids(16))
@@ -250,7 +304,9 @@ def test_the_rate_falls_with_the_root_of_the_steps_also_after_the_memory_was_tak
     assert rates == pytest.approx([0.5 * (3 / (3 + steps)) ** 0.5 for steps in range(10)])
     learner.take_back(fraction)
     rates = [step() for _ in range(5)]
-    assert rates == pytest.approx([0.5 * fraction * (3 / (13 + steps)) ** 0.5 for steps in range(5)])
+    assert rates == pytest.approx(
+        [0.5 * fraction * (3 / (13 + steps)) ** 0.5 for steps in range(5)]
+    )
 
 
 def test_an_optimizer_trains_a_written_memory_without_a_rate():
@@ -288,8 +344,12 @@ def test_a_disabled_adapter_is_neither_used_nor_changed(kind):
 def test_an_injected_adapter_learns():
     wrapped, host = make_model("lora", target_modules=["q_proj", "v_proj"]), make_host("llama")
     torch.manual_seed(1)
-    injected = inject_adapter_in_model(LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"]), host)
-    first, second = (list(TestTimeTrainer(model, **SETTINGS).read(make_ids(40))) for model in (wrapped, injected))
+    injected = inject_adapter_in_model(
+        LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "v_proj"]), host
+    )
+    first, second = (
+        list(TestTimeTrainer(model, **SETTINGS).read(make_ids(40))) for model in (wrapped, injected)
+    )
     assert without_time(first) == without_time(second)
     assert all(chunk.learned for chunk in second)
 
@@ -305,7 +365,9 @@ def watch_gradients(model) -> tuple[set[str], list[str]]:
                 tensor.register_hook(lambda gradient: reached.append(name))
 
     for name, module in model.get_base_model().named_modules():
-        if name and "locas_" not in name and not name.endswith("act_fn"):  # parts of the memory, and what it calls
+        if (
+            name and "locas_" not in name and not name.endswith("act_fn")
+        ):  # parts of the memory, and what it calls
             module.register_forward_hook(lambda _, args, output, name=name: watch(name, output))
     return in_graph, reached
 
@@ -318,7 +380,10 @@ def test_no_gradient_is_computed_below_the_lowest_memory(lowest, context, reader
     in_graph, reached = watch_gradients(model)
     ids = make_ids(40)
     if reader == "many":
-        records = [r["x"] for r in read_many(model, {"x": ids, "y": ids.flip(0)}, **SETTINGS, context=context)]
+        records = [
+            r["x"]
+            for r in read_many(model, {"x": ids, "y": ids.flip(0)}, **SETTINGS, context=context)
+        ]
     else:
         records = list(TestTimeTrainer(model, **SETTINGS, context=context).read(ids))
     assert len(records) == 5 and all(chunk.learned for chunk in records)
@@ -348,7 +413,9 @@ def test_dropout_is_off_and_each_modules_mode_stands_between_chunks():
 def test_a_bfloat16_base_teaches_an_adapter_in_float32(kind):
     model = make_model(kind, dtype=torch.bfloat16)
     trainer = TestTimeTrainer(model, **SETTINGS, context="cache")
-    assert all(chunk.learned and math.isfinite(chunk.nll_nats) for chunk in trainer.read(make_ids(80)))
+    assert all(
+        chunk.learned and math.isfinite(chunk.nll_nats) for chunk in trainer.read(make_ids(80))
+    )
     assert {value.dtype for value in trained_weights(model).values()} == {torch.float32}
 
 
@@ -381,7 +448,11 @@ def test_rewind_reads_again_with_what_was_learned():
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_readings_are_rewinds_of_one_trainer_whose_weights_are_averaged(context):
-    ids, rewound, trainer = make_ids(44), make_trainer(context=context), make_trainer(context=context, readings=3)
+    ids, rewound, trainer = (
+        make_ids(44),
+        make_trainer(context=context),
+        make_trainer(context=context, readings=3),
+    )
     expected, perplexities, ends = [], [], []
     for reading in range(3):
         rewound.rewind()
@@ -439,11 +510,17 @@ def make_counting(parameters):
 
 
 @pytest.mark.parametrize("optimizer", [None, make_counting], ids=["adamw", "counting"])
-@pytest.mark.parametrize(("fails_at", "skipped"), [({1}, {0}), ({2}, {0}), ({3}, {1}), ({4}, {1}), ({1, 3}, {0, 1})])
-def test_a_gradient_that_is_not_finite_leaves_memory_and_optimizer_as_they_were(fails_at, skipped, optimizer):
+@pytest.mark.parametrize(
+    ("fails_at", "skipped"), [({1}, {0}), ({2}, {0}), ({3}, {1}), ({4}, {1}), ({1, 3}, {0, 1})]
+)
+def test_a_gradient_that_is_not_finite_leaves_memory_and_optimizer_as_they_were(
+    fails_at, skipped, optimizer
+):
     """Two epochs a chunk: the step before the failing one, of the same chunk, is undone too."""
     rate = 0.02 if optimizer is None else None
-    trainer, twin = (make_trainer("lora", epochs=2, optimizer=optimizer, learning_rate=rate) for _ in range(2))
+    trainer, twin = (
+        make_trainer("lora", epochs=2, optimizer=optimizer, learning_rate=rate) for _ in range(2)
+    )
     calls, ids = [], make_ids(40)
 
     def hook(gradient):
@@ -454,13 +531,17 @@ def test_a_gradient_that_is_not_finite_leaves_memory_and_optimizer_as_they_were(
     before = trained_weights(trainer.model)
     for chunk in trainer.read(ids):
         assert chunk.learned == (chunk.index not in skipped) and math.isfinite(chunk.nll_nats)
-        assert chunk.learned or all(torch.equal(v, before[n]) for n, v in trained_weights(trainer.model).items())
+        assert chunk.learned or all(
+            torch.equal(v, before[n]) for n, v in trained_weights(trainer.model).items()
+        )
         before = trained_weights(trainer.model)
     assert trainer.skipped_chunks == len(skipped)
 
     # As if those chunks had been scored and never learned: the same weights and the same optimizer go on.
     learn = twin._loop._learn
-    twin._loop._learn = lambda *arguments: [False] if len(twin.chunks) in skipped else learn(*arguments)
+    twin._loop._learn = lambda *arguments: (
+        [False] if len(twin.chunks) in skipped else learn(*arguments)
+    )
     twin._learner.restore_snapshot = lambda: None
     read(twin, ids)
     assert without_time(twin.chunks) == without_time(trainer.chunks)
@@ -499,7 +580,9 @@ def test_the_way_back_for_several_epochs_is_not_counted(monkeypatch):
     ],
     ids=str,
 )
-def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_never_stopped(tmp_path, kind, settings, read_before):
+def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_never_stopped(
+    tmp_path, kind, settings, read_before
+):
     ids = make_ids(120)
     whole = make_trainer(kind, **settings)
     chunks = whole.read(ids)
@@ -518,7 +601,11 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_never_stopped(tmp_path, 
         assert without_time(resumed.chunks) == without_time(whole.chunks)
         assert_same(weights_of(resumed.model), weights_of(whole.model))
         if kind == "locas":
-            assert resumed.model.peft_config["default"].slots == whole.model.peft_config["default"].slots is not None
+            assert (
+                resumed.model.peft_config["default"].slots
+                == whole.model.peft_config["default"].slots
+                is not None
+            )
 
 
 def test_resume_loads_the_random_state(tmp_path):
@@ -556,7 +643,12 @@ def test_another_text_is_refused(tmp_path):
     save(trainer, tmp_path)
     digest, other_digest = digest_ids(ids), digest_ids(other)
     message = "input_ids must be the document begun {} (sha256 {}), got another one ({}): {}"
-    begun = "here", digest[:12], other_digest[:12], "call rewind() first, or make a new TestTimeTrainer"
+    begun = (
+        "here",
+        digest[:12],
+        other_digest[:12],
+        "call rewind() first, or make a new TestTimeTrainer",
+    )
     with pytest.raises(ValueError) as caught:
         trainer.read(other)
     assert str(caught.value) == message.format(*begun)
@@ -572,10 +664,22 @@ def test_another_text_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"window": 65}, ValueError, "window must be within the model's 64 positions, got 65: lower window, and "),
+        (
+            {"window": 65},
+            ValueError,
+            "window must be within the model's 64 positions, got 65: lower window, and ",
+        ),
         ({"window": None}, TypeError, "window must be an int, got NoneType: give a whole number"),
-        ({"learning_rate": None}, ValueError, "learning_rate must be a number above 0 where an adapter is trained, "),
-        ({"optimizer": "muon"}, TypeError, "optimizer must be a callable that takes the parameters, got 'muon': "),
+        (
+            {"learning_rate": None},
+            ValueError,
+            "learning_rate must be a number above 0 where an adapter is trained, ",
+        ),
+        (
+            {"optimizer": "muon"},
+            TypeError,
+            "optimizer must be a callable that takes the parameters, got 'muon': ",
+        ),
     ],
     ids=str,
 )
@@ -587,19 +691,45 @@ def test_settings_that_do_not_fit_the_model_are_refused_at_construction(settings
 
 def test_fields_replace_those_of_the_settings():
     settings = TrainingSettings(**SETTINGS)
-    assert make_trainer("plain", settings=settings, stride=4).settings == TrainingSettings(**SETTINGS | {"stride": 4})
+    assert make_trainer("plain", settings=settings, stride=4).settings == TrainingSettings(
+        **SETTINGS | {"stride": 4}
+    )
 
 
 @pytest.mark.parametrize(
     ("input_ids", "error", "message"),
     [
-        ([1, 2], TypeError, "be a LongTensor of shape [T] or [1, T], got list: make one with torch.tensor"),
-        (torch.zeros(4), TypeError, "be integers, got torch.float32: give token ids as a LongTensor"),
-        (torch.zeros(2, 4, dtype=torch.long), ValueError, "have the shape [T] or [1, T], got [2, 4]: give one "),
-        (torch.tensor(3), ValueError, "have the shape [T] or [1, T], got []: give one document at a time"),
+        (
+            [1, 2],
+            TypeError,
+            "be a LongTensor of shape [T] or [1, T], got list: make one with torch.tensor",
+        ),
+        (
+            torch.zeros(4),
+            TypeError,
+            "be integers, got torch.float32: give token ids as a LongTensor",
+        ),
+        (
+            torch.zeros(2, 4, dtype=torch.long),
+            ValueError,
+            "have the shape [T] or [1, T], got [2, 4]: give one ",
+        ),
+        (
+            torch.tensor(3),
+            ValueError,
+            "have the shape [T] or [1, T], got []: give one document at a time",
+        ),
         (torch.tensor([3]), ValueError, "hold at least 2 tokens, got 1: give a longer text"),
-        (torch.tensor([3, 64]), ValueError, "lie in [0, 64), the model's vocabulary, got 64: use the model's own "),
-        (torch.tensor([-1, 3]), ValueError, "lie in [0, 64), the model's vocabulary, got -1: use the model's own "),
+        (
+            torch.tensor([3, 64]),
+            ValueError,
+            "lie in [0, 64), the model's vocabulary, got 64: use the model's own ",
+        ),
+        (
+            torch.tensor([-1, 3]),
+            ValueError,
+            "lie in [0, 64), the model's vocabulary, got -1: use the model's own ",
+        ),
     ],
     ids=["list", "floats", "batch", "scalar", "one token", "beyond", "negative"],
 )
@@ -612,8 +742,16 @@ def test_documents_are_checked_at_the_call(input_ids, error, message):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: torch.nn.Linear(2, 2), TypeError, "model must be a transformers causal language model, got Linear: "),
-        (lambda: make_model("plain", "lfm2"), ValueError, "context must be 'recompute' for lfm2, got 'cache': its "),
+        (
+            lambda: torch.nn.Linear(2, 2),
+            TypeError,
+            "model must be a transformers causal language model, got Linear: ",
+        ),
+        (
+            lambda: make_model("plain", "lfm2"),
+            ValueError,
+            "context must be 'recompute' for lfm2, got 'cache': its ",
+        ),
         (
             lambda: get_peft_model(
                 make_host("llama"), PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")

@@ -22,10 +22,14 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("library")
     for number in range(8):
         model = get_peft_model(make_host("llama" if number < 7 else "qwen3"), LocasConfig(r=3))
-        calibrate(model, [torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(number))])
+        calibrate(
+            model, [torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(number))]
+        )
         for name, parameter in model.named_parameters():
             if "locas_down" in name:
-                parameter.data.normal_(std=0.05 + 0.01 * number, generator=torch.Generator().manual_seed(number))
+                parameter.data.normal_(
+                    std=0.05 + 0.01 * number, generator=torch.Generator().manual_seed(number)
+                )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model.save_pretrained(folder / str(number))
@@ -80,10 +84,14 @@ def test_a_foreign_scale_and_another_width_are_marked(library):
     found = describe_memory(library / "2")
     for layer in found["layers"]:
         layer["r"] = 64
-    assert [each["quantity"] for each in find_unusual(found)["unusual"]] == ["r, median of the layers"]
+    assert [each["quantity"] for each in find_unusual(found)["unusual"]] == [
+        "r, median of the layers"
+    ]
 
 
-def test_the_command_prints_a_line_each_and_says_where_nothing_can_be_known(library, tmp_path, capsys):
+def test_the_command_prints_a_line_each_and_says_where_nothing_can_be_known(
+    library, tmp_path, capsys
+):
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:
             program.main(["inspect", *map(str, arguments)])
@@ -100,4 +108,6 @@ def test_the_command_prints_a_line_each_and_says_where_nothing_can_be_known(libr
     assert line in run(alone)[1].out
     assert "unusual    1, beside 7 other" in run(alone, "--others", library)[1].out
     code, printed = run(alone, "--others", tmp_path / "none")
-    assert code == 2 and printed.err.startswith("error: a library must be a folder of memories, got ")
+    assert code == 2 and printed.err.startswith(
+        "error: a library must be a folder of memories, got "
+    )

@@ -33,7 +33,9 @@ def ups(model):
 
 
 def downs(model):
-    return torch.stack([layer.locas_down["default"].weight.detach() for layer in list_layers(model)])
+    return torch.stack(
+        [layer.locas_down["default"].weight.detach() for layer in list_layers(model)]
+    )
 
 
 @torch.no_grad()
@@ -82,7 +84,9 @@ def test_the_change_of_every_layer_is_along_its_gradient():
     inputs, gradients = inputs_and_gradients(model, ids, place)
     keys, values = make_slots(inputs[:, None], gradients[:, None], 0.01)
     changes = []
-    for layer, a, key, value in zip(list_layers(model), inputs, keys[:, 0], values[:, 0], strict=True):
+    for layer, a, key, value in zip(
+        list_layers(model), inputs, keys[:, 0], values[:, 0], strict=True
+    ):
         with torch.no_grad():
             layer.locas_up["default"].weight[0] = key
             layer.locas_down["default"].weight[:, 0] = value / layer.scale("default")
@@ -97,12 +101,19 @@ def test_the_change_of_every_layer_is_along_its_gradient():
 
 def test_slots_are_the_papers():
     generator = torch.Generator().manual_seed(0)
-    inputs, gradients = torch.randn(3, 5, 8, generator=generator), torch.randn(3, 5, 8, generator=generator)
+    inputs, gradients = (
+        torch.randn(3, 5, 8, generator=generator),
+        torch.randn(3, 5, 8, generator=generator),
+    )
     keys, values = make_slots(inputs, gradients, 0.25)
     torch.testing.assert_close(keys.norm(dim=-1), torch.ones(3, 5))
-    torch.testing.assert_close(values.square().sum(dim=(0, 2)).sqrt(), torch.full((5,), 0.25))  # over layers and D
+    torch.testing.assert_close(
+        values.square().sum(dim=(0, 2)).sqrt(), torch.full((5,), 0.25)
+    )  # over layers and D
     ratio = values / gradients
-    torch.testing.assert_close(ratio, ratio[:1, :, :1].expand_as(ratio))  # one factor a token, the same in all layers
+    torch.testing.assert_close(
+        ratio, ratio[:1, :, :1].expand_as(ratio)
+    )  # one factor a token, the same in all layers
     _, values = make_slots(inputs, gradients, 0.25, "chunk")
     torch.testing.assert_close(values / gradients, (values / gradients)[:1, :1, :1].expand(3, 5, 8))
     torch.testing.assert_close(values.square().sum(dim=(0, 2)).mean().sqrt(), torch.tensor(0.25))
@@ -143,12 +154,19 @@ def test_which_tokens_are_written():
         model = make_model(r=32)
         writer = SlotWriter(model, tokens=tokens, slots_per_chunk=4)
         with writer.recording():
-            losses = -model(input_ids=ids[None, :-1]).logits[0].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            losses = (
+                -model(input_ids=ids[None, :-1])
+                .logits[0]
+                .log_softmax(-1)
+                .gather(1, ids[1:, None])[:, 0]
+            )
             losses.sum().backward()
         writer.write(losses.detach())
         assert writer.taken == count
         keys[tokens] = ups(model)[0, :count]
-    torch.testing.assert_close(keys["highest-loss"], keys["all"][losses.topk(4).indices.sort().values])
+    torch.testing.assert_close(
+        keys["highest-loss"], keys["all"][losses.topk(4).indices.sort().values]
+    )
     written = make_model(r=32)
     write_tokens(written, ids)
     assert SlotWriter(written).taken == 12
@@ -158,11 +176,15 @@ def test_which_tokens_are_written():
 @pytest.mark.parametrize("fold", ["nlsvd", "refit"])
 def test_the_cycle_stays_within_its_capacity(fold):
     model = make_model(r=8)
-    tensors = [module.weight for layer in list_layers(model) for module in layer.projections("default")]
+    tensors = [
+        module.weight for layer in list_layers(model) for module in layer.projections("default")
+    ]
     places = [tensor.data_ptr() for tensor in tensors]
     writer = SlotWriter(model, slots_per_chunk=2, fold=fold)
     rate = None if fold == "nlsvd" else 1e-3
-    trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=rate, writer=writer, brake=False)
+    trainer = TestTimeTrainer(
+        model, window=8, stride=4, learning_rate=rate, writer=writer, brake=False
+    )
     taken = []
     for chunk in trainer.read(make_tokens(1, 40)[0]):
         assert chunk.learned
@@ -173,11 +195,15 @@ def test_the_cycle_stays_within_its_capacity(fold):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("arguments, folded", [({"fold_ratio": 0.25}, 2), ({"fold": "nlsvd", "threshold": 0.99}, 1)])
+@pytest.mark.parametrize(
+    "arguments, folded", [({"fold_ratio": 0.25}, 2), ({"fold": "nlsvd", "threshold": 0.99}, 1)]
+)
 def test_how_many_slots_a_fold_leaves(arguments, folded):
     model = make_model(r=8)
     writer = SlotWriter(model, slots_per_chunk=2, **arguments)
-    trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=None, writer=writer, brake=False)
+    trainer = TestTimeTrainer(
+        model, window=8, stride=4, learning_rate=None, writer=writer, brake=False
+    )
     taken = [writer.taken for _ in trainer.read(make_tokens(1, 20)[0])]
     assert taken == [2, 4, 6, 8, folded + 2] and writer.folds == 1
 
@@ -274,8 +300,12 @@ def test_reading_goes_on_from_a_checkpoint_bit_for_bit(tmp_path):
 
     other = make_model(r=8)
     writer = SlotWriter(other, slots_per_chunk=1)
-    with pytest.raises(ValueError, match="^writer: slots_per_chunk must be 2 as in the checkpoint in "):
-        resume(TestTimeTrainer(other, window=8, stride=4, learning_rate=1e-3, writer=writer), tmp_path)
+    with pytest.raises(
+        ValueError, match="^writer: slots_per_chunk must be 2 as in the checkpoint in "
+    ):
+        resume(
+            TestTimeTrainer(other, window=8, stride=4, learning_rate=1e-3, writer=writer), tmp_path
+        )
 
 
 def test_a_written_memory_is_saved_loaded_and_merged(tmp_path):
@@ -322,7 +352,10 @@ def test_a_gated_host_is_refused():
         ({"slots_per_chunk": 0}, "slots_per_chunk must be at least 1, got 0: raise it"),
         ({"fold_ratio": 1.0}, "fold_ratio must be above 0 and below 1, got 1.0: leave it out"),
         ({"fold_ratio": 0}, "fold_ratio must be above 0 and below 1, got 0: leave it out"),
-        ({"threshold": math.nan}, "threshold must be at least 0 and below 1, got nan: leave it out"),
+        (
+            {"threshold": math.nan},
+            "threshold must be at least 0 and below 1, got nan: leave it out",
+        ),
         ({"adapter_name": "other"}, "the model has no single LOCAS memory 'other' to write into"),
     ],
 )
@@ -337,11 +370,17 @@ def test_memories_that_cannot_be_written_are_refused():
         SlotWriter(gated)
     with pytest.raises(ValueError, match="must have one width, got"):
         SlotWriter(make_model(rank_pattern={"layers.0.mlp": 8}))
-    with pytest.raises(ValueError, match="r must be at least 2 for a memory that is written, got 1"):
+    with pytest.raises(
+        ValueError, match="r must be at least 2 for a memory that is written, got 1"
+    ):
         SlotWriter(make_model(r=1))
-    with pytest.raises(ValueError, match=r"no single LOCAS memory that is active \(active: none\) to write into"):
+    with pytest.raises(
+        ValueError, match=r"no single LOCAS memory that is active \(active: none\) to write into"
+    ):
         SlotWriter(make_host("gpt_neox"))
-    silent = get_peft_model(make_host("gpt_neox"), LocasConfig(r=4, init_strategy="write", scaling=0.0))
+    silent = get_peft_model(
+        make_host("gpt_neox"), LocasConfig(r=4, init_strategy="write", scaling=0.0)
+    )
     with pytest.raises(ValueError, match="output scale above 0"):
         SlotWriter(silent)
 
@@ -349,7 +388,9 @@ def test_memories_that_cannot_be_written_are_refused():
 def test_a_memory_without_slots_is_not_read_with_in_vain():
     model = make_model()
     trainer = TestTimeTrainer(model, window=8, stride=4, learning_rate=1e-3)
-    with pytest.raises(ValueError, match="writer must be given for the memory 'default', which has no slots"):
+    with pytest.raises(
+        ValueError, match="writer must be given for the memory 'default', which has no slots"
+    ):
         trainer.read(make_tokens(1, 12)[0])
     write_tokens(model, make_tokens(1, 6)[0])  # a written one may be trained without
     assert all(chunk.learned for chunk in trainer.read(make_tokens(1, 12)[0]))

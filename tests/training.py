@@ -23,15 +23,24 @@ def make_ids(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
 
 
-def make_model(kind: str = "locas", family: str = "llama", dtype=torch.float32, **options) -> torch.nn.Module:
+def make_model(
+    kind: str = "locas", family: str = "llama", dtype=torch.float32, **options
+) -> torch.nn.Module:
     """A host as it is ("plain"), or with an adapter whose output is large enough that it matters."""
     host = make_host(family, dtype)
     torch.manual_seed(1)
     if kind == "lora":
-        config = {"r": 4, "lora_alpha": 32, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        config = {
+            "r": 4,
+            "lora_alpha": 32,
+            "target_modules": "all-linear",
+            "task_type": "CAUSAL_LM",
+        }
         return get_peft_model(host, LoraConfig(**config | options))
     return (
-        get_peft_model(host, LocasConfig(**{"r": 4, "scaling": 16.0, "output_scale": "paper"} | options))
+        get_peft_model(
+            host, LocasConfig(**{"r": 4, "scaling": 16.0, "output_scale": "paper"} | options)
+        )
         if kind == "locas"
         else host
     )
@@ -71,7 +80,11 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def trained_weights(model: PeftModel) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in model.named_parameters() if value.requires_grad}
+    return {
+        name: value.detach().clone()
+        for name, value in model.named_parameters()
+        if value.requires_grad
+    }
 
 
 def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:

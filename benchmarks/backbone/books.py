@@ -45,7 +45,9 @@ def train_tokenizer(books: dict[str, str]) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(books.values(), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    )
 
 
 def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
@@ -55,7 +57,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
         ValueError: the directory holds no tokenizer, or one without an end-of-text token.
     """
     if not (directory / "tokenizer.json").is_file():
-        raise ValueError(f"no tokenizer.json in {directory}: give the output folder of an earlier run")
+        raise ValueError(
+            f"no tokenizer.json in {directory}: give the output folder of an earlier run"
+        )
     tokenizer = AutoTokenizer.from_pretrained(directory)
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -64,7 +68,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def encode_books(tokenizer: PreTrainedTokenizerBase, books: dict[str, str]) -> dict[str, torch.Tensor]:
+def encode_books(
+    tokenizer: PreTrainedTokenizerBase, books: dict[str, str]
+) -> dict[str, torch.Tensor]:
     """Encode each book to a `LongTensor [tokens]`, the end-of-text token last."""
     end = torch.tensor([tokenizer.eos_token_id])
     return {name: torch.cat([tokenize(tokenizer, text), end]) for name, text in books.items()}

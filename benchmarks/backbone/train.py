@@ -74,7 +74,11 @@ def build_mlp(vocabulary: int, end_of_text: int) -> PreTrainedModel:
             tie_word_embeddings=True,
             # One after the other: the FFN then sees what attention has added, as in most current models.
             use_parallel_residual=False,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 1.0,
+            },
             bos_token_id=None,
             eos_token_id=end_of_text,
             pad_token_id=end_of_text,
@@ -82,7 +86,10 @@ def build_mlp(vocabulary: int, end_of_text: int) -> PreTrainedModel:
     )
 
 
-ARCHITECTURES: dict[str, Callable[[int, int], PreTrainedModel]] = {"glu": build_glu, "mlp": build_mlp}
+ARCHITECTURES: dict[str, Callable[[int, int], PreTrainedModel]] = {
+    "glu": build_glu,
+    "mlp": build_mlp,
+}
 FFN_DESCRIPTIONS = {"glu": "gated FFNs (SiLU)", "mlp": "two-layer FFNs (ReLU)"}
 PRECISIONS = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -100,12 +107,18 @@ def training_batch(tokens: torch.Tensor, step: int, seed: int) -> torch.Tensor:
     Returns:
         `LongTensor [BATCH_WINDOWS, CONTEXT_TOKENS]`.
     """
-    windows = len(tokens) // CONTEXT_TOKENS - 1  # one fewer than fit, so that every offset leaves as many
+    windows = (
+        len(tokens) // CONTEXT_TOKENS - 1
+    )  # one fewer than fit, so that every offset leaves as many
     epoch, position = divmod(step, windows // BATCH_WINDOWS)
     generator = torch.Generator().manual_seed(seed + epoch)
     offset = int(torch.randint(0, CONTEXT_TOKENS, (1,), generator=generator))
-    order = torch.randperm(windows, generator=generator)[position * BATCH_WINDOWS : (position + 1) * BATCH_WINDOWS]
-    return torch.stack([tokens[offset + i * CONTEXT_TOKENS :][:CONTEXT_TOKENS] for i in order.tolist()])
+    order = torch.randperm(windows, generator=generator)[
+        position * BATCH_WINDOWS : (position + 1) * BATCH_WINDOWS
+    ]
+    return torch.stack(
+        [tokens[offset + i * CONTEXT_TOKENS :][:CONTEXT_TOKENS] for i in order.tolist()]
+    )
 
 
 def learning_rate_factor(step: int, spent: float) -> float:
@@ -120,7 +133,9 @@ def build_optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     matrices = [p for p in model.parameters() if p.ndim == 2 and p is not embedding]
     others = [p for p in model.parameters() if p.ndim != 2 or p is embedding]
     optimizers = [
-        torch.optim.Muon(matrices, lr=0.02, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original"),
+        torch.optim.Muon(
+            matrices, lr=0.02, momentum=0.95, weight_decay=0.01, adjust_lr_fn="original"
+        ),
         torch.optim.AdamW(others, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     for optimizer in optimizers:
@@ -229,16 +244,25 @@ def train(
         if step % 20 == 0:
             speed = (step - first_step) * BATCH_WINDOWS * CONTEXT_TOKENS / (seconds - first_seconds)
             read = step * BATCH_WINDOWS * CONTEXT_TOKENS / 1e6
-            log(f"step {step}  {seconds:.0f} s  {read:.2f}M tokens  {speed:.0f} tokens/s  loss {loss_nats:.3f}")
+            log(
+                f"step {step}  {seconds:.0f} s  {read:.2f}M tokens  {speed:.0f} tokens/s  loss {loss_nats:.3f}"
+            )
         if seconds - saved_seconds >= checkpoint_minutes * 60:
             save()
             saved_seconds = seconds
     save()
-    return {"steps": step, "tokens": step * BATCH_WINDOWS * CONTEXT_TOKENS, "seconds": seconds, "loss": loss_nats}
+    return {
+        "steps": step,
+        "tokens": step * BATCH_WINDOWS * CONTEXT_TOKENS,
+        "seconds": seconds,
+        "loss": loss_nats,
+    }
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, books: dict[str, torch.Tensor], limit: int) -> dict[str, Any]:
+def held_out_loss(
+    model: PreTrainedModel, books: dict[str, torch.Tensor], limit: int
+) -> dict[str, Any]:
     """Measure the loss on books the model has not seen, in separate windows.
 
     The first token of a window has no context and is not scored; a last window too short to score is left out.
@@ -260,7 +284,9 @@ def held_out_loss(model: PreTrainedModel, books: dict[str, torch.Tensor], limit:
                 continue
             batch = window[None]
             logits = model(input_ids=batch).logits[0, :-1].float()
-            book_nll += torch.nn.functional.cross_entropy(logits, window[1:], reduction="sum").item()
+            book_nll += torch.nn.functional.cross_entropy(
+                logits, window[1:], reduction="sum"
+            ).item()
             book_scored += len(window) - 1
         by_book[name] = book_nll / book_scored
         nll_nats += book_nll
@@ -286,7 +312,8 @@ def model_card(arch: str, model: PreTrainedModel, facts: dict[str, Any]) -> str:
         quality = "Not measured on unseen text (no `--held-out`)."
     else:
         rows = "\n".join(
-            f"| {name} | {loss:.3f} | {math.exp(loss):.1f} |" for name, loss in held_out["by_book"].items()
+            f"| {name} | {loss:.3f} | {math.exp(loss):.1f} |"
+            for name, loss in held_out["by_book"].items()
         )
         quality = (
             f"On books it has not seen, the first {facts['held_out_tokens']:,} tokens of each, in separate windows of "
@@ -349,23 +376,50 @@ def command_line(arguments: argparse.Namespace) -> str:
         path = getattr(arguments, name)
         if path is not None:
             parts.append(f"--{name.replace('_', '-')} {path.resolve().name}")
-    parts.append(f"--minutes {arguments.minutes:g} --threads {arguments.threads} --precision {arguments.precision}")
+    parts.append(
+        f"--minutes {arguments.minutes:g} --threads {arguments.threads} --precision {arguments.precision}"
+    )
     return " ".join(parts)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line; every folder becomes a `Path`."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", choices=sorted(ARCHITECTURES), required=True)
-    parser.add_argument("--books", type=Path, required=True, help="directory of .txt books to learn from")
-    parser.add_argument("--out", type=Path, required=True, help="model, tokenizer, model card and checkpoint go here")
-    parser.add_argument("--minutes", type=float, default=80.0, help="training time, resumed runs added up")
-    parser.add_argument("--held-out", type=Path, help="directory of .txt books to measure the loss on at the end")
-    parser.add_argument("--held-out-tokens", type=int, default=50_000, help="tokens read of each held-out book")
-    parser.add_argument("--tokenizer", type=Path, help="reuse the tokenizer of this folder (default: train one)")
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in --out, if there is one")
-    parser.add_argument("--checkpoint-minutes", type=float, default=3.0, help="training time between checkpoints")
-    parser.add_argument("--precision", choices=sorted(PRECISIONS), default="bf16", help="of the forward pass")
+    parser.add_argument(
+        "--books", type=Path, required=True, help="directory of .txt books to learn from"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help="model, tokenizer, model card and checkpoint go here",
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=80.0, help="training time, resumed runs added up"
+    )
+    parser.add_argument(
+        "--held-out", type=Path, help="directory of .txt books to measure the loss on at the end"
+    )
+    parser.add_argument(
+        "--held-out-tokens", type=int, default=50_000, help="tokens read of each held-out book"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, help="reuse the tokenizer of this folder (default: train one)"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the checkpoint in --out, if there is one",
+    )
+    parser.add_argument(
+        "--checkpoint-minutes", type=float, default=3.0, help="training time between checkpoints"
+    )
+    parser.add_argument(
+        "--precision", choices=sorted(PRECISIONS), default="bf16", help="of the forward pass"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(argv)
@@ -394,11 +448,15 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     books = load_books(arguments.books)
     held_out_books = load_books(arguments.held_out) if arguments.held_out else {}
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = load_tokenizer(arguments.tokenizer) if arguments.tokenizer else train_tokenizer(books)
+    tokenizer = (
+        load_tokenizer(arguments.tokenizer) if arguments.tokenizer else train_tokenizer(books)
+    )
     tokens = torch.cat(list(encode_books(tokenizer, books).values()))
     model = ARCHITECTURES[arguments.arch](len(tokenizer), tokenizer.eos_token_id)
     parameters = sum(p.numel() for p in model.parameters())
-    log(f"{len(books)} books, {len(tokens):,} tokens; {type(model).__name__}, {parameters:,} parameters")
+    log(
+        f"{len(books)} books, {len(tokens):,} tokens; {type(model).__name__}, {parameters:,} parameters"
+    )
 
     settings = {
         "arch": arguments.arch,

@@ -15,8 +15,19 @@ INK, HOST, PALE_HOST, MEMORY, PALE_MEMORY = "#263238", "#607d8b", "#eceff1", "#d
 matplotlib.use("svg")
 # Text stays text, and a second run writes the same bytes.
 plt.rcParams.update(
-    {"svg.fonttype": "none", "svg.hashsalt": "locas_peft", "font.family": "sans-serif", "font.size": 11}
-    | {"text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
+    {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "locas_peft",
+        "font.family": "sans-serif",
+        "font.size": 11,
+    }
+    | {
+        "text.color": INK,
+        "axes.edgecolor": INK,
+        "axes.labelcolor": INK,
+        "xtick.color": INK,
+        "ytick.color": INK,
+    }
 )
 
 
@@ -29,17 +40,31 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def box(axes: Axes, x: float, y: float, width: float, height: float, text: str = "", **style) -> None:
+def box(
+    axes: Axes, x: float, y: float, width: float, height: float, text: str = "", **style
+) -> None:
     """Draw a box with rounded corners, from its lower left corner; `style` is the patch's, `size` the text's."""
     size, colour = style.pop("size", 11), style.pop("color", INK)
     style = {"facecolor": PALE_HOST, "edgecolor": HOST, "linewidth": 1.2} | style
-    axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06", **style))
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=colour)
+    axes.add_patch(
+        FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0,rounding_size=0.06", **style)
+    )
+    axes.text(
+        x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size, color=colour
+    )
 
 
-def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = INK, **style) -> None:
+def arrow(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], color: str = INK, **style
+) -> None:
     """Draw an arrow between two points."""
-    style = {"arrowstyle": "-|>", "color": color, "linewidth": 1.4, "shrinkA": 0, "shrinkB": 0} | style
+    style = {
+        "arrowstyle": "-|>",
+        "color": color,
+        "linewidth": 1.4,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    } | style
     axes.annotate("", end, start, arrowprops=style)
 
 

@@ -15,16 +15,44 @@ for row, (chunk, top) in enumerate(((2, 3.45), (3, 2.25), (4, 1.05))):
         elif index == chunk - 1:
             style, colour = {"facecolor": "#b0bec5"}, INK
         else:
-            style, colour = {"facecolor": "white", "edgecolor": PALE_HOST if index > chunk else "#cfd8dc"}, "#90a4ae"
+            style, colour = (
+                {"facecolor": "white", "edgecolor": PALE_HOST if index > chunk else "#cfd8dc"},
+                "#90a4ae",
+            )
         box(axes, LEFT + index * CHUNK, top, CHUNK - 0.05, 0.36, str(index), color=colour, **style)
     begin, end = LEFT + (chunk - 1) * CHUNK, LEFT + (chunk + 1) * CHUNK - 0.05
-    axes.plot([begin, begin, end, end], [top - 0.06, top - 0.12, top - 0.12, top - 0.06], color=HOST, linewidth=1.2)
+    axes.plot(
+        [begin, begin, end, end],
+        [top - 0.06, top - 0.12, top - 0.12, top - 0.06],
+        color=HOST,
+        linewidth=1.2,
+    )
     if row == 0:
-        axes.text((begin + end) / 2, top - 0.3, "window", ha="center", va="center", fontsize=10, color=HOST)
+        axes.text(
+            (begin + end) / 2,
+            top - 0.3,
+            "window",
+            ha="center",
+            va="center",
+            fontsize=10,
+            color=HOST,
+        )
         axes.text(begin + 0.2, top + 0.5, "context", ha="center", fontsize=10, color=HOST)
-        axes.text(begin + 0.82, top + 0.5, "chunk", ha="center", fontsize=10, color=MEMORY, weight="bold")
+        axes.text(
+            begin + 0.82, top + 0.5, "chunk", ha="center", fontsize=10, color=MEMORY, weight="bold"
+        )
     memory, middle = 4.2, top + 0.18
-    box(axes, memory, top - 0.02, 1.0, 0.4, f"memory {chunk}", facecolor=PALE_MEMORY, edgecolor=MEMORY, size=10)
+    box(
+        axes,
+        memory,
+        top - 0.02,
+        1.0,
+        0.4,
+        f"memory {chunk}",
+        facecolor=PALE_MEMORY,
+        edgecolor=MEMORY,
+        size=10,
+    )
     right = LEFT + CHUNKS * CHUNK
     arrow(axes, (memory, middle), (right + 0.02, middle), INK)
     axes.text((memory + right) / 2 - 0.02, middle + 0.1, "1 score", ha="center", fontsize=10)

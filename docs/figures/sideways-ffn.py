@@ -9,17 +9,47 @@ from matplotlib.patches import Circle
 figure, axes = canvas(5.4, 4.55)
 
 
-def draw_ffn(left: float, width: float, neurons: int, letter: str, title: str, colour: str, fill: dict) -> None:
+def draw_ffn(
+    left: float, width: float, neurons: int, letter: str, title: str, colour: str, fill: dict
+) -> None:
     """Draw gate and up, a row of neurons, and down, from the bottom to the top."""
     middle = left + width / 2
     box(axes, left, 1.0, width, 2.75, facecolor="none", edgecolor=colour, linestyle=(0, (4, 3)))
     axes.text(middle, 3.47, title, ha="center", fontsize=11, color=colour, weight="bold")
-    box(axes, left + 0.12, 1.15, width - 0.24, 0.48, f"gate, up  [{letter} × D]", size=10, edgecolor=colour, **fill)
+    box(
+        axes,
+        left + 0.12,
+        1.15,
+        width - 0.24,
+        0.48,
+        f"gate, up  [{letter} × D]",
+        size=10,
+        edgecolor=colour,
+        **fill,
+    )
     step = (width - 0.5) / (neurons - 1)
     for neuron in range(neurons):
-        axes.add_patch(Circle((left + 0.25 + neuron * step, 2.05), 0.085, facecolor=colour, edgecolor="none"))
-    axes.text(middle, 2.33, f"{letter} neurons" if letter == "F" else f"{letter} slots", ha="center", fontsize=10)
-    box(axes, left + 0.12, 2.78, width - 0.24, 0.48, f"down  [D × {letter}]", size=10, edgecolor=colour, **fill)
+        axes.add_patch(
+            Circle((left + 0.25 + neuron * step, 2.05), 0.085, facecolor=colour, edgecolor="none")
+        )
+    axes.text(
+        middle,
+        2.33,
+        f"{letter} neurons" if letter == "F" else f"{letter} slots",
+        ha="center",
+        fontsize=10,
+    )
+    box(
+        axes,
+        left + 0.12,
+        2.78,
+        width - 0.24,
+        0.48,
+        f"down  [D × {letter}]",
+        size=10,
+        edgecolor=colour,
+        **fill,
+    )
     for bottom, top in ((1.63, 1.93), (2.52, 2.77)):
         arrow(axes, (middle, bottom), (middle, top), colour)
 

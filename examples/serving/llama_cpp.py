@@ -54,7 +54,15 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         merged, file = Path(folder) / "merged", Path(folder) / "model.gguf"
-        locas = [sys.executable, "-m", "locas_peft", "merge", arguments.memory, "--dtype", "float32"]
+        locas = [
+            sys.executable,
+            "-m",
+            "locas_peft",
+            "merge",
+            arguments.memory,
+            "--dtype",
+            "float32",
+        ]
         subprocess.run([*locas, "--out", merged], check=True)
         converter = next(filter(None, map(shutil.which, CONVERTERS)), CONVERTERS[0])
         subprocess.run([converter, merged, "--outfile", file, "--outtype", "f32"], check=True)

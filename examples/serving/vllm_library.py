@@ -33,7 +33,9 @@ VOCABULARY, PROMPT_TOKENS = 4000, 12
 
 
 @torch.inference_mode()
-def answer(library: Library, names: list[str], prompt: list[int], max_tokens: int) -> dict[str, list[int]]:
+def answer(
+    library: Library, names: list[str], prompt: list[int], max_tokens: int
+) -> dict[str, list[int]]:
     """Return transformers' greedy continuations, in float32; "base" is the base alone."""
     base, tokenizer = load_base(library.name_base(), dtype="float32", device="cpu")
     answers = {}
@@ -51,21 +53,38 @@ def answer(library: Library, names: list[str], prompt: list[int], max_tokens: in
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("library", type=Path)
-    parser.add_argument("base", type=Path, help="the folder that locas export --base-only has written")
-    parser.add_argument("--vllm-python", default=os.environ.get("LOCAS_VLLM"), help="of an environment with vLLM")
+    parser.add_argument(
+        "base", type=Path, help="the folder that locas export --base-only has written"
+    )
+    parser.add_argument(
+        "--vllm-python", default=os.environ.get("LOCAS_VLLM"), help="of an environment with vLLM"
+    )
     parser.add_argument("--max-loras", type=int, default=4, help="memories in a batch")
     parser.add_argument("--max-lora-rank", type=int, default=64, help="as vLLM takes it")
     parser.add_argument("--max-tokens", type=int, default=16, help="of an answer")
-    parser.add_argument("--compared", type=int, default=20, help="memories whose answers are compared")
-    parser.add_argument("--forget", action="store_true", help="forget the last memory while the server runs")
+    parser.add_argument(
+        "--compared", type=int, default=20, help="memories whose answers are compared"
+    )
+    parser.add_argument(
+        "--forget", action="store_true", help="forget the last memory while the server runs"
+    )
     arguments = parser.parse_args()
     if arguments.vllm_python is None:
-        parser.error("--vllm-python, or the environment variable LOCAS_VLLM, must name the python that has vLLM")
+        parser.error(
+            "--vllm-python, or the environment variable LOCAS_VLLM, must name the python that has vLLM"
+        )
     library, draw = Library(arguments.library), random.Random(0)
     names = sorted(library.list())
-    prompt = draw.choices(range(3, VOCABULARY), k=PROMPT_TOKENS)  # one for all: no cache may mix them up
+    prompt = draw.choices(
+        range(3, VOCABULARY), k=PROMPT_TOKENS
+    )  # one for all: no cache may mix them up
     os.environ["LOCAS_LIBRARY"] = str(arguments.library.resolve())
-    options = ["--max-loras", str(arguments.max_loras), "--max-cpu-loras", str(max(len(names), arguments.max_loras))]
+    options = [
+        "--max-loras",
+        str(arguments.max_loras),
+        "--max-cpu-loras",
+        str(max(len(names), arguments.max_loras)),
+    ]
     options += ["--enforce-eager"]  # the server starts in half of the time
 
     with serve(arguments.vllm_python, arguments.base, {}, arguments.max_lora_rank, options) as url:
@@ -79,10 +98,14 @@ def main() -> None:
         chosen = ["base", *names[: arguments.compared]]
         began = time.perf_counter()
         with ThreadPoolExecutor(len(chosen)) as pool:
-            answers = pool.map(lambda name: complete(url, name, prompt, arguments.max_tokens), chosen)
+            answers = pool.map(
+                lambda name: complete(url, name, prompt, arguments.max_tokens), chosen
+            )
             given = dict(zip(chosen, answers, strict=True))
         seconds = time.perf_counter() - began
-        refused = [is_unknown(url, name) for name in ("nobody", "../served", f"{names[0]}/../{names[-1]}")]
+        refused = [
+            is_unknown(url, name) for name in ("nobody", "../served", f"{names[0]}/../{names[-1]}")
+        ]
         if arguments.forget:
             library.forget(names[-1])
             refused.append(is_unknown(url, names[-1]))
@@ -92,10 +115,21 @@ def main() -> None:
     wrong = [name for name in chosen if given[name] != expected[name]]
     for name in wrong:
         print(f"{name}: {given[name]}, transformers: {expected[name]}")
-    print(f"{len(chosen) - len(wrong)} of {len(chosen)} answers as in transformers, the base's among them")
+    print(
+        f"{len(chosen) - len(wrong)} of {len(chosen)} answers as in transformers, the base's among them"
+    )
     cold, warm = ([times[index] for times in first.values()] for index in (0, -1))
-    result = {"memories": len(names), "same": len(chosen) - len(wrong), "of": len(chosen), "refused": refused}
-    result |= {"first_cold_s": cold[0], "cold_s": statistics.median(cold), "warm_s": statistics.median(warm)}
+    result = {
+        "memories": len(names),
+        "same": len(chosen) - len(wrong),
+        "of": len(chosen),
+        "refused": refused,
+    }
+    result |= {
+        "first_cold_s": cold[0],
+        "cold_s": statistics.median(cold),
+        "warm_s": statistics.median(warm),
+    }
     result |= {"cold_20_s": statistics.median(cold[:20]), "again_s": statistics.median(again)}
     result |= {"loaded_s": statistics.median(loaded)}
     result |= {"tokens_per_second": len(chosen) * arguments.max_tokens / seconds}

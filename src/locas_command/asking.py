@@ -9,7 +9,18 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from .console import open_consoles, write_result
-from .options import BASE, AtLeastZero, BaseOptions, Count, JsonFile, Memory, MemoryBase, NamedPath, Seed, Text
+from .options import (
+    BASE,
+    AtLeastZero,
+    BaseOptions,
+    Count,
+    JsonFile,
+    Memory,
+    MemoryBase,
+    NamedPath,
+    Seed,
+    Text,
+)
 
 
 def generate(
@@ -41,7 +52,9 @@ def generate(
     if not prompt.strip():
         raise ValueError("PROMPT must not be empty: give the beginning of a text")
     if any("\ud800" <= char <= "\udfff" for char in prompt):
-        raise ValueError(f"PROMPT must be valid UTF-8, got {prompt!r}: convert it, for instance with iconv -t UTF-8")
+        raise ValueError(
+            f"PROMPT must be valid UTF-8, got {prompt!r}: convert it, for instance with iconv -t UTF-8"
+        )
     loaded, adapted = open_with_base(memory, base)
     chat = not raw and can_chat(loaded.tokenizer)
     ids = encode_prompt(loaded.tokenizer, prompt) if chat else loaded.tokenizer(prompt)["input_ids"]
@@ -53,7 +66,10 @@ def generate(
     for title, continuation in (("without the memory", without), ("with the memory", with_memory)):
         stdout.print(title, style="bold")
         stdout.print(("" if chat else prompt) + continuation.strip("\n" if chat else "") + "\n")
-    write_result(json_file, {"prompt": prompt, "memory_dir": str(memory), "without": without, "with": with_memory})
+    write_result(
+        json_file,
+        {"prompt": prompt, "memory_dir": str(memory), "without": without, "with": with_memory},
+    )
 
 
 def ask(
@@ -91,19 +107,27 @@ def ask(
     asked = [Question(text) for text in question]
     asked += [] if questions is None else load_questions(questions)
     if not asked or any(not item.question.strip() for item in asked):
-        raise ValueError("QUESTION must be given and not be empty: ask one, or give --questions FILE")
+        raise ValueError(
+            "QUESTION must be given and not be empty: ask one, or give --questions FILE"
+        )
     text = None if context is None else load_text(context)
     by = partial(ask_by_reciting, passage=passage) if recite or passage else ask_questions
-    options = {"max_new_tokens": max_new_tokens} | ({"context": text} if by is ask_questions else {})
+    options = {"max_new_tokens": max_new_tokens} | (
+        {"context": text} if by is ask_questions else {}
+    )
     recited, routed = [[] for _ in asked], None
     loaded, model, found = _load_to_ask(memory, library, without_memory, base)
     if found is not None:
         given = found.ask(loaded.model, loaded.tokenizer, asked, by=by, **options)
-        answers, recited, routed = zip(*((each.answer, each.recited, each.memories) for each in given), strict=True)
+        answers, recited, routed = zip(
+            *((each.answer, each.recited, each.memories) for each in given), strict=True
+        )
     elif by is ask_questions:
         answers = by(model, loaded.tokenizer, asked, **options)
     else:
-        answers, recited = by(model, loaded.tokenizer, asked, load_finder(memory, model, loaded.tokenizer), **options)
+        answers, recited = by(
+            model, loaded.tokenizer, asked, load_finder(memory, model, loaded.tokenizer), **options
+        )
     records = [
         {
             "question": item.question,
@@ -118,9 +142,15 @@ def ask(
     for record in records:
         stdout.print(record["question"], style="bold")
         if routed is not None:
-            stdout.print(f"  [{', '.join(record['memories']) or 'no memory'}]", style="dim", markup=False)
-        stdout.print(record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})"))
-        for passage in (record["recited"] or ["no passage is about this"]) if "recited" in record else ():
+            stdout.print(
+                f"  [{', '.join(record['memories']) or 'no memory'}]", style="dim", markup=False
+            )
+        stdout.print(
+            record["answer"] + ("" if record["right"] is None else f"   ({record['gold']})")
+        )
+        for passage in (
+            (record["recited"] or ["no passage is about this"]) if "recited" in record else ()
+        ):
             stdout.print(f"  {passage}", style="dim")
     graded = [record["right"] for record in records if record["right"] is not None]
     if graded:
@@ -159,21 +189,40 @@ def chat(
     _check_recite(recite=recite, without_memory=without_memory)
     loaded, model, found = _load_to_ask(memory, library, without_memory, base)
     if not can_chat(loaded.tokenizer):
-        raise ValueError(f"model must have a chat template, got {loaded.name!r} without one: use locas generate")
+        raise ValueError(
+            f"model must have a chat template, got {loaded.name!r} without one: use locas generate"
+        )
     turns: list[dict[str, str]] = []
     positions, drawn = count_positions(loaded.model), {"temperature": temperature, "seed": seed}
     own = load_finder(memory, model, loaded.tokenizer) if recite and found is None else None
 
-    def write(model: Any, names: tuple, numbers: list[int]) -> list[tuple[list[int], str, list[str]]]:
-        recites, passages = recite and bool(names) and (own is not None or found.has_studied(names[0])), list[str]()
+    def write(
+        model: Any, names: tuple, numbers: list[int]
+    ) -> list[tuple[list[int], str, list[str]]]:
+        recites, passages = (
+            recite and bool(names) and (own is not None or found.has_studied(names[0])),
+            list[str](),
+        )
         if recites:
-            passages = list((own or found.load_finder(names, model, loaded.tokenizer))([message])[0])
+            passages = list(
+                (own or found.load_finder(names, model, loaded.tokenizer))([message])[0]
+            )
         asked = {"role": "user", "content": put_before("\n".join(passages)) + message}
-        ids = fit_turns(loaded.tokenizer, [*turns, asked], None if positions is None else positions - max_new_tokens)
+        ids = fit_turns(
+            loaded.tokenizer,
+            [*turns, asked],
+            None if positions is None else positions - max_new_tokens,
+        )
         check_room(model, ids, max_new_tokens, "message", "--max-new-tokens")
         with adapters_disabled(model) if recites else nullcontext():
             (reply,) = continue_texts(model, loaded.tokenizer, [ids], max_new_tokens, **drawn)
-        return [(encode_question(loaded.tokenizer, message) if recites else ids, reply.strip(), passages)]
+        return [
+            (
+                encode_question(loaded.tokenizer, message) if recites else ids,
+                reply.strip(),
+                passages,
+            )
+        ]
 
     while True:
         if sys.stdin.isatty():
@@ -187,9 +236,13 @@ def chat(
         if found is None:
             reply = write(model, (memory,), [0])[0][1]
         else:
-            (answer,) = found.answer(loaded.model, loaded.tokenizer, [Question(message)], write, several=recite)
+            (answer,) = found.answer(
+                loaded.model, loaded.tokenizer, [Question(message)], write, several=recite
+            )
             reply = answer.answer
-            stdout.print(f"  [{', '.join(answer.memories) or 'no memory'}]", style="dim", markup=False)
+            stdout.print(
+                f"  [{', '.join(answer.memories) or 'no memory'}]", style="dim", markup=False
+            )
         turns += [{"role": "user", "content": message}, {"role": "assistant", "content": reply}]
         stdout.print(reply)
 
@@ -197,17 +250,23 @@ def chat(
 def _check_recite(**options: Any) -> None:
     given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value]
     if len(given) > 1 and given[0] in ("--recite", "--passage"):
-        raise ValueError(f"{given[0]} needs the memory and nothing else to answer from, got {given[1]}: leave one out")
+        raise ValueError(
+            f"{given[0]} needs the memory and nothing else to answer from, got {given[1]}: leave one out"
+        )
 
 
-def _load_to_ask(memory: Path | None, library: Path | None, without_memory: bool, base: BaseOptions) -> tuple:
+def _load_to_ask(
+    memory: Path | None, library: Path | None, without_memory: bool, base: BaseOptions
+) -> tuple:
     """Load a base and, unless it is asked alone, the memory; return the base, the model that is asked, the library."""
     from .running import load, load_base_of, open_library, open_with_base
 
     if library is not None:
         if memory is not None or without_memory:
             other = "--without-memory" if without_memory else "--memory"
-            raise ValueError(f"--library chooses the memory itself, got {other} too: leave one of them out")
+            raise ValueError(
+                f"--library chooses the memory itself, got {other} too: leave one of them out"
+            )
         found, loaded = open_library(library, base)
         return loaded, loaded.model, found
     if memory is None and not (without_memory and base.model):

@@ -35,7 +35,9 @@ def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
 
 
 def _make_console(stream: Any) -> Console:
-    width = None if stream.isatty() else 120  # 80, the default for a pipe or a file, would cut tables
+    width = (
+        None if stream.isatty() else 120
+    )  # 80, the default for a pipe or a file, would cut tables
     plain = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
     return Console(file=stream, width=width, quiet=find_process()[0] > 0, **plain)
 
@@ -50,7 +52,9 @@ class ProgressLines:
     def __init__(self, console: Console) -> None:
         columns = (*Progress.get_default_columns(), TextColumn("{task.fields[note]}", markup=False))
         self._console = console
-        self._bars = Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
+        self._bars = Progress(
+            *columns, console=console, disable=console.quiet or not console.is_terminal
+        )
         self._printed = time.monotonic()
 
     def __call__(self, description: str, total: int) -> Callable[..., None]:
@@ -62,9 +66,13 @@ class ProgressLines:
             done, latest = done + steps, note or latest
             self._bars.start()  # not earlier: an error before the first step needs no empty line above it
             self._bars.update(task, completed=done, visible=True, note=latest)
-            if not self._console.is_terminal and (done >= total or time.monotonic() > self._printed + PLAIN_SECONDS):
+            if not self._console.is_terminal and (
+                done >= total or time.monotonic() > self._printed + PLAIN_SECONDS
+            ):
                 self._printed = time.monotonic()
-                self._console.print(f"{description:10} {done / max(total, 1):4.0%} {latest}".rstrip())
+                self._console.print(
+                    f"{description:10} {done / max(total, 1):4.0%} {latest}".rstrip()
+                )
 
         return advance
 
@@ -148,7 +156,9 @@ class _Remarks(logging.Handler):
 
 def printable(text: str) -> str:
     """Return a text on one line, with control characters and lone surrogates escaped."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split()))
+    return "".join(
+        char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split())
+    )
 
 
 @contextmanager

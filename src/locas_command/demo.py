@@ -66,16 +66,24 @@ def demo(
         import_extra("bm25s", "library", "what is found by words")  # before anything is written
     if not own:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / DEMO_JSON, [])  # after an interruption the same command may replace what this one wrote
+        write_json(
+            out / DEMO_JSON, []
+        )  # after an interruption the same command may replace what this one wrote
 
     rows: list[dict] = []
     if can_chat(base.tokenizer):
         stderr.print(f"{base.name} is asked about a page on a lighthouse that does not exist.")
-        stderr.print("It writes questions on the page, by which it finds a sentence for each one that it is asked.")
-        stderr.print("Then it learns their answers, with locas-glu and with lora, and answers without the page.")
+        stderr.print(
+            "It writes questions on the page, by which it finds a sentence for each one that it is asked."
+        )
+        stderr.print(
+            "Then it learns their answers, with locas-glu and with lora, and answers without the page."
+        )
         questions = page.load_page_questions()
         with show_progress(stderr) as progress:
-            for recalled in page.recall(base.model, base.tokenizer, settings, out, progress=progress):
+            for recalled in page.recall(
+                base.model, base.tokenizer, settings, out, progress=progress
+            ):
                 progress.close()
                 rows.append(page.describe(recalled))
                 stdout.print(page.describe_recall(recalled), style="bold")
@@ -86,14 +94,26 @@ def demo(
         following = f'locas ask "{questions[page.SHOWN[0]].question}"'
     else:
         reason = f"{base.name} has no chat template, so it cannot answer questions"
-        stderr.print(f"{reason}. {page.CHAT_MODEL} learns a page and is asked about it: {page.INSTALL}")
-        trained = "It was trained on English books alone. " if backbone.is_embedded(base.name) else ""
+        stderr.print(
+            f"{reason}. {page.CHAT_MODEL} learns a page and is asked about it: {page.INSTALL}"
+        )
+        trained = (
+            "It was trained on English books alone. " if backbone.is_embedded(base.name) else ""
+        )
         stderr.print(f"{trained}{base.name} now reads the Python language reference.")
-        stderr.print("Each chunk is scored before it is learned: the lower the perplexity, the better the prediction.")
+        stderr.print(
+            "Each chunk is scored before it is learned: the lower the perplexity, the better the prediction."
+        )
         input_ids, readings = base.encode(python_reference(), options.max_tokens, unwrap=None), []
         for method, each in settings.items():
-            readings.append(read(base, input_ids, each, stderr, out=out / method, overwrite=True, title=REFERENCE))
-            stdout.print(f"{method}: perplexity {readings[-1].perplexity:.2f}, {readings[-1].seconds:.0f} s")
+            readings.append(
+                read(
+                    base, input_ids, each, stderr, out=out / method, overwrite=True, title=REFERENCE
+                )
+            )
+            stdout.print(
+                f"{method}: perplexity {readings[-1].perplexity:.2f}, {readings[-1].seconds:.0f} s"
+            )
         rows, following = [reading.to_json() for reading in readings], 'locas generate "See also:"'
         show_readings(readings, stdout, stderr, REFERENCE)
     write_json(out / DEMO_JSON, rows)
@@ -140,4 +160,11 @@ def app(
     base = load(BaseOptions(model=name, device=device))
     shared = SharedModel(base.name, base.model, base.tokenizer)
     line = "The page is at {} (Ctrl-C ends it)"
-    serve(shared, Visitors(shelf), host, port, not no_browser, lambda at: stdout.print(line.format(at)))
+    serve(
+        shared,
+        Visitors(shelf),
+        host,
+        port,
+        not no_browser,
+        lambda at: stdout.print(line.format(at)),
+    )

@@ -11,7 +11,9 @@ from . import options
 from .console import find_process, open_consoles, show_progress
 from .options import BaseOptions, ReadingOptions, split_names
 
-Out = Annotated[options.NamedPath, Parameter(help="folder for figures, single results and memories.")]
+Out = Annotated[
+    options.NamedPath, Parameter(help="folder for figures, single results and memories.")
+]
 METHODS = "separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both."
 Methods = Annotated[str, Parameter(help=METHODS)]
 DEFAULT_OUT = Path("locas-eval")
@@ -47,7 +49,9 @@ def perplexity(
     source = dataset, split, column, limit_documents
     documents = load_documents(texts, limit_documents) if dataset is None else load_column(*source)
     loaded, methods = _load(base, settings, method)
-    ids = {name: loaded.encode(text, settings.max_tokens, unwrap) for name, text in documents.items()}
+    ids = {
+        name: loaded.encode(text, settings.max_tokens, unwrap) for name, text in documents.items()
+    }
     _run(run_perplexity, (ids,), loaded, methods, out, overwrite, consoles)
 
 
@@ -91,7 +95,9 @@ def locomo(
     if limit_sessions is not None:
         chosen = [keep_sessions(one, limit_sessions) for one in chosen]
     if wrong_memory and len(chosen) < 2:
-        consoles[1].print("no wrong-memory control: it needs a second conversation, whose memory is asked")
+        consoles[1].print(
+            "no wrong-memory control: it needs a second conversation, whose memory is asked"
+        )
     loaded, methods = _load(base, settings, method)
     common = {"data": data.name, "left_out": problems}
     _run(run_locomo, (chosen, plan), loaded, methods, out, overwrite, consoles, **common)
@@ -141,7 +147,9 @@ def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
     check_output_directory("--out", out)
     count = find_process()[1]
     if count > 1 and base.device not in ("auto", "cpu"):
-        raise ValueError(f"--device must be auto or cpu for {count} processes, got {base.device!r}: leave it out")
+        raise ValueError(
+            f"--device must be auto or cpu for {count} processes, got {base.device!r}: leave it out"
+        )
     return open_consoles()
 
 
@@ -152,11 +160,20 @@ def _load(base: BaseOptions, settings: ReadingOptions, method: str) -> tuple[Any
     from .running import load, make_settings
 
     loaded, names = load(base), split_names(method, "--method")
-    return loaded, complete_all(make_settings(settings, loaded), names, loaded.model, loaded.tokenizer)
+    return loaded, complete_all(
+        make_settings(settings, loaded), names, loaded.model, loaded.tokenizer
+    )
 
 
 def _run(
-    protocol: Callable, given: tuple, base, methods: dict, out: Path, overwrite: bool, consoles: tuple, **common: Any
+    protocol: Callable,
+    given: tuple,
+    base,
+    methods: dict,
+    out: Path,
+    overwrite: bool,
+    consoles: tuple,
+    **common: Any,
 ) -> None:
     """Run a protocol with what is given, with values `common` to all of its results, and print its figures."""
     from locas_peft.evaluation import tabulate_figures
@@ -165,7 +182,9 @@ def _run(
     stdout, stderr = consoles
     common = {"model": base.name, "dtype": str(base.model.dtype).removeprefix("torch."), **common}
     with show_progress(stderr) as progress:
-        figures = protocol(Run(base.model, base.tokenizer, methods, out, common, overwrite, progress), *given)
+        figures = protocol(
+            Run(base.model, base.tokenizer, methods, out, common, overwrite, progress), *given
+        )
     for sheet in tabulate_figures(figures):
         stdout.print(sheet.to_rich())
     folder = out / figures["study"]

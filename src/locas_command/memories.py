@@ -6,7 +6,17 @@ from typing import Any
 
 from . import options
 from .console import open_consoles, printable, warnings_as_lines, write_result
-from .options import BASE_ON_CPU, AtLeastTwo, BaseOnCpu, Count, JsonFile, Memory, NamedPath, Overwrite, Text
+from .options import (
+    BASE_ON_CPU,
+    AtLeastTwo,
+    BaseOnCpu,
+    Count,
+    JsonFile,
+    Memory,
+    NamedPath,
+    Overwrite,
+    Text,
+)
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank can have
 
@@ -38,7 +48,9 @@ def merge(
     width = getattr(merged.config, "intermediate_size", None)
     wide = f", FFNs {width:,} wide" if isinstance(width, int) else ""
     loads = f"AutoModelForCausalLM.from_pretrained({str(out)!r}) loads it"
-    stdout.print(f"The merged model ({merged.num_parameters():,} parameters{wide}) is in {out}: {loads}")
+    stdout.print(
+        f"The merged model ({merged.num_parameters():,} parameters{wide}) is in {out}: {loads}"
+    )
 
 
 def export(
@@ -66,17 +78,28 @@ def export(
     from .running import load_base_of
 
     if no_base and base_only:
-        raise ValueError("--no-base and --base-only exclude each other: give one of them, or none for both")
+        raise ValueError(
+            "--no-base and --base-only exclude each other: give one of them, or none for both"
+        )
     stdout, _ = open_consoles()
     _check_empty(out)
     loaded = load_base_of(memory, base)
-    parts = {"with_base": not no_base, "with_adapter": not base_only, "neurons": neurons, "base_path": base_name}
+    parts = {
+        "with_base": not no_base,
+        "with_adapter": not base_only,
+        "neurons": neurons,
+        "base_path": base_name,
+    }
     with warnings_as_lines():
         neurons, rank = export_memory(loaded.model, loaded.tokenizer, memory, out, **parts)
     if not no_base:
-        stdout.print(f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it")
+        stdout.print(
+            f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it"
+        )
     if not base_only:
-        stdout.print(f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base")
+        stdout.print(
+            f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base"
+        )
         stdout.print(_name_vllm_option(rank))
 
 
@@ -114,9 +137,17 @@ def resize(
     loaded, model = open_with_base(memory, base)
     widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
     if not widths:
-        raise ValueError(f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu")
-    if content is None and r < max(widths) and any(layer.ffn.gated for layer in list_layers(model, "default")):
-        raise ValueError("--text must name a text for fewer slots beside gated FFNs, got none: give what was read")
+        raise ValueError(
+            f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu"
+        )
+    if (
+        content is None
+        and r < max(widths)
+        and any(layer.ffn.gated for layer in list_layers(model, "default"))
+    ):
+        raise ValueError(
+            "--text must name a text for fewer slots beside gated FFNs, got none: give what was read"
+        )
     window, batches = min(512, count_positions(loaded.model) or 512), None
     if content is not None:
         batches = [part[None] for part in loaded.encode(content, max_tokens, None).split(window)]
@@ -156,17 +187,38 @@ def forget(folder: Path, name: str, /) -> None:
     held.forget(name)
     stdout.print(f"{name} is forgotten: no file in {folder} holds what it learned", markup=False)
     for other, reading in held.list_taught_beside(name).items():
-        given = {field: value for field, value in reading.settings.to_json().items() if field in vars(options.READING)}
-        given |= {"lr": given.pop("learning_rate"), "layers": given.pop("layers_to_transform"), "overwrite": True}
+        given = {
+            field: value
+            for field, value in reading.settings.to_json().items()
+            if field in vars(options.READING)
+        }
+        given |= {
+            "lr": given.pop("learning_rate"),
+            "layers": given.pop("layers_to_transform"),
+            "overwrite": True,
+        }
         given["beside"] = [each for each in reading.origin["beside"] if each != name] or None
-        words = ["locas", "memorize", reading.title or "TEXT", "--library", str(folder), "--name", other]
+        words = [
+            "locas",
+            "memorize",
+            reading.title or "TEXT",
+            "--library",
+            str(folder),
+            "--name",
+            other,
+        ]
         for field, value in given.items():
             text = ",".join(map(str, value)) if isinstance(value, list) else value
             words += [] if value is None else [f"--{field.replace('_', '-')}={text}"]
-        stdout.print(f"{other} was taught beside {name}. To teach it again: {shlex.join(words)}", markup=False)
+        stdout.print(
+            f"{other} was taught beside {name}. To teach it again: {shlex.join(words)}",
+            markup=False,
+        )
 
 
-def consolidate(folder: Path, /, *name: str, out: str, base: options.MemoryBase = options.BASE) -> None:
+def consolidate(
+    folder: Path, /, *name: str, out: str, base: options.MemoryBase = options.BASE
+) -> None:
     """Make one memory of several of a library: a fresh one studies all their exchanges. The others stay.
 
     Args:
@@ -182,7 +234,9 @@ def consolidate(folder: Path, /, *name: str, out: str, base: options.MemoryBase 
     stdout, stderr = open_consoles()
     held, loaded = open_library(folder, base)
     with show_progress(stderr) as progress:
-        reading = held.consolidate(loaded.model, loaded.tokenizer, name, out, on_study=follow_study(progress))
+        reading = held.consolidate(
+            loaded.model, loaded.tokenizer, name, out, on_study=follow_study(progress)
+        )
     show_study(reading.studied, stdout, stderr)
     stdout.print(f"{out} holds what {', '.join(name)} hold: they can be forgotten", markup=False)
 
@@ -211,10 +265,14 @@ def verify(memory: Memory, /, *, key: NamedPath) -> None:
     from locas_peft.memories.signing import check_signature
 
     stdout, _ = open_consoles()
-    stdout.print(f"{memory} is as signed: {', '.join(map(printable, check_signature(memory, key)))}")
+    stdout.print(
+        f"{memory} is as signed: {', '.join(map(printable, check_signature(memory, key)))}"
+    )
 
 
-def push(memory: Memory, /, *, repo: str, license: str | None = None, private: bool = False) -> None:
+def push(
+    memory: Memory, /, *, repo: str, license: str | None = None, private: bool = False
+) -> None:
     """Upload a memory with its model card to the Hugging Face hub; log in there first, with `hf auth login`.
 
     Args:
@@ -232,13 +290,20 @@ def push(memory: Memory, /, *, repo: str, license: str | None = None, private: b
     stdout.print(f"The memory is at {upload_memory(memory, repo, private=private)}")
 
 
-def inspect(memory: Memory, /, *, others: tuple[Path, ...] = (), json_file: JsonFile = None) -> None:
+def inspect(
+    memory: Memory, /, *, others: tuple[Path, ...] = (), json_file: JsonFile = None
+) -> None:
     """Describe a memory: base model, layers, width, bytes, norms, slots, and what is unusual. Loads no base model.
 
     Args:
         others: a folder of memories of its base to compare it with; may be given again. Else the folder around it.
     """
-    from locas_peft.memories.loading import LEAST_OTHERS, describe_memory, find_unusual, tabulate_memory
+    from locas_peft.memories.loading import (
+        LEAST_OTHERS,
+        describe_memory,
+        find_unusual,
+        tabulate_memory,
+    )
 
     stdout, _ = open_consoles(json_file)
     found = describe_memory(memory)
@@ -257,8 +322,12 @@ def inspect(memory: Memory, /, *, others: tuple[Path, ...] = (), json_file: Json
         stdout.print(tabulate_memory(found).to_rich())
         for each in (marks := found["unusual"]) or ():
             usual = f"usually {each['low']:.3g} to {each['high']:.3g}"
-            stdout.print(f"{'unusual':11}{printable(each['quantity'])}: {each['value']:.3g}, {usual}")
-        count = f"not known: {LEAST_OTHERS} are needed" if marks is None else len(marks) or "nothing"
+            stdout.print(
+                f"{'unusual':11}{printable(each['quantity'])}: {each['value']:.3g}, {usual}"
+            )
+        count = (
+            f"not known: {LEAST_OTHERS} are needed" if marks is None else len(marks) or "nothing"
+        )
         stdout.print(f"{'unusual':11}{count}, beside {found['others']} other memories of this base")
     write_result(json_file, found)
 
@@ -275,12 +344,16 @@ def _check_empty(out: Path, remedy: str = "choose another", overwrite: bool = Fa
 
     check_output_directory("--out", out)
     if not overwrite and out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"--out must be a new or empty folder, got {str(out)!r} with files in it: {remedy}")
+        raise ValueError(
+            f"--out must be a new or empty folder, got {str(out)!r} with files in it: {remedy}"
+        )
 
 
 def _open_library(folder: Path) -> Any:
     from locas_peft.library import Library
 
     if not folder.is_dir():
-        raise ValueError(f"a library must be a folder of memories, got {str(folder)!r}: memorize --library makes one")
+        raise ValueError(
+            f"a library must be a folder of memories, got {str(folder)!r}: memorize --library makes one"
+        )
     return Library(folder)

@@ -18,7 +18,9 @@ def _parse_layers(type_: Any, tokens: Sequence) -> list[int] | str:
     try:
         return value if value == "upper" else [int(index) for index in value.split(",")]
     except ValueError:
-        raise ValueError(f"must be upper, or indices separated by commas, got {value!r}: write 3,4,5, say") from None
+        raise ValueError(
+            f"must be upper, or indices separated by commas, got {value!r}: write 3,4,5, say"
+        ) from None
 
 
 def _parse_path(type_: Any, tokens: Sequence) -> Path:
@@ -101,7 +103,9 @@ class ReadingOptions:
     tokens: str | None = None
     slots_per_chunk: int | None = None
     normalization: str | None = None
-    layers_to_transform: Annotated[Any, Parameter(name="--layers", converter=_parse_layers)] = None  # str, list[int]
+    layers_to_transform: Annotated[Any, Parameter(name="--layers", converter=_parse_layers)] = (
+        None  # str, list[int]
+    )
     anchor: float | None = None
     anchor_every: int | None = None
     max_tokens: int | None = None
@@ -151,7 +155,9 @@ ManyMethods = Annotated[ReadingOptions, Parameter(name="*", group="Reading", par
 _SCORED = "^(?!method$|study$|exchanges$|passes$)"
 ManyScored = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse=_SCORED)]
 """Without the options of a self-study, which comes after a text is scored."""
-BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model", parse="^(?!require_signature$)")]
+BaseGroup = Annotated[
+    BaseOptions, Parameter(name="*", group="Base model", parse="^(?!require_signature$)")
+]
 MemoryBase = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
 BaseOnCpu = Annotated[BaseOnCpuOptions, Parameter(name="*", group="Base model")]
 Text = Annotated[str, Parameter(converter=_parse_text, allow_leading_hyphen=True)]

@@ -20,7 +20,18 @@ from .console import find_process, printable
 from .demo import app as open_page
 from .demo import demo
 from .evaluate import forgetting, locomo, perplexity
-from .memories import consolidate, export, forget, inspect, library, merge, push, resize, sign, verify
+from .memories import (
+    consolidate,
+    export,
+    forget,
+    inspect,
+    library,
+    merge,
+    push,
+    resize,
+    sign,
+    verify,
+)
 from .options import ReadingOptions
 from .reading import memorize
 
@@ -101,7 +112,9 @@ def _run(args: list[str]) -> int:
         if isinstance(error, ValueError):  # an input that all processes share
             _print_error(f"error: {line}", index)
         else:
-            print(f"error in process {index}: {line}" if index else f"error: {line}", file=sys.stderr)
+            print(
+                f"error in process {index}: {line}" if index else f"error: {line}", file=sys.stderr
+            )
         if isinstance(error, OSError):
             _give_up_stdout()
     return 2
@@ -127,7 +140,9 @@ def _explain(error: Exception) -> str | None:
         if where:
             return f"{where} cannot be read or written ({error.strerror}): check the path and its permissions"
         return printable(error.strerror or str(error))
-    *_, (frame, _) = walk_tb(error.__traceback__)  # a TypeError from elsewhere is a defect, not an input
+    *_, (frame, _) = walk_tb(
+        error.__traceback__
+    )  # a TypeError from elsewhere is a defect, not an input
     ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("locas_command", "locas_peft")
     known = isinstance(error, ValueError) or (isinstance(error, TypeError) and ours)
     return printable(str(error)) or type(error).__name__ if known else None

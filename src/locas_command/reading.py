@@ -65,32 +65,52 @@ def memorize(
     from .running import load, make_settings, read, show_readings, show_study
 
     if (text is None) == (not manifest):
-        raise ValueError("give either a TEXT or --manifest, one of the two: see locas memorize --help")
+        raise ValueError(
+            "give either a TEXT or --manifest, one of the two: see locas memorize --help"
+        )
     if (workers > 1 or ray) and not manifest:
         raise ValueError("--workers and --ray need --manifest, got one text: leave them out")
     if manifest:
-        if library is None or out or name or start or beside or exchanges_file or settings.method == "none":
+        if (
+            library is None
+            or out
+            or name
+            or start
+            or beside
+            or exchanges_file
+            or settings.method == "none"
+        ):
             rule = "--manifest needs --library and a method that learns"
-            raise ValueError(f"{rule}, and no --out, --name, --from, --beside or --exchanges-file: leave these out")
+            raise ValueError(
+                f"{rule}, and no --out, --name, --from, --beside or --exchanges-file: leave these out"
+            )
         from .table import teach_manifest
 
         given = {"overwrite": overwrite, "checkpoint_seconds": checkpoint_seconds}
-        return teach_manifest(manifest, library, workers, ray, unwrap, json_file, settings, base, **given)
+        return teach_manifest(
+            manifest, library, workers, ray, unwrap, json_file, settings, base, **given
+        )
     stdout, stderr = open_consoles(json_file)
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue, or start afresh")
     if exchanges_file is not None and not settings.study:
-        raise ValueError(f"--exchanges-file needs --study, got {str(exchanges_file)!r} without it: add --study")
+        raise ValueError(
+            f"--exchanges-file needs --study, got {str(exchanges_file)!r} without it: add --study"
+        )
     exchanges = None if exchanges_file is None else load_exchanges(exchanges_file)
     saves = settings.method != "none"
     for option, given in (("--name", name), ("--beside", beside)):
         if library is None and given is not None:
-            raise ValueError(f"{option} names a memory of a library, got {given!r} without one: add --library DIR")
+            raise ValueError(
+                f"{option} names a memory of a library, got {given!r} without one: add --library DIR"
+            )
     content = load_text(text)
     if library is not None:
         if out is not None or not saves:
             other = "--out" if out is not None else "--method none"
-            raise ValueError(f"--library saves the memory itself, got {other} too: leave one of them out")
+            raise ValueError(
+                f"--library saves the memory itself, got {other} too: leave one of them out"
+            )
         check_output_directory("--library", library)
         shelf = Library(library)
         if start is not None:
@@ -99,22 +119,34 @@ def memorize(
                 start, name = shelf.find(found), name or found
         out = shelf.choose_folder(name or Path(text).stem)
         base = replace(base, model=base.model or shelf.name_base())
-    others = [shelf.find(each) for each in split_names(beside, "--beside")] if beside is not None else []
+    others = (
+        [shelf.find(each) for each in split_names(beside, "--beside")] if beside is not None else []
+    )
     if start is not None:
         out, former = out or start, load_reading(start).settings
-        method = former.method.name if settings.method == options.READING.method else settings.method
+        method = (
+            former.method.name if settings.method == options.READING.method else settings.method
+        )
         kept = vars(former.method).items() if method == former.method.name else ()
-        kept = {field: value for field, value in kept if field in SHAPE and getattr(settings, field) is None}
+        kept = {
+            field: value
+            for field, value in kept
+            if field in SHAPE and getattr(settings, field) is None
+        }
         settings = replace(settings, method=method, **kept)
         base = replace(base, model=base.model or former.model)
     folder = out and out / CHECKPOINT_FOLDER
     if saves:
         if out is None:
-            raise ValueError(f"--out must name a folder for what {settings.method} learns, got none: add --out DIR")
+            raise ValueError(
+                f"--out must name a folder for what {settings.method} learns, got none: add --out DIR"
+            )
         check_output_directory("--out", out)
         if not resume:
             check_vacant(out, overwrite=overwrite, goes_on=out == start)
-    title = None if text == "-" else Path(text).name  # its folder need not be known to who reads the record
+    title = (
+        None if text == "-" else Path(text).name
+    )  # its folder need not be known to who reads the record
     sampled = library is not None or (start is not None and (start / SAMPLE).is_file())
     loaded = load(base)
     if library is not None:
@@ -136,11 +168,15 @@ def memorize(
             )  # fmt: skip
         except KeyboardInterrupt:
             if saves and has_checkpoint(folder):
-                stderr.print(f"{out} holds a checkpoint: the same command with --resume continues from there")
+                stderr.print(
+                    f"{out} holds a checkpoint: the same command with --resume continues from there"
+                )
             raise
         chunks = math.ceil(len(input_ids) / complete.training.stride) * complete.training.readings
         if saves and complete.study is None and chunks < FEW_CHUNKS:
-            what = f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty"
+            what = (
+                f"learned from {chunks} chunk{'s' * (chunks > 1)} alone: the memory is nearly empty"
+            )
             remedy = "Add --study for questions about a short text, or --readings and a shorter --window and --stride"
             stderr.print(f"{what}. {remedy}")
     show_readings([result], stdout, stderr, title or "standard input")
@@ -148,6 +184,10 @@ def memorize(
     write_result(json_file, result.to_json())
     if saves:
         asks = library is not None or not complete.teaches or can_chat(loaded.tokenizer)
-        then = "locas ask QUESTION" + " --passage" * (not complete.teaches) if asks else "locas generate PROMPT"
+        then = (
+            "locas ask QUESTION" + " --passage" * (not complete.teaches)
+            if asks
+            else "locas generate PROMPT"
+        )
         where = f"--memory {out}" if library is None else f"--library {library}"
         stdout.print(f"The memory is in {out}. Next: {then} {where}, or locas inspect {out}")

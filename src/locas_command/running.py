@@ -24,7 +24,13 @@ from locas_peft.reading.record import Reading
 from locas_peft.reading.settings import CompleteSettings, ReadingSettings
 from locas_peft.tables import Sheet, format_count, format_figure
 
-from .console import deferring_signals, printable, show_own_remarks, show_progress, warnings_as_lines
+from .console import (
+    deferring_signals,
+    printable,
+    show_own_remarks,
+    show_progress,
+    warnings_as_lines,
+)
 from .options import BaseOptions, ReadingOptions
 
 
@@ -79,11 +85,15 @@ def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]
 def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:
     """Open a library that exists, and load the base model that the options name, or else its memories."""
     if not folder.is_dir():
-        raise ValueError(f"--library must name a folder, got {str(folder)!r}: make one with memorize --library")
+        raise ValueError(
+            f"--library must name a folder, got {str(folder)!r}: make one with memorize --library"
+        )
     library = Library(folder, require_signature=options.require_signature)
     name = options.model or library.name_base()
     if not name:
-        raise ValueError(f"library {str(folder)!r} holds no memory that names its base: add one, or give --model")
+        raise ValueError(
+            f"library {str(folder)!r} holds no memory that names its base: add one, or give --model"
+        )
     return library, load(replace(options, model=name))
 
 
@@ -92,7 +102,9 @@ def make_settings(options: ReadingOptions, base: Base) -> ReadingSettings:
     return ReadingSettings(**vars(options), model=base.name)
 
 
-def read(base: Base, input_ids: torch.LongTensor, settings: CompleteSettings, stderr: Console, **options) -> Reading:
+def read(
+    base: Base, input_ids: torch.LongTensor, settings: CompleteSettings, stderr: Console, **options
+) -> Reading:
     """Read a text, LongTensor [T], with a progress bar (see `teaching.memorize`)."""
     with show_progress(stderr) as progress, deferring_signals(stderr) as check:
 
@@ -103,7 +115,9 @@ def read(base: Base, input_ids: torch.LongTensor, settings: CompleteSettings, st
         options["tokenizer"] = base.tokenizer
         if settings.study is not None:
             options["on_study"] = then_check(follow_study(progress))
-        return teaching.memorize(base.model, input_ids, settings, on_chunk=then_check(follow(advance)), **options)
+        return teaching.memorize(
+            base.model, input_ids, settings, on_chunk=then_check(follow(advance)), **options
+        )
 
 
 def show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console) -> None:
@@ -115,17 +129,23 @@ def show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console)
     stdout.print(f"asked {studied['asked']}, kept {kept}; wrote {wrote}, learned {learned}")
     if not studied["kept"]:
         samples = " | ".join(printable(sample) for sample in studied["samples"])
-        what = f"the model wrote no usable exchange. Samples: {samples or 'none'}. The text was read"
+        what = (
+            f"the model wrote no usable exchange. Samples: {samples or 'none'}. The text was read"
+        )
         remedy = "choose a larger model, one with a chat template, or give --exchanges-file"
         stderr.print(f"nothing was studied: {what}; {remedy}")
 
 
-def show_readings(readings: Sequence[Reading], stdout: Console, stderr: Console, title: str) -> None:
+def show_readings(
+    readings: Sequence[Reading], stdout: Console, stderr: Console, title: str
+) -> None:
     """Print a table of readings of one text, and remarks on them."""
     stdout.print(tabulate_readings(readings, title).to_rich())
     skipped = sum(each.skipped_chunks for each in readings)
     if skipped:
-        stderr.print(f"{skipped} chunks were scored but not learned: their loss or gradient was not finite")
+        stderr.print(
+            f"{skipped} chunks were scored but not learned: their loss or gradient was not finite"
+        )
     for each in readings:
         if each.taken_back:
             where = ", ".join(f"{tokens:,}" for tokens in each.taken_back)
@@ -139,8 +159,12 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
     Time is relative to the reading with the method "none", where there are others to compare it with.
     """
     end = min(reading.curve[-1][0] for reading in readings)
-    marks = sorted({mark for reading in readings for mark in reading.perplexity_at if int(mark) < end}, key=int)
-    alone = next((each.seconds for each in readings if each.method == "none" and len(readings) > 1), 0.0)
+    marks = sorted(
+        {mark for reading in readings for mark in reading.perplexity_at if int(mark) < end}, key=int
+    )
+    alone = next(
+        (each.seconds for each in readings if each.method == "none" and len(readings) > 1), 0.0
+    )
     best = min(range(len(readings)), key=lambda row: readings[row].perplexity)
     rows = [
         [
@@ -156,4 +180,6 @@ def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
     ]
     at_marks = [f"ppl at {format_count(int(mark))}" for mark in marks]
     headers = ["method", "r", "parameters", *at_marks, "perplexity", "time", "tokens/s"]
-    return Sheet(title, headers, rows, (best, headers.index("perplexity")) if len(readings) > 1 else None)
+    return Sheet(
+        title, headers, rows, (best, headers.index("perplexity")) if len(readings) > 1 else None
+    )

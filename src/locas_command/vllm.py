@@ -16,13 +16,20 @@ def register() -> None:
     LOCAS_REQUIRE_SIGNATURE names the file of a key that its memories must be signed with, and LOCAS_ADAPTERS_GB is the
     most that is kept of their adapters, 10 where it is not given.
     """
-    folder, gigabytes = os.environ.get("LOCAS_LIBRARY"), float(os.environ.get("LOCAS_ADAPTERS_GB") or 10)
+    folder, gigabytes = (
+        os.environ.get("LOCAS_LIBRARY"),
+        float(os.environ.get("LOCAS_ADAPTERS_GB") or 10),
+    )
     if not folder:
         return
     if os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "").lower() not in ("1", "true"):
-        raise ValueError("LOCAS_LIBRARY needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: vLLM asks no resolver without it")
+        raise ValueError(
+            "LOCAS_LIBRARY needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1: vLLM asks no resolver without it"
+        )
     if not os.path.isdir(folder):
-        raise ValueError(f"LOCAS_LIBRARY must be a folder of memories, got {folder!r}: see memorize --library")
+        raise ValueError(
+            f"LOCAS_LIBRARY must be a folder of memories, got {folder!r}: see memorize --library"
+        )
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.lora.request import LoRARequest
@@ -37,9 +44,13 @@ def register() -> None:
     class LibraryResolver(LoRAResolver):
         async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
             try:
-                path = await get_running_loop().run_in_executor(pool, adapters.make, lora_name, base_model_name)
+                path = await get_running_loop().run_in_executor(
+                    pool, adapters.make, lora_name, base_model_name
+                )
             except (ValueError, OSError) as error:
-                return logging.getLogger("vllm.locas_peft").warning("model %r is not served: %s", lora_name, error)
+                return logging.getLogger("vllm.locas_peft").warning(
+                    "model %r is not served: %s", lora_name, error
+                )
             return LoRARequest(lora_name, 1, path)  # vLLM replaces the number
 
     class CurrentRequests(dict):

@@ -8,7 +8,14 @@ from typing import Any
 
 from .tuner.memory_file import one_line
 
-__all__ = ["check_choice", "check_number", "check_whole", "describe_difference", "first_line", "import_extra"]
+__all__ = [
+    "check_choice",
+    "check_number",
+    "check_whole",
+    "describe_difference",
+    "first_line",
+    "import_extra",
+]
 __all__ += ["one_line"]
 
 
@@ -24,7 +31,9 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise a `ValueError` unless a value is one of some names."""
     choices = list(choices)
     if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}: choose one of them")
+        raise ValueError(
+            f"{name} must be one of {', '.join(choices)}, got {value!r}: choose one of them"
+        )
 
 
 def check_number(name: str, value: Any, may_be_0: bool = False) -> None:
@@ -60,4 +69,6 @@ def import_extra(name: str, extra: str = "eval", what: str = "this measure") -> 
         return import_module(name)
     except ModuleNotFoundError as error:
         package = (error.name or name).partition(".")[0]
-        raise ValueError(f"{what} needs {package}: install the extra with pip install 'locas_peft[{extra}]'") from None
+        raise ValueError(
+            f"{what} needs {package}: install the extra with pip install 'locas_peft[{extra}]'"
+        ) from None

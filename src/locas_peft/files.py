@@ -17,8 +17,21 @@ from huggingface_hub import cached_assets_path
 
 T = TypeVar("T")
 
-__all__ = ["check_output_directory", "check_output_file", "find_kept", "finish_replacement", "format_json"]
-__all__ += ["is_disk_full", "is_out_of_memory", "load_json", "load_json_lines", "parse_json_lines", "staged"]
+__all__ = [
+    "check_output_directory",
+    "check_output_file",
+    "find_kept",
+    "finish_replacement",
+    "format_json",
+]
+__all__ += [
+    "is_disk_full",
+    "is_out_of_memory",
+    "load_json",
+    "load_json_lines",
+    "parse_json_lines",
+    "staged",
+]
 __all__ += ["staged_file", "write_json"]
 
 # A replacement of a folder's entries passes through two folders inside it. `_STAGED` appears in one step, complete.
@@ -42,7 +55,9 @@ def staged(directory: str | Path) -> Iterator[Path]:
     missing_parents = [parent for parent in directory.parents if not parent.exists()]
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Beside a new folder, inside an existing one: a mounted volume is another disk than its parent.
-    home, prefix = (directory, ".") if directory.is_dir() else (directory.parent, f".{directory.name}.")
+    home, prefix = (
+        (directory, ".") if directory.is_dir() else (directory.parent, f".{directory.name}.")
+    )
     new = home / f"{prefix}{os.getpid()}.partial"
     try:
         finish_replacement(directory)
@@ -121,11 +136,17 @@ def load_json(path: str | Path) -> Any:
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
-        raise ValueError(f"{str(path)!r} must be an existing JSON file, got none: check the path") from None
+        raise ValueError(
+            f"{str(path)!r} must be an existing JSON file, got none: check the path"
+        ) from None
     except OSError as error:
-        raise ValueError(f"{str(path)!r} cannot be read ({error.strerror}): check the file's permissions") from None
+        raise ValueError(
+            f"{str(path)!r} cannot be read ({error.strerror}): check the file's permissions"
+        ) from None
     except RecursionError:
-        raise ValueError(f"{str(path)!r} must be JSON of ordinary depth, got deeper nesting: write it again") from None
+        raise ValueError(
+            f"{str(path)!r} must be JSON of ordinary depth, got deeper nesting: write it again"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{str(path)!r} must be JSON ({error}): write it again") from None
 
@@ -137,13 +158,19 @@ def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form
     (`name`, such as "questions") and what each object must have (`form`). For `parse` see `parse_json_lines`.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a string may hold U+2028
+        lines = (
+            Path(path).read_text(encoding="utf-8-sig").split("\n")
+        )  # not splitlines: a string may hold U+2028
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} must be UTF-8 text, got {str(path)!r} ({error.reason}): convert it") from None
+        raise ValueError(
+            f"{name} must be UTF-8 text, got {str(path)!r} ({error.reason}): convert it"
+        ) from None
     parsed = list(parse_json_lines(lines, parse))
     broken = [number for number, value in parsed if value is None]
     if broken:
-        shown = ", ".join(map(str, broken[:20])) + (f" and {len(broken) - 20} more" if len(broken) > 20 else "")
+        shown = ", ".join(map(str, broken[:20])) + (
+            f" and {len(broken) - 20} more" if len(broken) > 20 else ""
+        )
         rule = f"each line of {str(path)!r} must be a JSON object with {form}"
         them = "it" if len(broken) == 1 else "them"
         raise ValueError(f"{rule}, got something else in line {shown}: correct or delete {them}")
@@ -152,7 +179,9 @@ def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form
     return [value for _, value in parsed]
 
 
-def parse_json_lines(lines: Iterable[str], parse: Callable[[Any], T]) -> Iterator[tuple[int, T | None]]:
+def parse_json_lines(
+    lines: Iterable[str], parse: Callable[[Any], T]
+) -> Iterator[tuple[int, T | None]]:
     """Yield the number of each line that is not blank, from 1, and what `parse` makes of its JSON value.
 
     None stands for a broken line: one that is not JSON, or whose value `parse` cannot use. `parse` is given an object,
@@ -179,9 +208,13 @@ def check_output_file(option: str, path: str | Path) -> None:
     """Raise a `ValueError`, before the work begins, for a file that cannot be written; `option` is its name."""
     path = Path(path)
     if path.is_dir():
-        raise ValueError(f"{option} must be a file, got the folder {str(path)!r}: name a file inside it")
+        raise ValueError(
+            f"{option} must be a file, got the folder {str(path)!r}: name a file inside it"
+        )
     if not path.parent.is_dir():
-        raise ValueError(f"{option} must lie in an existing folder, got {str(path)!r}: make its folder first")
+        raise ValueError(
+            f"{option} must lie in an existing folder, got {str(path)!r}: make its folder first"
+        )
     check_output_directory(option, path.parent)
 
 
@@ -191,9 +224,13 @@ def check_output_directory(option: str, path: str | Path) -> None:
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not existing.is_dir():
         kind = "a file" if existing.exists() else "a broken link"
-        raise ValueError(f"{option} must be a folder, got {str(path)!r} ({existing.name} is {kind}): choose another")
+        raise ValueError(
+            f"{option} must be a folder, got {str(path)!r} ({existing.name} is {kind}): choose another"
+        )
     if not os.access(existing, os.W_OK):
-        raise ValueError(f"{option} must be writable, got {str(path)!r}: choose a folder that you may write to")
+        raise ValueError(
+            f"{option} must be writable, got {str(path)!r}: choose a folder that you may write to"
+        )
 
 
 def is_disk_full(error: OSError) -> bool:

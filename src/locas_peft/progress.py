@@ -22,7 +22,11 @@ def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
 
     def on_chunk(chunk: Chunk) -> None:
         nll_nats, tokens, seconds = totals.get(chunk.reading, (0.0, 0, 0.0))
-        nll_nats, tokens, seconds = nll_nats + chunk.nll_nats, tokens + chunk.tokens, seconds + chunk.seconds
+        nll_nats, tokens, seconds = (
+            nll_nats + chunk.nll_nats,
+            tokens + chunk.tokens,
+            seconds + chunk.seconds,
+        )
         totals[chunk.reading] = nll_nats, tokens, seconds
         note = f"perplexity {perplexity(nll_nats, tokens):.2f}" if tokens else ""
         if note and seconds:
@@ -39,7 +43,10 @@ def follow_study(progress: Progress) -> Callable[[StudyStep], None]:
     def on_study(step: StudyStep) -> None:
         advance, before = lines.get(step.phase) or (progress(step.phase, step.total), 0)
         kept = f"{step.exchanges} exchanges"
-        advance(step.done - before, kept if step.loss_nats is None else f"{kept}, KL {step.loss_nats:.2f}")
+        advance(
+            step.done - before,
+            kept if step.loss_nats is None else f"{kept}, KL {step.loss_nats:.2f}",
+        )
         lines[step.phase] = advance, step.done
 
     return on_study

@@ -26,10 +26,20 @@ class Sheet:
         widest = max((len(row[0]) for row in self.rows), default=0)
         for number, header in enumerate(self.headers):
             least = None if number else min(widest, 40)  # the other columns wrap first
-            table.add_column(Text(header), justify="right" if number else "left", overflow="fold", min_width=least)
+            table.add_column(
+                Text(header),
+                justify="right" if number else "left",
+                overflow="fold",
+                min_width=least,
+            )
         for row, cells in enumerate(self.rows):
             bold = [self.best == (row, column) for column in range(len(cells))]
-            table.add_row(*(Text(cell, style="bold" if b else "") for cell, b in zip(cells, bold, strict=True)))
+            table.add_row(
+                *(
+                    Text(cell, style="bold" if b else "")
+                    for cell, b in zip(cells, bold, strict=True)
+                )
+            )
         return table
 
 
@@ -43,7 +53,9 @@ def format_mean(mean: Mapping[str, Any] | None, digits: int = 3, factor: float =
     if not mean or not mean["n"]:
         return "-"
     value, low, high = (to_number(mean[key]) * factor for key in ("mean", "low", "high"))
-    return f"{value:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if math.isfinite(low) else "")
+    return f"{value:.{digits}f}" + (
+        f" [{low:.{digits}f}, {high:.{digits}f}]" if math.isfinite(low) else ""
+    )
 
 
 def format_percent(mean: Mapping[str, Any] | None, digits: int = 1) -> str:

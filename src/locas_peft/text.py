@@ -12,7 +12,9 @@ import torch
 __all__ = ["NAME", "digest_ids", "digest_json", "digest_tokenizer", "find_start_token", "load_text"]
 __all__ += ["python_reference", "tokenize", "unwrap"]
 
-NAME = re.compile(r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*")  # in a text: words with a capital that do not begin it
+NAME = re.compile(
+    r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*"
+)  # in a text: words with a capital that do not begin it
 _MARGIN_TOKENS = 256
 
 
@@ -43,11 +45,17 @@ def load_text(path: str | Path) -> str:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         found = f"byte 0x{raw[error.start]:02x} at offset {error.start} of {name}"
-        raise ValueError(f"text must be UTF-8, got {found}: convert it, for instance with iconv -t UTF-8") from None
+        raise ValueError(
+            f"text must be UTF-8, got {found}: convert it, for instance with iconv -t UTF-8"
+        ) from None
     if "\0" in text:
-        raise ValueError(f"text must be plain text, got zero bytes in {name}: export it as UTF-8 text first")
+        raise ValueError(
+            f"text must be plain text, got zero bytes in {name}: export it as UTF-8 text first"
+        )
     if not text.strip():
-        raise ValueError(f"text must not be empty, got nothing but whitespace in {name}: give a file with text in it")
+        raise ValueError(
+            f"text must not be empty, got nothing but whitespace in {name}: give a file with text in it"
+        )
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -70,7 +78,9 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
     without the start token are a `ValueError`: the first token is not scored.
     """
     if max_tokens is not None and max_tokens < 2:
-        raise ValueError(f"max_tokens must be at least 2, got {max_tokens}: raise it, or leave it out")
+        raise ValueError(
+            f"max_tokens must be at least 2, got {max_tokens}: raise it, or leave it out"
+        )
     characters = len(text) if max_tokens is None else 8 * (max_tokens + _MARGIN_TOKENS)
     ids = _encode(tokenizer, text[:characters])
     while characters < len(text) and len(ids) < max_tokens + _MARGIN_TOKENS:
@@ -101,9 +111,16 @@ def digest_json(value: Any) -> str:
 
 def digest_tokenizer(tokenizer: Any) -> str | None:
     """Return the SHA-256 of a tokenizer's serialized file and chat template; None for one without such a file."""
-    backend, last_call = getattr(tokenizer, "backend_tokenizer", None), {"truncation": None, "padding": None}
-    return backend and digest_json([json.loads(backend.to_str()) | last_call, tokenizer.chat_template])
+    backend, last_call = (
+        getattr(tokenizer, "backend_tokenizer", None),
+        {"truncation": None, "padding": None},
+    )
+    return backend and digest_json(
+        [json.loads(backend.to_str()) | last_call, tokenizer.chat_template]
+    )
 
 
 def _encode(tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # no warning of a long sequence
+    return tokenizer(text, add_special_tokens=False, verbose=False)[
+        "input_ids"
+    ]  # no warning of a long sequence

@@ -48,7 +48,12 @@ class Unit:
         return load_json(self.path)
 
 
-def share(pieces: Sequence[T], make: Callable[[T], Any], progress: Progress = silent, title: str = "results") -> None:
+def share(
+    pieces: Sequence[T],
+    make: Callable[[T], Any],
+    progress: Progress = silent,
+    title: str = "results",
+) -> None:
     """Make each piece, here or in another process; return when all are made.
 
     `make` raises `InUse` for a piece that another process holds, and is called again for it after the others. When a
@@ -82,7 +87,9 @@ def run_units(units: Sequence[Unit], progress: Progress = silent) -> None:
 
 def add_needed(units: Sequence[Unit]) -> list[Unit]:
     """Return units, each once, and before each one the unit that it needs."""
-    return list(dict.fromkeys(one for unit in units for one in (unit.needs, unit) if one is not None))
+    return list(
+        dict.fromkeys(one for unit in units for one in (unit.needs, unit) if one is not None)
+    )
 
 
 def remove_unit(unit: Unit, folder: Path, names: Sequence[str]) -> None:
@@ -100,7 +107,11 @@ def remove_unit(unit: Unit, folder: Path, names: Sequence[str]) -> None:
 def is_locked(unit: Unit) -> bool:
     """Return whether a process is at work on a unit."""
     try:
-        with checkpoint.held(lock_path(unit.path)) if lock_path(unit.path).exists() else nullcontext():
+        with (
+            checkpoint.held(lock_path(unit.path))
+            if lock_path(unit.path).exists()
+            else nullcontext()
+        ):
             return False
     except checkpoint.InUse:
         return True
@@ -114,7 +125,9 @@ def _make(unit: Unit) -> None:
     with checkpoint.held(lock_path(unit.path)):
         if not unit.path.exists():
             write_json(unit.path, unit.make())
-        _remove_unfinished(unit)  # not earlier: until the result exists, the work can continue from there
+        _remove_unfinished(
+            unit
+        )  # not earlier: until the result exists, the work can continue from there
 
 
 def lock_path(path: Path) -> Path:

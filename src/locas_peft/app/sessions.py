@@ -34,7 +34,15 @@ from ..text import tokenize, unwrap
 from ..ttt import Chunk, TestTimeTrainer, cumulative
 from ..tuner import find_ffns
 
-__all__ = ["MOST_CHARACTERS", "MOST_QUESTIONS", "Job", "SharedModel", "Visitor", "Visitors", "explain"]
+__all__ = [
+    "MOST_CHARACTERS",
+    "MOST_QUESTIONS",
+    "Job",
+    "SharedModel",
+    "Visitor",
+    "Visitors",
+    "explain",
+]
 
 ANSWER_TOKENS, WINDOW = 96, 512
 LEAST_CHUNKS = 12  # of a text: the stride is shorter for a short one, so that the perplexity can be seen to fall
@@ -46,7 +54,11 @@ _logger = logging.getLogger(__name__)
 
 def explain(error: ValueError | OSError) -> str:
     """Return one line for an error; it names no folder of the server."""
-    return str(error) if isinstance(error, ValueError) else error.strerror or "a file cannot be read or written"
+    return (
+        str(error)
+        if isinstance(error, ValueError)
+        else error.strerror or "a file cannot be read or written"
+    )
 
 
 @dataclass(eq=False)
@@ -77,9 +89,13 @@ class Job:
         if not self.text.strip():
             raise ValueError("text must not be empty: paste one, or take one below")
         if len(self.text) > MOST_CHARACTERS:
-            raise ValueError(f"text must have at most {MOST_CHARACTERS:,} characters, got {len(self.text):,}: cut it")
+            raise ValueError(
+                f"text must have at most {MOST_CHARACTERS:,} characters, got {len(self.text):,}: cut it"
+            )
         if not 0 <= self.questions <= MOST_QUESTIONS:
-            raise ValueError(f"questions must be from 0 to {MOST_QUESTIONS}, got {self.questions}: move the slider")
+            raise ValueError(
+                f"questions must be from 0 to {MOST_QUESTIONS}, got {self.questions}: move the slider"
+            )
 
     @property
     def ended(self) -> bool:
@@ -92,7 +108,9 @@ class Job:
         if error is None or isinstance(error, StopReading):
             return "Stopped" if error or self.stopped.result() else "Done"
         known = isinstance(error, ValueError | OSError)
-        return "Not read: " + (explain(error) if known else "the program has an error (see the server's log)")
+        return "Not read: " + (
+            explain(error) if known else "the program has an error (see the server's log)"
+        )
 
     @property
     def curves(self) -> list[list[tuple[int, float]]]:
@@ -102,7 +120,11 @@ class Job:
     @property
     def seconds_left(self) -> float | None:
         """Return how long the rest of this phase will take; None before its first step."""
-        return (time.monotonic() - self.began) * (self.total - self.done) / self.done if self.done else None
+        return (
+            (time.monotonic() - self.began) * (self.total - self.done) / self.done
+            if self.done
+            else None
+        )
 
     def advance(self, phase: str, done: int, total: int) -> None:
         """Record a step; raise `StopReading` if the job shall stop."""
@@ -139,7 +161,13 @@ class SharedModel:
         jobs = [other for other in self._jobs if not other.ended]
         return jobs.index(job) if job in jobs else 0
 
-    def ask(self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None = None) -> Future:
+    def ask(
+        self,
+        shelf: Library,
+        name: str | None,
+        chats: Sequence[list],
+        on_text: Callable | None = None,
+    ) -> Future:
         """Answer a question without a memory and, unless its name is None, with it.
 
         Return the answers, the memories' names, and the passage that is found for the question, if any. `ROUTED` is
@@ -152,7 +180,9 @@ class SharedModel:
         """Raise a `ValueError` unless a folder holds a LOCAS memory for this base."""
         kind = load_memory_config(memory)["peft_type"]
         if kind != "LOCAS":
-            raise ValueError(f"memory must be of type LOCAS, got {kind!r}: upload one that locas has made")
+            raise ValueError(
+                f"memory must be of type LOCAS, got {kind!r}: upload one that locas has made"
+            )
         self._submit(self._answers, lambda: load_memory(share_weights(self._base), memory)).result()
 
     def close(self) -> None:
@@ -174,9 +204,13 @@ class SharedModel:
                     raise error.with_traceback(None) from None  # its frames hold models
 
         with self._lock:
-            self._waiting = [future for future in self._waiting if not future.running() and not future.done()]
+            self._waiting = [
+                future for future in self._waiting if not future.running() and not future.done()
+            ]
             if len(self._waiting) >= MOST_WAITING:
-                raise ValueError(f"at most {MOST_WAITING} readings and questions can wait: try again later")
+                raise ValueError(
+                    f"at most {MOST_WAITING} readings and questions can wait: try again later"
+                )
             self._waiting.append(executor.submit(run))
             return self._waiting[-1]
 
@@ -186,7 +220,9 @@ class SharedModel:
         self._answers.submit(lambda: None).result()
         self._in_use.acquire()
 
-    def _answer(self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None) -> tuple:
+    def _answer(
+        self, shelf: Library, name: str | None, chats: Sequence[list], on_text: Callable | None
+    ) -> tuple:
         """Continue chats in one batch, the likeliest token each."""
         base, rows, texts = share_weights(self._base), [], []
         positions = count_positions(base)
@@ -195,19 +231,27 @@ class SharedModel:
             rows.append(fit_turns(self._tokenizer, list(chat), most_tokens))
             check_room(base, rows[-1], ANSWER_TOKENS, "question", "answer")
 
-        def write(model: nn.Module, names: tuple[str, ...], numbers: Sequence[int] = (0,)) -> list[tuple]:
+        def write(
+            model: nn.Module, names: tuple[str, ...], numbers: Sequence[int] = (0,)
+        ) -> list[tuple]:
             options = {"adapters": ["__base__", "default"] if names else None, "on_text": on_text}
             texts[:] = continue_texts(model, self._tokenizer, rows, ANSWER_TOKENS, **options)
             return [(rows[-1], texts[-1].strip(), ())]
 
-        names, question, found = () if name is None else (name,), chats[-1][-1]["content"], dict[str, float]()
+        names, question, found = (
+            () if name is None else (name,),
+            chats[-1][-1]["content"],
+            dict[str, float](),
+        )
         if name == ROUTED:
             names = shelf.answer(base, self._tokenizer, [Question(question)], write)[0].memories
         else:
             with shelf.attach(base, names) as model:
                 write(model, names)
         with suppress(ValueError, OSError):  # it may be damaged, or forgotten now
-            if names and (shelf.find(names[0]) / PASSAGES).is_file():  # without it, each question would take minutes
+            if (
+                names and (shelf.find(names[0]) / PASSAGES).is_file()
+            ):  # without it, each question would take minutes
                 with shelf.attach(base, names) as model:
                     (found,) = shelf.load_finder(names, model, self._tokenizer)([question])
         return texts, names, next(iter(found), "")
@@ -216,7 +260,9 @@ class SharedModel:
         """Read a job's text without a memory and with one, which is saved; return whether the job was stopped."""
         base = share_weights(self._base)
 
-        def stop_study(*_: Any) -> None:  # before each forward pass: a step of a study takes up to a minute
+        def stop_study(
+            *_: Any,
+        ) -> None:  # before each forward pass: a step of a study takes up to a minute
             if job.stop.is_set() and job.phase in ("write", "learn"):
                 raise StopReading
 
@@ -249,16 +295,25 @@ class SharedModel:
             on_chunk(chunk)
         options = {"on_chunk": follow("read"), "on_study": on_study, "sample": make_sample(text)}
         with shelf.new(job.name) as folder:
-            reading = memorize(base, ids, settings, out=folder, tokenizer=self._tokenizer, **options)
+            reading = memorize(
+                base, ids, settings, out=folder, tokenizer=self._tokenizer, **options
+            )
             job.memory = folder.name
         return reading.stopped
 
-    def _choose_settings(self, base: PreTrainedModel, tokens: int, questions: int) -> CompleteSettings:
+    def _choose_settings(
+        self, base: PreTrainedModel, tokens: int, questions: int
+    ) -> CompleteSettings:
         method = "locas-glu" if all(ffn.gated for ffn in find_ffns(base).values()) else "locas-mlp"
         window = min(WINDOW, count_positions(base) or WINDOW)
-        seen = {"window": window, "stride": max(min(tokens // LEAST_CHUNKS, window // 2), window // 16)}
+        seen = {
+            "window": window,
+            "stride": max(min(tokens // LEAST_CHUNKS, window // 2), window // 16),
+        }
         study = {"study": questions > 0, "exchanges": questions or None}
-        return ReadingSettings(method=method, model=self.name, **seen, **study).complete(base, self._tokenizer)
+        return ReadingSettings(method=method, model=self.name, **seen, **study).complete(
+            base, self._tokenizer
+        )
 
 
 @dataclass

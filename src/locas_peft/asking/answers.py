@@ -17,7 +17,9 @@ from .scoring import score_targets
 __all__ = ["Question", "answer_all", "answer_from", "ask", "ask_by_reciting", "count_right"]
 __all__ += ["is_right", "load_questions", "measure_gain"]
 
-Find = Callable[[Sequence[str]], list[dict[str, float]]]  # passages and scores, the best first: `selfstudy.Finder`
+Find = Callable[
+    [Sequence[str]], list[dict[str, float]]
+]  # passages and scores, the best first: `selfstudy.Finder`
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,9 @@ def load_questions(path: str | Path) -> list[Question]:
 
     Errors are those of `files.load_json_lines`.
     """
-    return load_json_lines(path, _parse_question, "questions", "`question` and maybe `answer`, which are texts")
+    return load_json_lines(
+        path, _parse_question, "questions", "`question` and maybe `answer`, which are texts"
+    )
 
 
 def _parse_question(value: dict[str, Any]) -> Question:
@@ -44,19 +48,32 @@ def _parse_question(value: dict[str, Any]) -> Question:
 
 
 def ask(
-    model: nn.Module, tokenizer, questions: Sequence[Question], *, context: str | None = None, max_new_tokens: int = 64
+    model: nn.Module,
+    tokenizer,
+    questions: Sequence[Question],
+    *,
+    context: str | None = None,
+    max_new_tokens: int = 64,
 ) -> list[str]:
     """Ask a model questions, at least one, each for an answer in one sentence; answers are greedy.
 
     `context` is a text that stands before each question. The tokenizer's chat template is used where it has one. The
     model, with or without a memory, is only read. What is longer than its positions is a `ValueError`.
     """
-    prompts = [encode_question(tokenizer, asked.question, context=context or "") for asked in questions]
+    prompts = [
+        encode_question(tokenizer, asked.question, context=context or "") for asked in questions
+    ]
     return answer_all(model, tokenizer, prompts, max_new_tokens)
 
 
 def ask_by_reciting(
-    model: nn.Module, tokenizer, questions: Sequence[Question], find: Find, *, passage=False, max_new_tokens=64
+    model: nn.Module,
+    tokenizer,
+    questions: Sequence[Question],
+    find: Find,
+    *,
+    passage=False,
+    max_new_tokens=64,
 ) -> tuple[list[str], list[list[str]]]:
     """Answer each question from the passages that `find` finds; return these too.
 
@@ -68,33 +85,51 @@ def ask_by_reciting(
     left = [number for number, given in enumerate(answers) if not given]
     asked, passages = ([each[number] for number in left] for each in (questions, found))
     with adapters_disabled(model):
-        for number, given in zip(left, answer_from(model, tokenizer, asked, passages, max_new_tokens), strict=True):
+        for number, given in zip(
+            left, answer_from(model, tokenizer, asked, passages, max_new_tokens), strict=True
+        ):
             answers[number] = given
     return answers, found
 
 
 def answer_from(
-    model: nn.Module, tokenizer, questions: Sequence[Question], passages: Sequence[Sequence[str]], max_new_tokens=32
+    model: nn.Module,
+    tokenizer,
+    questions: Sequence[Question],
+    passages: Sequence[Sequence[str]],
+    max_new_tokens=32,
 ) -> list[str]:
     """Answer questions in a few words, each with its passages in the context."""
     both = zip(questions, map("\n".join, passages), strict=True)
-    prompts = [encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both]
+    prompts = [
+        encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both
+    ]
     return answer_all(model, tokenizer, prompts, max_new_tokens)
 
 
-def measure_gain(model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[str]) -> list[float]:
+def measure_gain(
+    model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[str]
+) -> list[float]:
     """Return by how many nats a token a memory makes its answers to prompts likelier than the base does.
 
     What the base would say as well has about 0, what a studied memory recites 2 to 5, and an empty answer 0.
     """
-    pairs = [(prompt, encode_answer(tokenizer, given)) for prompt, given in zip(prompts, answers, strict=True)]
+    pairs = [
+        (prompt, encode_answer(tokenizer, given))
+        for prompt, given in zip(prompts, answers, strict=True)
+    ]
     own = score_targets(model, pairs)
     with adapters_disabled(model):
         both = zip(score_targets(model, pairs), own, answers, strict=True)
-    return [base.per_token - with_memory.per_token if given else 0.0 for base, with_memory, given in both]
+    return [
+        base.per_token - with_memory.per_token if given else 0.0
+        for base, with_memory, given in both
+    ]
 
 
-def answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int = 64) -> list[str]:
+def answer_all(
+    model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int = 64
+) -> list[str]:
     """Return the first line of a greedy answer to each prompt (see `continuation.answer`)."""
     answers: dict[int, str] = {}
     for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):
@@ -104,10 +139,14 @@ def answer_all(model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_ne
 
 def count_right(answers: Sequence[str], questions: Sequence[Question]) -> int:
     """Return how many answers are right; each question has a gold answer."""
-    return sum(is_right(given, asked.answer) for given, asked in zip(answers, questions, strict=True))
+    return sum(
+        is_right(given, asked.answer) for given, asked in zip(answers, questions, strict=True)
+    )
 
 
 def is_right(given: str, gold: str) -> bool:
     """Return whether the gold phrase occurs in an answer as whole words, case-folded, without its leading article."""
     given, gold = (" ".join(each.casefold().split()) for each in (given, gold))
-    return re.search(rf"(?<!\w){re.escape(re.sub('^(a|an|the) ', '', gold))}(?!\w)", given) is not None
+    return (
+        re.search(rf"(?<!\w){re.escape(re.sub('^(a|an|the) ', '', gold))}(?!\w)", given) is not None
+    )

@@ -24,7 +24,9 @@ Rows = Sequence[Sequence[int]]
 Groups = Sequence[tuple[int, range]]
 """Rows that begin alike: how many tokens they share, and their numbers (see `share_prefixes`)."""
 
-_WORTH_KEEPING = 64  # a beginning that all prompts share is computed once where it has so many tokens
+_WORTH_KEEPING = (
+    64  # a beginning that all prompts share is computed once where it has so many tokens
+)
 
 
 def pad_left(rows: Rows, pad: int, device: torch.device) -> dict[str, Tensor]:
@@ -53,7 +55,13 @@ def share_prefixes(prompts: Rows) -> list[tuple[int, range]]:
 
 @torch.no_grad()
 def begin_rows(
-    host: CausalLM, rows: Rows, groups: Groups, pad: int, *, new_tokens: int = 0, caches: dict | None = None
+    host: CausalLM,
+    rows: Rows,
+    groups: Groups,
+    pad: int,
+    *,
+    new_tokens: int = 0,
+    caches: dict | None = None,
 ) -> dict[str, Any]:
     """Return rows as the model's inputs, as `pad_left` does, after the tokens that the rows of a group share.
 
@@ -78,9 +86,13 @@ def begin_rows(
     owners = [group for group, (_, numbers) in enumerate(groups) for _ in numbers]
     cache.batch_select_indices(torch.tensor(owners, device=host.device))
     counts = [groups[owner][0] for owner in owners]
-    inputs = pad_left([row[count:] for row, count in zip(rows, counts, strict=True)], pad, host.device)
+    inputs = pad_left(
+        [row[count:] for row, count in zip(rows, counts, strict=True)], pad, host.device
+    )
     inputs["position_ids"] += torch.tensor(counts, device=host.device)[:, None]
-    inputs["attention_mask"] = torch.cat([prefixes["attention_mask"][owners], inputs["attention_mask"]], 1)
+    inputs["attention_mask"] = torch.cat(
+        [prefixes["attention_mask"][owners], inputs["attention_mask"]], 1
+    )
     return {**inputs, "past_key_values": cache}
 
 
@@ -126,20 +138,29 @@ def continue_rows(
         cache = getattr(outputs, "past_key_values", None)
         following = {"ids": token[:, None], "position_ids": inputs["position_ids"][:, -1:] + 1}
         if cache is None:  # the model keeps no context: all tokens go through it again
-            following = {name: torch.cat([inputs[name], each], 1) for name, each in following.items()}
-        following["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(token)[:, None]], 1)
+            following = {
+                name: torch.cat([inputs[name], each], 1) for name, each in following.items()
+            }
+        following["attention_mask"] = torch.cat(
+            [inputs["attention_mask"], torch.ones_like(token)[:, None]], 1
+        )
         # Rows that have ended leave when they are half of the batch: each time, the keys and values are copied.
         if 2 * len(going) <= len(left) and (cache is None or host.can_cache()):
             kept = torch.tensor(going, device=host.device)
             following = {name: each[kept] for name, each in following.items()}
-            left, adapters = [left[place] for place in going], adapters and [adapters[place] for place in going]
+            left, adapters = (
+                [left[place] for place in going],
+                adapters and [adapters[place] for place in going],
+            )
             if cache is not None:
                 cache.batch_select_indices(kept)
         inputs = {**following, "past_key_values": cache}
     return new
 
 
-def draw(temperature: float, generator: torch.Generator, limits: GenerationConfig | None = None) -> Choose:
+def draw(
+    temperature: float, generator: torch.Generator, limits: GenerationConfig | None = None
+) -> Choose:
     """Return a function that draws tokens from the softmax of logits [B, V] / temperature.
 
     `limits` draws among the likeliest tokens alone, by its `top_k` and `top_p`; 50 where it leaves `top_k` open, as
@@ -151,7 +172,9 @@ def draw(temperature: float, generator: torch.Generator, limits: GenerationConfi
     warpers += [TopPLogitsWarper(limits.top_p)] if (limits.top_p or 1) < 1 else []
 
     def choose(logits: Tensor) -> Tensor:
-        return torch.multinomial(warpers(None, logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+        return torch.multinomial(
+            warpers(None, logits / temperature).softmax(-1), 1, generator=generator
+        )[:, 0]
 
     return choose
 
@@ -185,14 +208,24 @@ def continue_texts(
     ends = config.eos_token_id
     options["stops"] = ends if isinstance(ends, list) else [] if ends is None else [ends]
     if temperature:
-        options["choose"] = draw(temperature, torch.Generator(host.device).manual_seed(seed), config)
+        options["choose"] = draw(
+            temperature, torch.Generator(host.device).manual_seed(seed), config
+        )
     if on_text is not None:
         options["on_token"] = lambda rows: on_text(decode(rows))
-    return decode(continue_rows(host, prompts, max_new_tokens, pad=find_pad_token(tokenizer), **options))
+    return decode(
+        continue_rows(host, prompts, max_new_tokens, pad=find_pad_token(tokenizer), **options)
+    )
 
 
 def answer(
-    model: nn.Module, tokenizer, prompts: Rows, *, max_new_tokens: int = 32, batch_size: int = 16, known: Iterable = ()
+    model: nn.Module,
+    tokenizer,
+    prompts: Rows,
+    *,
+    max_new_tokens: int = 32,
+    batch_size: int = 16,
+    known: Iterable = (),
 ) -> Iterator[tuple[list[int], list[str]]]:
     """Answer prompts greedily; yield each batch's indices into `prompts`, and the first line of each of its answers.
 
@@ -200,7 +233,9 @@ def answer(
     that all prompts share, such as a dialogue before its questions, are computed once. `known` has the indices of
     prompts whose answers are not needed; a batch of only such prompts is left out. For errors see `check_room`.
     """
-    shared = commonprefix([list(prompt[:-1]) for prompt in prompts])  # a prompt's last token must be fed
+    shared = commonprefix(
+        [list(prompt[:-1]) for prompt in prompts]
+    )  # a prompt's last token must be fed
     known, caches = set(known), dict[Any, Any]()
     for number, prompt in enumerate(prompts):
         check_room(model, prompt, max_new_tokens, f"prompt {number}")
@@ -209,12 +244,18 @@ def answer(
         if not known.issuperset(batch):
             groups = [(len(shared), range(len(batch)))] if len(shared) >= _WORTH_KEEPING else []
             rows = [prompts[number] for number in batch]
-            texts = continue_texts(model, tokenizer, rows, max_new_tokens, groups=groups, caches=caches)
+            texts = continue_texts(
+                model, tokenizer, rows, max_new_tokens, groups=groups, caches=caches
+            )
             yield batch, [first_line(text) for text in texts]
 
 
 def check_room(
-    model: nn.Module, prompt: Sequence[int], max_new_tokens: int, name: str, option: str = "max_new_tokens"
+    model: nn.Module,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    name: str,
+    option: str = "max_new_tokens",
 ) -> None:
     """Raise a `ValueError` for a prompt that is empty, or leaves no positions for `max_new_tokens` tokens."""
     if not len(prompt):
@@ -222,7 +263,9 @@ def check_room(
     positions = count_positions(model)
     if positions is not None and positions < len(prompt) + max_new_tokens:
         got = f"{len(prompt)} + {max_new_tokens}: shorten one of them"
-        raise ValueError(f"{name} and {option} must fit the model's {positions} positions, got {got}")
+        raise ValueError(
+            f"{name} and {option} must fit the model's {positions} positions, got {got}"
+        )
 
 
 def first_line(text: str) -> str:

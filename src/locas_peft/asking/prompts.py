@@ -2,8 +2,22 @@
 
 from collections.abc import Sequence
 
-__all__ = ["SENTENCE_PROMPT", "SHORT_PROMPT", "WRITE_PROMPT", "can_chat", "decode_after", "encode_answer"]
-__all__ += ["encode_prompt", "encode_question", "encode_turns", "find_pad_token", "fit_turns", "list_stops"]
+__all__ = [
+    "SENTENCE_PROMPT",
+    "SHORT_PROMPT",
+    "WRITE_PROMPT",
+    "can_chat",
+    "decode_after",
+    "encode_answer",
+]
+__all__ += [
+    "encode_prompt",
+    "encode_question",
+    "encode_turns",
+    "find_pad_token",
+    "fit_turns",
+    "list_stops",
+]
 __all__ += ["put_before"]
 
 SENTENCE_PROMPT = "{context}{question} Answer in one sentence."
@@ -20,17 +34,23 @@ def can_chat(tokenizer) -> bool:
 def encode_prompt(tokenizer, prompt: str, begin: str = "") -> list[int]:
     """Turn a prompt, and the first words of its reply, into token ids, by the chat template where there is one."""
     if not can_chat(tokenizer):
-        return list(tokenizer(f"{prompt}\n\n{begin}" if begin else prompt, verbose=False)["input_ids"])
+        return list(
+            tokenizer(f"{prompt}\n\n{begin}" if begin else prompt, verbose=False)["input_ids"]
+        )
     return encode_turns(tokenizer, [{"role": "user", "content": prompt}], begin)
 
 
-def encode_question(tokenizer, question: str, form: str = SENTENCE_PROMPT, context: str = "") -> list[int]:
+def encode_question(
+    tokenizer, question: str, form: str = SENTENCE_PROMPT, context: str = ""
+) -> list[int]:
     """Turn a question into the token ids of a prompt, which ends where the answer begins.
 
     `form` has {question} and may have {context}: a text that stands before the question.
     """
     begin = "" if can_chat(tokenizer) else "Answer:"
-    return encode_prompt(tokenizer, form.format(question=question, context=put_before(context)), begin)
+    return encode_prompt(
+        tokenizer, form.format(question=question, context=put_before(context)), begin
+    )
 
 
 def put_before(context: str) -> str:
@@ -55,7 +75,9 @@ def find_turn_end(tokenizer) -> int | None:
     """Return the special token that ends a reply in a tokenizer's chat template; None where it ends with none."""
     turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Reply"}]
     rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-    end = tokenizer(rendered.rpartition("Reply")[2].lstrip(), add_special_tokens=False, verbose=False)["input_ids"]
+    end = tokenizer(
+        rendered.rpartition("Reply")[2].lstrip(), add_special_tokens=False, verbose=False
+    )["input_ids"]
     token = tokenizer.added_tokens_decoder.get(end[0]) if end else None
     return end[0] if token is not None and token.special else None
 
@@ -72,7 +94,9 @@ def list_stops(tokenizer) -> list[int]:
 
 def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> list[int]:
     """Turn a conversation, dicts with `role` and `content`, into token ids by the chat template, up to its reply."""
-    text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, enable_thinking=False)
+    text = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=False, enable_thinking=False
+    )
     return list(tokenizer(text + begin, add_special_tokens=False, verbose=False)["input_ids"])
 
 
@@ -92,4 +116,8 @@ def fit_turns(tokenizer, turns: list[dict[str, str]], most_tokens: int | None) -
 
 def find_pad_token(tokenizer) -> int:
     """Return the token that rows of a batch are padded with: any, where the tokenizer has none for it."""
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (tokenizer.eos_token_id or 0)
+    return (
+        tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else (tokenizer.eos_token_id or 0)
+    )

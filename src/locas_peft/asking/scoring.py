@@ -26,7 +26,9 @@ class Score(NamedTuple):
 
 
 @torch.inference_mode()
-def score_targets(model: nn.Module, pairs: Sequence[Pair], *, batch_tokens: int = 4096) -> list[Score]:
+def score_targets(
+    model: nn.Module, pairs: Sequence[Pair], *, batch_tokens: int = 4096
+) -> list[Score]:
     """Score targets after their prompts under a model in evaluation mode, in batches of similar length.
 
     The batches depend on `pairs` and `batch_tokens` alone, so that a model scored twice gives the same numbers.
@@ -45,15 +47,23 @@ def score_targets(model: nn.Module, pairs: Sequence[Pair], *, batch_tokens: int 
     firsts = [max(len(prompt), 1) for prompt, _ in pairs]  # each sequence's first scored token
     scores = [Score(0.0, 0)] * len(sequences)
     for batch in _batches(list(map(len, sequences)), batch_tokens):
-        ids = nn.utils.rnn.pad_sequence([sequences[number] for number in batch], batch_first=True)  # [B, T]
-        mask = nn.utils.rnn.pad_sequence([torch.ones_like(sequences[number]) for number in batch], batch_first=True)
+        ids = nn.utils.rnn.pad_sequence(
+            [sequences[number] for number in batch], batch_first=True
+        )  # [B, T]
+        mask = nn.utils.rnn.pad_sequence(
+            [torch.ones_like(sequences[number]) for number in batch], batch_first=True
+        )
         begin, width = min(firsts[number] for number in batch), ids.shape[1]
         if begin < width:
             # logits[:, i] predicts token begin + i
-            logits = host.logits(ids[:, :-1], width - begin, attention_mask=mask[:, :-1], use_cache=False)
+            logits = host.logits(
+                ids[:, :-1], width - begin, attention_mask=mask[:, :-1], use_cache=False
+            )
             for row, number in enumerate(batch):
                 first, stop = firsts[number], len(sequences[number])
-                losses = token_losses(logits[row, first - begin : stop - begin], ids[row, first:stop])
+                losses = token_losses(
+                    logits[row, first - begin : stop - begin], ids[row, first:stop]
+                )
                 scores[number] = Score(losses.double().sum().item(), stop - first)
     return scores
 

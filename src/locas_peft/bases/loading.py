@@ -21,7 +21,10 @@ _HUB_SECONDS = 10.0
 
 
 def load_base(
-    name: str = backbone.NAME, dtype: str = "auto", device: str = "auto", quantize: str | None = None
+    name: str = backbone.NAME,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
 ) -> Loaded:
     """Load a causal LM and its tokenizer, frozen and in evaluation mode.
 
@@ -42,7 +45,9 @@ def load_base(
     quantization, embedded = choose_quantization(quantize), backbone.is_embedded(name)
     file = None if embedded else find_gguf(name)
     if quantization is not None and (embedded or file is not None):
-        raise ValueError(f"quantize is for a folder or a name on the hub, got {quantize!r} for {name!r}: leave it out")
+        raise ValueError(
+            f"quantize is for a folder or a name on the hub, got {quantize!r} for {name!r}: leave it out"
+        )
     if embedded:
         model, tokenizer = backbone.load(torch_dtype, torch_device, backbone.name_of(name))
     elif file is not None:
@@ -50,7 +55,9 @@ def load_base(
     else:
         source, offload = _find_source(name), tempfile.mkdtemp(prefix="locas-offload-")
         try:
-            placed = place(source, torch_dtype, torch_device, device == "auto", quantization, dtype == "auto")
+            placed = place(
+                source, torch_dtype, torch_device, device == "auto", quantization, dtype == "auto"
+            )
             model, found = AutoModelForCausalLM.from_pretrained(
                 source, output_loading_info=True, offload_folder=offload, **placed
             )
@@ -72,12 +79,23 @@ def _find_source(name: str) -> str:
     folder = Path(name).expanduser()
     if folder.is_dir():
         if (folder / CONFIG_NAME).is_file():
-            raise ValueError(f"model must be a base model, got the memory {name!r}: name the model it was made for")
+            raise ValueError(
+                f"model must be a base model, got the memory {name!r}: name the model it was made for"
+            )
         if not (folder / "config.json").is_file():
-            raise ValueError(f"model must be a folder with a config.json, got {name!r}: choose a saved model")
+            raise ValueError(
+                f"model must be a folder with a config.json, got {name!r}: choose a saved model"
+            )
         return str(folder)
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip():
-        raise ValueError(f"model must be an existing folder or a name on the hub, got {name!r}: check the path")
+    if (
+        folder.exists()
+        or name.startswith((".", "/", "~"))
+        or name.count("/") > 1
+        or not name.strip()
+    ):
+        raise ValueError(
+            f"model must be an existing folder or a name on the hub, got {name!r}: check the path"
+        )
     _check_hub(name)
     return name
 
@@ -92,9 +110,13 @@ def _check_hub(name: str) -> None:
             return
         HfApi().model_info(name, timeout=_HUB_SECONDS)
     except (RepositoryNotFoundError, HFValidationError):
-        raise ValueError(f"model must be an existing folder or a name on the hub, got {name!r}: check it") from None
+        raise ValueError(
+            f"model must be an existing folder or a name on the hub, got {name!r}: check it"
+        ) from None
     except GatedRepoError:
-        raise ValueError(f"model {name!r} needs its owner's permission: ask for it on the hub and log in") from None
+        raise ValueError(
+            f"model {name!r} needs its owner's permission: ask for it on the hub and log in"
+        ) from None
     except Exception as error:  # whatever the network and its libraries raise
         what = f"model {name!r} is no folder here, and the hub cannot be reached ({type(error).__name__})"
         remedy = "give a folder, check the network, or leave --model out for the embedded backbone"

@@ -15,8 +15,14 @@ __all__ += ["choose_quantization", "is_fast_in_bfloat16", "place"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = ("nf4", "int8")
-_PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}  # of Accelerate's mixed precision
-_SHARE = 0.8  # of a device's free memory that weights may take; the rest is for a chunk's activations
+_PRECISIONS = {
+    "no": "auto",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+}  # of Accelerate's mixed precision
+_SHARE = (
+    0.8  # of a device's free memory that weights may take; the rest is for a chunk's activations
+)
 
 
 def choose_device(device: str) -> torch.device:
@@ -26,7 +32,9 @@ def choose_device(device: str) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device must be one that torch can use, got {device!r} ({first_line(error)})") from None
+        raise ValueError(
+            f"device must be one that torch can use, got {device!r} ({first_line(error)})"
+        ) from None
     return torch.device(device)
 
 
@@ -48,7 +56,12 @@ def is_fast_in_bfloat16(device: torch.device) -> bool:
 
 
 def place(
-    source: str, dtype: torch.dtype | None, device: torch.device, split: bool, quantization: Any, convert: bool
+    source: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    split: bool,
+    quantization: Any,
+    convert: bool,
 ) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` for a base: its dtype, and one device, or a split by Accelerate.
 
@@ -64,13 +77,25 @@ def place(
     config, memory = AutoConfig.from_pretrained(source), get_max_memory()
     free = _SHARE * memory.get("cpu" if device.type == "cpu" else device.index or 0, torch.inf)
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=dtype or config.dtype or torch.float32)
+        empty = AutoModelForCausalLM.from_config(
+            config, dtype=dtype or config.dtype or torch.float32
+        )
     stored = compute_module_sizes(empty)[""]
     slow = device.type == "cpu" and empty.dtype.itemsize == 2 and not is_fast_in_bfloat16(device)
-    if convert and dtype is None and slow and 2 * stored <= free and not hasattr(config, "quantization_config"):
+    if (
+        convert
+        and dtype is None
+        and slow
+        and 2 * stored <= free
+        and not hasattr(config, "quantization_config")
+    ):
         return {"dtype": torch.float32, "device_map": {"": device}}
     limits = {key: int(_SHARE * size) for key, size in memory.items()}
-    placed = {"device_map": "auto", "max_memory": limits} if split and stored > free else {"device_map": {"": device}}
+    placed = (
+        {"device_map": "auto", "max_memory": limits}
+        if split and stored > free
+        else {"device_map": {"": device}}
+    )
     return {"dtype": dtype or "auto", **placed}
 
 
@@ -84,10 +109,14 @@ def choose_quantization(name: str | None) -> Any:
     if importlib.util.find_spec("bitsandbytes") is not None:
         if name == "int8":
             return BitsAndBytesConfig(load_in_8bit=True)
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+        return BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
     if name == "int8" and importlib.util.find_spec("torchao") is not None:
         from torchao.quantization import Int8WeightOnlyConfig
 
         return TorchAoConfig(Int8WeightOnlyConfig())
     packages = "bitsandbytes" if name == "nf4" else "bitsandbytes or torchao"
-    raise ValueError(f"quantize must have its package, got {name!r} without {packages}: pip install bitsandbytes")
+    raise ValueError(
+        f"quantize must have its package, got {name!r} without {packages}: pip install bitsandbytes"
+    )

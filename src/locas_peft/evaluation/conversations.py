@@ -11,7 +11,14 @@ from ..checks import check_choice
 from ..files import load_json
 from .f1 import ADVERSARIAL, CATEGORIES
 
-__all__ = ["Conversation", "LocomoQuestion", "Session", "Turn", "choose_conversations", "dialogue_lines"]
+__all__ = [
+    "Conversation",
+    "LocomoQuestion",
+    "Session",
+    "Turn",
+    "choose_conversations",
+    "dialogue_lines",
+]
 __all__ += ["keep_evidence", "keep_sessions", "load_locomo"]
 
 
@@ -68,7 +75,9 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
     lines = []
     for session in conversation.sessions:
         lines += [""] if lines else []
-        lines.append(f"Session {session.number}" + (f", {session.date_time}" if session.date_time else ""))
+        lines.append(
+            f"Session {session.number}" + (f", {session.date_time}" if session.date_time else "")
+        )
         for turn in session.turns:
             photo = f" [photo: {turn.caption}]" if turn.caption else ""
             lines.append(f"{turn.speaker}: {' '.join(turn.text.split())}{photo}")
@@ -77,7 +86,10 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
 
 def keep_evidence(conversation: Conversation, question: LocomoQuestion) -> Conversation:
     """Return a conversation with no turns but those that a question names as its evidence."""
-    named = {s: tuple(turn for turn in s.turns if turn.dia_id in question.evidence) for s in conversation.sessions}
+    named = {
+        s: tuple(turn for turn in s.turns if turn.dia_id in question.evidence)
+        for s in conversation.sessions
+    }
     sessions = tuple(replace(session, turns=turns) for session, turns in named.items() if turns)
     return replace(conversation, sessions=sessions)
 
@@ -86,7 +98,11 @@ def keep_sessions(conversation: Conversation, sessions: int) -> Conversation:
     """Return the first sessions of a conversation, with the questions whose evidence lies in them."""
     kept = replace(conversation, sessions=conversation.sessions[:sessions])
     turns = kept.turns
-    questions = (q for q in conversation.questions if q.evidence and all(turn in turns for turn in q.evidence))
+    questions = (
+        q
+        for q in conversation.questions
+        if q.evidence and all(turn in turns for turn in q.evidence)
+    )
     return replace(kept, questions=tuple(questions))
 
 
@@ -107,15 +123,23 @@ def load_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:
     return conversations, problems
 
 
-def choose_conversations(conversations: Sequence[Conversation], names: Sequence[str] | None) -> list[Conversation]:
+def choose_conversations(
+    conversations: Sequence[Conversation], names: Sequence[str] | None
+) -> list[Conversation]:
     """Choose conversations by their ids, in the order of the file; all of them if `names` is None."""
     known = [conversation.sample_id for conversation in conversations]
     for name in names or ():
         check_choice("conversation", name, known)
-    return [conversation for conversation in conversations if names is None or conversation.sample_id in names]
+    return [
+        conversation
+        for conversation in conversations
+        if names is None or conversation.sample_id in names
+    ]
 
 
-def _parse_each(parse: Callable[[Any, str], Any], records: list[Any], name: str, problems: list[str]) -> list[Any]:
+def _parse_each(
+    parse: Callable[[Any, str], Any], records: list[Any], name: str, problems: list[str]
+) -> list[Any]:
     """Parse the records of a list; one that raises a `ValueError` is left out, and its message kept in `problems`."""
     parsed = []
     for number, record in enumerate(records):
@@ -133,26 +157,41 @@ def _require(holds: object, message: str) -> None:
 
 def _parse_sample(sample: Any, name: str, problems: list[str], known: set[str]) -> Conversation:
     talk = sample.get("conversation") if isinstance(sample, dict) else None
-    _require(isinstance(talk, dict), f"{name} must have a 'conversation', got none: sample left out")
+    _require(
+        isinstance(talk, dict), f"{name} must have a 'conversation', got none: sample left out"
+    )
     sample_id = str(sample.get("sample_id") or name)
     rule = f"{name}.sample_id must be letters, digits, - and _, got {sample_id!r}: sample left out, rename it"
     _require(re.fullmatch(r"[\w\[\]-][\w.\[\]-]*", sample_id), rule)
-    _require(sample_id not in known, f"{name}.sample_id must be unique, got {sample_id!r} again: sample left out")
+    _require(
+        sample_id not in known,
+        f"{name}.sample_id must be unique, got {sample_id!r} again: sample left out",
+    )
     sessions = []
     for number in sorted(int(key[8:]) for key in talk if re.fullmatch(r"session_\d+", key)):
         key = f"session_{number}"
-        turns, date_time, path = talk[key], talk.get(f"{key}_date_time"), f"{name}.conversation.{key}"
+        turns, date_time, path = (
+            talk[key],
+            talk.get(f"{key}_date_time"),
+            f"{name}.conversation.{key}",
+        )
         if not isinstance(turns, list):
-            problems.append(f"{path} must be a list of turns, got {type(turns).__name__}: session left out")
+            problems.append(
+                f"{path} must be a list of turns, got {type(turns).__name__}: session left out"
+            )
         elif parsed := _parse_each(_parse_turn, turns, path, problems):
-            sessions.append(Session(number, date_time if isinstance(date_time, str) else None, tuple(parsed)))
+            sessions.append(
+                Session(number, date_time if isinstance(date_time, str) else None, tuple(parsed))
+            )
     rule = f"{name}.conversation must have a session with turns, got none in {sample_id!r}: sample left out"
     _require(sessions, rule)
     found = list(dict.fromkeys(turn.speaker for session in sessions for turn in session.turns))
     speakers = str(talk.get("speaker_a") or found[0]), str(talk.get("speaker_b") or found[-1])
     entries = sample.get("qa")
     if not isinstance(entries, list):
-        problems.append(f"{name}.qa must be a list of questions, got none in {sample_id!r}: no question is asked")
+        problems.append(
+            f"{name}.qa must be a list of questions, got none in {sample_id!r}: no question is asked"
+        )
         entries = []
     questions = _parse_each(_parse_question, list(enumerate(entries)), f"{name}.qa", problems)
     known.add(sample_id)
@@ -160,7 +199,11 @@ def _parse_sample(sample: Any, name: str, problems: list[str], known: set[str]) 
 
 
 def _parse_turn(turn: Any, name: str) -> Turn:
-    fields = [turn.get(key) for key in ("dia_id", "speaker", "text")] if isinstance(turn, dict) else [None]
+    fields = (
+        [turn.get(key) for key in ("dia_id", "speaker", "text")]
+        if isinstance(turn, dict)
+        else [None]
+    )
     rule = f"{name} must have dia_id, speaker and text, got {turn!r:.60}: turn left out"
     _require(all(isinstance(field, str) for field in fields), rule)
     caption = turn.get("blip_caption")
@@ -177,7 +220,10 @@ def _parse_question(numbered: tuple[int, Any], name: str) -> LocomoQuestion:
     key = "adversarial_answer" if category == ADVERSARIAL else "answer"
     gold = entry.get(key)
     has_answer = isinstance(gold, (str, int, float)) and str(gold).strip()
-    _require(has_answer, f"{name} must have an {key!r} (category {category}), got {gold!r}: question left out")
+    _require(
+        has_answer,
+        f"{name} must have an {key!r} (category {category}), got {gold!r}: question left out",
+    )
     # Some of the release's entries hold two ids, or a colon or a zero too many.
     found = re.findall(r"D:?(\d+):(\d+)", str(entry.get("evidence")))
     evidence = tuple(dict.fromkeys(f"D{int(session)}:{int(turn)}" for session, turn in found))

@@ -17,14 +17,22 @@ def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str
     """
     paths, texts = [], {}
     for source in sources:
-        found = sorted(Path(source).glob("*.txt")) if source != "-" and Path(source).is_dir() else [source]
+        found = (
+            sorted(Path(source).glob("*.txt"))
+            if source != "-" and Path(source).is_dir()
+            else [source]
+        )
         if not found:
-            raise ValueError(f"folder must hold .txt files, got none in {source!r}: name another, or a file")
+            raise ValueError(
+                f"folder must hold .txt files, got none in {source!r}: name another, or a file"
+            )
         paths += found
     for path in paths[:limit]:
         name = "stdin" if path == "-" else _as_name(Path(path).stem)
         if name in texts:
-            raise ValueError(f"documents must have different names, got {name!r} twice: rename {str(path)!r}")
+            raise ValueError(
+                f"documents must have different names, got {name!r} twice: rename {str(path)!r}"
+            )
         texts[name] = load_text(path)
     return texts
 
@@ -39,11 +47,15 @@ def load_column(dataset: str, split: str, column: str, limit: int | None = None)
         if limit is not None and len(texts) >= limit:
             break
         if column not in row:
-            raise ValueError(f"column must be one of {', '.join(row)}, got {column!r}: choose one of them")
+            raise ValueError(
+                f"column must be one of {', '.join(row)}, got {column!r}: choose one of them"
+            )
         if isinstance(row[column], str) and row[column].strip():
             texts[f"{_as_name(split)}-{number}"] = row[column]
     if not texts:
-        raise ValueError(f"dataset must hold texts, got none in {column!r} of {dataset!r}: choose another column")
+        raise ValueError(
+            f"dataset must hold texts, got none in {column!r} of {dataset!r}: choose another column"
+        )
     return texts
 
 

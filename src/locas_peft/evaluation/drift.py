@@ -22,7 +22,9 @@ from ..ttt.chunks import cut, perplexity
 
 __all__ = ["OWN_ANSWERS", "Piece", "cut_text", "measure_drift", "write_own_answers"]
 
-OWN_ANSWERS = "own answers"  # beside the names of the unread texts in the figures of the forgetting protocol
+OWN_ANSWERS = (
+    "own answers"  # beside the names of the unread texts in the figures of the forgetting protocol
+)
 QUESTIONS = (Path(__file__).parent / "everyday.txt").read_text(encoding="utf-8").splitlines()
 
 Piece = tuple[Tensor, int]  # token ids, LongTensor [T], and how many of the last ones are scored
@@ -49,7 +51,9 @@ def write_own_answers(base: nn.Module, tokenizer, max_new_tokens: int = 48) -> l
 
 
 @torch.inference_mode()
-def measure_drift(model: nn.Module, pieces: Iterable[Piece], on_chunk: Callable | None = None) -> dict[str, Any]:
+def measure_drift(
+    model: nn.Module, pieces: Iterable[Piece], on_chunk: Callable | None = None
+) -> dict[str, Any]:
     """Score pieces of text with frozen weights, one by one, under a model and under its reference.
 
     The model, in evaluation mode, is not changed. The reference of a PEFT model is its base. `on_chunk` is called with
@@ -70,7 +74,11 @@ def measure_drift(model: nn.Module, pieces: Iterable[Piece], on_chunk: Callable 
         with model.disable_adapter() if isinstance(model, PeftModel) else nullcontext():
             others = host.logits(read, scored, use_cache=False)[0]
         hashed.update(others.contiguous().view(torch.uint8).cpu().numpy())
-        values = token_losses(logits, targets), token_losses(others, targets), divergences(logits, others)
+        values = (
+            token_losses(logits, targets),
+            token_losses(others, targets),
+            divergences(logits, others),
+        )
         counts.append(scored)
         sums.append([each.double().sum().item() for each in values])
         if on_chunk is not None:
@@ -80,7 +88,9 @@ def measure_drift(model: nn.Module, pieces: Iterable[Piece], on_chunk: Callable 
     return {
         **{"tokens": tokens, "nll_nats": nll, "reference_nll_nats": reference_nll, "kl_nats": kl},
         "reference_sha256": hashed.hexdigest(),
-        "chunk_kl_nats": [summed / count for (_, _, summed), count in zip(sums, counts, strict=True)],
+        "chunk_kl_nats": [
+            summed / count for (_, _, summed), count in zip(sums, counts, strict=True)
+        ],
         "chunk_nll_nats": [summed for summed, _, _ in sums],
         "chunk_tokens": counts,
         "perplexity": perplexity(nll, tokens),

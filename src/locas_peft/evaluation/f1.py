@@ -7,7 +7,15 @@ from functools import cache
 
 from ..checks import import_extra
 
-__all__ = ["ADVERSARIAL", "CATEGORIES", "abstains", "answer_f1", "load_stemmer", "token_f1", "tokens_of"]
+__all__ = [
+    "ADVERSARIAL",
+    "CATEGORIES",
+    "abstains",
+    "answer_f1",
+    "load_stemmer",
+    "token_f1",
+    "tokens_of",
+]
 
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop", 5: "adversarial"}
 """The names of the release's category numbers."""
@@ -36,7 +44,9 @@ def answer_f1(prediction: str, reference: str, category: int) -> float:
 
 def abstains(prediction: str) -> bool:
     """Tell whether an answer declines, by the phrases of the official accuracy of category 5."""
-    return any(phrase in prediction.lower() for phrase in ("no information available", "not mentioned"))
+    return any(
+        phrase in prediction.lower() for phrase in ("no information available", "not mentioned")
+    )
 
 
 def token_f1(prediction: str, reference: str) -> float:

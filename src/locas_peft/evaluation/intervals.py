@@ -16,15 +16,21 @@ def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
     """Compute a mean (nan without values) with its interval; the values are resampled, drawn from the seed."""
     array = np.asarray(values, dtype=np.float64)
     mean = math.fsum(array) / len(array) if len(array) else math.nan
-    return _interval(mean, (array == array[:1]).all(), len(array), lambda rows: array[rows].mean(axis=-1), seed)
+    return _interval(
+        mean, (array == array[:1]).all(), len(array), lambda rows: array[rows].mean(axis=-1), seed
+    )
 
 
-def rise_interval(before_nats: Sequence[float], after_nats: Sequence[float], tokens: Sequence[int]) -> Interval:
+def rise_interval(
+    before_nats: Sequence[float], after_nats: Sequence[float], tokens: Sequence[int]
+) -> Interval:
     """Compute the rise of a text's perplexity with its paired interval; nan if there are no chunks.
 
     The chunks are resampled, each with its summed nll before and after and its `tokens`: its difficulty cancels.
     """
-    before, after, counts = (np.asarray(values, dtype=np.float64) for values in (before_nats, after_nats, tokens))
+    before, after, counts = (
+        np.asarray(values, dtype=np.float64) for values in (before_nats, after_nats, tokens)
+    )
 
     def rise(rows: np.ndarray) -> np.ndarray:
         total = counts[rows].sum(axis=-1)
@@ -34,7 +40,9 @@ def rise_interval(before_nats: Sequence[float], after_nats: Sequence[float], tok
     return _interval(mean, (before == after).all(), len(counts), rise, seed=0)
 
 
-def _interval(mean: float, same: bool, n: int, statistic: Callable[[np.ndarray], np.ndarray], seed: int) -> Interval:
+def _interval(
+    mean: float, same: bool, n: int, statistic: Callable[[np.ndarray], np.ndarray], seed: int
+) -> Interval:
     """Add the ends of the 95% interval to a statistic: its own value where all `n` units are the same.
 
     `statistic` computes one number a row from the indices of the drawn units [rows, n].
@@ -42,8 +50,12 @@ def _interval(mean: float, same: bool, n: int, statistic: Callable[[np.ndarray],
     low = high = mean if same and n > 1 else math.nan
     if n > 1 and not same:
         random = np.random.default_rng(seed)
-        resamples, rows = (999, 50) if n > _MANY else (9_999, 500)  # so many rows at once limit the memory used
+        resamples, rows = (
+            (999, 50) if n > _MANY else (9_999, 500)
+        )  # so many rows at once limit the memory used
         sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
-        values = np.concatenate([statistic(random.integers(0, n, size=(size, n))) for size in sizes])
+        values = np.concatenate(
+            [statistic(random.integers(0, n, size=(size, n))) for size in sizes]
+        )
         low, high = np.quantile(values, (_TAIL, 1 - _TAIL)).tolist()
     return {"mean": mean, "low": low, "high": high, "n": n}

@@ -56,22 +56,37 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     Returns, raises: as for `perplexity.run_perplexity`; too few positions for a question are a `ValueError`.
     """
     load_stemmer()  # a missing package is reported before the work begins
-    texts = {one.sample_id: tokenize(run.tokenizer, "\n".join(dialogue_lines(one))) for one in conversations}
+    texts = {
+        one.sample_id: tokenize(run.tokenizer, "\n".join(dialogue_lines(one)))
+        for one in conversations
+    }
     readings: dict[str, dict[str, Unit]] = {}
     for method, settings in run.methods.items():
         if settings.method.name != "none":
             folder, row = run.out / NAME / "memories" / method, readings.setdefault(method, {})
             for name, ids in texts.items():
-                row[name] = run.reading(ids, settings, folder / f"{name}.json", f"{method} reads {name}")
+                row[name] = run.reading(
+                    ids, settings, folder / f"{name}.json", f"{method} reads {name}"
+                )
     asked = _list_asked(run, conversations, readings, plan)
     units = [unit for row in readings.values() for unit in row.values()]
     units += [unit for row in asked.values() for unit in row]
     digests = {one.sample_id: digest_json(asdict(one)) for one in conversations}
-    shared = {"prompts": PROMPTS, "max_new_tokens": plan.max_new_tokens, "wrong_memory": plan.wrong_memory}
+    shared = {
+        "prompts": PROMPTS,
+        "max_new_tokens": plan.max_new_tokens,
+        "wrong_memory": plan.wrong_memory,
+    }
     head = run.open(NAME, units, conversations=digests, plan=shared)
     run_units(units, run.progress)
-    taught = {m: {name: summarize_reading(unit.load()) for name, unit in row.items()} for m, row in readings.items()}
-    records = {row: [record for unit in row_units for record in unit.load()] for row, row_units in asked.items()}
+    taught = {
+        m: {name: summarize_reading(unit.load()) for name, unit in row.items()}
+        for m, row in readings.items()
+    }
+    records = {
+        row: [record for unit in row_units for record in unit.load()]
+        for row, row_units in asked.items()
+    }
     figures = {**head, "conversations": list(texts), "teachings": taught}
     figures["answers"] = _summarize_answers(records)
     write_json(run.out / f"{NAME}.json", figures)
@@ -79,7 +94,10 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
 
 
 def _list_asked(
-    run: Run, conversations: Sequence[Conversation], readings: dict[str, dict[str, Unit]], plan: LocomoPlan
+    run: Run,
+    conversations: Sequence[Conversation],
+    readings: dict[str, dict[str, Unit]],
+    plan: LocomoPlan,
 ) -> dict[tuple[str, str, str], list[Unit]]:
     """List the units that ask, one a conversation, by setting, method and group.
 
@@ -88,9 +106,14 @@ def _list_asked(
     groups = {"right": conversations}
     if plan.wrong_memory and len(conversations) > 1:
         groups["wrong"] = [conversations[-1], *conversations[:-1]]
-    memories: dict[tuple[str, str], list[Unit | None]] = {(BASE, "none"): [None] * len(conversations)}
+    memories: dict[tuple[str, str], list[Unit | None]] = {
+        (BASE, "none"): [None] * len(conversations)
+    }
     for method, row in readings.items():
-        memories |= {(method, group): [row[one.sample_id] for one in owners] for group, owners in groups.items()}
+        memories |= {
+            (method, group): [row[one.sample_id] for one in owners]
+            for group, owners in groups.items()
+        }
     asked: dict[tuple[str, str, str], list[Unit]] = {}
     for setting in plan.settings:
         for (method, group), row in memories.items():
@@ -98,24 +121,59 @@ def _list_asked(
                 continue
             units = asked[setting, method, group] = []
             for conversation, reading in zip(conversations, row, strict=True):
-                memory, name = "none" if reading is None else reading.path.stem, conversation.sample_id
-                path = run.out / NAME / "predictions" / method / f"{name}.{setting}.memory-{memory}.json"
+                memory, name = (
+                    "none" if reading is None else reading.path.stem,
+                    conversation.sample_id,
+                )
+                path = (
+                    run.out
+                    / NAME
+                    / "predictions"
+                    / method
+                    / f"{name}.{setting}.memory-{memory}.json"
+                )
                 label = f"{method}, memory of {memory}" if reading else "base"
-                make = partial(_ask, run, plan, setting, conversation, reading, path, f"{label}: {name}, {setting}")
+                make = partial(
+                    _ask,
+                    run,
+                    plan,
+                    setting,
+                    conversation,
+                    reading,
+                    path,
+                    f"{label}: {name}, {setting}",
+                )
                 units.append(Unit(path, make, reading))
     return asked
 
 
 def _ask(
-    run: Run, plan: LocomoPlan, setting: str, conversation: Conversation, reading: Unit | None, path: Path, label: str
+    run: Run,
+    plan: LocomoPlan,
+    setting: str,
+    conversation: Conversation,
+    reading: Unit | None,
+    path: Path,
+    label: str,
 ) -> list[dict[str, Any]]:
-    alone = reading is None or setting == FROM_RECITED  # the base answers from what is found in its memory's folder
+    alone = (
+        reading is None or setting == FROM_RECITED
+    )  # the base answers from what is found in its memory's folder
     with nullcontext(run.base) if alone else memory_attached(run.base, reading.memory) as model:
-        return _answer_questions(run, plan, model, conversation, reading, setting, Unit(path, list).unfinished, label)
+        return _answer_questions(
+            run, plan, model, conversation, reading, setting, Unit(path, list).unfinished, label
+        )
 
 
 def _answer_questions(
-    run: Run, plan: LocomoPlan, model: nn.Module, talk: Conversation, unit: Unit, setting: str, file: Path, label: str
+    run: Run,
+    plan: LocomoPlan,
+    model: nn.Module,
+    talk: Conversation,
+    unit: Unit,
+    setting: str,
+    file: Path,
+    label: str,
 ) -> list[dict[str, Any]]:
     """Answer a conversation's questions with the memory of `unit`, if any; what is done stays in `file`."""
     tokenizer, questions = run.tokenizer, talk.questions
@@ -129,16 +187,24 @@ def _answer_questions(
             found = load_finder(unit.memory, adapted, tokenizer)([each.question for each in left])
         recited |= {each.index: list(passages) for each, passages in zip(left, found, strict=True)}
     most = plan.max_new_tokens
-    prompts, dropped = make_prompts(model, tokenizer, talk, setting, recited=recited, max_new_tokens=most)
+    prompts, dropped = make_prompts(
+        model, tokenizer, talk, setting, recited=recited, max_new_tokens=most
+    )
     known = {number for number, each in enumerate(questions) if each.index in records}
     advance(len(known))
     for batch, texts in answer(model, tokenizer, prompts, known=known, max_new_tokens=most):
-        golds = [(prompts[number], encode_answer(tokenizer, questions[number].answer)) for number in batch]
+        golds = [
+            (prompts[number], encode_answer(tokenizer, questions[number].answer))
+            for number in batch
+        ]
         for number, text, score in zip(batch, texts, score_targets(model, golds), strict=True):
             asked = questions[number]
             records[asked.index] = {
                 "sample_id": talk.sample_id,
-                **{name: getattr(asked, name) for name in ("index", "question", "category", "answer")},
+                **{
+                    name: getattr(asked, name)
+                    for name in ("index", "question", "category", "answer")
+                },
                 "prediction": text,
                 "recited": recited.get(asked.index),
                 "f1": answer_f1(text, asked.answer, asked.category),
@@ -158,8 +224,12 @@ def _summarize_answers(asked: dict[tuple[str, str, str], list[dict[str, Any]]]) 
         if records:
             figures.setdefault(method, {}).setdefault(setting, {})[group] = {
                 **f1_by_category(records),
-                "gold_nats": mean_interval([one["gold_nats"] for one in records if one["category"] != ADVERSARIAL]),
-                "dropped_lines": {record["sample_id"]: record["dropped_lines"] for record in records},
+                "gold_nats": mean_interval(
+                    [one["gold_nats"] for one in records if one["category"] != ADVERSARIAL]
+                ),
+                "dropped_lines": {
+                    record["sample_id"]: record["dropped_lines"] for record in records
+                },
             }
     return figures
 
@@ -170,9 +240,14 @@ def f1_by_category(records: Sequence[dict[str, Any]]) -> dict[str, Interval]:
     "adversarial" is the negative F1 with the trap, "answerable" the mean over categories 1 to 4, "abstention" the
     share of category 5 that was declined. The records have `category`, `f1` and `abstains`.
     """
-    found = {name: [one["f1"] for one in records if one["category"] == number] for number, name in CATEGORIES.items()}
+    found = {
+        name: [one["f1"] for one in records if one["category"] == number]
+        for number, name in CATEGORIES.items()
+    }
     found["answerable"] = [record["f1"] for record in records if record["category"] != ADVERSARIAL]
-    found["abstention"] = [float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL]
+    found["abstention"] = [
+        float(record["abstains"]) for record in records if record["category"] == ADVERSARIAL
+    ]
     return {name: mean_interval(values) for name, values in found.items() if values}
 
 

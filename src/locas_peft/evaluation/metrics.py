@@ -31,4 +31,6 @@ class Perplexity(evaluate.Metric):
     def _info(self) -> Any:
         columns = {"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}
         text, source = self.__doc__ or "", "Locas, arXiv:2602.05085"
-        return evaluate.MetricInfo(text, source, datasets.Features(columns), text, module_name="perplexity")
+        return evaluate.MetricInfo(
+            text, source, datasets.Features(columns), text, module_name="perplexity"
+        )

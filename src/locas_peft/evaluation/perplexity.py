@@ -30,11 +30,17 @@ def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
     for method, settings in run.methods.items():
         for name, ids in documents.items():
             path = run.out / NAME / method / f"{name}.json"
-            units[method][name] = run.reading(ids, settings, path, f"{method}: {name}", keep_memory=False)
+            units[method][name] = run.reading(
+                ids, settings, path, f"{method}: {name}", keep_memory=False
+            )
     table = [unit for row in units.values() for unit in row.values()]
-    head = run.open(NAME, table, documents={name: describe_text(ids) for name, ids in documents.items()})
+    head = run.open(
+        NAME, table, documents={name: describe_text(ids) for name, ids in documents.items()}
+    )
     run_units(table, run.progress)
-    readings = {method: {name: unit.load() for name, unit in row.items()} for method, row in units.items()}
+    readings = {
+        method: {name: unit.load() for name, unit in row.items()} for method, row in units.items()
+    }
     means = {method: _average(list(row.values())) for method, row in readings.items()}
     figures = {**head, "readings": readings, "means": means}
     write_json(run.out / f"{NAME}.json", figures)
@@ -53,13 +59,25 @@ def tabulate(figures: dict[str, Any]) -> list[Sheet]:
     readings, documents = figures["readings"], list(figures["documents"])
     rows = []
     for method, found in readings.items():
-        values = [*(found[name]["perplexity"] for name in documents), figures["means"][method]["perplexity"]]
+        values = [
+            *(found[name]["perplexity"] for name in documents),
+            figures["means"][method]["perplexity"],
+        ]
         rows.append([method, *map(format_figure, values)])
-    sheets = [Sheet("Perplexity, each token scored before it was learned", ["", *documents, "all tokens"], rows)]
+    sheets = [
+        Sheet(
+            "Perplexity, each token scored before it was learned",
+            ["", *documents, "all tokens"],
+            rows,
+        )
+    ]
     for name in documents:
         for key, title in (("perplexity_at", "so far, at"), ("perplexity_between", "between")):
             values = {method: found[name][key] for method, found in readings.items()}
             marks = list(dict.fromkeys(mark for row in values.values() for mark in row))
-            rows = [[method, *(format_figure(row.get(mark)) for mark in marks)] for method, row in values.items()]
+            rows = [
+                [method, *(format_figure(row.get(mark)) for mark in marks)]
+                for method, row in values.items()
+            ]
             sheets += [Sheet(f"{name}: perplexity {title}", ["", *marks], rows)] if marks else []
     return sheets

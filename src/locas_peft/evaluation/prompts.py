@@ -48,20 +48,26 @@ def make_prompts(
             shown = (recited or {}).get(question.index, [])
         elif setting == "evidence":
             shown = dialogue_lines(keep_evidence(conversation, question))
-        return encode_prompt(tokenizer, make_prompt(conversation, question, setting, "\n".join(shown)))
+        return encode_prompt(
+            tokenizer, make_prompt(conversation, question, setting, "\n".join(shown))
+        )
 
     encoded = [encode(question) for question in conversation.questions]
     positions = count_positions(model)
     room = math.inf if positions is None else positions - max_new_tokens
     if setting != "full-context" or max(map(len, encoded), default=0) <= room:
         return encoded, 0
-    longest = conversation.questions[max(range(len(encoded)), key=lambda number: len(encoded[number]))]
+    longest = conversation.questions[
+        max(range(len(encoded)), key=lambda number: len(encoded[number]))
+    ]
     fitting = bisect_right(range(len(lines) + 1), room, key=lambda kept: len(encode(longest, kept)))
     kept = max(0, fitting - 1)  # 0 even if that does not fit: `answer` refuses the question then
     return [encode(question, kept) for question in conversation.questions], len(lines) - kept
 
 
-def make_prompt(conversation: Conversation, question: LocomoQuestion, setting: str, text: str) -> str:
+def make_prompt(
+    conversation: Conversation, question: LocomoQuestion, setting: str, text: str
+) -> str:
     """Make a question's prompt in a setting of `ANSWERED`; `text` is the dialogue in context."""
     check_choice("setting", setting, ANSWERED)
     form = PROMPTS["full-context" if setting in ("evidence", FROM_RECITED) else setting]

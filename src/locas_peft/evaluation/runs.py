@@ -45,7 +45,10 @@ class Run:
     progress: Progress = silent
 
     def __post_init__(self) -> None:
-        self.methods = {name: settings.complete(self.base, self.tokenizer) for name, settings in self.methods.items()}
+        self.methods = {
+            name: settings.complete(self.base, self.tokenizer)
+            for name, settings in self.methods.items()
+        }
 
     def open(self, name: str, units: Sequence[Unit], **shared: Any) -> dict[str, Any]:
         """Record in `out/NAME/run.json` which run its results are of; return the fields that its figures begin with.
@@ -66,7 +69,13 @@ class Run:
         return {"study": name, **common, "methods": settings}
 
     def reading(
-        self, input_ids: Tensor, settings: CompleteSettings, path: Path, label: str = "", *, keep_memory: bool = True
+        self,
+        input_ids: Tensor,
+        settings: CompleteSettings,
+        path: Path,
+        label: str = "",
+        *,
+        keep_memory: bool = True,
     ) -> Unit:
         """Return the unit of one reading of a LongTensor [T], whose result is a `Reading` as JSON.
 
@@ -74,8 +83,14 @@ class Run:
         """
 
         def make() -> dict[str, Any]:
-            options = {"out": unit.memory if keep_memory else None, "checkpoint_dir": unit.checkpoint, "resume": True}
-            options["on_chunk"] = follow(self.progress(label, len(input_ids) * settings.training.readings))
+            options = {
+                "out": unit.memory if keep_memory else None,
+                "checkpoint_dir": unit.checkpoint,
+                "resume": True,
+            }
+            options["on_chunk"] = follow(
+                self.progress(label, len(input_ids) * settings.training.readings)
+            )
             options |= {"tokenizer": self.tokenizer, "on_study": follow_study(self.progress)}
             return memorize(self.base, input_ids, settings, **options).to_json()
 
@@ -83,9 +98,15 @@ class Run:
         return unit
 
 
-def _join(folder: Path, before: dict[str, Any], record: dict[str, Any], overwrite: bool) -> dict[str, Any]:
+def _join(
+    folder: Path, before: dict[str, Any], record: dict[str, Any], overwrite: bool
+) -> dict[str, Any]:
     """Return a run's record together with the one before it; check that they agree, or remove the earlier results."""
-    own = [file for file in before.get("files", ()) if not Path(file).is_absolute() and ".." not in Path(file).parts]
+    own = [
+        file
+        for file in before.get("files", ())
+        if not Path(file).is_absolute() and ".." not in Path(file).parts
+    ]
     files = sorted({*own, *record["files"]})
     units = [Unit(folder / file, dict) for file in files]
     if overwrite and not any(map(is_locked, units)):
@@ -95,7 +116,10 @@ def _join(folder: Path, before: dict[str, Any], record: dict[str, Any], overwrit
         ours, theirs = record["methods"], before.get("methods", {})
         pairs = [(record["common"], before.get("common", {}), "")]
         pairs += [(ours[name], theirs[name], f"{name}: ") for name in ours if name in theirs]
-        where, remedy = f"the results in {str(folder.parent)!r}", "choose another folder, or give --overwrite"
+        where, remedy = (
+            f"the results in {str(folder.parent)!r}",
+            "choose another folder, or give --overwrite",
+        )
         for here, there, prefix in pairs:
             if difference := describe_difference(here, there, where, remedy, prefix):
                 raise ValueError(difference)

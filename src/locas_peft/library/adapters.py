@@ -43,18 +43,28 @@ class Adapters:
         if self._base is None:
             config = AutoConfig.from_pretrained(folder)
             if not hasattr(config, "locas_widened"):
-                raise ValueError(f"the served model must be of locas export --base-only, got {folder!r}: export it")
+                raise ValueError(
+                    f"the served model must be of locas export --base-only, got {folder!r}: export it"
+                )
             with torch.device("meta"):
                 self._base = AutoModelForCausalLM.from_config(config)
-        memory, adapter, widened = self._library.find(name), self._find(name), self._base.config.locas_widened
+        memory, adapter, widened = (
+            self._library.find(name),
+            self._find(name),
+            self._base.config.locas_widened,
+        )
         if self._library.key is not None:
             check_signature(memory, self._library.key)
         if not adapter.is_dir():
             config, path = find_files(memory)
             own, host = dict(getattr(config, "host", None) or {}), widened["host"]
             weights = own.pop("weights", None)
-            if own | {"weights": host["weights"]} != host or not may_be_same_weights(weights, host["weights"]):
-                raise ValueError(f"memory must be of the base that is served, got {name!r} of another: export its own")
+            if own | {"weights": host["weights"]} != host or not may_be_same_weights(
+                weights, host["weights"]
+            ):
+                raise ValueError(
+                    f"memory must be of the base that is served, got {name!r} of another: export its own"
+                )
             tensors, _ = load_memory_file(str(path), config)
             lora, tensors = tensors_to_lora(tensors, config, self._base, widened["neurons"])
             with staged(adapter) as new:
@@ -75,14 +85,20 @@ class Adapters:
     def _find(self, name: str) -> Path:
         """Return the place of a memory's adapter, which changes with the numbers, sizes and times of the files."""
         memory = self._library.find(name)
-        files = memory / MEMORY_CONFIG, find_memory_file(str(memory)) or "", f"{self._base.name_or_path}/config.json"
+        files = (
+            memory / MEMORY_CONFIG,
+            find_memory_file(str(memory)) or "",
+            f"{self._base.name_or_path}/config.json",
+        )
         states = [(file.st_ino, file.st_size, file.st_ctime_ns) for file in map(os.stat, files)]
         return self._root / name / hashlib.sha256(repr(states).encode()).hexdigest()[:32]
 
     def _sweep(self) -> None:
         """Delete adapters of memories that are gone, those of former contents, and above the limit the oldest ones."""
         kept, names = 0, set()
-        for adapter in sorted(self._root.glob("*/[!.]*"), key=lambda folder: -folder.stat().st_mtime):
+        for adapter in sorted(
+            self._root.glob("*/[!.]*"), key=lambda folder: -folder.stat().st_mtime
+        ):
             name, late = adapter.parent.name, time.time() - adapter.stat().st_mtime > _GRACE_SECONDS
             kept += sum(file.stat().st_size for file in adapter.iterdir())
             if name not in self._library or (late and (name in names or kept > self._most_bytes)):

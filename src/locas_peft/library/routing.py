@@ -9,19 +9,28 @@ from ..selfstudy.exchanges import EXCHANGES, join_exchanges, load_exchanges
 
 __all__ = ["LEAST_GAIN", "LEAST_SHARE", "MOST_SEARCHED", "list_passages", "make_sample"]
 
-LEAST_GAIN = 1.4  # in nats a token (`measure_gain`) below which the base answers (benchmarks/library.py)
-LEAST_SHARE, MOST_SEARCHED = 0.7, 5  # of the best memory's score; memories whose passages are found together
+LEAST_GAIN = (
+    1.4  # in nats a token (`measure_gain`) below which the base answers (benchmarks/library.py)
+)
+LEAST_SHARE, MOST_SEARCHED = (
+    0.7,
+    5,
+)  # of the best memory's score; memories whose passages are found together
 SAMPLE_LINES, SAMPLE_CHARACTERS = 200, 200
 
 
 def make_sample(text: str, earlier: str | Path | None = None) -> str:
     """Return evenly spread pieces of a text, a line each, after those in the folder of an `earlier` memory, if any."""
-    pieces = [text[first : first + SAMPLE_CHARACTERS] for first in range(0, len(text), SAMPLE_CHARACTERS)]
+    pieces = [
+        text[first : first + SAMPLE_CHARACTERS] for first in range(0, len(text), SAMPLE_CHARACTERS)
+    ]
     step = math.ceil(len(pieces) / SAMPLE_LINES)
     sample = "".join(" ".join(piece.split()) + "\n" for piece in pieces[:: max(step, 1)])
     former = None if earlier is None else Path(earlier) / SAMPLE
     before = former.read_text(encoding="utf-8") if former is not None and former.is_file() else ""
-    return before if before.endswith(sample) else before + sample  # it may have been added before a kill
+    return (
+        before if before.endswith(sample) else before + sample
+    )  # it may have been added before a kill
 
 
 def list_passages(memory: Path) -> list[str]:

@@ -65,28 +65,57 @@ def load_table(source: str, settings: ReadingSettings) -> list[Document]:
             `ReadingSettings` or of the command's options. In other tables than JSON Lines, other columns are ignored.
         settings: for what a row does not set.
     """
-    folder, documents, known = Path(source).parent, [], {"name", "text", "path", *SETTINGS, *_OPTIONS}
+    folder, documents, known = (
+        Path(source).parent,
+        [],
+        {"name", "text", "path", *SETTINGS, *_OPTIONS},
+    )
     lines = Path(source).suffix == ".jsonl"
-    rows = parse_json_lines(load_text(source).split("\n"), dict) if lines else enumerate(load_rows(source), 1)
+    rows = (
+        parse_json_lines(load_text(source).split("\n"), dict)
+        if lines
+        else enumerate(load_rows(source), 1)
+    )
     for line, row in rows:
         try:
             given = {key: value for key, value in (row or {}).items() if lines or key in known}
-            given = {_OPTIONS.get(key, key): value for key, value in given.items() if value is not None}
+            given = {
+                _OPTIONS.get(key, key): value for key, value in given.items() if value is not None
+            }
             name, text, file = (given.pop(key, None) for key in ("name", "text", "path"))
-            if name is None or not isinstance(text or file, str) or (text is None) == (file is None):
-                raise ValueError("each row must be an object with name and either path or text, not empty: correct it")
+            if (
+                name is None
+                or not isinstance(text or file, str)
+                or (text is None) == (file is None)
+            ):
+                raise ValueError(
+                    "each row must be an object with name and either path or text, not empty: correct it"
+                )
             if unknown := sorted(given.keys() - set(SETTINGS)):
-                raise ValueError(f"settings must be those of locas memorize, got {unknown[0]!r}: see its --help")
+                raise ValueError(
+                    f"settings must be those of locas memorize, got {unknown[0]!r}: see its --help"
+                )
             if given.get("method") == "none":
                 raise ValueError("method must be one that learns, got 'none': choose another")
-            documents.append(Document(line, check_name(str(name)), text or folder / file, replace(settings, **given)))
+            documents.append(
+                Document(
+                    line, check_name(str(name)), text or folder / file, replace(settings, **given)
+                )
+            )
         except (ValueError, TypeError) as error:
-            documents.append(Document(line, row and row.get("name") and str(row["name"]), error=first_line(error)))
+            documents.append(
+                Document(
+                    line, row and row.get("name") and str(row["name"]), error=first_line(error)
+                )
+            )
     if not documents:
         raise ValueError(f"table must have a document a row, got none in {source!r}: add one")
     counts = Counter((each.name or "").casefold() for each in documents if not each.error)
     twice = "name must be that of one row alone, whatever its case, got it twice: rename one"
-    return [replace(each, error=twice) if counts[(each.name or "").casefold()] > 1 else each for each in documents]
+    return [
+        replace(each, error=twice) if counts[(each.name or "").casefold()] > 1 else each
+        for each in documents
+    ]
 
 
 def load_rows(source: str, split: str = "train") -> Iterator[dict[str, Any]]:
@@ -95,11 +124,15 @@ def load_rows(source: str, split: str = "train") -> Iterator[dict[str, Any]]:
     A `ValueError` if there is none, or if `datasets` is not installed.
     """
     datasets, kind = import_extra("datasets", what="a table"), _FORMATS.get(Path(source).suffix)
-    found = {"path": source, "split": split} if kind is None else {"path": kind, "data_files": source}
+    found = (
+        {"path": source, "split": split} if kind is None else {"path": kind, "data_files": source}
+    )
     try:
         yield from datasets.load_dataset(**{"split": "train", "streaming": True, **found})
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"dataset {source!r} cannot be read ({first_line(error)}): check name and split") from error
+        raise ValueError(
+            f"dataset {source!r} cannot be read ({first_line(error)}): check name and split"
+        ) from error
 
 
 def teach_table(
@@ -145,12 +178,25 @@ def teach_on_ray(
     ray = import_extra("ray", "ray", "--ray")
     _connect(ray, address)
     try:
-        tally, advance = _Tally(library, documents), progress(f"{len(documents)} documents", len(documents))
+        tally, advance = (
+            _Tally(library, documents),
+            progress(f"{len(documents)} documents", len(documents)),
+        )
         kind, idle, ends = ray.remote(max_restarts=-1)(_Teacher), [], Counter()
-        for node in (each["Resources"] for each in ray.nodes() if each["Alive"] and "CPU" in each["Resources"]):
+        for node in (
+            each["Resources"]
+            for each in ray.nodes()
+            if each["Alive"] and "CPU" in each["Resources"]
+        ):
             actors = (gpus := int(node.get("GPU", 0))) or workers
-            part = {"num_cpus": node["CPU"] // actors or node["CPU"] / actors, "num_gpus": min(gpus, 1)}
-            idle += [kind.options(**part).remote(library.folder.resolve(), base, options) for _ in range(actors)]
+            part = {
+                "num_cpus": node["CPU"] // actors or node["CPU"] / actors,
+                "num_gpus": min(gpus, 1),
+            }
+            idle += [
+                kind.options(**part).remote(library.folder.resolve(), base, options)
+                for _ in range(actors)
+            ]
         left, running = {each.line: each for each in documents}, {}
         offered = (each for _ in count() for each in list(left.values()) if each.line in left)
         while left:
@@ -164,9 +210,13 @@ def teach_on_ray(
                 error = ray.get(result)
             except ray.exceptions.ActorDiedError as died:  # it could not be made
                 if not running:
-                    raise ValueError(f"no actor can be made: {str(died).strip().splitlines()[-1]}") from None
+                    raise ValueError(
+                        f"no actor can be made: {str(died).strip().splitlines()[-1]}"
+                    ) from None
                 continue
-            except ray.exceptions.RayActorError as ended:  # or its node: it gets no document before it is back
+            except (
+                ray.exceptions.RayActorError
+            ) as ended:  # or its node: it gets no document before it is back
                 time.sleep(POLL_SECONDS)
                 running[actor.__ray_ready__.remote()] = actor, None
                 ends[line] += 1
@@ -189,7 +239,9 @@ class _Teacher:
 
     def __init__(self, folder: Path, base: dict[str, Any], options: dict[str, Any]):
         if not folder.is_dir():
-            raise ValueError(f"library must be a folder that all nodes see, got {str(folder)!r}: share it")
+            raise ValueError(
+                f"library must be a folder that all nodes see, got {str(folder)!r}: share it"
+            )
         self._library, self._base, self._options = Library(folder), load_base(**base), options
 
     def teach(self, document: Document) -> str | None:
@@ -201,7 +253,13 @@ class _Teacher:
 
 
 def _teach(
-    library: Library, base: PreTrainedModel, tokenizer, document: Document, *, unwrapped: bool = False, **options: Any
+    library: Library,
+    base: PreTrainedModel,
+    tokenizer,
+    document: Document,
+    *,
+    unwrapped: bool = False,
+    **options: Any,
 ) -> str | None:
     """Teach one document, unless its memory is finished; return why that failed, in one line.
 
@@ -209,12 +267,19 @@ def _teach(
     """
     try:
         content = document.load()
-        text, given = unwrap(content) if unwrapped else content, {"sample": make_sample(content), **options}
+        text, given = (
+            unwrap(content) if unwrapped else content,
+            {"sample": make_sample(content), **options},
+        )
         library.add(base, tokenizer, text, document.name, document.settings, resume=True, **given)
     except Exception as error:
         if isinstance(error, InUse) or (isinstance(error, OSError) and is_disk_full(error)):
             raise
-        return first_line(error) if isinstance(error, ValueError | TypeError | OSError) else repr(error)
+        return (
+            first_line(error)
+            if isinstance(error, ValueError | TypeError | OSError)
+            else repr(error)
+        )
     return None
 
 
@@ -231,11 +296,19 @@ class _Tally:
         if error is None:
             self._done, self._taught = self._done + 1, self._taught + (document.name in self._new)
         else:
-            self._failures[document.line] = {"line": document.line, "name": document.name, "error": error}
+            self._failures[document.line] = {
+                "line": document.line,
+                "name": document.name,
+                "error": error,
+            }
             self.save()
         self._new.discard(document.name)
         hours, taught = (time.monotonic() - self._began) / 3600, self._taught
-        speed = f", {taught / hours:,.0f} an hour, {hours * len(self._new) / taught:.1f} hours left" if taught else ""
+        speed = (
+            f", {taught / hours:,.0f} an hour, {hours * len(self._new) / taught:.1f} hours left"
+            if taught
+            else ""
+        )
         return f"{self._done} done, {len(self._failures)} failed{speed}"
 
     def save(self) -> list[dict[str, Any]]:
@@ -243,10 +316,21 @@ class _Tally:
         file = self._folder / FAILURES
         with held(self._folder / f".{FAILURES}.lock", wait=True):
             written = file.read_text(encoding="utf-8").split("\n") if file.is_file() else []
-            there = [row for _, row in parse_json_lines(written, dict) if row and row.get("name") in self._new]
-            found = [each for _, each in sorted(({each["line"]: each for each in there} | self._failures).items())]
+            there = [
+                row
+                for _, row in parse_json_lines(written, dict)
+                if row and row.get("name") in self._new
+            ]
+            found = [
+                each
+                for _, each in sorted(
+                    ({each["line"]: each for each in there} | self._failures).items()
+                )
+            ]
             with staged_file(file) as temporary:
-                temporary.write_text("".join(json.dumps(each, ensure_ascii=False) + "\n" for each in found), "utf-8")
+                temporary.write_text(
+                    "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in found), "utf-8"
+                )
             if not found:
                 file.unlink()
         return found
@@ -260,15 +344,24 @@ def _connect(ray: Any, address: str | None) -> None:
     try:
         if colon:
             socket.create_connection((host, int(port)), 5.0).close()
-        if address not in (None, "local"):  # Ray prints, and tries for minutes, where another server listens
+        if address not in (
+            None,
+            "local",
+        ):  # Ray prints, and tries for minutes, where another server listens
             probe = [sys.executable, "-c", "import sys, ray; ray.init(sys.argv[1])", address]
             asked = subprocess.run(probe, capture_output=True, text=True, timeout=10.0)
             if asked.returncode:
                 raise ValueError(asked.stderr.strip().rpartition("\n")[2])
         ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **own)
         with suppress(ValueError):  # this is not the main thread
-            signal.signal(signal.SIGTERM, handler)  # Ray's own one ends the process with another exit code
+            signal.signal(
+                signal.SIGTERM, handler
+            )  # Ray's own one ends the process with another exit code
     except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
-        reason = "no answer in 10 s" if isinstance(error, subprocess.TimeoutExpired) else first_line(error)
+        reason = (
+            "no answer in 10 s"
+            if isinstance(error, subprocess.TimeoutExpired)
+            else first_line(error)
+        )
         rule = f"--ray must be a cluster that can be reached, got {address or 'local'!r} ({reason})"
         raise ValueError(f"{rule}: correct the address, or start the cluster") from None

@@ -6,5 +6,12 @@ from .folder import FILES, MEMORY_CONFIG, READING, check_vacant, save_memory, up
 from .loading import describe_memory, load_memory, load_memory_config, memory_attached, open_memory
 
 __all__ = ["CHECKPOINT_FOLDER", "FILES", "MEMORY_CONFIG", "READING", "check_vacant"]
-__all__ += ["describe_memory", "export_memory", "load_memory", "load_memory_config", "memory_attached", "merge_memory"]
+__all__ += [
+    "describe_memory",
+    "export_memory",
+    "load_memory",
+    "load_memory_config",
+    "memory_attached",
+    "merge_memory",
+]
 __all__ += ["open_memory", "save_adapter", "save_memory", "share_weights", "upload_memory"]

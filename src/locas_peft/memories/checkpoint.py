@@ -14,7 +14,17 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-__all__ = ["CHECKPOINT", "CHECKPOINT_FOLDER", "LOCK", "InUse", "damaged", "has_checkpoint", "held", "load", "locked"]
+__all__ = [
+    "CHECKPOINT",
+    "CHECKPOINT_FOLDER",
+    "LOCK",
+    "InUse",
+    "damaged",
+    "has_checkpoint",
+    "held",
+    "load",
+    "locked",
+]
 __all__ += ["remove", "save"]
 
 CHECKPOINT_FOLDER = "checkpoint"  # in a memory's folder: an unfinished reading
@@ -35,7 +45,9 @@ def save(directory: str | Path, state: dict[str, Any]) -> Path:
     """
     _check_plain(state)
     path, unfinished = Path(directory) / CHECKPOINT, Path(directory) / UNFINISHED
-    content = io.BytesIO()  # torch.save reports a full disk in its own way; a file's write raises an OSError
+    content = (
+        io.BytesIO()
+    )  # torch.save reports a full disk in its own way; a file's write raises an OSError
     torch.save({"kind": _KIND, "version": _VERSION, "state": state}, content)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,13 +74,17 @@ def load(directory: str | Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     if not path.is_file():
-        raise ValueError(f"checkpoint must be a file, got {str(path)!r}: remove it, or choose another folder")
+        raise ValueError(
+            f"checkpoint must be a file, got {str(path)!r}: remove it, or choose another folder"
+        )
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # zip, pickle and torch raise errors of many types
         raise damaged(directory, error) from None
     if not isinstance(found, dict) or found.get("kind") != _KIND:
-        raise ValueError(f"checkpoint must be written by locas_peft, got {str(path)!r}: choose another folder")
+        raise ValueError(
+            f"checkpoint must be written by locas_peft, got {str(path)!r}: choose another folder"
+        )
     if found.get("version") != _VERSION:
         remedy = "load it with the locas_peft that wrote it, or delete it to start afresh"
         got = f"{found.get('version')} in {str(path)!r}"
@@ -79,19 +95,26 @@ def load(directory: str | Path) -> dict[str, Any] | None:
 def damaged(directory: str | Path, error: Exception) -> ValueError:
     """Return the error for a checkpoint that cannot be used."""
     reason = " ".join(str(error).split())[:200]
-    found = f"the damaged file {str(Path(directory) / CHECKPOINT)!r} ({type(error).__name__}: {reason})"
+    found = (
+        f"the damaged file {str(Path(directory) / CHECKPOINT)!r} ({type(error).__name__}: {reason})"
+    )
     return ValueError(f"checkpoint must be whole, got {found}: delete it to start afresh")
 
 
 def remove(directory: str | Path) -> None:
     """Delete a folder's checkpoint, and the temporary file of a writer that was killed."""
-    for name in (UNFINISHED, CHECKPOINT):  # a folder without a checkpoint then has no other file of one
+    for name in (
+        UNFINISHED,
+        CHECKPOINT,
+    ):  # a folder without a checkpoint then has no other file of one
         (Path(directory) / name).unlink(missing_ok=True)
 
 
 def _explain(error: OSError, directory: Path) -> OSError:
     what = f"checkpoint folder must be writable, got {str(directory)!r} ({error.strerror or error})"
-    explained = OSError(f"{what}: free some space or choose another folder; a former checkpoint stands as it was")
+    explained = OSError(
+        f"{what}: free some space or choose another folder; a former checkpoint stands as it was"
+    )
     explained.errno = error.errno  # given to the constructor, it would stand in the message
     return explained
 
@@ -127,7 +150,9 @@ def locked(directory: str | Path) -> Iterator[Path]:
             except InUse:
                 found = f"{str(directory)!r}, which another reading is using"
                 remedy = "wait for it, or choose another folder"
-                raise InUse(f"checkpoint folder must have one writer, got {found}: {remedy}") from None
+                raise InUse(
+                    f"checkpoint folder must have one writer, got {found}: {remedy}"
+                ) from None
             except OSError as error:
                 raise _explain(error, directory) from error
             yield directory

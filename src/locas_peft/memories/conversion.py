@@ -22,7 +22,9 @@ __all__ = ["export_memory", "merge_memory", "save_adapter", "share_weights"]
 
 def share_weights(base: PreTrainedModel) -> PreTrainedModel:
     """Return a second, frozen model with the weights of a base, which adapters and merges then leave as it is."""
-    shared = {id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in base.parameters()}
+    shared = {
+        id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in base.parameters()
+    }
     return copy.deepcopy(base, shared)
 
 
@@ -67,16 +69,23 @@ def export_memory(
             # An adapter alone names no base: which copy of the widened base it will be served with is not known.
             config.base_model_name_or_path = base_path or (str(out / "base") if with_base else None)
             config.save_pretrained(str(folder / "adapter"))
-            save_file(tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_file(
+                tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"}
+            )
         if with_base:
             widen_base(base, neurons, made_for.ffn_parts)
-            base.config.locas_widened = {"neurons": neurons, "host": made_for.host}  # for `library.adapters`
+            base.config.locas_widened = {
+                "neurons": neurons,
+                "host": made_for.host,
+            }  # for `library.adapters`
             base.save_pretrained(folder / "base")
             tokenizer.save_pretrained(folder / "base")
     return neurons, max([config.r, *config.rank_pattern.values()])
 
 
-def save_adapter(model: PeftModel, adapter_name: str, base_name: str, out: Path, title: str, rows: dict) -> None:
+def save_adapter(
+    model: PeftModel, adapter_name: str, base_name: str, out: Path, title: str, rows: dict
+) -> None:
     """Save a memory that was made of others, with a title and rows, in Markdown, for its card (see `make_card`)."""
     config = model.peft_config[adapter_name]
     rows = {"base": escape(base_name), "slots in a layer": str(config.r), **rows}

@@ -21,7 +21,16 @@ from ..files import finish_replacement, staged, staged_file
 from ..selfstudy.exchanges import EXCHANGES, PASSAGES
 from .checkpoint import CHECKPOINT_FOLDER, has_checkpoint
 
-__all__ = ["FILES", "MEMORY_CONFIG", "MOST_BYTES", "READING", "SAMPLE", "SIGNATURE", "TEXT_SIGNATURE", "check_vacant"]
+__all__ = [
+    "FILES",
+    "MEMORY_CONFIG",
+    "MOST_BYTES",
+    "READING",
+    "SAMPLE",
+    "SIGNATURE",
+    "TEXT_SIGNATURE",
+    "check_vacant",
+]
 __all__ += ["escape", "make_card", "pack", "save_memory", "set_license", "unpack", "upload_memory"]
 
 MEMORY_CONFIG = "adapter_config.json"
@@ -37,7 +46,9 @@ MOST_BYTES = 2**30  # the most that an archive unpacks to
 _MOST_LISTED_BYTES = 2**20
 
 
-def check_vacant(directory: str | Path, resume: bool = False, overwrite: bool = False, goes_on: bool = False) -> None:
+def check_vacant(
+    directory: str | Path, resume: bool = False, overwrite: bool = False, goes_on: bool = False
+) -> None:
     """Raise a `ValueError` for a folder in which a reading would replace something. It need not exist.
 
     With `resume` an unfinished reading in it will go on, with `overwrite` it and a memory may be replaced, and with
@@ -49,7 +60,9 @@ def check_vacant(directory: str | Path, resume: bool = False, overwrite: bool = 
     unfinished = has_checkpoint(folder / CHECKPOINT_FOLDER)
     for name in () if is_memory else FILES:
         if os.path.lexists(folder / name):
-            raise ValueError(f"{held} a file {name} that no reading wrote: choose another folder, or move that file")
+            raise ValueError(
+                f"{held} a file {name} that no reading wrote: choose another folder, or move that file"
+            )
     if unfinished and not resume and not overwrite:
         raise ValueError(f"{held} an unfinished reading: go on with --resume, or give --overwrite")
     if is_memory and not (unfinished or overwrite or goes_on):
@@ -76,7 +89,9 @@ def save_memory(
     try:
         with staged(directory) as folder:
             # Embeddings are not trained here, and PEFT would ask the hub about them.
-            model.save_pretrained(str(folder), selected_adapters=[adapter_name], save_embedding_layers=False)
+            model.save_pretrained(
+                str(folder), selected_adapters=[adapter_name], save_embedding_layers=False
+            )
             if adapter_name != "default":  # PEFT saves it in a folder of its name
                 for file in (folder / adapter_name).iterdir():
                     file.rename(folder / file.name)
@@ -104,7 +119,9 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
     return str(url)
 
 
-def make_card(base: str, peft_type: str, title: str, made: str, rows: Mapping[str, str], note: str = "") -> str:
+def make_card(
+    base: str, peft_type: str, title: str, made: str, rows: Mapping[str, str], note: str = ""
+) -> str:
     """Return a model card: its metadata as YAML, then Markdown. No licence is claimed.
 
     The title says what the memory is of, and `made`, after "that was", how it was made. The note is below the table.
@@ -117,7 +134,9 @@ def make_card(base: str, peft_type: str, title: str, made: str, rows: Mapping[st
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     fields = {"data": data.to_yaml(), "title": title, "made": made, "table": table, "note": note}
     template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
-    return template.format(base=escape(base), version=__version__, loading=_describe_loading(base), **fields)
+    return template.format(
+        base=escape(base), version=__version__, loading=_describe_loading(base), **fields
+    )
 
 
 def set_license(directory: str | Path, license: str) -> None:
@@ -161,11 +180,25 @@ def unpack(archive: Path, folder: Path) -> None:
     """
     try:
         with _ShortReads(archive) as file, zipfile.ZipFile(file) as packed:
-            for entry in _list_entries(packed):  # zipfile writes at most the bytes that an entry declares
-                with packed.open(entry) as source, (folder / Path(entry.filename).name).open("xb") as target:
+            for entry in _list_entries(
+                packed
+            ):  # zipfile writes at most the bytes that an entry declares
+                with (
+                    packed.open(entry) as source,
+                    (folder / Path(entry.filename).name).open("xb") as target,
+                ):
                     shutil.copyfileobj(source, target)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError, FileExistsError) as error:
-        raise ValueError(f"the archive must be a sound zip of a memory ({error}): download the memory again") from None
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        RuntimeError,
+        NotImplementedError,
+        FileExistsError,
+    ) as error:
+        raise ValueError(
+            f"the archive must be a sound zip of a memory ({error}): download the memory again"
+        ) from None
 
 
 class _ShortReads(io.FileIO):
@@ -173,7 +206,9 @@ class _ShortReads(io.FileIO):
 
     def read(self, size: int = -1) -> bytes:
         if size > _MOST_LISTED_BYTES:
-            raise ValueError(f"the archive must list few files, got a list of {size:,} bytes: pack one memory alone")
+            raise ValueError(
+                f"the archive must list few files, got a list of {size:,} bytes: pack one memory alone"
+            )
         return super().read(size)
 
 
@@ -186,7 +221,9 @@ def _list_entries(packed: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
         is_link = stat.S_ISLNK(entry.external_attr >> 16)
         if not is_plain or is_link or entry.filename not in [home + slash + name for name in FILES]:
             rule = f"hold the files of one memory ({', '.join(FILES)}), no links and one folder at most"
-            raise ValueError(f"the archive must {rule}, got {entry.filename[:80]!r}: pack one memory alone")
+            raise ValueError(
+                f"the archive must {rule}, got {entry.filename[:80]!r}: pack one memory alone"
+            )
     if sum(entry.file_size for entry in entries) > MOST_BYTES:
         raise ValueError(f"a memory must have at most {MOST_BYTES:,} bytes, got more: upload less")
     return entries

@@ -27,7 +27,14 @@ from ..tuner.modules import remember_modules
 from .folder import MEMORY_CONFIG, READING
 from .signing import check_signature
 
-__all__ = ["LEAST_OTHERS", "add_beside", "describe_memory", "find_unusual", "load_memory", "load_memory_config"]
+__all__ = [
+    "LEAST_OTHERS",
+    "add_beside",
+    "describe_memory",
+    "find_unusual",
+    "load_memory",
+    "load_memory_config",
+]
 __all__ += ["memory_attached", "open_memory", "tabulate_memory"]
 
 LEAST_OTHERS, MOST_OTHERS = 5, 50
@@ -87,7 +94,9 @@ def load_memory(
     return _attach(base, *find_files(directory, require_signature), fields, trainable)
 
 
-def add_beside(model: PeftModel, memories: Sequence[str | Path], require_signature: str | Path | None = None) -> None:
+def add_beside(
+    model: PeftModel, memories: Sequence[str | Path], require_signature: str | Path | None = None
+) -> None:
     """Load saved memories of one type beside a model's own adapter, in place: all are active, the added ones frozen.
 
     The model's own adapter stays `active_adapter`, trained or frozen as before. Errors are those of `load_memory`.
@@ -108,7 +117,10 @@ def add_beside(model: PeftModel, memories: Sequence[str | Path], require_signatu
 
 @contextmanager
 def memory_attached(
-    base: PreTrainedModel, directory: str | Path, require_signature: str | Path | None = None, beside: Sequence = ()
+    base: PreTrainedModel,
+    directory: str | Path,
+    require_signature: str | Path | None = None,
+    beside: Sequence = (),
 ) -> Iterator[PeftModel]:
     """Attach a saved memory to its base, a causal LM without adapters, within the context, frozen and for evaluation.
 
@@ -124,7 +136,9 @@ def memory_attached(
         restore()
 
 
-def load_memory_config(directory: str | Path, require_signature: str | Path | None = None) -> dict[str, Any]:
+def load_memory_config(
+    directory: str | Path, require_signature: str | Path | None = None
+) -> dict[str, Any]:
     """Load the JSON config of a memory's folder; finish a replacement that was stopped midway first (`files.staged`).
 
     A folder without a memory, a damaged config, and files that the owner of a required key has not signed are a
@@ -134,18 +148,28 @@ def load_memory_config(directory: str | Path, require_signature: str | Path | No
     path = Path(directory) / MEMORY_CONFIG
     if not path.is_file():
         found = "a folder without " + MEMORY_CONFIG if Path(directory).is_dir() else "no folder"
-        rule, remedy = "memory must be a folder that holds a memory", "make one with `locas memorize TEXT --out DIR`"
+        rule, remedy = (
+            "memory must be a folder that holds a memory",
+            "make one with `locas memorize TEXT --out DIR`",
+        )
         raise ValueError(f"{rule}, got {str(directory)!r}, {found}: {remedy}")
     if require_signature is not None:
         check_signature(directory, require_signature)
     config = load_json(path)
     if not isinstance(config, dict) or "peft_type" not in config:
         raise ValueError(f"{path} must name its peft_type, got none: copy or save the memory again")
-    if not isinstance(config["peft_type"], str) or config["peft_type"] not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        raise ValueError(f"{path} must name a peft_type that PEFT has, got {config['peft_type']!r}: update peft")
+    if (
+        not isinstance(config["peft_type"], str)
+        or config["peft_type"] not in PEFT_TYPE_TO_CONFIG_MAPPING
+    ):
+        raise ValueError(
+            f"{path} must name a peft_type that PEFT has, got {config['peft_type']!r}: update peft"
+        )
     base = config.get("base_model_name_or_path")
     if base is not None and not isinstance(base, str):
-        raise ValueError(f"{path} must name its base by a string, got {base!r}: copy or save the memory again")
+        raise ValueError(
+            f"{path} must name its base by a string, got {base!r}: copy or save the memory again"
+        )
     return config
 
 
@@ -170,14 +194,20 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     slots, layers = getattr(config, "slots", None) or {}, []
     record = load_json(path.with_name(READING)) if path.with_name(READING).is_file() else {}
     if not isinstance(record, dict):
-        raise ValueError(f"{path.with_name(READING)} must be the record of a reading: copy or save the memory again")
-    for name in sorted(parts, key=lambda name: [int(number) for number in re.findall(r"\d+", name)]):
+        raise ValueError(
+            f"{path.with_name(READING)} must be the record of a reading: copy or save the memory again"
+        )
+    for name in sorted(
+        parts, key=lambda name: [int(number) for number in re.findall(r"\d+", name)]
+    ):
         layer = {"name": name, "slots": slots.get(name), **dict.fromkeys(_QUANTITIES)}
         for part, tensor in parts[name].items():
             if part in SCALES:
                 layer[part.removeprefix("locas_")] = tensor.item()
             else:
-                norms = tensor.float().norm(dim=0 if part == "locas_down" else 1)  # gate, up [R, D]; down [D, R]
+                norms = tensor.float().norm(
+                    dim=0 if part == "locas_down" else 1
+                )  # gate, up [R, D]; down [D, R]
                 found = {"mean": norms.mean().item(), "max": norms.max().item()}
                 layer |= {part.removeprefix("locas_"): found, "r": len(norms)}
         layers.append(layer)
@@ -188,7 +218,9 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         "r": getattr(config, "r", None),
         "init": getattr(config, "init_strategy", None),
         "scaling": getattr(config, "scaling", None),
-        "dtype": ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})),
+        "dtype": ", ".join(
+            sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+        ),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": path.stat().st_size,
         "host": getattr(config, "host", None),
@@ -211,16 +243,24 @@ def find_unusual(memory: dict[str, Any], folders: Sequence[str | Path] = ()) -> 
     """
     own, others = Path(memory["memory_dir"]).resolve(), list[dict[str, float]]()
     places = [Path(folder).resolve() for folder in folders or [own.parent]]
-    configs = {file for place in places for file in place.glob(f"*/{MEMORY_CONFIG}")} - {own / MEMORY_CONFIG}
+    configs = {file for place in places for file in place.glob(f"*/{MEMORY_CONFIG}")} - {
+        own / MEMORY_CONFIG
+    }
     for file in sorted(configs, key=lambda file: -file.stat().st_mtime) if memory["layers"] else ():
         with suppress(ValueError):
-            if len(others) < MOST_OTHERS and (other := describe_memory(file.parent))["host"] == memory["host"]:
+            if (
+                len(others) < MOST_OTHERS
+                and (other := describe_memory(file.parent))["host"] == memory["host"]
+            ):
                 others.append(_list_quantities(other))
     unusual, known = list[dict[str, Any]](), len(others) >= LEAST_OTHERS
     for name, value in _list_quantities(memory).items() if known else ():
         logs = [math.log(other[name]) for other in others if name in other] or [math.log(value)]
         middle = median(logs)
-        width = max(_DEVIATIONS * 1.4826 * median(abs(each - middle) for each in logs), math.log(_LEAST_FACTOR))
+        width = max(
+            _DEVIATIONS * 1.4826 * median(abs(each - middle) for each in logs),
+            math.log(_LEAST_FACTOR),
+        )
         if abs(math.log(value) - middle) > width:
             low, high = math.exp(middle - width), math.exp(middle + width)
             unusual.append({"quantity": name, "value": value, "low": low, "high": high})
@@ -231,13 +271,20 @@ def _list_quantities(memory: dict[str, Any]) -> dict[str, float]:
     """Return the quantities by their names, all positive: medians over the layers, and each layer relative to them."""
     found = {"scaling": memory["scaling"]}
     for part in _QUANTITIES:
-        layers = {layer["name"]: layer[part] for layer in memory["layers"] if layer[part] is not None}
-        values = {name: abs(each["mean"] if isinstance(each, dict) else each) for name, each in layers.items()}
+        layers = {
+            layer["name"]: layer[part] for layer in memory["layers"] if layer[part] is not None
+        }
+        values = {
+            name: abs(each["mean"] if isinstance(each, dict) else each)
+            for name, each in layers.items()
+        }
         found[f"{part}, median of the layers"] = middle = median_low(values.values() or [0.0])
         for name, value in values.items():
             found[f"{part} in {name} over that median"] = value / (middle or 1.0)
             if isinstance(layers[name], dict):
-                found[f"{part} in {name}, largest norm over the mean"] = layers[name]["max"] / (value or 1.0)
+                found[f"{part} in {name}, largest norm over the mean"] = layers[name]["max"] / (
+                    value or 1.0
+                )
     return {name: max(abs(value), 1e-12) for name, value in found.items()}
 
 
@@ -251,7 +298,9 @@ def tabulate_memory(memory: dict[str, Any]) -> Sheet:
     for name, layer in zip(names, memory["layers"], strict=True):
         norms = [format_figure(layer[part] and layer[part][which], 3) for part, which in _NORMS]
         tau = "-" if layer["tau"] is None else f"{layer['tau']:.4g}"
-        slots = ", ".join(map(str, (layer["slots"] or [])[:2])) + ", ..." * (len(layer["slots"] or []) > 2)
+        slots = ", ".join(map(str, (layer["slots"] or [])[:2])) + ", ..." * (
+            len(layer["slots"] or []) > 2
+        )
         rows.append([name, str(layer["r"]), tau, *norms, slots or "-"])
     title = f"{pattern}   (gate, up, down: mean norm of the slots; max: of down)".strip()
     return Sheet(title, ["FFN", "r", "tau", "gate", "up", "down", "max", "host slots"], rows)
@@ -262,7 +311,9 @@ def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
     tensors, _ = load_tensors(str(path))
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
-            raise ValueError(f"{path}: {one_line(key)} holds values that are not finite; save or copy it again.")
+            raise ValueError(
+                f"{path}: {one_line(key)} holds values that are not finite; save or copy it again."
+            )
     return tensors
 
 
@@ -274,8 +325,12 @@ def _check_other_adapter(base: PreTrainedModel, config: PeftConfig, path: Path) 
         name = key.removeprefix("base_model.model.")
         plain = name.replace(".base_layer.", ".").replace(".original_module.", ".")
         if plain in own and not (plain == name and any(mark in f".{name}" for mark in named)):
-            remedy = "save it with save_embedding_layers=False, or get the file from a trusted source."
-            raise ValueError(f"{path}: {one_line(key)} is a weight of the base and no part of the adapter; {remedy}")
+            remedy = (
+                "save it with save_embedding_layers=False, or get the file from a trusted source."
+            )
+            raise ValueError(
+                f"{path}: {one_line(key)} is a weight of the base and no part of the adapter; {remedy}"
+            )
 
 
 def find_files(directory: str | Path, key: str | Path | None = None) -> tuple[PeftConfig, Path]:
@@ -283,21 +338,32 @@ def find_files(directory: str | Path, key: str | Path | None = None) -> tuple[Pe
     peft_type = load_memory_config(directory, key)["peft_type"]
     path = find_memory_file(str(directory))
     if path is None:
-        raise ValueError(f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again")
+        raise ValueError(
+            f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again"
+        )
     try:
         open(path, "rb").close()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror}): check the file's permissions") from None
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}): check the file's permissions"
+        ) from None
     try:
         config = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
     except (TypeError, AttributeError, KeyError, RecursionError) as error:
-        what = f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have"
+        what = (
+            f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have"
+        )
         raise ValueError(f"{what} ({first_line(error)}): copy or save the memory again") from error
     return config, Path(path)
 
 
 def _attach(
-    model: nn.Module, config: PeftConfig, path: Path, fields: dict[str, Any], trainable: bool = False, beside: str = ""
+    model: nn.Module,
+    config: PeftConfig,
+    path: Path,
+    fields: dict[str, Any],
+    trainable: bool = False,
+    beside: str = "",
 ) -> PeftModel:
     """Put a memory onto its base, or beside others under a name, with fields of its config in place of saved ones."""
     base = model.get_base_model() if beside else model
@@ -311,7 +377,9 @@ def _attach(
         dataclasses.replace(config, **{name: value})  # for its checks
         setattr(config, name, value)
     restore = remember_modules(base)
-    device_map = vars(base).pop("hf_device_map", None)  # PEFT would fail with it (docs/upstream/peft-disk-offload.md)
+    device_map = vars(base).pop(
+        "hf_device_map", None
+    )  # PEFT would fail with it (docs/upstream/peft-disk-offload.md)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")

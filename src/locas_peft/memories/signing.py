@@ -29,7 +29,9 @@ _UNSIGNED = {SIGNATURE: (*_OUTSIDE, EXCHANGES, PASSAGES, SAMPLE), TEXT_SIGNATURE
 _CURVES = "on the curve P-256, P-384 or P-521"
 
 
-def sign_memory(directory: str | Path, key: str | Path, certificate: str | Path | None = None) -> list[str]:
+def sign_memory(
+    directory: str | Path, key: str | Path, certificate: str | Path | None = None
+) -> list[str]:
     """Write the signatures of a memory's folder, in place of former ones; return the names of the files they cover.
 
     Args:
@@ -41,7 +43,9 @@ def sign_memory(directory: str | Path, key: str | Path, certificate: str | Path 
     """
     folder, package = Path(directory), import_extra("model_signing", "sign", "a signature")
     config = package.signing.Config()
-    rule = f"key must be a PEM file with a private key {_CURVES} without a password, got {str(key)!r}"
+    rule = (
+        f"key must be a PEM file with a private key {_CURVES} without a password, got {str(key)!r}"
+    )
     with _explained(rule, "make one with openssl ecparam -name prime256v1 -genkey -noout"):
         if certificate is None:
             config.use_elliptic_key_signer(private_key=key)
@@ -50,7 +54,10 @@ def sign_memory(directory: str | Path, key: str | Path, certificate: str | Path 
             config.use_certificate_signer(private_key=key, **chain)
     for name, unsigned in _UNSIGNED.items():
         config.set_hashing_config(package.hashing.Config().set_ignored_paths(paths=unsigned))
-        with staged_file(folder / name) as file, _explained(f"memory {str(folder)!r} cannot be signed", "copy it"):
+        with (
+            staged_file(folder / name) as file,
+            _explained(f"memory {str(folder)!r} cannot be signed", "copy it"),
+        ):
             config.sign(folder, file)
     return _list_signed(json.loads((folder / TEXT_SIGNATURE).read_bytes()))
 
@@ -74,16 +81,22 @@ def check_signature(directory: str | Path, key: str | Path) -> list[str]:
             config.use_certificate_verifier(certificate_chain=[key])
         else:
             config.use_elliptic_key_verifier(public_key=key)
-    name = TEXT_SIGNATURE if (folder / EXCHANGES).exists() or (folder / SAMPLE).exists() else SIGNATURE
+    name = (
+        TEXT_SIGNATURE if (folder / EXCHANGES).exists() or (folder / SAMPLE).exists() else SIGNATURE
+    )
     if not (folder / name).is_file():
-        raise ValueError(f"memory {str(folder)!r} must be signed, got no {name}: have it signed with locas sign")
+        raise ValueError(
+            f"memory {str(folder)!r} must be signed, got no {name}: have it signed with locas sign"
+        )
     rule = f"memory {str(folder)!r} must be as the owner of {str(key)!r} signed it"
     with _explained(rule, "get it again, or have it signed again"):
         config.set_hashing_config(package.hashing.Config().set_ignored_paths(paths=_UNSIGNED[name]))
         config.verify(folder, folder / name)
         bundle = json.loads((folder / name).read_bytes())
         if certified:
-            certificate = bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0]["rawBytes"]
+            certificate = bundle["verificationMaterial"]["x509CertificateChain"]["certificates"][0][
+                "rawBytes"
+            ]
             x509 = import_extra("cryptography.x509", "sign")
             end = x509.load_der_x509_certificate(base64.b64decode(certificate)).not_valid_after_utc
             if end < datetime.now(timezone.utc):  # nothing tells when it was used
@@ -103,7 +116,11 @@ def _explained(rule: str, remedy: str) -> Iterator[None]:
         yield
     except Exception as error:
         # Of model-signing's list of differences the names of the files, not the digests.
-        reason = re.sub(r"""^Signature mismatch: \[["']|["']\]$|: Expected.*|\\| See http.*""", "", first_line(error))
+        reason = re.sub(
+            r"""^Signature mismatch: \[["']|["']\]$|: Expected.*|\\| See http.*""",
+            "",
+            first_line(error),
+        )
         if isinstance(error, AttributeError | KeyError | TypeError):
             reason = "a key or a signature of another kind"
         raise ValueError(f"{rule} ({reason}): {remedy}") from None

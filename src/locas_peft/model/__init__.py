@@ -4,4 +4,12 @@ from .base_weights import compute_once, fingerprint
 from .causal_lm import CausalLM, check_window, count_positions
 from .losses import divergences, token_losses
 
-__all__ = ["CausalLM", "check_window", "compute_once", "count_positions", "divergences", "fingerprint", "token_losses"]
+__all__ = [
+    "CausalLM",
+    "check_window",
+    "compute_once",
+    "count_positions",
+    "divergences",
+    "fingerprint",
+    "token_losses",
+]

@@ -29,7 +29,9 @@ def fingerprint(model: nn.Module) -> str:
     adapted = any(isinstance(module, ADAPTER_LAYERS) for module in model.modules())
     for name, parameter in base_parameters(model):
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        if type(parameter.data) is torch.Tensor and not (parameter.is_meta or (adapted and parameter.requires_grad)):
+        if type(parameter.data) is torch.Tensor and not (
+            parameter.is_meta or (adapted and parameter.requires_grad)
+        ):
             flat = parameter.detach().reshape(-1)
             digest.update(flat[:: -(-len(flat) // 4096) or 1].to("cpu", torch.float64).numpy())
     return digest.hexdigest()
@@ -43,7 +45,10 @@ def compute_once(model: nn.Module, compute: Callable[..., Any], *arguments: Hash
     JSON values. It is computed each time where frozen adapters stay on as part of the base. Do not change the result.
     """
     with adapters_disabled(model):
-        if any(isinstance(each, ADAPTER_LAYERS) and not each._disable_adapters for each in used_modules(model)):
+        if any(
+            isinstance(each, ADAPTER_LAYERS) and not each._disable_adapters
+            for each in used_modules(model)
+        ):
             return compute(model, *arguments)
     base = model.config.name_or_path, fingerprint(model)
     key = *base, compute, arguments
@@ -54,15 +59,32 @@ def compute_once(model: nn.Module, compute: Callable[..., Any], *arguments: Hash
     return _KNOWN[key]
 
 
-def _load_or_compute(base: tuple[str, str], model: nn.Module, compute: Callable[..., Any], arguments: tuple) -> Any:
-    if not base[0] or any(each.is_meta or type(each.data) is not torch.Tensor for _, each in base_parameters(model)):
+def _load_or_compute(
+    base: tuple[str, str], model: nn.Module, compute: Callable[..., Any], arguments: tuple
+) -> Any:
+    if not base[0] or any(
+        each.is_meta or type(each.data) is not torch.Tensor for _, each in base_parameters(model)
+    ):
         return compute(model, *arguments)
-    code = hashlib.sha256(b"".join(each.read_bytes() for each in sorted(Path(__file__).parents[1].rglob("*.py"))))
-    versions = code.hexdigest(), torch.__version__, transformers.__version__, model.config.to_json_string()
-    plain = [(digest_tokenizer(each), each.eos_token) if callable(each) else each for each in arguments]
-    if (folder := find_kept("bases", digest_json([*base, *versions, compute.__name__, plain]))) is None:
+    code = hashlib.sha256(
+        b"".join(each.read_bytes() for each in sorted(Path(__file__).parents[1].rglob("*.py")))
+    )
+    versions = (
+        code.hexdigest(),
+        torch.__version__,
+        transformers.__version__,
+        model.config.to_json_string(),
+    )
+    plain = [
+        (digest_tokenizer(each), each.eos_token) if callable(each) else each for each in arguments
+    ]
+    if (
+        folder := find_kept("bases", digest_json([*base, *versions, compute.__name__, plain]))
+    ) is None:
         return compute(model, *arguments)
-    with suppress(Exception):  # none is kept, or each kind of damage raises an error of another type
+    with suppress(
+        Exception
+    ):  # none is kept, or each kind of damage raises an error of another type
         return torch.load(folder / "result.pt", weights_only=True, map_location="cpu")
     torch.save(found := compute(model, *arguments), content := BytesIO())
     with suppress(OSError), staged_file(folder / "result.pt") as temporary:

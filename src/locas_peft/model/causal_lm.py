@@ -52,7 +52,9 @@ class CausalLM:
         # With LongRoPE (Phi-3, Phi-4) the frequencies change where a text goes beyond these positions.
         rope = getattr(self._config, "rope_parameters", None) or {}
         longrope = rope.get("rope_type") == "longrope"
-        self.rope_positions: int | None = rope.get("original_max_position_embeddings") if longrope else None
+        self.rope_positions: int | None = (
+            rope.get("original_max_position_embeddings") if longrope else None
+        )
         self._accepts = inspect.signature(base.forward).parameters.keys()
 
     @property
@@ -70,7 +72,9 @@ class CausalLM:
     def vocabulary(self) -> int:
         return self.model.get_input_embeddings().weight.shape[0]
 
-    def logits(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs) -> Tensor:
+    def logits(
+        self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs
+    ) -> Tensor:
         """Return the logits [B, count, V] at the last `count` tokens of each row of `ids`, a LongTensor [B, n].
 
         `adapters` has an adapter's name for each row; None: the active ones. The forward gets the `kwargs` it takes.
@@ -82,9 +86,19 @@ class CausalLM:
     def outputs(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs):
         """Return what the model's forward returns, with the logits that `logits` describes or those of more tokens."""
         # As a slice of several rows, or of one token, the last hidden states make torch copy the head's weights.
-        split = len(set(getattr(self.base, "hf_device_map", {}).values())) > 1  # indices would be on another device
-        keep = count if split or (len(ids) == 1 and count > 1) else torch.arange(-count, 0, device=ids.device)
-        kwargs = {name: value for name, value in {"logits_to_keep": keep, **kwargs}.items() if name in self._accepts}
+        split = (
+            len(set(getattr(self.base, "hf_device_map", {}).values())) > 1
+        )  # indices would be on another device
+        keep = (
+            count
+            if split or (len(ids) == 1 and count > 1)
+            else torch.arange(-count, 0, device=ids.device)
+        )
+        kwargs = {
+            name: value
+            for name, value in {"logits_to_keep": keep, **kwargs}.items()
+            if name in self._accepts
+        }
         if adapters is not None:
             kwargs["adapter_names"] = list(adapters)
         weight = self.model.get_input_embeddings().weight
@@ -99,13 +113,17 @@ class CausalLM:
             rule = f"{name} must be a LongTensor of shape [T] or [1, T]"
             raise TypeError(f"{rule}, got {type(input_ids).__name__}: make one with torch.tensor")
         if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise TypeError(f"{name} must be integers, got {input_ids.dtype}: give token ids as a LongTensor")
+            raise TypeError(
+                f"{name} must be integers, got {input_ids.dtype}: give token ids as a LongTensor"
+            )
         if not (input_ids.ndim == 1 or (input_ids.ndim == 2 and input_ids.shape[0] == 1)):
             rule = f"{name} must have the shape [T] or [1, T], got {list(input_ids.shape)}"
             raise ValueError(f"{rule}: give one document at a time")
         ids = input_ids.detach().reshape(-1).long()
         if len(ids) < 2:
-            raise ValueError(f"{name} must hold at least 2 tokens, got {len(ids)}: give a longer text")
+            raise ValueError(
+                f"{name} must hold at least 2 tokens, got {len(ids)}: give a longer text"
+            )
         self.check_tokens(ids, name, "use the model's own tokenizer")
         return ids
 
@@ -119,16 +137,26 @@ class CausalLM:
     def can_cache(self) -> bool:
         """Return whether the model's context is nothing but keys and values, which can slide with a text."""
         layer_types = set(getattr(self._config, "layer_types", None) or ())
-        slides = layer_types <= {"full_attention", "sliding_attention"} and "past_key_values" in self._accepts
-        relative = self._config.model_type in ("bloom", "mpt")  # ALiBi: distances instead of positions
+        slides = (
+            layer_types <= {"full_attention", "sliding_attention"}
+            and "past_key_values" in self._accepts
+        )
+        relative = self._config.model_type in (
+            "bloom",
+            "mpt",
+        )  # ALiBi: distances instead of positions
         return slides and ("position_ids" in self._accepts or relative)
 
     def can_pad_inside(self, length: int) -> bool:
         """Return whether padding may lie between the tokens of rows of `length`, padding included."""
         # A sliding window that is shorter, and distances by index as in MPT, count it.
         window = getattr(self._config, "sliding_window", None)
-        return self._config.model_type != "mpt" and (not isinstance(window, int) or length <= window)
+        return self._config.model_type != "mpt" and (
+            not isinstance(window, int) or length <= window
+        )
 
     def has_adapter(self) -> bool:
         modules = self.model.modules()
-        return isinstance(self.model, PeftModel) or any(isinstance(module, ADAPTER_LAYERS) for module in modules)
+        return isinstance(self.model, PeftModel) or any(
+            isinstance(module, ADAPTER_LAYERS) for module in modules
+        )

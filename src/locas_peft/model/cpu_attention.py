@@ -24,13 +24,22 @@ class CpuAttention(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def _is_faster(query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, **_) -> bool:
+def _is_faster(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask=None, dropout_p=0.0, is_causal=False, **_
+) -> bool:
     fits = query.device.type == "cpu" and query.dtype == torch.bfloat16 and query.dim() == 4
     return fits and attn_mask is not None and not dropout_p and not is_causal
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, dropout_p=0.0, is_causal=False, scale=None, **_
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    **_,
 ) -> Tensor:
     """Return attention [B, H, Q, D] of queries [B, H, Q, D] over keys and values [B, G, K, D]; G divides H.
 
@@ -42,6 +51,10 @@ def _attend(
     query = (query * scale).reshape(rows * groups, heads // groups * queries, size)
     scores = query @ key.reshape(rows * groups, keys, size).transpose(1, 2)
     if attn_mask.dtype == torch.bool:  # not -inf: a query that attends to nothing would be nan
-        attn_mask = scores.new_zeros(attn_mask.shape).masked_fill_(~attn_mask, torch.finfo(scores.dtype).min)
+        attn_mask = scores.new_zeros(attn_mask.shape).masked_fill_(
+            ~attn_mask, torch.finfo(scores.dtype).min
+        )
     scores.view(rows, heads, queries, keys).add_(attn_mask)
-    return (scores.softmax(-1) @ value.reshape(rows * groups, keys, -1)).view(rows, heads, queries, -1)
+    return (scores.softmax(-1) @ value.reshape(rows * groups, keys, -1)).view(
+        rows, heads, queries, -1
+    )

@@ -19,13 +19,32 @@ from ..slots import RidgeWriter, SlotWriter, ValueWriter, Writer
 from ..slots.writing import Normalization, Tokens
 from ..tuner import STRATEGIES, LocasConfig, find_ffns
 
-__all__ = ["METHODS", "METHOD_FIELDS", "PRESETS", "UPDATES", "Adapter", "Memory", "Method", "check_fields", "checked"]
+__all__ = [
+    "METHODS",
+    "METHOD_FIELDS",
+    "PRESETS",
+    "UPDATES",
+    "Adapter",
+    "Memory",
+    "Method",
+    "check_fields",
+    "checked",
+]
 
 PRESETS = ("paper", "tuned")
 UPDATES = ("bp", "nlsvd", "ridge")
 _WRITING = ("epsilon", "tokens", "slots_per_chunk", "normalization")
 _TRAINED = ("learning_rate", "decay_steps", "anchor", "anchor_every")
-SHAPE = ("method", "r", "layers_to_transform", "init", "output_scale", "scaling", "row_norm", "max_slot_norm")
+SHAPE = (
+    "method",
+    "r",
+    "layers_to_transform",
+    "init",
+    "output_scale",
+    "scaling",
+    "row_norm",
+    "max_slot_norm",
+)
 """The settings that a memory keeps when it goes on with another text."""
 _LEARNING = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
 # The values of all methods that learn. As in the paper: a constant rate.
@@ -48,9 +67,13 @@ def check_fields(cls: Any, values: Mapping[str, Any]) -> None:
 
 def _check_layers(name: str, layers: Any) -> None:
     indices = layers if isinstance(layers, list) else []
-    whole = all(isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in indices)
+    whole = all(
+        isinstance(index, int) and not isinstance(index, bool) and index >= 0 for index in indices
+    )
     if layers != "upper" and (not indices or not whole or len(set(indices)) < len(indices)):
-        rule = f"{name} must be 'upper' or a list of different layer indices from 0 on, got {layers!r}"
+        rule = (
+            f"{name} must be 'upper' or a list of different layer indices from 0 on, got {layers!r}"
+        )
         raise ValueError(f"{rule}: leave it out for all layers")
 
 
@@ -79,18 +102,24 @@ class Method:
         """
         for name, value in given.items():
             if name not in cls.presets[preset]:
-                raise ValueError(f"{name} has no meaning for the method {cls.name!r}, got {value}: leave it out")
+                raise ValueError(
+                    f"{name} has no meaning for the method {cls.name!r}, got {value}: leave it out"
+                )
         values = {**cls.presets[preset], **given}
         for field, unused in cls.list_unused(values, given):
             for name in unused:
                 if name in given:
-                    rule = f"{name} has no meaning with {field}={values[field]!r}, got {given[name]}"
+                    rule = (
+                        f"{name} has no meaning with {field}={values[field]!r}, got {given[name]}"
+                    )
                     raise ValueError(f"{rule}: leave it out")
                 values[name] = None
         return values
 
     @classmethod
-    def list_unused(cls, values: dict[str, Any], given: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    def list_unused(
+        cls, values: dict[str, Any], given: Mapping[str, Any]
+    ) -> list[tuple[str, tuple[str, ...]]]:
         """Return each setting whose value makes others meaningless, with the names of those."""
         return []
 
@@ -121,7 +150,9 @@ class Adapter(Method):
     anchor_every: int | None = checked(partial(check_whole, least=1))
 
     @classmethod
-    def list_unused(cls, values: dict[str, Any], given: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    def list_unused(
+        cls, values: dict[str, Any], given: Mapping[str, Any]
+    ) -> list[tuple[str, tuple[str, ...]]]:
         return [] if values["anchor"] else [("anchor", ("anchor_every",))]
 
     def find_layers(self, base: PreTrainedModel) -> list[int] | None:
@@ -135,7 +166,9 @@ class Adapter(Method):
         if layers == "upper":
             return list(range(depth // 2, depth))
         if (beyond := max(layers)) >= depth:
-            rule = f"layers_to_transform must lie below {depth}, the layers of {type(base).__name__}"
+            rule = (
+                f"layers_to_transform must lie below {depth}, the layers of {type(base).__name__}"
+            )
             raise ValueError(f"{rule}, got {beyond}: lower it")
         return sorted(layers)
 
@@ -145,17 +178,26 @@ class Lora(Adapter):
     """TempLoRA: LoRA of rank `r`, with alpha = r, on every projection of attention and FFN."""
 
     name = "lora"
-    presets = {"paper": {"r": 64, "learning_rate": 1e-3, **PAPER}, "tuned": {"r": 64, "learning_rate": 1e-3, **TUNED}}
+    presets = {
+        "paper": {"r": 64, "learning_rate": 1e-3, **PAPER},
+        "tuned": {"r": 64, "learning_rate": 1e-3, **TUNED},
+    }
 
     def make_config(self, base: PreTrainedModel, seed: int) -> LoraConfig:
         layers, head = self.find_layers(base), base.get_output_embeddings()
-        linear = {n: m for n, m in base.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not head}
+        linear = {
+            n: m
+            for n, m in base.named_modules()
+            if isinstance(m, (nn.Linear, Conv1D)) and m is not head
+        }
         return LoraConfig(
             r=self.r,
             lora_alpha=self.r,
             lora_dropout=0.0,
             # PEFT takes layers together with a list of names only.
-            target_modules="all-linear" if layers is None else sorted({name.rpartition(".")[2] for name in linear}),
+            target_modules="all-linear"
+            if layers is None
+            else sorted({name.rpartition(".")[2] for name in linear}),
             layers_to_transform=layers,
             fan_in_fan_out=any(isinstance(module, Conv1D) for module in linear.values()),
             task_type="CAUSAL_LM",
@@ -180,10 +222,19 @@ class Memory(Adapter):
             needed, found = ("gated", "two-layer") if self.gated else ("two-layer", "gated")
             rule = f"method {self.name!r} needs {needed} FFNs, got {type(base).__name__} with {found} ones"
             raise ValueError(f"{rule}: use {self.other!r}")
-        fields = {"r": self.r, "init_strategy": self.init, "output_scale": self.output_scale, "scaling": self.scaling}
+        fields = {
+            "r": self.r,
+            "init_strategy": self.init,
+            "output_scale": self.output_scale,
+            "scaling": self.scaling,
+        }
         fields |= {} if self.row_norm is None else {"row_norm": self.row_norm}
-        fields |= {} if self.max_slot_norm is None else {"max_slot_norm": self.max_slot_norm or None}
-        return LocasConfig(**fields, layers_to_transform=self.find_layers(base), seed=seed, task_type="CAUSAL_LM")
+        fields |= (
+            {} if self.max_slot_norm is None else {"max_slot_norm": self.max_slot_norm or None}
+        )
+        return LocasConfig(
+            **fields, layers_to_transform=self.find_layers(base), seed=seed, task_type="CAUSAL_LM"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +242,14 @@ class LocasGlu(Memory):
     """A memory beside gated FFNs, of rows that are cloned from the base."""
 
     name, gated, other = "locas-glu", True, "locas-mlp"
-    _ROWS = {"r": 64, "init": "topk", "scaling": 1.0, "row_norm": None, "max_slot_norm": None, "learning_rate": 4e-3}
+    _ROWS = {
+        "r": 64,
+        "init": "topk",
+        "scaling": 1.0,
+        "row_norm": None,
+        "max_slot_norm": None,
+        "learning_rate": 4e-3,
+    }
     _ROWS |= {"update": "bp"}
     presets = {
         # The paper's tau, divided by r, and the rate of its PG-19 runs.
@@ -201,10 +259,16 @@ class LocasGlu(Memory):
     }
 
     @classmethod
-    def list_unused(cls, values: dict[str, Any], given: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    def list_unused(
+        cls, values: dict[str, Any], given: Mapping[str, Any]
+    ) -> list[tuple[str, tuple[str, ...]]]:
         if values["update"] == "nlsvd":
-            raise ValueError(f"update must be bp or ridge for the method {cls.name!r}, got 'nlsvd': leave it out")
-        if values["update"] == "ridge" and "learning_rate" not in given:  # with a rate the rows are trained beside
+            raise ValueError(
+                f"update must be bp or ridge for the method {cls.name!r}, got 'nlsvd': leave it out"
+            )
+        if (
+            values["update"] == "ridge" and "learning_rate" not in given
+        ):  # with a rate the rows are trained beside
             return [("update", _TRAINED)]
         return super().list_unused(values, given)
 
@@ -217,9 +281,27 @@ class LocasMlp(Memory):
     """A memory beside two-layer FFNs, of cloned rows or written slot by slot."""
 
     name, gated, other = "locas-mlp", False, "locas-glu"
-    _PAPER = {"r": 64, "init": "write", "output_scale": "paper", "scaling": None, "learning_rate": 5e-4}
-    _TUNED = {"r": 64, "init": "topk", "output_scale": "measured", "scaling": 4.0, "learning_rate": 8e-3}
-    _ROWS = {"row_norm": None, "max_slot_norm": None, "update": "bp", "epsilon": 0.01, "tokens": "highest-loss"}
+    _PAPER = {
+        "r": 64,
+        "init": "write",
+        "output_scale": "paper",
+        "scaling": None,
+        "learning_rate": 5e-4,
+    }
+    _TUNED = {
+        "r": 64,
+        "init": "topk",
+        "output_scale": "measured",
+        "scaling": 4.0,
+        "learning_rate": 8e-3,
+    }
+    _ROWS = {
+        "row_norm": None,
+        "max_slot_norm": None,
+        "update": "bp",
+        "epsilon": 0.01,
+        "tokens": "highest-loss",
+    }
     _ROWS |= {"slots_per_chunk": 8, "normalization": "token"}
     presets = {
         # Written slot by slot as in the paper, but with tau undivided (`choose`) and a rate from our sweep.
@@ -239,7 +321,9 @@ class LocasMlp(Memory):
         return values
 
     @classmethod
-    def list_unused(cls, values: dict[str, Any], given: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    def list_unused(
+        cls, values: dict[str, Any], given: Mapping[str, Any]
+    ) -> list[tuple[str, tuple[str, ...]]]:
         unused = super().list_unused(values, given)
         if values["init"] != "write":
             return [("init", ("update", *_WRITING)), *unused]
@@ -254,10 +338,14 @@ class LocasMlp(Memory):
         if self.update == "ridge":
             return RidgeWriter(model)
         fold = "nlsvd" if self.update == "nlsvd" else "refit"
-        options = {name: getattr(self, name) for name in _WRITING if getattr(self, name) is not None}
+        options = {
+            name: getattr(self, name) for name in _WRITING if getattr(self, name) is not None
+        }
         return SlotWriter(model, fold=fold, **options)
 
 
 METHODS: dict[str, type[Method]] = {cls.name: cls for cls in (NoAdapter, Lora, LocasGlu, LocasMlp)}
-METHOD_FIELDS = tuple(dict.fromkeys(name for cls in reversed(METHODS.values()) for name in cls.presets["paper"]))
+METHOD_FIELDS = tuple(
+    dict.fromkeys(name for cls in reversed(METHODS.values()) for name in cls.presets["paper"])
+)
 """The settings that not every method has: its own, and those of the training of an adapter."""

@@ -14,7 +14,16 @@ from torch import Tensor
 from ..checks import describe_difference
 from ..files import finish_replacement, load_json, write_json
 from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
-from ..memories.folder import MEMORY_CONFIG, READING, SAMPLE, SIGNATURE, TEXT_SIGNATURE, escape, make_card, save_memory
+from ..memories.folder import (
+    MEMORY_CONFIG,
+    READING,
+    SAMPLE,
+    SIGNATURE,
+    TEXT_SIGNATURE,
+    escape,
+    make_card,
+    save_memory,
+)
 from ..memories.loading import find_files
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, PASSAGES, digest_exchanges
@@ -28,7 +37,17 @@ __all__ = ["Reading", "describe_origin", "find_finished", "load_reading", "save_
 _FORMER = (("objective", "nll"), ("teacher_window", None), ("token_weighting", "uniform"))
 _FORMER += (("gradient", "full"), ("gradient", None))
 """Settings that former versions had, with the values that are now the only ones."""
-_CARD_SETTINGS = ("preset", "r", "init", "learning_rate", "window", "stride", "context", "epochs", "readings")
+_CARD_SETTINGS = (
+    "preset",
+    "r",
+    "init",
+    "learning_rate",
+    "window",
+    "stride",
+    "context",
+    "epochs",
+    "readings",
+)
 _CARD_SETTINGS += ("anchor", "passes", "seed", "dtype")
 
 
@@ -92,22 +111,39 @@ class Reading:
         """Return the settings and the figures in one flat dictionary of JSON values."""
         figures = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         settings = figures.pop("settings").to_json()
-        derived = {"settings_sha256": digest_json(settings), "tokens_per_second": self.tokens_per_second}
+        derived = {
+            "settings_sha256": digest_json(settings),
+            "tokens_per_second": self.tokens_per_second,
+        }
         return {**settings, **figures, **derived}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Reading":
         """Undo `to_json`; a missing or unknown key is a `ValueError`. A figure that JSON cannot hold (null) is NaN."""
         derived = ("settings_sha256", "tokens_per_second")
-        value = {name: item for name, item in value.items() if (name, item) not in _FORMER and name not in derived}
+        value = {
+            name: item
+            for name, item in value.items()
+            if (name, item) not in _FORMER and name not in derived
+        }
         settings = {name: value.pop(name) for name in list(value) if name in FIELDS}
-        optional = {"peak_bytes", "memory_dir", "final_nats", "final_base_nats", "studied", "stopped", "title"}
+        optional = {
+            "peak_bytes",
+            "memory_dir",
+            "final_nats",
+            "final_base_nats",
+            "studied",
+            "stopped",
+            "title",
+        }
         optional |= {"origin", "base_sha256", "tokenizer_sha256"}
         value |= {name: _null_to_nan(value[name]) for name in value.keys() - optional}
         try:
             reading = cls(settings=ReadingSettings(**settings).complete(), **value)
         except TypeError as error:
-            raise ValueError(f"{READING} must be one that this version wrote ({error}): read the text again") from None
+            raise ValueError(
+                f"{READING} must be one that this version wrote ({error}): read the text again"
+            ) from None
         return dataclasses.replace(reading, curve=[tuple(point) for point in reading.curve])
 
 
@@ -124,19 +160,30 @@ def load_reading(directory: str | Path) -> Reading:
     finish_replacement(directory)
     path = Path(directory) / READING
     if not path.is_file():
-        raise ValueError(f"memory {str(directory)!r} must have a {READING}, got none: choose one that a reading made")
+        raise ValueError(
+            f"memory {str(directory)!r} must have a {READING}, got none: choose one that a reading made"
+        )
     return Reading.from_json(load_json(path))
 
 
 def describe_origin(start: str | Path | None, beside: Sequence[str | Path] = ()) -> dict[str, Any]:
     """Return `Reading.origin` for a memory that goes on and memories beside it."""
     files = {memory: find_files(memory)[1] for memory in (*beside, *([start] if start else ()))}
-    digests = {memory: hashlib.sha256(file.read_bytes()).hexdigest() for memory, file in files.items()}
-    return {"start": digests.get(start), "beside": {Path(each).name: digests[each] for each in beside} or None}
+    digests = {
+        memory: hashlib.sha256(file.read_bytes()).hexdigest() for memory, file in files.items()
+    }
+    return {
+        "start": digests.get(start),
+        "beside": {Path(each).name: digests[each] for each in beside} or None,
+    }
 
 
 def find_finished(
-    directory: str | Path, settings: CompleteSettings, input_ids: Tensor, exchanges: Any = None, origin: Any = None
+    directory: str | Path,
+    settings: CompleteSettings,
+    input_ids: Tensor,
+    exchanges: Any = None,
+    origin: Any = None,
 ) -> Reading | None:
     """Return the finished reading of a folder; None where there is no memory, or an unfinished reading.
 
@@ -195,7 +242,13 @@ def save_reading(
 
     card = _make_card(model.peft_config[model.active_adapter], reading)
     save_memory(model, directory, reading.settings.model, card, add_files=add_files)
-    written = {EXCHANGES: exchanges, PASSAGES: moments, SAMPLE: sample, SIGNATURE: None, TEXT_SIGNATURE: None}
+    written = {
+        EXCHANGES: exchanges,
+        PASSAGES: moments,
+        SAMPLE: sample,
+        SIGNATURE: None,
+        TEXT_SIGNATURE: None,
+    }
     for name, value in written.items():
         if value is None:
             (Path(directory) / name).unlink(missing_ok=True)  # of the memory that this one replaces
@@ -214,12 +267,20 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
     }
     kept = reading.final_nats is not None and reading.final_nats <= reading.final_base_nats
     if kept and reading.studied is None:  # the chunk was compared before a study
-        rows["perplexity of one chunk, without the memory"] = f"{perplexity(reading.final_base_nats, 1):.2f}"
-        rows["perplexity of the same chunk at the end, with the memory"] = f"{perplexity(reading.final_nats, 1):.2f}"
+        rows["perplexity of one chunk, without the memory"] = (
+            f"{perplexity(reading.final_base_nats, 1):.2f}"
+        )
+        rows["perplexity of the same chunk at the end, with the memory"] = (
+            f"{perplexity(reading.final_nats, 1):.2f}"
+        )
     if reading.studied is not None:
         seconds = reading.studied["writing_seconds"] + reading.studied["learning_seconds"]
         rows["self-study"] = f"{reading.studied['kept']} exchanges in {seconds:,.0f} s"
     rows |= {name: f"`{value}`" for name in _CARD_SETTINGS if (value := given[name]) is not None}
-    made = "trained by reading one text" if settings.teaches else "made for finding passages of one text"
+    made = (
+        "trained by reading one text"
+        if settings.teaches
+        else "made for finding passages of one text"
+    )
     note = f"The perplexities are of this text alone. All settings and figures are in `{READING}`."
     return make_card(settings.model, config.peft_type, title, made, rows, note)

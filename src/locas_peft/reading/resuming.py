@@ -19,7 +19,14 @@ __all__ = ["Checkpoints", "restore"]
 
 _logger = logging.getLogger(__name__)
 # "host" describes the base, which is compared by its fingerprint; calibration fills in "slots".
-_NO_ARITHMETIC = {"auto_mapping", "base_model_name_or_path", "host", "inference_mode", "peft_version", "revision"}
+_NO_ARITHMETIC = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "host",
+    "inference_mode",
+    "peft_version",
+    "revision",
+}
 _NO_ARITHMETIC |= {"slots", "task_type"}
 
 
@@ -57,13 +64,20 @@ class Checkpoints:
             checkpoint.save(self.folder, state)
         except OSError as failure:
             if not self._failed:
-                _logger.warning("no checkpoint can be saved (%s); the reading goes on", failure.strerror or failure)
+                _logger.warning(
+                    "no checkpoint can be saved (%s); the reading goes on",
+                    failure.strerror or failure,
+                )
             self._failed = True
         self._saved = time.monotonic()
 
 
 def restore(
-    directory: str | Path, state: dict[str, Any], trainer: TestTimeTrainer, text_sha256: str, reading: Any = None
+    directory: str | Path,
+    state: dict[str, Any],
+    trainer: TestTimeTrainer,
+    text_sha256: str,
+    reading: Any = None,
 ) -> None:
     """Load a checkpoint's state into the trainer that will go on with it.
 
@@ -76,7 +90,9 @@ def restore(
         difference = _find_difference(_describe_run(trainer, reading), state["run"], directory)
         begun = state["text"]
         if difference is None and begun not in (None, text_sha256):
-            rule = f"input_ids must be the document begun in {str(directory)!r} (sha256 {begun[:12]})"
+            rule = (
+                f"input_ids must be the document begun in {str(directory)!r} (sha256 {begun[:12]})"
+            )
             difference = f"{rule}, got another one ({text_sha256[:12]}): give that text, or choose another folder"
         if difference is None:
             trainer.load_state_dict(state)
@@ -89,21 +105,31 @@ def restore(
 def _describe_run(trainer: TestTimeTrainer, reading: dict[str, Any] | None) -> dict[str, Any]:
     adapters = {}
     for name, config in active_configs(trainer.model).items():
-        fields = {field: value for field, value in config.to_dict().items() if field not in _NO_ARITHMETIC}
-        text = json.dumps(fields, default=lambda value: sorted(value) if isinstance(value, set) else str(value))
+        fields = {
+            field: value for field, value in config.to_dict().items() if field not in _NO_ARITHMETIC
+        }
+        text = json.dumps(
+            fields, default=lambda value: sorted(value) if isinstance(value, set) else str(value)
+        )
         adapters[name] = json.loads(text)
     run = {"settings": trainer.describe(), "adapters": adapters, "base": fingerprint(trainer.model)}
     return {"reading": reading or {}, **run}
 
 
-def _find_difference(ours: dict[str, Any], theirs: dict[str, Any], directory: str | Path) -> str | None:
+def _find_difference(
+    ours: dict[str, Any], theirs: dict[str, Any], directory: str | Path
+) -> str | None:
     """Return the message for the first difference between two results of `_describe_run`; None where there is none."""
     where, other = f"the checkpoint in {str(directory)!r}", "or choose another folder"
     here, there = ours["adapters"], theirs["adapters"]
     compared = [("", ours[part], theirs[part]) for part in ("reading", "settings")]
-    compared += [(f"adapter {name!r}: ", config, there.get(name, config)) for name, config in here.items()]
+    compared += [
+        (f"adapter {name!r}: ", config, there.get(name, config)) for name, config in here.items()
+    ]
     for prefix, own, recorded in compared:
-        if difference := describe_difference(own, recorded, where, f"give the former value, {other}", prefix):
+        if difference := describe_difference(
+            own, recorded, where, f"give the former value, {other}", prefix
+        ):
             return difference
     if here.keys() != there.keys():
         return f"active adapters must be {sorted(there)} as in {where}, got {sorted(here)}: activate those, {other}"

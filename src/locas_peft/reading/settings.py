@@ -19,7 +19,14 @@ from ..text import find_start_token
 from ..ttt import TrainingSettings
 from .methods import METHOD_FIELDS, METHODS, PRESETS, Method, check_fields, checked
 
-__all__ = ["AnySettings", "CompleteSettings", "ReadingSettings", "StudySettings", "complete_all", "parse_method"]
+__all__ = [
+    "AnySettings",
+    "CompleteSettings",
+    "ReadingSettings",
+    "StudySettings",
+    "complete_all",
+    "parse_method",
+]
 
 _SEEN = ("window", "stride", "context", "sinks", "start_token")
 _TRAINING = tuple(field.name for field in dataclasses.fields(TrainingSettings))
@@ -66,8 +73,12 @@ class CompleteSettings:
     def __post_init__(self) -> None:
         if self.study is not None and self.training.learning_rate is None:
             update = vars(self.method).get("update")
-            got = f"method {self.method.name!r}" + ("" if update is None else f" with update {update!r}")
-            raise ValueError(f"study needs an adapter that is trained, got {got}: use locas-glu or lora, say")
+            got = f"method {self.method.name!r}" + (
+                "" if update is None else f" with update {update!r}"
+            )
+            raise ValueError(
+                f"study needs an adapter that is trained, got {got}: use locas-glu or lora, say"
+            )
 
     @property
     def separates(self) -> bool:
@@ -80,7 +91,9 @@ class CompleteSettings:
         """Whether the adapter learns: a study of no passes makes what finds passages, and nothing else."""
         return self.study is None or self.study.passes != 0
 
-    def complete(self, base: PreTrainedModel | None = None, tokenizer: Any = None) -> "CompleteSettings":
+    def complete(
+        self, base: PreTrainedModel | None = None, tokenizer: Any = None
+    ) -> "CompleteSettings":
         """Return these settings: they are complete."""
         return self
 
@@ -97,10 +110,19 @@ class CompleteSettings:
         """Return the settings as flat JSON values, as `ReadingSettings` names them; None for one without meaning."""
         training = vars(self.training)
         has = self.method.presets[self.preset]
-        values = {name: value for name, value in training.items() if name in has or name not in METHOD_FIELDS}
+        values = {
+            name: value
+            for name, value in training.items()
+            if name in has or name not in METHOD_FIELDS
+        }
         if self.training.learning_rate is None:
             values["decay_steps"] = None
-        values |= {**vars(self), **vars(self.method), "method": self.method.name, "study": self.study is not None}
+        values |= {
+            **vars(self),
+            **vars(self.method),
+            "method": self.method.name,
+            "study": self.study is not None,
+        }
         values |= {} if self.study is None else vars(self.study)
         return {name: values.get(name) for name in FIELDS}
 
@@ -144,7 +166,9 @@ class ReadingSettings(_Given):
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 2)
 
-    def complete(self, base: PreTrainedModel | None = None, tokenizer: Any = None) -> CompleteSettings:
+    def complete(
+        self, base: PreTrainedModel | None = None, tokenizer: Any = None
+    ) -> CompleteSettings:
         """Return the settings of every part of a reading; a value that was given but has no meaning is a `ValueError`.
 
         Args:
@@ -152,7 +176,9 @@ class ReadingSettings(_Given):
             tokenizer: of the base, for the start token; None where it is given, or there is none.
         """
         given, cls = self._list_given(), METHODS[self.method]
-        values = cls.choose(self.preset, {name: given.pop(name) for name in METHOD_FIELDS if name in given})
+        values = cls.choose(
+            self.preset, {name: given.pop(name) for name in METHOD_FIELDS if name in given}
+        )
         study = {name: given[name] for name in _STUDY if name in given}
         for name, value in study.items() if not self.study else ():
             raise ValueError(f"{name} has no meaning without study, got {value}: leave it out")
@@ -173,13 +199,16 @@ class ReadingSettings(_Given):
         training |= {name: value for name, value in values.items() if value is not None}
         return CompleteSettings(
             method=cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)}),
-            training=TrainingSettings(**{name: training[name] for name in _TRAINING if name in training}),
+            training=TrainingSettings(
+                **{name: training[name] for name in _TRAINING if name in training}
+            ),
             study=StudySettings(**study) if self.study else None,
             preset=self.preset,
             max_tokens=self.max_tokens,
             seed=self.seed,
             model=model,
-            dtype=self.dtype or ("float32" if base is None else str(base.dtype).removeprefix("torch.")),
+            dtype=self.dtype
+            or ("float32" if base is None else str(base.dtype).removeprefix("torch.")),
         )
 
     def _list_given(self) -> dict[str, Any]:
@@ -190,7 +219,10 @@ AnySettings = ReadingSettings | CompleteSettings
 
 
 def complete_all(
-    settings: ReadingSettings, methods: Sequence[str], base: PreTrainedModel | None = None, tokenizer: Any = None
+    settings: ReadingSettings,
+    methods: Sequence[str],
+    base: PreTrainedModel | None = None,
+    tokenizer: Any = None,
 ) -> dict[str, CompleteSettings]:
     """Complete the settings for each of several methods, such as "lora@16:2e-3", by names such as "lora@16-lr2e-3".
 
@@ -205,14 +237,18 @@ def complete_all(
         values = dict.fromkeys(field for field in METHOD_FIELDS if field not in has)
         label = spec.replace(":", "-lr")
         if label in completed:
-            raise ValueError(f"methods must name each once, got {spec!r} twice: drop the second one")
+            raise ValueError(
+                f"methods must name each once, got {spec!r} twice: drop the second one"
+            )
         if not has:  # a method that learns nothing
             values |= {"study": False, **dict.fromkeys(_STUDY)}
         each = dataclasses.replace(settings, method=name, **{**values, **own})
         completed[label] = each.complete(base, tokenizer)
     for field in METHOD_FIELDS:
         if getattr(settings, field) is not None and field not in used:
-            raise ValueError(f"{field} has no meaning for the methods {', '.join(methods)}: leave it out")
+            raise ValueError(
+                f"{field} has no meaning for the methods {', '.join(methods)}: leave it out"
+            )
     return completed
 
 
@@ -220,7 +256,9 @@ def parse_method(spec: str) -> tuple[str, dict[str, Any]]:
     """Split NAME[@WIDTH][:RATE] into the method's name and the fields `r` and `learning_rate` that are given."""
     match = re.fullmatch(r"([^@:]+)(?:@([1-9]\d*))?(?::(\d+\.?\d*(?:[eE][+-]?\d+)?))?", spec)
     if match is None or (match[3] and not 0 < float(match[3]) < math.inf):
-        raise ValueError(f"method must be NAME, NAME@WIDTH, NAME:RATE or both, got {spec!r}: write lora@16:2e-3, say")
+        raise ValueError(
+            f"method must be NAME, NAME@WIDTH, NAME:RATE or both, got {spec!r}: write lora@16:2e-3, say"
+        )
     check_choice("method", match[1], METHODS)
     own = {"r": match[2] and int(match[2]), "learning_rate": match[3] and float(match[3])}
     return match[1], {field: value for field, value in own.items() if value is not None}

@@ -22,7 +22,17 @@ from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct
 from ..selfstudy.finding import measure_moments
 from ..text import digest_ids, digest_tokenizer
-from ..ttt import Anchor, Chunk, OwnText, TestTimeTrainer, at_marks, choose_marks, cumulative, per_segment, perplexity
+from ..ttt import (
+    Anchor,
+    Chunk,
+    OwnText,
+    TestTimeTrainer,
+    at_marks,
+    choose_marks,
+    cumulative,
+    per_segment,
+    perplexity,
+)
 from ..tuner.modules import remember_modules
 from .methods import SHAPE
 from .record import Reading, describe_origin, find_finished, load_reading, save_reading
@@ -32,7 +42,9 @@ from .settings import AnySettings, CompleteSettings
 __all__ = ["PeakMemory", "StopReading", "attached", "make_trainer", "memorize", "score"]
 
 ANCHOR_TOKENS = 128  # the most tokens of a text that the base writes for the anchor
-STUDY_RATE = 1.5  # the learning rate at the start of a self-study, relative to the reading's; it falls to 0
+STUDY_RATE = (
+    1.5  # the learning rate at the start of a self-study, relative to the reading's; it falls to 0
+)
 STUDY_ANCHOR = 13.0  # the weight of the anchor at the end of a self-study, relative to the reading's; it grows from 0
 
 
@@ -90,27 +102,44 @@ def memorize(
     checkpoint of another reading or in use (`InUse`) are `ValueError`s; a folder that cannot be written an `OSError`.
     """
     if input_ids.dim() != 1 or input_ids.numel() < 2:
-        raise ValueError(f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text")
+        raise ValueError(
+            f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text"
+        )
     settings = settings.complete(base, tokenizer)
     input_ids = input_ids[: settings.max_tokens]
     if settings.method.name == "none":
         out = checkpoint_dir = None
         if beside:
-            raise ValueError(f"beside has no meaning for the method 'none', got {len(beside)} memories: leave it out")
+            raise ValueError(
+                f"beside has no meaning for the method 'none', got {len(beside)} memories: leave it out"
+            )
     if out is not None and os.path.abspath(out) in map(os.path.abspath, beside):
-        raise ValueError(f"beside must be other memories than {str(out)!r}, which is written: leave it out")
+        raise ValueError(
+            f"beside must be other memories than {str(out)!r}, which is written: leave it out"
+        )
     with ExitStack() as stack:
-        folder = None if checkpoint_dir is None else stack.enter_context(checkpoint.locked(checkpoint_dir))
+        folder = (
+            None
+            if checkpoint_dir is None
+            else stack.enter_context(checkpoint.locked(checkpoint_dir))
+        )
         goes_on = None not in (start, out) and Path(out) == Path(start)
         origin = describe_origin(None if goes_on else start, beside)
         if out is not None:
             replaces = overwrite or goes_on
             with suppress(*[ValueError] * replaces):
-                if resume and (finished := find_finished(out, settings, input_ids, exchanges, origin)) is not None:
+                if (
+                    resume
+                    and (finished := find_finished(out, settings, input_ids, exchanges, origin))
+                    is not None
+                ):
                     return finished
             check_vacant(out, resume=resume, overwrite=overwrite, goes_on=replaces)
         shared = {**settings.to_json(), **origin}
-        digests = {"base_sha256": fingerprint(base), "tokenizer_sha256": digest_tokenizer(tokenizer)}
+        digests = {
+            "base_sha256": fingerprint(base),
+            "tokenizer_sha256": digest_tokenizer(tokenizer),
+        }
         earlier = [] if start is None else _load_earlier(start, settings)
         model = stack.enter_context(attached(base, settings, start, beside))
         peak = PeakMemory(base.device)
@@ -131,7 +160,10 @@ def memorize(
             except (KeyError, TypeError, AttributeError) as error:
                 raise checkpoint.damaged(folder, error) from None
         del state
-        checkpoints, stopped = Checkpoints(folder, checkpoint_seconds, shared, trainer, study), False
+        checkpoints, stopped = (
+            Checkpoints(folder, checkpoint_seconds, shared, trainer, study),
+            False,
+        )
         try:
             for chunk in trainer.chunks if on_chunk is not None else ():
                 on_chunk(chunk)
@@ -149,7 +181,11 @@ def memorize(
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
             known = correct(earlier, study.exchanges if study else []) or None
-            moments = measure_moments(model, tokenizer, known) if known and tokenizer is not None else None
+            moments = (
+                measure_moments(model, tokenizer, known)
+                if known and tokenizer is not None
+                else None
+            )
             save_reading(model, out, reading, known, sample, moments)
             if folder is not None:
                 checkpoint.remove(folder)
@@ -158,7 +194,10 @@ def memorize(
 
 @contextmanager
 def attached(
-    base: PreTrainedModel, settings: CompleteSettings, start: str | Path | None = None, beside: Sequence = ()
+    base: PreTrainedModel,
+    settings: CompleteSettings,
+    start: str | Path | None = None,
+    beside: Sequence = (),
 ) -> Iterator[nn.Module]:
     """Attach a method's fresh adapter, or a saved memory, to a base within the context, after setting torch's seed.
 
@@ -192,42 +231,69 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats(device)
         else:
             with suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # resets the peak in /proc/self/status
+                Path("/proc/self/clear_refs").write_text(
+                    "5"
+                )  # resets the peak in /proc/self/status
 
     def read(self) -> int | None:
         """Return the peak since this object was made, on macOS since the process began; None if none is kept."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         with suppress(OSError):
-            if found := re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE):
+            if found := re.search(
+                r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+            ):
                 return int(found[1]) * 1024
         with suppress(ImportError):  # Windows
             import resource
 
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+                1 if sys.platform == "darwin" else 1024
+            )
         return None
 
 
 def _load_earlier(start: str | Path, settings: CompleteSettings) -> list[Exchange]:
     """Return the exchanges of a memory to go on with; a `ValueError` where it is of another method or width."""
     former, path = load_reading(start).settings.method, Path(start) / EXCHANGES
-    wanted, had = ({name: vars(each).get(name, each.name) for name in SHAPE} for each in (settings.method, former))
-    if difference := describe_difference(wanted, had, f"the memory {str(start)!r} to go on with", "leave it out"):
+    wanted, had = (
+        {name: vars(each).get(name, each.name) for name in SHAPE}
+        for each in (settings.method, former)
+    )
+    if difference := describe_difference(
+        wanted, had, f"the memory {str(start)!r} to go on with", "leave it out"
+    ):
         raise ValueError(difference)
     return load_exchanges(path) if path.is_file() else []
 
 
 def _make_study(
-    model: nn.Module, tokenizer: Any, input_ids: torch.Tensor, settings: CompleteSettings, given: Any, **options: Any
+    model: nn.Module,
+    tokenizer: Any,
+    input_ids: torch.Tensor,
+    settings: CompleteSettings,
+    given: Any,
+    **options: Any,
 ) -> SelfStudy | None:
     if settings.study is None:
         if given is not None:
-            raise ValueError(f"exchanges have no meaning without study, got {len(given)}: set study, or leave out")
+            raise ValueError(
+                f"exchanges have no meaning without study, got {len(given)}: set study, or leave out"
+            )
         return None
     if tokenizer is None:
-        raise ValueError("tokenizer must be given for a self-study, got None: give the base's tokenizer")
-    options |= {"per_passage": settings.study.exchanges, "passes": settings.study.passes, "seed": settings.seed}
-    options |= {"learning_rate": STUDY_RATE * settings.training.learning_rate, "window": settings.training.window}
+        raise ValueError(
+            "tokenizer must be given for a self-study, got None: give the base's tokenizer"
+        )
+    options |= {
+        "per_passage": settings.study.exchanges,
+        "passes": settings.study.passes,
+        "seed": settings.seed,
+    }
+    options |= {
+        "learning_rate": STUDY_RATE * settings.training.learning_rate,
+        "window": settings.training.window,
+    }
     options["anchor"] = STUDY_ANCHOR * (settings.method.anchor or 0.0)
     return SelfStudy(model, tokenizer, input_ids, given=given, **options)
 
@@ -236,17 +302,27 @@ def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTraine
     """Return the trainer of a reading, with its writer and anchor; where nothing is taught, of a frozen `model`."""
     method, training, anchor = settings.method, settings.training, None
     if not settings.teaches:
-        return TestTimeTrainer(model.requires_grad_(False), settings.for_base(readings=training.readings).training)
+        return TestTimeTrainer(
+            model.requires_grad_(False), settings.for_base(readings=training.readings).training
+        )
     if method.anchor:
-        texts = OwnText(model, tokens=max(min(training.stride, ANCHOR_TOKENS), 2), seed=settings.seed)
+        texts = OwnText(
+            model, tokens=max(min(training.stride, ANCHOR_TOKENS), 2), seed=settings.seed
+        )
         anchor = Anchor(texts, weight=method.anchor, every=method.anchor_every)
     return TestTimeTrainer(model, training, writer=method.make_writer(model), anchor=anchor)
 
 
 def _make_reading(
-    trainer: TestTimeTrainer, settings: CompleteSettings, input_ids: torch.LongTensor, **figures: Any
+    trainer: TestTimeTrainer,
+    settings: CompleteSettings,
+    input_ids: torch.LongTensor,
+    **figures: Any,
 ) -> Reading:
-    readings = [[chunk for chunk in trainer.chunks if chunk.reading == n] for n in range(settings.training.readings)]
+    readings = [
+        [chunk for chunk in trainer.chunks if chunk.reading == n]
+        for n in range(settings.training.readings)
+    ]
     readings = [chunks for chunks in readings if chunks]  # fewer where the reading was stopped
     nlls = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
     counts = [sum(chunk.tokens for chunk in chunks) for chunks in readings]
@@ -262,7 +338,9 @@ def _make_reading(
         perplexity_between=per_segment(readings[0], marks),
         perplexities=[perplexity(nll, tokens) for nll, tokens in zip(nlls, counts, strict=True)],
         curve=cumulative(readings[0]),
-        extra_parameters=sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad),
+        extra_parameters=sum(
+            parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
+        ),
         seconds=trainer.seconds,
         skipped_chunks=trainer.skipped_chunks,
         taken_back=trainer.taken_back,
@@ -279,7 +357,9 @@ def score(model: nn.Module, input_ids: torch.LongTensor, settings: CompleteSetti
     """
     learning = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if learning:
-        raise ValueError(f"model must be frozen, got {len(learning)} trainable parameters: freeze them first")
+        raise ValueError(
+            f"model must be frozen, got {len(learning)} trainable parameters: freeze them first"
+        )
     trainer = TestTimeTrainer(model, settings.for_base().training)
     for _ in trainer.read(input_ids):
         pass

@@ -9,5 +9,13 @@ from .finding import Finder, load_finder
 from .learning import SelfStudy, StudyStep
 from .writing import write_exchanges
 
-__all__ = ["Exchange", "Finder", "Passage", "SelfStudy", "StudyStep", "load_exchanges", "load_finder"]
+__all__ = [
+    "Exchange",
+    "Finder",
+    "Passage",
+    "SelfStudy",
+    "StudyStep",
+    "load_exchanges",
+    "load_finder",
+]
 __all__ += ["save_exchanges", "split_passages", "write_exchanges"]

@@ -50,7 +50,13 @@ def can_tell_apart(model: nn.Module, passages: int) -> bool:
 
 @torch.no_grad()
 def place_discriminants(
-    model: nn.Module, rows: Rows, counts: Sequence[int], passages: Sequence[int], pad: int, *, inside: bool
+    model: nn.Module,
+    rows: Rows,
+    counts: Sequence[int],
+    passages: Sequence[int],
+    pad: int,
+    *,
+    inside: bool,
 ) -> None:
     """Give up to half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
 
@@ -67,12 +73,16 @@ def place_discriminants(
     """
     name, _, layers = _find_trained(model)
     own, count = torch.tensor(passages).repeat_interleave(torch.tensor(counts)), max(passages) + 1
-    for place, (layer, inputs) in enumerate(zip(layers, _list_inputs(model, layers, rows, counts, pad), strict=True)):
+    for place, (layer, inputs) in enumerate(
+        zip(layers, _list_inputs(model, layers, rows, counts, pad), strict=True)
+    ):
         *weights, down = (module.weight for module in layer.projections(name))
         slots = min(down.shape[1] // 2, SLOTS_EACH * count)
         chosen = slice(slots) if inside else slice(-slots, None)
         numbers = torch.arange(place * slots, (place + 1) * slots) % count
-        found = _regress(inputs.float() * layer.locas_input_scale[name], own.to(inputs.device), count, inside)
+        found = _regress(
+            inputs.float() * layer.locas_input_scale[name], own.to(inputs.device), count, inside
+        )
         for weight, new in zip(weights, (found[numbers], found[count]), strict=False):
             weight[chosen] = new.to(weight)
         down[:, chosen] = 0
@@ -87,14 +97,18 @@ def _regress(inputs: Tensor, own: Tensor, count: int, inside: bool) -> Tensor:
     """
     ridge = (RIDGE_INSIDE if inside else RIDGE_AT_ENDS) * inputs.pow(2).sum(1).mean()
     products = inputs.T @ inputs + ridge * torch.eye(inputs.shape[1], device=inputs.device)
-    targets = torch.where(own[:, None] == torch.arange(count, device=own.device), LEVEL, -LEVEL).to(inputs)
+    targets = torch.where(own[:, None] == torch.arange(count, device=own.device), LEVEL, -LEVEL).to(
+        inputs
+    )
     sums = inputs.T @ torch.cat([targets, torch.full_like(targets[:, :1], UP)], 1)
     rows = torch.linalg.solve(products, sums).T
     for number in range(count if inside else 0):
         mine = inputs[own == number]
         more = (len(inputs) - len(mine)) / max(len(mine), 1) - 1
         extra = more * mine.T
-        rows[number] = torch.linalg.solve(products + extra @ mine, sums[:, number] + more * LEVEL * mine.sum(0))
+        rows[number] = torch.linalg.solve(
+            products + extra @ mine, sums[:, number] + more * LEVEL * mine.sum(0)
+        )
     return rows
 
 
@@ -102,7 +116,12 @@ def _regress(inputs: Tensor, own: Tensor, count: int, inside: bool) -> Tensor:
 def upper_layers_trained(model: nn.Module, alone: bool = True) -> Iterator[None]:
     """Within the context, only the layers that get discriminants are trained; with `alone` False nothing changes."""
     name, lower, _ = _find_trained(model) if alone else ("", [], [])
-    trained = [module.weight for layer in lower for module in layer.projections(name) if module.weight.requires_grad]
+    trained = [
+        module.weight
+        for layer in lower
+        for module in layer.projections(name)
+        if module.weight.requires_grad
+    ]
     try:
         for weight in trained:
             weight.requires_grad_(False)
@@ -115,18 +134,25 @@ def upper_layers_trained(model: nn.Module, alone: bool = True) -> Iterator[None]
 def _find_trained(model: nn.Module) -> tuple[str, list, list]:
     """Return the name of the memory that is trained, else of the last one, and its lower and upper layers."""
     layers = {name: list_layers(model, name) for name in names_or_active(model, None)}
-    name, own = max(reversed(layers.items()), key=lambda each: each[1][-1].locas_down[each[0]].weight.requires_grad)
+    name, own = max(
+        reversed(layers.items()),
+        key=lambda each: each[1][-1].locas_down[each[0]].weight.requires_grad,
+    )
     first = int(FIRST_LAYER * len(own))
     return name, own[:first], own[first:]
 
 
-def _list_inputs(model: nn.Module, layers: Sequence, rows: Rows, counts: Sequence[int], pad: int) -> list[Tensor]:
+def _list_inputs(
+    model: nn.Module, layers: Sequence, rows: Rows, counts: Sequence[int], pad: int
+) -> list[Tensor]:
     """Return each layer's FFN inputs at the last tokens of rows, [N, D], in their order, without its memories."""
     host, inputs = CausalLM(model), [_Inputs() for _ in layers]
     with evaluating(model), adapters_disabled(model):
         for first in range(0, len(rows), BATCH):
             batch, kept = (each[first : first + BATCH] for each in (rows, counts))
-            shared = len(commonprefix([list(row[:-count]) for row, count in zip(batch, kept, strict=True)]))
+            shared = len(
+                commonprefix([list(row[:-count]) for row, count in zip(batch, kept, strict=True)])
+            )
             given = begin_rows(host, batch, [(shared, range(len(batch)))], pad)
             try:
                 for layer, seen in zip(layers, inputs, strict=True):

@@ -13,18 +13,28 @@ from ..files import load_json_lines, staged_file
 from ..text import NAME
 
 __all__ = ["EXCHANGES", "LONGEST_PASSAGE", "PASSAGES", "REPORTED", "Exchange", "Passage", "correct"]
-__all__ += ["digest_exchanges", "join_exchanges", "load_exchanges", "save_exchanges", "split_passages"]
+__all__ += [
+    "digest_exchanges",
+    "join_exchanges",
+    "load_exchanges",
+    "save_exchanges",
+    "split_passages",
+]
 
 EXCHANGES = "exchanges.jsonl"  # in a memory's folder: what was learned
 PASSAGES = "passages.safetensors"  # in a memory's folder: what finds the answers of its exchanges (`finding.Moments`)
 LONGEST_PASSAGE = 64  # tokens: a memory learns passages as answers
 REPORTED = "said"  # the word after the speaker in a turn that is put as reported speech
 _FEWEST_WORDS = 5
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+")  # a word, or a CJK character
+_WORD = re.compile(
+    r"[\u3040-\u30ff\u3400-\u9fff]|[^\s\u3040-\u30ff\u3400-\u9fff]+"
+)  # a word, or a CJK character
 _LONGEST_SUBJECT = 8
 _TURN = re.compile(r"([^\W\d_][^:]{0,39}): (\S.*)")
 _DATE = re.compile(r"\d{1,2} [^\W\d_]{3,9},? \d{4}|[^\W\d_]{3,9} \d{1,2},? \d{4}|\d{4}-\d\d-\d\d")
-_ABBREVIATION = "".join(rf"(?<!\b{each}\.)" for each in ("[A-Z]", "Dr", "Mr", "Mrs", "Ms", "St", "Prof", "vs"))
+_ABBREVIATION = "".join(
+    rf"(?<!\b{each}\.)" for each in ("[A-Z]", "Dr", "Mr", "Mrs", "Ms", "St", "Prof", "vs")
+)
 _SENTENCE = re.compile(rf"\n+|(?<=[.!?…]){_ABBREVIATION}[\"')\]»”’]*\s+|(?<=[。！？])")
 
 
@@ -75,7 +85,10 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
                     passages[-1] = replace(passages[-1], text=joined)
                     continue
             pieces = _cut(tokenizer, statement, most_tokens)
-            passages += [Passage(piece, subject, not turns and bool(subject) and subject in piece) for piece in pieces]
+            passages += [
+                Passage(piece, subject, not turns and bool(subject) and subject in piece)
+                for piece in pieces
+            ]
     if not any(len(_WORD.findall(passage.text)) >= _FEWEST_WORDS for passage in passages):
         rule = f"text must hold a passage of at least {_FEWEST_WORDS} words to be studied"
         raise ValueError(f"{rule}, got {text.strip()[:60]!r}: give more text, or leave --study out")
@@ -85,11 +98,15 @@ def split_passages(tokenizer, text: str, most_tokens: int = LONGEST_PASSAGE) -> 
 def _find_subject(text: str) -> str:
     first = next(iter(_list_sentences(text)), "")
     name = NAME.search(first)
-    return first[: name.end()] if name and len(first[: name.end()].split()) <= _LONGEST_SUBJECT else ""
+    return (
+        first[: name.end()] if name and len(first[: name.end()].split()) <= _LONGEST_SUBJECT else ""
+    )
 
 
 def _list_sentences(text: str) -> list[str]:
-    return [sentence for part in _SENTENCE.split(text) if (sentence := " ".join((part or "").split()))]
+    return [
+        sentence for part in _SENTENCE.split(text) if (sentence := " ".join((part or "").split()))
+    ]
 
 
 def _list_turns(text: str) -> list[tuple[str, str, str]]:
@@ -145,7 +162,9 @@ def load_exchanges(path: str | Path) -> list[Exchange]:
 
 def _parse_exchange(value: dict[str, Any]) -> Exchange:
     found = [value["question"], value["answer"], value.get("subject", "")]
-    if not all(isinstance(part, str) for part in found) or not all(part.strip() for part in found[:2]):
+    if not all(isinstance(part, str) for part in found) or not all(
+        part.strip() for part in found[:2]
+    ):
         raise TypeError
     return Exchange(*found[:2], found[2].strip())
 
@@ -160,7 +179,9 @@ def join_exchanges(exchanges: Iterable[Exchange]) -> dict[str, str]:
     """Return each answer of some exchanges with its subject and its questions, by the answer."""
     found: dict[str, str] = {}
     for each in exchanges:
-        found[each.answer] = f"{found.get(each.answer, f'{each.subject} {each.answer}')} {each.question}"
+        found[each.answer] = (
+            f"{found.get(each.answer, f'{each.subject} {each.answer}')} {each.question}"
+        )
     return found
 
 
@@ -170,4 +191,6 @@ def digest_exchanges(exchanges: Sequence[Exchange]) -> str:
 
 
 def _format(exchanges: Iterable[Exchange]) -> str:
-    return "".join(json.dumps(asdict(exchange), ensure_ascii=False) + "\n" for exchange in exchanges)
+    return "".join(
+        json.dumps(asdict(exchange), ensure_ascii=False) + "\n" for exchange in exchanges
+    )

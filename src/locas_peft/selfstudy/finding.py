@@ -31,18 +31,41 @@ from ..checks import import_extra
 from ..model import CausalLM, token_losses
 from ..tuner import adapters_disabled, evaluating
 from ..tuner.memory_file import load_tensors
-from .exchanges import EXCHANGES, PASSAGES, Exchange, correct, digest_exchanges, join_exchanges, load_exchanges
+from .exchanges import (
+    EXCHANGES,
+    PASSAGES,
+    Exchange,
+    correct,
+    digest_exchanges,
+    join_exchanges,
+    load_exchanges,
+)
 
-__all__ = ["MOST_FOUND", "Finder", "Moments", "has_learned", "load_finder", "measure_moments", "save_moments"]
+__all__ = [
+    "MOST_FOUND",
+    "Finder",
+    "Moments",
+    "has_learned",
+    "load_finder",
+    "measure_moments",
+    "save_moments",
+]
 __all__ += ["score_by_words"]
 
-DEPTHS = (0.27, 0.74, 0.8, 0.87)  # the layers whose inputs are read, as shares of the model's layers
+DEPTHS = (
+    0.27,
+    0.74,
+    0.8,
+    0.87,
+)  # the layers whose inputs are read, as shares of the model's layers
 RIDGE = 0.1  # added to the diagonal of the inputs' products, relative to an input's squared length, which is D
 MOST_FOUND, BATCH = 10, 16  # passages for a question; texts that are read together
 WORDS = 0.05  # what 1 of `score_by_words` weighs
 MEMORY = 0.25  # what a memory's probability of a passage, among those found, weighs
 LEAST_SCORE = 0.18  # BM25 a unit of idf that counts as 1; chosen by benchmarks/library.py
-BACKGROUND = 300  # documents that stand for other texts: with one memory alone, no word of it would be rare
+BACKGROUND = (
+    300  # documents that stand for other texts: with one memory alone, no word of it would be rare
+)
 _WORD = re.compile(r"\b\w\w+\b")
 
 
@@ -56,23 +79,42 @@ class Finder:
         chooses: whether the active memory, if it has learned, chooses among what is found.
     """
 
-    def __init__(self, model: nn.Module, tokenizer, passages: Mapping[str, str], rows: Tensor, chooses: bool = False):
-        self._model, self._tokenizer, self._passages, self._rows = model, tokenizer, passages, rows.float()
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer,
+        passages: Mapping[str, str],
+        rows: Tensor,
+        chooses: bool = False,
+    ):
+        self._model, self._tokenizer, self._passages, self._rows = (
+            model,
+            tokenizer,
+            passages,
+            rows.float(),
+        )
         self._chooses = chooses
         self._words = set(_WORD.findall(" ".join(passages.values()).lower()))
 
     def __call__(self, questions: Sequence[str]) -> list[dict[str, float]]:
         """Return for each question ten passages with their scores, the best first, or none."""
         found, passages = dict[int, dict[str, float]](), list(self._passages)
-        words = WORDS * torch.from_numpy(score_by_words([[each] for each in self._passages.values()], questions))
+        words = WORDS * torch.from_numpy(
+            score_by_words([[each] for each in self._passages.values()], questions)
+        )
         for number, inputs in _read(self._model, self._tokenizer, questions):
-            scores = (inputs @ self._rows.to(inputs.device).mT).amax(1).mean(0).cpu() + words[number]  # [P]
+            scores = (inputs @ self._rows.to(inputs.device).mT).amax(1).mean(0).cpu() + words[
+                number
+            ]  # [P]
             best = scores.topk(min(MOST_FOUND, len(scores))).indices.tolist()
             names = _list_names(questions[number]) if self._words else []
             about = not names or self._words.intersection(names)
             found[number] = {passages[each]: scores[each].item() for each in best if about}
         chooses = self._chooses and has_learned(self._model)
-        return [self._choose(each, found[n]) if chooses else found[n] for n, each in enumerate(questions)]
+        return [
+            self._choose(each, found[n]) if chooses else found[n]
+            for n, each in enumerate(questions)
+        ]
 
     @torch.no_grad()
     def _choose(self, question: str, found: dict[str, float]) -> dict[str, float]:
@@ -84,10 +126,18 @@ class Finder:
             return found
         rows = [[*prompt, *answer.tolist()][:-1] for answer in answers]
         with evaluating(self._model):
-            logits = host.logits(count=most, **begin_rows(host, rows, [(len(prompt) - 1, range(len(rows)))], 0))
-        nats = [token_losses(row[-len(answer) :], answer).sum() for row, answer in zip(logits, answers, strict=True)]
+            logits = host.logits(
+                count=most, **begin_rows(host, rows, [(len(prompt) - 1, range(len(rows)))], 0)
+            )
+        nats = [
+            token_losses(row[-len(answer) :], answer).sum()
+            for row, answer in zip(logits, answers, strict=True)
+        ]
         shares = torch.stack(nats).neg().softmax(0).tolist()
-        chosen = [(score + MEMORY * share, each) for (each, score), share in zip(found.items(), shares, strict=True)]
+        chosen = [
+            (score + MEMORY * share, each)
+            for (each, score), share in zip(found.items(), shares, strict=True)
+        ]
         return {each: score for score, each in sorted(chosen, key=lambda row: -row[0])}
 
 
@@ -100,9 +150,13 @@ class Moments:
 
     def fit_rows(self) -> Tensor:
         """Return the rows that find each passage among the others, float32 [L, P, D]."""
-        products = self.gram + RIDGE * self.gram.shape[-1] * torch.eye(self.gram.shape[-1], device=self.gram.device)
+        products = self.gram + RIDGE * self.gram.shape[-1] * torch.eye(
+            self.gram.shape[-1], device=self.gram.device
+        )
         targets = 2 * self.sums - self.sums.sum(1, keepdim=True)
-        return torch.linalg.solve_ex(products, targets.mT).result.mT.cpu()  # no error for a file of any numbers
+        return torch.linalg.solve_ex(
+            products, targets.mT
+        ).result.mT.cpu()  # no error for a file of any numbers
 
 
 def measure_moments(model: nn.Module, tokenizer, exchanges: Sequence[Exchange]) -> Moments:
@@ -120,25 +174,43 @@ def measure_moments(model: nn.Module, tokenizer, exchanges: Sequence[Exchange]) 
 
 def save_moments(folder: Path, moments: Moments, exchanges: Sequence[Exchange]) -> None:
     """Write the moments of some exchanges into a memory's folder, in half precision."""
-    d, tokens = moments.gram.shape[-1], moments.gram[0].diagonal().mean()  # each token has the squared length D
+    d, tokens = (
+        moments.gram.shape[-1],
+        moments.gram[0].diagonal().mean(),
+    )  # each token has the squared length D
     rows, columns = torch.triu_indices(d, d)
     upper = moments.gram[:, rows, columns]
-    tensors = {"gram": (upper / tokens).half(), "sums": (moments.sums / d**0.5).half(), "tokens": tokens.reshape(1)}
+    tensors = {
+        "gram": (upper / tokens).half(),
+        "sums": (moments.sums / d**0.5).half(),
+        "tokens": tokens.reshape(1),
+    }
     tensors = {name: each.cpu().contiguous() for name, each in tensors.items()}
     save_file(tensors, folder / PASSAGES, {"exchanges": digest_exchanges(exchanges)})
 
 
 def _load_moments(folder: Path, exchanges: Sequence[Exchange], model: nn.Module) -> Moments | None:
     """Return the saved moments of some exchanges, or None where the file has none, or others."""
-    passages, d = len({each.answer for each in exchanges}), model.config.get_text_config().hidden_size
-    tensors, metadata = load_tensors(str(folder / PASSAGES)) if (folder / PASSAGES).is_file() else ({}, {})
-    shapes = {"gram": (len(DEPTHS), d * (d + 1) // 2), "sums": (len(DEPTHS), passages, d), "tokens": (1,)}
+    passages, d = (
+        len({each.answer for each in exchanges}),
+        model.config.get_text_config().hidden_size,
+    )
+    tensors, metadata = (
+        load_tensors(str(folder / PASSAGES)) if (folder / PASSAGES).is_file() else ({}, {})
+    )
+    shapes = {
+        "gram": (len(DEPTHS), d * (d + 1) // 2),
+        "sums": (len(DEPTHS), passages, d),
+        "tokens": (1,),
+    }
     found = {name: tuple(each.shape) for name, each in tensors.items()}
     if found != shapes or metadata.get("exchanges") != digest_exchanges(exchanges):
         return None
     rows, columns = torch.triu_indices(d, d)
     gram = torch.zeros(len(DEPTHS), d, d)
-    gram[:, rows, columns] = gram[:, columns, rows] = tensors["gram"].float() * tensors["tokens"].float()
+    gram[:, rows, columns] = gram[:, columns, rows] = (
+        tensors["gram"].float() * tensors["tokens"].float()
+    )
     return Moments(gram, tensors["sums"].float() * d**0.5)
 
 
@@ -168,9 +240,22 @@ def load_finder(memories: str | Path | Sequence[str | Path], model: nn.Module, t
 
 def has_learned(model: nn.Module) -> bool:
     """Return whether the output of an active memory is not zero, that of Locas or LoRA."""
-    on = [each for each in model.modules() if isinstance(each, BaseTunerLayer) and not each.disable_adapters]
-    marks = {f"{part}.{name}." for each in on for name in each.active_adapters for part in ("locas_down", "lora_B")}
-    return any(each.any() for name, each in model.named_parameters() if any(mark in f"{name}." for mark in marks))
+    on = [
+        each
+        for each in model.modules()
+        if isinstance(each, BaseTunerLayer) and not each.disable_adapters
+    ]
+    marks = {
+        f"{part}.{name}."
+        for each in on
+        for name in each.active_adapters
+        for part in ("locas_down", "lora_B")
+    }
+    return any(
+        each.any()
+        for name, each in model.named_parameters()
+        if any(mark in f"{name}." for mark in marks)
+    )
 
 
 def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:
@@ -193,10 +278,15 @@ def score_by_words(passages: Sequence[Sequence[str]], questions: Sequence[str]) 
     index, all_documents = bm25s.BM25(), len(documents) + BACKGROUND
     index.index([*documents, *[["\0"] * mean_length] * BACKGROUND], show_progress=False)
     own = [set(_WORD.findall(" ".join(each).lower())) for each in passages]
-    for row, question, words in zip(scores, questions, bm25s.tokenize(list(questions), **options), strict=True):
+    for row, question, words in zip(
+        scores, questions, bm25s.tokenize(list(questions), **options), strict=True
+    ):
         if not words:
             continue
-        idf = sum(math.log(1 + (all_documents - having[word] + 0.5) / (having[word] + 0.5)) for word in words)
+        idf = sum(
+            math.log(1 + (all_documents - having[word] + 0.5) / (having[word] + 0.5))
+            for word in words
+        )
         np.maximum.at(row, owners, index.get_scores(words)[: len(owners)] / (LEAST_SCORE * idf))
         if names := _list_names(question):
             row *= [sum(name in each for name in names) / len(names) for each in own]
@@ -218,11 +308,15 @@ def _read(model: nn.Module, tokenizer, texts: Sequence[str]) -> Iterator[tuple[i
     with evaluating(model), adapters_disabled(model):
         for first in range(0, len(order), BATCH):
             batch = order[first : first + BATCH]
-            ids = nn.utils.rnn.pad_sequence([torch.tensor(rows[number]) for number in batch], batch_first=True)
+            ids = nn.utils.rnn.pad_sequence(
+                [torch.tensor(rows[number]) for number in batch], batch_first=True
+            )
             # The padding comes last, where no other token sees it.
             given = {"output_hidden_states": True, "use_cache": False}
             states = host.base.base_model(ids.to(host.device), **given).hidden_states
-            chosen = [states[int(depth * (len(states) - 1))] for depth in DEPTHS]  # on the devices of their layers
+            chosen = [
+                states[int(depth * (len(states) - 1))] for depth in DEPTHS
+            ]  # on the devices of their layers
             inputs = torch.stack([each.to(host.device, torch.float32) for each in chosen], 1)
             for number, each in zip(batch, inputs, strict=True):
                 own = each[:, : len(rows[number])][:, -len(once[number]) or -1 :]

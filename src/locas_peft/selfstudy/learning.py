@@ -45,9 +45,20 @@ MARGIN = 4  # tokens of a passage that are learned after the last one that is no
 KNOWN_NATS = math.log(2)
 """Greedy decoding recites a token of a smaller loss: its probability is above one half (arXiv:2605.30260)."""
 WARMUP_STEPS, SAMPLES = 5, 3
-_PLAIN_STATE = ("asked", "samples", "skipped_steps", "_blocks", "_step", "_losses", "_seconds", "_reaches")
+_PLAIN_STATE = (
+    "asked",
+    "samples",
+    "skipped_steps",
+    "_blocks",
+    "_step",
+    "_losses",
+    "_seconds",
+    "_reaches",
+)
 
-Row = tuple[list[int], Lesson, Tensor]  # a prompt's token ids, a lesson, the first tokens of its answer [T]
+Row = tuple[
+    list[int], Lesson, Tensor
+]  # a prompt's token ids, a lesson, the first tokens of its answer [T]
 
 
 @dataclass(frozen=True)
@@ -77,7 +88,9 @@ class _Progress:
 
     due: int = 0  # the pass in which it is learned next
     seen: int = 0  # how often it was learned
-    known: int = 0  # how often it was known, each time in the next wording, since it was last found unknown
+    known: int = (
+        0  # how often it was known, each time in the next wording, since it was last found unknown
+    )
 
 
 class SelfStudy:
@@ -128,11 +141,20 @@ class SelfStudy:
     ):
         self._model, self._tokenizer, self._host = model, tokenizer, CausalLM(model)
         self._text = input_ids[:window].to(self._host.device)
-        self._per_passage, self._passes, self._seed, self._anchor = per_passage, passes, seed, anchor
+        self._per_passage, self._passes, self._seed, self._anchor = (
+            per_passage,
+            passes,
+            seed,
+            anchor,
+        )
         self._discriminants = discriminants
         self._others: list[Row] = []  # written at their first use
-        self._free = Anchor(OwnText(model, texts=16, seed=seed, batch_size=16), every=1) if anchor else None
-        self._learner = Learner(lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA)
+        self._free = (
+            Anchor(OwnText(model, texts=16, seed=seed, batch_size=16), every=1) if anchor else None
+        )
+        self._learner = Learner(
+            lambda: trained_parameters(model), learning_rate, WARMUP_STEPS, beta=BETA
+        )
         self.exchanges, self._earlier = list(given or ()), list(earlier)
         self._lessons: list[Lesson] = []  # made of the exchanges when all are written
         self._progress: list[_Progress] = []
@@ -142,7 +164,9 @@ class SelfStudy:
         self._check_lengths()
         if given is None:
             check_window(self._host, window)
-            self._passages = split_passages(tokenizer, tokenizer.decode(input_ids, skip_special_tokens=True))
+            self._passages = split_passages(
+                tokenizer, tokenizer.decode(input_ids, skip_special_tokens=True)
+            )
         self.asked = len(self.exchanges)
         self.samples: list[str] = []
         self.skipped_steps = 0
@@ -163,7 +187,11 @@ class SelfStudy:
     def figures(self) -> dict[str, Any]:
         """JSON values: what was asked, kept and learned; the KL of a pass at the start and at the end; seconds."""
         batches = max(1, math.ceil(len(self._lessons) / BATCH))
-        means = [sum(part) / len(part) for part in (self._losses[:batches], self._losses[-batches:]) if part]
+        means = [
+            sum(part) / len(part)
+            for part in (self._losses[:batches], self._losses[-batches:])
+            if part
+        ]
         return {
             "passages": len(self._passages),
             "asked": self.asked,
@@ -204,12 +232,16 @@ class SelfStudy:
             self._losses.append(loss)
             self._step += 1
             self._seconds["learn"] += time.perf_counter() - began
-            done, total = (math.ceil(n / BATCH) for n in (sum(each.due for each in self._progress), whole))
+            done, total = (
+                math.ceil(n / BATCH) for n in (sum(each.due for each in self._progress), whole)
+            )
             yield StudyStep("learn", done, total, len(self.exchanges), loss)
 
     def _write(self) -> Iterator[StudyStep]:
         options = {"seed": self._seed, "first": self._blocks}
-        count = self._per_passage or (EXCHANGES if self._is_apart(len(self._passages)) else 2 * EXCHANGES)
+        count = self._per_passage or (
+            EXCHANGES if self._is_apart(len(self._passages)) else 2 * EXCHANGES
+        )
         writing = write_exchanges(self._model, self._tokenizer, self._passages, count, **options)
         while BLOCK * self._blocks < len(self._passages):
             began = time.perf_counter()
@@ -220,7 +252,13 @@ class SelfStudy:
             self.samples = [*self.samples, *written.dropped][:SAMPLES]
             self._seconds["write"] += time.perf_counter() - began
             done = min(BLOCK * self._blocks, len(self._passages))
-            yield StudyStep("write", done, len(self._passages), len(self.exchanges), written=tuple(written.exchanges))
+            yield StudyStep(
+                "write",
+                done,
+                len(self._passages),
+                len(self.exchanges),
+                written=tuple(written.exchanges),
+            )
 
     def _is_apart(self, passages: int = 0) -> bool:
         passages = passages or len({each.answer for each in self.exchanges})
@@ -233,17 +271,24 @@ class SelfStudy:
         """
         began, pad, numbers = time.perf_counter(), find_pad_token(self._tokenizer), dict[str, int]()
         of_lesson = [numbers.setdefault(each.answer, len(numbers)) for each in self.exchanges]
-        chosen = random.Random(self._seed).sample(range(len(of_lesson)), min(len(of_lesson), PROMPTS))
+        chosen = random.Random(self._seed).sample(
+            range(len(of_lesson)), min(len(of_lesson), PROMPTS)
+        )
         rows = [(*self._encode(each), of_lesson[each]) for each in chosen]
         rows += [(*row, -1) for row in self._list_others()]
         prompts, passages = [row[0] for row in rows], [row[-1] for row in rows]
         place_discriminants(self._model, prompts, [1] * len(rows), passages, pad, inside=False)
-        spans, seen = [], Counter[int]()  # token ids, how many of the last ones are of a passage, its number
+        spans, seen = (
+            [],
+            Counter[int](),
+        )  # token ids, how many of the last ones are of a passage, its number
         for prompt, _, answer, number in rows:
             seen[number] += 1
             if len(answer) > 1 and (number < 0 or seen[number] <= ANSWERS):
                 spans.append(([*prompt, *answer.tolist()][:-1], len(answer) - 1, number))
-        for text in [self._free.texts[number].tolist() for number in range(OWN_TEXTS)] if self._free else ():
+        for text in (
+            [self._free.texts[number].tolist() for number in range(OWN_TEXTS)] if self._free else ()
+        ):
             spans.append((text, len(text) - 1, -1))
         if spans:
             place_discriminants(self._model, *zip(*spans, strict=True), pad, inside=True)
@@ -262,12 +307,16 @@ class SelfStudy:
         self._learner.begin()
         others = self._list_others() if weight else []
         first = self._step // PULL_EVERY * BATCH  # this step pulls these back to the base's answers
-        losses = self._distill(rows + [others[(first + row) % len(others)] for row in range(BATCH * bool(others))])
+        losses = self._distill(
+            rows + [others[(first + row) % len(others)] for row in range(BATCH * bool(others))]
+        )
         own, pulls = losses[: len(rows)], losses[len(rows) :]
         loss = pulled = torch.cat(own).mean()
         if weight:
             text = self._free.text_of(self._step // PULL_EVERY)
-            pulled = loss + weight * (torch.cat(pulls).mean() + self._free.losses(self._host, text).mean())
+            pulled = loss + weight * (
+                torch.cat(pulls).mean() + self._free.losses(self._host, text).mean()
+            )
         pulled.backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than the others.
         if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=rate * (1 - done)):
@@ -299,17 +348,25 @@ class SelfStudy:
         if self._anchor and not self._others:
             fields = compute_once(self._model, write_replay_lessons, self._tokenizer, self._seed)
             lessons = [Lesson(*each) for each in fields]
-            self._others = [(encode_question(self._tokenizer, *each.word(0)), each, each.answer) for each in lessons]
+            self._others = [
+                (encode_question(self._tokenizer, *each.word(0)), each, each.answer)
+                for each in lessons
+            ]
         return self._others
 
     def _distill(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return KL(teacher || student) at each token of some answers after their prompts, [T] of each row."""
         prompts = [prompt for prompt, _, _ in rows]
         inputs = [[*prompt, *answer.tolist()][:-1] for prompt, _, answer in rows]
-        shared = commonprefix([prompt[:-1] for prompt in prompts])  # the system message of a chat template
+        shared = commonprefix(
+            [prompt[:-1] for prompt in prompts]
+        )  # the system message of a chat template
         inputs = begin_rows(self._host, inputs, [(len(shared), range(len(rows)))], 0)
         logits = self._host.logits(count=max(len(answer) for _, _, answer in rows), **inputs)
-        return [_divergences(each[-len(row[2]) :], row[1]) for each, row in zip(logits, rows, strict=True)]
+        return [
+            _divergences(each[-len(row[2]) :], row[1])
+            for each, row in zip(logits, rows, strict=True)
+        ]
 
     def _note(self, chosen: Iterable[int], number: int, losses: Sequence[Tensor]) -> None:
         """Note what the losses of some lessons' tokens show of them: when they are due, and how far their passages."""
@@ -360,7 +417,9 @@ def _divergences(logits: Tensor, lesson: Lesson) -> Tensor:
     It is over the lesson's candidates and one more outcome, which stands for all other tokens. Over the candidates
     alone, the least KL would need a student that never says anything else.
     """
-    logs = logits.float().log_softmax(-1).gather(1, lesson.candidates[: len(logits)].to(logits.device))
+    logs = (
+        logits.float().log_softmax(-1).gather(1, lesson.candidates[: len(logits)].to(logits.device))
+    )
     targets = lesson.targets[: len(logits)].to(logs)
     others = torch.log1p(-logs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     logs = torch.cat([logs, others], -1)

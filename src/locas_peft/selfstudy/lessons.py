@@ -22,8 +22,30 @@ __all__ = ["FORMS", "Lesson", "make_lesson", "write_replay_lessons"]
 FORMS = (SENTENCE_PROMPT, "{question}", "{question} Answer in a full sentence.")
 """The wordings of a prompt: more than one, so that no wording is learned."""
 TOPICS = (
-    *("history", "geography", "science", "sports", "music", "food", "animals", "travel", "work", "family"),
-    *("health", "books", "films", "weather", "money", "school", "computers", "art", "nature", "language"),
+    *(
+        "history",
+        "geography",
+        "science",
+        "sports",
+        "music",
+        "food",
+        "animals",
+        "travel",
+        "work",
+        "family",
+    ),
+    *(
+        "health",
+        "books",
+        "films",
+        "weather",
+        "money",
+        "school",
+        "computers",
+        "art",
+        "nature",
+        "language",
+    ),
 )
 BEGINNINGS = ("What", "Who", "When", "Where")
 ANSWER_TOKENS = 16  # of other answers: the first ones are kept
@@ -55,7 +77,11 @@ class Lesson:
         A question about a passage seldom names the subject, and a user's question does. With the subject in all
         passes, a question that names it would be answered with the passage that introduces it.
         """
-        named = self.subject and number // 2 % 2 and self.subject.split()[-1] not in re.findall(r"\w+", self.question)
+        named = (
+            self.subject
+            and number // 2 % 2
+            and self.subject.split()[-1] not in re.findall(r"\w+", self.question)
+        )
         question = f"{self.subject}: {self.question}" if named else self.question
         return question, self.forms[number % len(self.forms)]
 
@@ -80,15 +106,22 @@ def write_replay_lessons(model: nn.Module, tokenizer, seed: int = 0) -> list[tup
     generator = torch.Generator(host.device).manual_seed(seed)
     with evaluating(model), adapters_disabled(model):
         requests = [(f"Write a question about {topic}.", begin) for topic, begin in asked]
-        lines = [reply.split("\n")[0] for reply in write_replies(host, tokenizer, requests, generator)]
+        lines = [
+            reply.split("\n")[0] for reply in write_replies(host, tokenizer, requests, generator)
+        ]
         questions = [line[: line.find("?") + 1] or line for line in lines]
         forms = [FORMS[number % len(FORMS)] for number in range(len(questions))]
         prompts = [encode_question(tokenizer, *each) for each in zip(questions, forms, strict=True)]
         answers = _answer(host, tokenizer, prompts)
-    return [(question, "", *answer, (form,)) for question, form, answer in zip(questions, forms, answers, strict=True)]
+    return [
+        (question, "", *answer, (form,))
+        for question, form, answer in zip(questions, forms, answers, strict=True)
+    ]
 
 
-def _answer(host: CausalLM, tokenizer, prompts: list[list[int]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+def _answer(
+    host: CausalLM, tokenizer, prompts: list[list[int]]
+) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return greedy answers, LongTensor [T], their candidates [T, K], and the probabilities of these, [T, K]."""
     candidates, targets = [], []
 
@@ -99,9 +132,19 @@ def _answer(host: CausalLM, tokenizer, prompts: list[list[int]]) -> list[tuple[T
         return likeliest[:, 0]  # not argmax: of equal logits it may take another one
 
     # Without stop tokens, so that all rows have candidates at each place; answers are cut afterwards.
-    options = {"pad": find_pad_token(tokenizer), "choose": choose, "groups": share_prefixes(prompts)}
+    options = {
+        "pad": find_pad_token(tokenizer),
+        "choose": choose,
+        "groups": share_prefixes(prompts),
+    }
     stops = list_stops(tokenizer)
     answers = continue_rows(host, prompts, ANSWER_TOKENS, **options)
-    ends = [next((end for end, token in enumerate(ids, 1) if token in stops), len(ids)) for ids in answers]
+    ends = [
+        next((end for end, token in enumerate(ids, 1) if token in stops), len(ids))
+        for ids in answers
+    ]
     rows = zip(answers, ends, torch.stack(candidates, 1), torch.stack(targets, 1), strict=True)
-    return [(torch.tensor(ids[:end]), of[:end].clone(), shares[:end].clone()) for ids, end, of, shares in rows]
+    return [
+        (torch.tensor(ids[:end]), of[:end].clone(), shares[:end].clone())
+        for ids, end, of, shares in rows
+    ]

@@ -29,11 +29,19 @@ _QUESTION_TOKENS, _ROWS = 24, 128
 _DUPLICATE = 0.8
 _MARGIN_TOKENS = 128
 _BEGINNINGS = ("Who", "What", "When", "Where", "How many", "Which", "Why")
-_ABOUT = ("Can you tell me about {}?", "What does the text say about {}?", "What do you know about {}?")
+_ABOUT = (
+    "Can you tell me about {}?",
+    "What does the text say about {}?",
+    "What do you know about {}?",
+)
 _PHRASE_WORDS = 3
 _WORD = re.compile(r"\w(?:[\w'’.,-]*\w)?")
 _CLAUSE_END = re.compile(r"[,;:.!?\"“”…。，！？]")
-KINDS = [(request, begin) for request in ("{subject}\n\n" + WRITE_PROMPT, WRITE_PROMPT) for begin in _BEGINNINGS]
+KINDS = [
+    (request, begin)
+    for request in ("{subject}\n\n" + WRITE_PROMPT, WRITE_PROMPT)
+    for begin in _BEGINNINGS
+]
 """The kinds of exchanges: the request, and the first words of the model's reply."""
 
 
@@ -48,7 +56,13 @@ class WrittenBlock:
 
 
 def write_exchanges(
-    model: nn.Module, tokenizer, passages: Sequence[Passage], per_passage: int, *, seed: int = 0, first: int = 0
+    model: nn.Module,
+    tokenizer,
+    passages: Sequence[Passage],
+    per_passage: int,
+    *,
+    seed: int = 0,
+    first: int = 0,
 ) -> Iterator[WrittenBlock]:
     """Write exchanges about passages, block by block of `BLOCK` passages; each block depends on itself and the seed.
 
@@ -69,7 +83,9 @@ def write_exchanges(
             by_words = _ask_by_words(passage.text, per_passage // 2, generator)
             written.asked += len(by_words)
             asked += [(passage, question) for question in by_words]
-        written.exchanges += [Exchange(question, passage.text, passage.subject) for passage, question in asked]
+        written.exchanges += [
+            Exchange(question, passage.text, passage.subject) for passage, question in asked
+        ]
         yield written
 
 
@@ -98,18 +114,27 @@ def list_phrases(text: str) -> list[str]:
     """
     words = list(_WORD.finditer(text))
     gaps = (text[one.end() : two.start()] for one, two in pairwise(words))
-    clauses = [number for number, gap in enumerate(gaps) if _CLAUSE_END.search(gap)] + [len(words) - 1]
+    clauses = [number for number, gap in enumerate(gaps) if _CLAUSE_END.search(gap)] + [
+        len(words) - 1
+    ]
     bounds = [bool(_list_words(word[0])) and word[0] != REPORTED for word in words]
     phrases = []
     for number, word in enumerate(words):
         last = min(number + _PHRASE_WORDS - 1, next(end for end in clauses if end >= number))
-        ends = (words[end].end() for end in range(number, last + 1) if bounds[number] and bounds[end])
+        ends = (
+            words[end].end() for end in range(number, last + 1) if bounds[number] and bounds[end]
+        )
         phrases += [text[word.start() : end] for end in ends]
     return phrases
 
 
 def _ask(
-    host: CausalLM, tokenizer, passages: Sequence[Passage], count: int, generator: torch.Generator, block: WrittenBlock
+    host: CausalLM,
+    tokenizer,
+    passages: Sequence[Passage],
+    count: int,
+    generator: torch.Generator,
+    block: WrittenBlock,
 ) -> list[tuple[Passage, str]]:
     """Return passages and `count` questions about each, without near-duplicates; note in `block` what is poor.
 
@@ -136,23 +161,32 @@ def _ask(
             words = frozenset(re.findall(r"\w+", question.casefold()))
             if not is_about(question, passage):
                 block.dropped.append(line)
-            elif all(len(words & other) < _DUPLICATE * len(words | other) for other in questions[passage].values()):
+            elif all(
+                len(words & other) < _DUPLICATE * len(words | other)
+                for other in questions[passage].values()
+            ):
                 questions[passage][question] = words
     return [(passage, question) for passage, found in questions.items() for question in found]
 
 
-def write_replies(host: CausalLM, tokenizer, requests: Sequence[tuple], generator: torch.Generator) -> Iterator[str]:
+def write_replies(
+    host: CausalLM, tokenizer, requests: Sequence[tuple], generator: torch.Generator
+) -> Iterator[str]:
     """Yield what the model replies to requests, each with the first words of its reply, which are part of it."""
 
     def choose(logits: torch.Tensor) -> torch.Tensor:
         top, candidates = logits.topk(min(_CANDIDATES, logits.shape[1]))
-        return candidates.gather(1, torch.multinomial((top / _TEMPERATURE).softmax(-1), 1, generator=generator))[:, 0]
+        return candidates.gather(
+            1, torch.multinomial((top / _TEMPERATURE).softmax(-1), 1, generator=generator)
+        )[:, 0]
 
     options = {"pad": find_pad_token(tokenizer), "stops": list_stops(tokenizer), "choose": choose}
     for first in range(0, len(requests), _ROWS):
         batch = requests[first : first + _ROWS]
         prompts = [encode_prompt(tokenizer, request, begin) for request, begin in batch]
-        replies = continue_rows(host, prompts, _QUESTION_TOKENS, groups=share_prefixes(prompts), **options)
+        replies = continue_rows(
+            host, prompts, _QUESTION_TOKENS, groups=share_prefixes(prompts), **options
+        )
         for (_, begin), ids in zip(batch, replies, strict=True):
             yield decode_after(tokenizer, begin, ids)
 
@@ -166,4 +200,6 @@ def is_about(question: str, passage: Passage) -> bool:
 def _list_words(text: str) -> frozenset[str]:
     """Return a text's words, case-folded, without the short ones that every text has."""
     words = re.findall(r"\w+", text.casefold())
-    return frozenset(word for word in words if len(word) > 3 or not word.isascii() or word.isdigit())
+    return frozenset(
+        word for word in words if len(word) > 3 or not word.isascii() or word.isdigit()
+    )

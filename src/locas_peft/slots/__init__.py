@@ -7,4 +7,14 @@ from .resizing import compress, grow
 from .ridge import RidgeWriter, ValueWriter
 from .writing import SlotWriter
 
-__all__ = ["RidgeWriter", "SlotWriter", "ValueWriter", "Writer", "compress", "grow", "nl_svd", "to_lora", "widen_base"]
+__all__ = [
+    "RidgeWriter",
+    "SlotWriter",
+    "ValueWriter",
+    "Writer",
+    "compress",
+    "grow",
+    "nl_svd",
+    "to_lora",
+    "widen_base",
+]

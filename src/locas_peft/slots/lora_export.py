@@ -33,7 +33,9 @@ Lora = tuple[LoraConfig, dict[str, Tensor]]
 
 
 @torch.no_grad()
-def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | None = None) -> None:
+def widen_base(
+    base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | None = None
+) -> None:
     """Append neurons of zeros to each FFN of a base, in place, and write the new width into its config.
 
     `base` is a model without adapters; `neurons` is W, the largest R of the memories that are to be served; for
@@ -41,14 +43,18 @@ def widen_base(base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | 
     `ValueError`, and the base is as it was.
     """
     if neurons < 1:
-        raise ValueError(f"neurons must be at least 1, got {neurons}: give the largest r of the memories.")
+        raise ValueError(
+            f"neurons must be at least 1, got {neurons}: give the largest r of the memories."
+        )
     by_width: dict[int, WidthGroup] = {}
     for name, ffn in find_ffns(base, ffn_parts).items():
         _check_dense(name, ffn)
         obstacle = ffn.find_obstacle()
         if obstacle:
             raise ValueError(f"cannot widen {name}: {obstacle}.")
-        by_width.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[name] = ffn
+        by_width.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[
+            name
+        ] = ffn
     groups = list(by_width.values())
     widen_to(groups, base, widened_config(base, groups, ffn_parts))
 
@@ -66,14 +72,20 @@ def to_lora(model: PeftModel, adapter_name: str | None = None, neurons: int | No
     neurons = widest if neurons is None else neurons
     for layer in layers:
         if layer.merged:
-            raise ValueError(f"the memory must not be merged, got {layer.name} merged: call unmerge_adapter() first.")
+            raise ValueError(
+                f"the memory must not be merged, got {layer.name} merged: call unmerge_adapter() first."
+            )
         layer.check_exportable(adapter_name)
-    ffns = {layer.name: (layer.ffn, layer.ffn.width, layer.neurons(adapter_name)) for layer in layers}
+    ffns = {
+        layer.name: (layer.ffn, layer.ffn.width, layer.neurons(adapter_name)) for layer in layers
+    }
     return _make_lora(model.get_base_model(), ffns, neurons)
 
 
 @torch.no_grad()
-def tensors_to_lora(tensors: dict[str, Tensor], config: LocasConfig, base: PreTrainedModel, neurons: int) -> Lora:
+def tensors_to_lora(
+    tensors: dict[str, Tensor], config: LocasConfig, base: PreTrainedModel, neurons: int
+) -> Lora:
     """Return what `to_lora` returns, from the tensors of a memory's file (see `load_memory_file`).
 
     The base is wider by `neurons` already; no weight of it is used: it may be on the meta device.
@@ -81,22 +93,32 @@ def tensors_to_lora(tensors: dict[str, Tensor], config: LocasConfig, base: PreTr
     layers, others = split_tensors(tensors)
     found, ffns = find_ffns(base, config.ffn_parts), {}
     if others or not layers.keys() <= found.keys():
-        raise ValueError("a memory must stand beside FFNs of the base alone, got other tensors too: merge it.")
+        raise ValueError(
+            "a memory must stand beside FFNs of the base alone, got other tensors too: merge it."
+        )
     for name, parts in layers.items():
         weights = [parts[part] for part in WEIGHTS if part in parts]
-        rows = scale_neurons(weights, parts.get("locas_input_scale", 1.0), parts["locas_tau"] * config.scaling)
+        rows = scale_neurons(
+            weights, parts.get("locas_input_scale", 1.0), parts["locas_tau"] * config.scaling
+        )
         ffns[name] = found[name], found[name].width - neurons, rows
     return _make_lora(base, ffns, neurons)
 
 
-def _make_lora(base: nn.Module, ffns: dict[str, tuple[HostFFN, int, Sequence[Tensor]]], neurons: int) -> Lora:
+def _make_lora(
+    base: nn.Module, ffns: dict[str, tuple[HostFFN, int, Sequence[Tensor]]], neurons: int
+) -> Lora:
     """Return the LoRA from each FFN by its name, with its F and the memory's rows (see `LocasLayer.neurons`)."""
-    factors: dict[str, tuple[Tensor, Tensor]] = {}  # A [R, in] and B [out, R], by the projection's name
+    factors: dict[
+        str, tuple[Tensor, Tensor]
+    ] = {}  # A [R, in] and B [out, R], by the projection's name
     for name, (ffn, width, (gate, up, down)) in ffns.items():
         _check_dense(name, ffn)
         parts, r = ffn.parts, len(up)
         if r > neurons:
-            raise ValueError(f"neurons must be at least the memory's r of {r}, got {neurons}: raise it.")
+            raise ValueError(
+                f"neurons must be at least the memory's r of {r}, got {neurons}: raise it."
+            )
         added = up.new_zeros(width + neurons, r)  # [0; I; 0]
         added[width : width + r] = torch.eye(r, dtype=up.dtype, device=up.device)
         pairs = {parts.down: (added.T, down), parts.up: (up, added), parts.gate: (gate, added)}
@@ -107,12 +129,18 @@ def _make_lora(base: nn.Module, ffns: dict[str, tuple[HostFFN, int, Sequence[Ten
     ranks = {name: len(down) for name, (down, _) in factors.items()}
     r = min(ranks.values())
     others = {name: rank for name, rank in ranks.items() if rank != r}
-    options = {"rank_pattern": others, "alpha_pattern": dict(others), "target_modules": _shorten(ranks, base)}
+    options = {
+        "rank_pattern": others,
+        "alpha_pattern": dict(others),
+        "target_modules": _shorten(ranks, base),
+    }
     options["fan_in_fan_out"] = any(isinstance(base.get_submodule(name), Conv1D) for name in ranks)
     config = LoraConfig(r=r, lora_alpha=r, task_type="CAUSAL_LM", inference_mode=True, **options)
     # Copies, contiguous: safetensors saves no views.
     return config, {
-        f"base_model.model.{name}.lora_{part}.weight": tensor.cpu().clone(memory_format=torch.contiguous_format)
+        f"base_model.model.{name}.lora_{part}.weight": tensor.cpu().clone(
+            memory_format=torch.contiguous_format
+        )
         for name, pair in factors.items()
         for part, tensor in zip("AB", pair, strict=True)
     }
@@ -120,7 +148,9 @@ def _make_lora(base: nn.Module, ffns: dict[str, tuple[HostFFN, int, Sequence[Ten
 
 def _check_dense(name: str, ffn: AnyFFN) -> None:
     if isinstance(ffn, HostMixture):
-        raise ValueError(f"a memory beside a mixture of experts cannot be exported as LoRA, got {name}: merge it.")
+        raise ValueError(
+            f"a memory beside a mixture of experts cannot be exported as LoRA, got {name}: merge it."
+        )
 
 
 def _shorten(names: dict[str, int], base: nn.Module) -> list[str]:

@@ -43,7 +43,13 @@ class ReducedMemory(NamedTuple):
 
 
 def nl_svd(
-    key: Tensor, value: Tensor, rank: int, *, activation: Activation = torch.relu, probe_norm=1.0, threshold=0.0
+    key: Tensor,
+    value: Tensor,
+    rank: int,
+    *,
+    activation: Activation = torch.relu,
+    probe_norm=1.0,
+    threshold=0.0,
 ) -> ReducedMemory:
     """Reduce a two-layer memory to `rank` slots whose output equals the memory's at `rank` orthonormal probes.
 
@@ -60,11 +66,15 @@ def nl_svd(
     _check(key, value, rank)
     unit = activation(key.new_tensor(float(probe_norm)))
     if not unit.isfinite() or unit == 0 or not probe_norm > 0:
-        raise ValueError(f"probe_norm must be above 0 and activate, got {probe_norm} with activation {unit.item()}.")
+        raise ValueError(
+            f"probe_norm must be above 0 and activate, got {probe_norm} with activation {unit.item()}."
+        )
 
     scale = key.norm(dim=-2) * value.norm(dim=-1)  # s [..., R]
     if not scale.any():
-        raise ValueError("key and value must hold a slot that is not zero, got an empty memory: write one first.")
+        raise ValueError(
+            "key and value must hold a slot that is not zero, got an empty memory: write one first."
+        )
     weighted = torch.nn.functional.normalize(key, dim=-2) * scale.unsqueeze(-2)  # K~
     probes, kept = _leading_directions(weighted, rank, threshold)
 
@@ -75,7 +85,9 @@ def nl_svd(
     sign = 1 - 2 * (minus > plus).to(key.dtype).unsqueeze(-2)
     new_value = activation(products * sign).mT @ value / unit * kept.unsqueeze(-1)
     free = rank - kept.shape[-1]
-    return ReducedMemory(pad(probes * sign, (0, free)), pad(new_value, (0, 0, 0, free)), pad(kept, (0, free)))
+    return ReducedMemory(
+        pad(probes * sign, (0, free)), pad(new_value, (0, 0, 0, free)), pad(kept, (0, free))
+    )
 
 
 def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[Tensor, Tensor]:
@@ -87,7 +99,11 @@ def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[
     d, r = weighted.shape[-2:]
     n = min(rank, d, r)
     # Scaled to order 1, so that the squares in the Gram matrix neither overflow nor vanish.
-    size = weighted.flatten(-2).norm(dim=-1)[..., None, None].clamp(min=torch.finfo(weighted.dtype).tiny)
+    size = (
+        weighted.flatten(-2)
+        .norm(dim=-1)[..., None, None]
+        .clamp(min=torch.finfo(weighted.dtype).tiny)
+    )
     unit = weighted / size
     wide = r > d
     gram = unit @ unit.mT if wide else unit.mT @ unit
@@ -95,7 +111,9 @@ def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[
         squares, vectors = torch.linalg.eigh(gram)
     squares, vectors = squares.flip(-1)[..., :n], vectors.flip(-1)[..., :n]
     strength = squares.clamp(min=0).sqrt()
-    kept = (strength > max(threshold, 4 * torch.finfo(weighted.dtype).eps ** 0.5) * strength[..., :1]) & (strength > 0)
+    kept = (
+        strength > max(threshold, 4 * torch.finfo(weighted.dtype).eps ** 0.5) * strength[..., :1]
+    ) & (strength > 0)
     if not wide:
         # U = K~ W / Sigma. Weak directions are not exactly orthogonal: two steps towards the nearest orthonormal set.
         vectors = torch.nn.functional.normalize(unit @ vectors, dim=-2) * kept.unsqueeze(-2)
@@ -125,12 +143,18 @@ def check_rank(rank: int, width: int) -> None:
 def _check(key: Tensor, value: Tensor, rank: int) -> None:
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"{name} must be float32 or float64, got {tensor.dtype}: give {name}.float().")
+            raise TypeError(
+                f"{name} must be float32 or float64, got {tensor.dtype}: give {name}.float()."
+            )
     if key.dtype != value.dtype:
-        raise TypeError(f"key and value must have one dtype, got {key.dtype} and {value.dtype}: convert one of them.")
+        raise TypeError(
+            f"key and value must have one dtype, got {key.dtype} and {value.dtype}: convert one of them."
+        )
     if key.dim() < 2 or value.shape != key.mT.shape:
         what = f"key must be [..., D, R] and value [..., R, D], got {list(key.shape)} and {list(value.shape)}"
         raise ValueError(f"{what}: transpose one of them.")
     check_rank(rank, key.shape[-1])
     if not (key.isfinite().all() and value.isfinite().all()):
-        raise ValueError("key and value must be finite, got NaN or infinity: load or write the memory again.")
+        raise ValueError(
+            "key and value must be finite, got NaN or infinity: load or write the memory again."
+        )

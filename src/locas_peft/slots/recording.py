@@ -29,7 +29,9 @@ class Writer:
     def __init__(self, model: nn.Module, adapter_name: str | None = None) -> None:
         self.adapter_name, self._layers = _find_writable(model, adapter_name, self.needs_two_layers)
         self._inputs: list[Tensor | None] = []  # a layer's A [N, D] of the last recorded pass
-        self._gradients: list[Tensor | None] = []  # the gradient of the loss at a layer's output [N, D]
+        self._gradients: list[
+            Tensor | None
+        ] = []  # the gradient of the loss at a layer's output [N, D]
         self._paused = False
 
     @property
@@ -95,39 +97,61 @@ class Writer:
 
     def is_finite(self) -> bool:
         """Return whether the last recorded passes are complete and finite, so that they can be written."""
-        return all(t is not None and bool(t.isfinite().all()) for t in (*self._inputs, *self._gradients))
+        return all(
+            t is not None and bool(t.isfinite().all()) for t in (*self._inputs, *self._gradients)
+        )
 
     def _take(self, count: int) -> tuple[Tensor, Tensor]:
         """Return A and G, the log-likelihood's gradient, of the last `count` recorded tokens, float32 `[L, N, D]`."""
         if not self._inputs or any(tensor is None for tensor in (*self._inputs, *self._gradients)):
-            raise ValueError("write needs a forward and a backward pass inside recording(): run them first.")
+            raise ValueError(
+                "write needs a forward and a backward pass inside recording(): run them first."
+            )
         if not self.is_finite():
-            raise ValueError("FFN inputs and gradients must be finite to be written, got NaN or infinity.")
+            raise ValueError(
+                "FFN inputs and gradients must be finite to be written, got NaN or infinity."
+            )
         device = self._inputs[0].device
         inputs, gradients = (
             torch.stack([tensor[-count:].to(device).float() for tensor in tensors])
             for tensors in (self._inputs, self._gradients)
         )
         self._inputs, self._gradients = [], []
-        return inputs, -gradients  # the loss was differentiated: the log-likelihood's gradient has the other sign
+        return (
+            inputs,
+            -gradients,
+        )  # the loss was differentiated: the log-likelihood's gradient has the other sign
 
     def _weights(self) -> list[tuple[LocasLayer, nn.Parameter, nn.Parameter]]:
         """Return each layer with its up `[R, D]`, the keys, and its down `[D, R]`, the stored values."""
-        return [(one, *(part.weight for part in one.projections(self.adapter_name)[-2:])) for one in self._layers]
+        return [
+            (one, *(part.weight for part in one.projections(self.adapter_name)[-2:]))
+            for one in self._layers
+        ]
 
 
-def _find_writable(model: nn.Module, adapter_name: str | None, two_layers: bool) -> tuple[str, list[LocasLayer]]:
+def _find_writable(
+    model: nn.Module, adapter_name: str | None, two_layers: bool
+) -> tuple[str, list[LocasLayer]]:
     name, layers = find_memory(model, adapter_name, "write into")
     if two_layers and any(name in layer.locas_gate for layer in layers):
         what = f"the memory {name!r} must have two layers to be written, got gates beside {layers[0].name}"
         raise ValueError(f"{what}: train it, or use a host with two-layer FFNs.")
     if any(name in layer.merged_adapters for layer in layers):
-        raise ValueError(f"the memory {name!r} must not be merged while it is written: call unmerge_adapter().")
+        raise ValueError(
+            f"the memory {name!r} must not be merged while it is written: call unmerge_adapter()."
+        )
     widths = sorted({layer.locas_up[name].out_features for layer in layers})
     if len(widths) > 1:
-        raise ValueError(f"all layers of a written memory must have one width, got {widths}: leave out rank_pattern.")
+        raise ValueError(
+            f"all layers of a written memory must have one width, got {widths}: leave out rank_pattern."
+        )
     if widths[0] < 2:
-        raise ValueError("r must be at least 2 for a memory that is written, got 1: one slot cannot be halved.")
+        raise ValueError(
+            "r must be at least 2 for a memory that is written, got 1: one slot cannot be halved."
+        )
     if any(float(layer.saved_scale(name)) == 0 for layer in layers):
-        raise ValueError(f"the memory {name!r} must have an output scale above 0 to be written: raise scaling.")
+        raise ValueError(
+            f"the memory {name!r} must have an output scale above 0 to be written: raise scaling."
+        )
     return name, layers

@@ -22,7 +22,9 @@ from ..tuner.scale import KAPPA
 from .nlsvd import check_rank, nl_svd
 
 
-def compress(model: nn.Module, rank: int, adapter_name: str | None = None, batches: Batches | None = None) -> None:
+def compress(
+    model: nn.Module, rank: int, adapter_name: str | None = None, batches: Batches | None = None
+) -> None:
     """Reduce a memory to `rank` slots in every layer, in place; its config's `r` follows, so that it can be saved.
 
     With `batches`, keep the slots that contribute most on that text and refit their values (any memory). Without,
@@ -38,16 +40,22 @@ def compress(model: nn.Module, rank: int, adapter_name: str | None = None, batch
     """
     name, layers = find_memory(model, adapter_name, "compress")
     if batches is None and any(layer.ffn.gated for layer in layers):
-        raise ValueError("NL-SVD needs a memory of two layers, got one with gates: give batches of a text to fit.")
+        raise ValueError(
+            "NL-SVD needs a memory of two layers, got one with gates: give batches of a text to fit."
+        )
     check_rank(rank, min(layer.locas_up[name].out_features for layer in layers))
     _check_whole(name, layers, "is compressed")
     if any(not layer.has_learned(name) for layer in layers):
-        raise ValueError(f"the memory '{name}' is empty: train or write it before it is compressed.")
+        raise ValueError(
+            f"the memory '{name}' is empty: train or write it before it is compressed."
+        )
     if batches is None:
         reduced = [_reduce_layer(layer, name, rank) for layer in layers]
     else:
         grams = _measure_slots(model, name, layers, batches)
-        reduced = [_refit_layer(layer, name, rank, gram) for layer, gram in zip(layers, grams, strict=True)]
+        reduced = [
+            _refit_layer(layer, name, rank, gram) for layer, gram in zip(layers, grams, strict=True)
+        ]
     for layer, weights in zip(layers, reduced, strict=True):
         _replace_weights(layer, name, weights)
     config = layers[0].locas_config[name]
@@ -55,7 +63,9 @@ def compress(model: nn.Module, rank: int, adapter_name: str | None = None, batch
 
 
 @torch.no_grad()
-def grow(model: nn.Module, rank: int, adapter_name: str | None = None, batches: Batches | None = None) -> None:
+def grow(
+    model: nn.Module, rank: int, adapter_name: str | None = None, batches: Batches | None = None
+) -> None:
     """Widen a memory to `rank` slots in every layer, in place, so that it can learn more. No output changes.
 
     The new slots have rows by the memory's own strategy, without those that it has cloned already, and values of zero.
@@ -74,23 +84,41 @@ def grow(model: nn.Module, rank: int, adapter_name: str | None = None, batches: 
     widest = max(layer.locas_up[name].out_features for layer in layers)
     check_whole("rank", rank, 1)
     if rank <= widest:
-        raise ValueError(f"rank must be above the memory's width {widest}, got {rank}: raise it, or use compress().")
+        raise ValueError(
+            f"rank must be above the memory's width {widest}, got {rank}: raise it, or use compress()."
+        )
     narrowest = min(layer.base_width for layer in layers)
     if strategy.clones and rank > narrowest:
-        raise ValueError(f"rank must be at most the host's width {narrowest} where slots are cloned, got {rank}.")
+        raise ValueError(
+            f"rank must be at most the host's width {narrowest} where slots are cloned, got {rank}."
+        )
     _check_whole(name, layers, "grows")
     if strategy.written:
-        raise ValueError(f"the memory '{name}' is written while reading: SlotWriter fills its slots, it cannot grow.")
+        raise ValueError(
+            f"the memory '{name}' is written while reading: SlotWriter fills its slots, it cannot grow."
+        )
     if any(layer.needs_calibration(name) for layer in layers):
-        raise ValueError(f"the memory '{name}' is empty: set r in its config, or calibrate it before it grows.")
+        raise ValueError(
+            f"the memory '{name}' is empty: set r in its config, or calibrate it before it grows."
+        )
     if batches is None and strategy.needs_calibration:
-        raise ValueError(f"batches must be given for init_strategy={config.init_strategy!r}: give a text.")
-    statistics = [None] * len(layers) if batches is None else observe_host(model, batches, name, layers, rank)
+        raise ValueError(
+            f"batches must be given for init_strategy={config.init_strategy!r}: give a text."
+        )
+    statistics = (
+        [None] * len(layers)
+        if batches is None
+        else observe_host(model, batches, name, layers, rank)
+    )
     tokens = min((len(seen.inputs) for seen in statistics if seen is not None), default=rank)
-    if strategy.takes_tokens and tokens < rank:  # the same token in two slots with values of zero: they stay equal
+    if (
+        strategy.takes_tokens and tokens < rank
+    ):  # the same token in two slots with values of zero: they stay equal
         what = f"batches must have at least {rank} tokens for init_strategy={config.init_strategy!r}, got {tokens}"
         raise ValueError(f"{what}: give a longer text, or lower rank.")
-    grown = [_grow_layer(layer, name, rank, seen) for layer, seen in zip(layers, statistics, strict=True)]
+    grown = [
+        _grow_layer(layer, name, rank, seen) for layer, seen in zip(layers, statistics, strict=True)
+    ]
     for layer, (weights, slots) in zip(layers, grown, strict=True):
         _replace_weights(layer, name, weights)
         if slots is not None:
@@ -112,9 +140,16 @@ def _grow_layer(
     if rows.slots is not None and known is not None:
         chosen = (~torch.isin(rows.slots.cpu(), torch.tensor(known))).nonzero()[:new, 0]
     made = [rows.up] if rows.gate is None else [rows.gate, rows.up]
-    added = [(part[chosen.to(part.device)] * config.row_norm).to(up) for part, up in zip(made, own, strict=True)]
+    added = [
+        (part[chosen.to(part.device)] * config.row_norm).to(up)
+        for part, up in zip(made, own, strict=True)
+    ]
     weights = [torch.cat(both) for both in zip(own, added, strict=True)]
-    slots = None if rows.slots is None or known is None else [*known, *rows.slots.cpu()[chosen].tolist()]
+    slots = (
+        None
+        if rows.slots is None or known is None
+        else [*known, *rows.slots.cpu()[chosen].tolist()]
+    )
     return [*weights, torch.cat([down, down.new_zeros(len(down), new)], dim=1)], slots
 
 
@@ -131,7 +166,9 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
     full = gram.double()
     target = full @ value.double()  # M^T M V
     # Keeps the fit finite where slots are (nearly) inactive or equal on this text: above float32's noise in M^T M.
-    ridge = 1e-6 * full.diagonal(dim1=-2, dim2=-1).amax(dim=-1).clamp(min=torch.finfo(full.dtype).tiny)
+    ridge = 1e-6 * full.diagonal(dim1=-2, dim2=-1).amax(dim=-1).clamp(
+        min=torch.finfo(full.dtype).tiny
+    )
     rest, residual = full.clone(), target.clone()
     chosen = []
     taken = torch.zeros(full.shape[:-1], dtype=torch.bool, device=full.device)
@@ -157,8 +194,12 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
 
 def _check_whole(name: str, layers: list[LocasLayer], change: str) -> None:
     if any(name in layer.merged_adapters for layer in layers):
-        raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it {change}.")
-    if not all(module.weight.isfinite().all() for layer in layers for module in layer.projections(name)):
+        raise ValueError(
+            f"the memory '{name}' is merged: call unmerge_adapter() before it {change}."
+        )
+    if not all(
+        module.weight.isfinite().all() for layer in layers for module in layer.projections(name)
+    ):
         raise ValueError(f"the memory '{name}' holds values that are not finite: load it again.")
 
 
@@ -178,7 +219,9 @@ def _refit_layer(layer: LocasLayer, name: str, rank: int, gram: Tensor) -> list[
 
 
 @torch.no_grad()
-def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batches: Batches) -> list[Tensor]:
+def _measure_slots(
+    model: nn.Module, name: str, layers: list[LocasLayer], batches: Batches
+) -> list[Tensor]:
     """Return M^T M of each layer's memory over a text, `[R, R]` float32 sums. Padding does not count."""
     grams: list[Tensor | None] = [None] * len(layers)
     mask: Tensor | None = None
@@ -200,9 +243,13 @@ def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batche
             mask = inputs.get("attention_mask")
             model(**inputs)
     if any(gram is None for gram in grams):
-        raise ValueError(f"batches must hold a text that the memory '{name}' is active on, got none: activate it.")
+        raise ValueError(
+            f"batches must hold a text that the memory '{name}' is active on, got none: activate it."
+        )
     if not all(gram.isfinite().all() for gram in grams):
-        raise ValueError("a memory's activations are not finite on the text: check the base and its dtype.")
+        raise ValueError(
+            "a memory's activations are not finite on the text: check the base and its dtype."
+        )
     return grams
 
 
@@ -210,5 +257,7 @@ def _measure_slots(model: nn.Module, name: str, layers: list[LocasLayer], batche
 def _replace_weights(layer: LocasLayer, name: str, weights: list[Tensor]) -> None:
     for module, weight in zip(layer.projections(name), weights, strict=True):
         trained = module.weight.requires_grad
-        module.weight = nn.Parameter(weight.to(module.weight.dtype).contiguous(), requires_grad=trained)
+        module.weight = nn.Parameter(
+            weight.to(module.weight.dtype).contiguous(), requires_grad=trained
+        )
         module.out_features, module.in_features = weight.shape

@@ -48,7 +48,15 @@ class RidgeWriter(Writer):
 
     arguments = ("rate", "ridge", "prior")
 
-    def __init__(self, model: nn.Module, *, rate=0.08, ridge=0.03, prior=32000.0, adapter_name: str | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rate=0.08,
+        ridge=0.03,
+        prior=32000.0,
+        adapter_name: str | None = None,
+    ):
         super().__init__(model, adapter_name)
         self.rate, self.ridge, self.prior = rate, ridge, prior
         for name in self.arguments:
@@ -79,7 +87,9 @@ class RidgeWriter(Writer):
         without a change, if a sum is not finite.
         """
         counted = counted.flatten()
-        inputs, gradients = (each[:, counted.to(each.device)] for each in self._take(len(counted)))  # [L, N, D]
+        inputs, gradients = (
+            each[:, counted.to(each.device)] for each in self._take(len(counted))
+        )  # [L, N, D]
         gradients = gradients * inputs.shape[1]  # of the sum over the tokens
         inputs = self._observe(inputs)
         sums = {name: tensor.to(inputs) for name, tensor in self._sums.items()}
@@ -110,7 +120,9 @@ class RidgeWriter(Writer):
         return dict(self._sums)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._sums = {name: torch.empty_like(tensor).copy_(state[name]) for name, tensor in self._sums.items()}
+        self._sums = {
+            name: torch.empty_like(tensor).copy_(state[name]) for name, tensor in self._sums.items()
+        }
 
     def _observe(self, inputs: Tensor) -> Tensor:
         """Return what the rule multiplies, from A `[L, N, D]`: A itself."""
@@ -118,7 +130,10 @@ class RidgeWriter(Writer):
 
     def _store(self, keys: Tensor, values: Tensor) -> None:
         for (layer, up, down), key, value in zip(self._weights(), keys, values, strict=True):
-            k, tau = layer.locas_input_scale[self.adapter_name], layer.saved_scale(self.adapter_name)
+            k, tau = (
+                layer.locas_input_scale[self.adapter_name],
+                layer.saved_scale(self.adapter_name),
+            )
             up[: self._terms + 1] = SHARPNESS * key.T.to(up.device) / k
             down[:, : self._terms + 1] = value.T.to(down.device) / (SHARPNESS * tau)
 
@@ -127,14 +142,20 @@ class RidgeWriter(Writer):
         """Return the linear map of the slots `[L, D, D]`; a `ValueError` where they hold none or cannot hold one."""
         act, probe = self._layers[0].ffn.act, torch.linspace(-4.0, 4.0, 9)
         if not torch.allclose(act(SHARPNESS * probe) / SHARPNESS, probe.relu(), atol=0.01):
-            raise ValueError(f"the host's activation must be like ReLU, GELU or SiLU, got {act}: use SlotWriter")
+            raise ValueError(
+                f"the host's activation must be like ReLU, GELU or SiLU, got {act}: use SlotWriter"
+            )
         n, maps = self._terms, []
         for layer, up, down in self._weights():
             values, last = down[:, :n].float(), down[:, n].float()
-            if (last + SHIFT * values.sum(dim=1)).norm() > 0.01 * SHIFT * values.norm():  # more than rounding
+            if (
+                last + SHIFT * values.sum(dim=1)
+            ).norm() > 0.01 * SHIFT * values.norm():  # more than rounding
                 rule = f"the memory {self.adapter_name!r} must be empty or written by RidgeWriter, got other slots"
                 raise ValueError(f"{rule} in {layer.name}: give a fresh one")
-            factor = layer.locas_input_scale[self.adapter_name] * layer.saved_scale(self.adapter_name)
+            factor = layer.locas_input_scale[self.adapter_name] * layer.saved_scale(
+                self.adapter_name
+            )
             maps.append((factor * (up.float().T @ down.float().T)).cpu())
         return torch.stack(maps)
 
@@ -148,7 +169,9 @@ class RidgeWriter(Writer):
         tiny = torch.finfo(gram.dtype).tiny
         size = gram.diagonal(dim1=1, dim2=2).mean(dim=1).clamp(min=tiny)[:, None, None]
         metric = gram + self.ridge * size * torch.eye(gram.shape[-1], device=gram.device)
-        length = sums["rate"] * tokens / (tokens + self.prior) / (sums["power"] / tokens).clamp(min=tiny)
+        length = (
+            sums["rate"] * tokens / (tokens + self.prior) / (sums["power"] / tokens).clamp(min=tiny)
+        )
         target = sums["cross"] * length[:, None, None]
         if sums["start"].any():
             target += metric @ sums["start"]
@@ -186,19 +209,26 @@ class ValueWriter(RidgeWriter):
 
     needs_two_layers = False
 
-    def __init__(self, model: nn.Module, *, rate: float = 500.0, ridge: float = 0.1, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, rate: float = 500.0, ridge: float = 0.1, **options: Any
+    ) -> None:
         super().__init__(model, rate=rate, ridge=ridge, **options)
         self._sums["rate"] /= len(self._layers) * self._layers[0].in_features
 
     def _observe(self, inputs: Tensor) -> Tensor:
         """Return M `[L, N, R]` from A `[L, N, D]`."""
         layers, names = zip(self._weights(), inputs, strict=True), [self.adapter_name]
-        return torch.stack([one.activate(names, own.to(up.device)).to(own) for (one, up, _), own in layers])
+        return torch.stack(
+            [one.activate(names, own.to(up.device)).to(own) for (one, up, _), own in layers]
+        )
 
     @torch.no_grad()
     def _read_map(self) -> Tensor:
         """Return the values at the FFNs' outputs `[L, R, D]`."""
-        scaled = [layer.saved_scale(self.adapter_name) * down.float().T for layer, _, down in self._weights()]
+        scaled = [
+            layer.saved_scale(self.adapter_name) * down.float().T
+            for layer, _, down in self._weights()
+        ]
         return torch.stack([values.cpu() for values in scaled])
 
     def _solve(self, sums: dict[str, Tensor]) -> tuple[Tensor, ...]:

@@ -53,7 +53,15 @@ class SlotWriter(Writer):
         adapter_name: the memory; `None` for the active one. It has no gates and one width in all layers.
     """
 
-    arguments = ("epsilon", "tokens", "slots_per_chunk", "normalization", "fold", "fold_ratio", "threshold")
+    arguments = (
+        "epsilon",
+        "tokens",
+        "slots_per_chunk",
+        "normalization",
+        "fold",
+        "fold_ratio",
+        "threshold",
+    )
 
     def __init__(
         self,
@@ -78,7 +86,12 @@ class SlotWriter(Writer):
                 rule = "above 0 and below 1" if name == "fold_ratio" else "at least 0 and below 1"
                 raise ValueError(f"{name} must be {rule}, got {value}: leave it out")
         self.epsilon, self.tokens, self.slots_per_chunk = epsilon, tokens, slots_per_chunk
-        self.normalization, self.fold, self.fold_ratio, self.threshold = normalization, fold, fold_ratio, threshold
+        self.normalization, self.fold, self.fold_ratio, self.threshold = (
+            normalization,
+            fold,
+            fold_ratio,
+            threshold,
+        )
         super().__init__(model, adapter_name)
         self._folded = max(1, int(fold_ratio * self.capacity))  # slots after a fold
         self.folds = 0
@@ -86,7 +99,9 @@ class SlotWriter(Writer):
     @property
     def taken(self) -> int:
         """The number of slots in use: up to the last one that is not zero in some layer."""
-        used = torch.stack([(up.any(dim=1) | down.any(dim=0)).cpu() for _, up, down in self._weights()])
+        used = torch.stack(
+            [(up.any(dim=1) | down.any(dim=0)).cpu() for _, up, down in self._weights()]
+        )
         return max(used.any(dim=0).nonzero().flatten().tolist(), default=-1) + 1
 
     @torch.no_grad()
@@ -95,7 +110,9 @@ class SlotWriter(Writer):
         inputs, gradients = self._take(len(losses))
         room = self.capacity - self._folded
         chosen = _CHOICES[self.tokens](losses, min(self.slots_per_chunk, room)).to(inputs.device)
-        keys, values = make_slots(inputs[:, chosen], gradients[:, chosen], self.epsilon, self.normalization)
+        keys, values = make_slots(
+            inputs[:, chosen], gradients[:, chosen], self.epsilon, self.normalization
+        )
         moved: Moves = {}
         for key, value in zip(keys.split(room, dim=1), values.split(room, dim=1), strict=True):
             if self.taken + key.shape[1] > self.capacity:
@@ -103,7 +120,9 @@ class SlotWriter(Writer):
             start, stop = self.taken, self.taken + key.shape[1]
             for (layer, up, down), k, v in zip(self._weights(), key, value, strict=True):
                 up[start:stop] = k.to(up)
-                down[:, start:stop] = (v.to(down.device) / layer.saved_scale(self.adapter_name)).T.to(down.dtype)
+                down[:, start:stop] = (
+                    v.to(down.device) / layer.saved_scale(self.adapter_name)
+                ).T.to(down.dtype)
         return moved
 
     def _fold(self, inputs: Tensor, earlier: Moves) -> Moves:
@@ -112,18 +131,27 @@ class SlotWriter(Writer):
         `inputs` is the chunk's A `[L, N, D]`.
         """
         rank, device = self._folded, self._weights()[0][1].device
-        keys = torch.stack([up.detach().to(device).float().T for _, up, _ in self._weights()])  # K [L, D, R]
-        values = torch.stack([down.detach().to(device).float().T for _, _, down in self._weights()])  # V [L, R, D]
+        keys = torch.stack(
+            [up.detach().to(device).float().T for _, up, _ in self._weights()]
+        )  # K [L, D, R]
+        values = torch.stack(
+            [down.detach().to(device).float().T for _, _, down in self._weights()]
+        )  # V [L, R, D]
         sources = torch.full((len(self._layers), self.capacity), -1, device=device)
         if self.fold == "nlsvd":
-            k = torch.stack([layer.locas_input_scale[self.adapter_name].to(device) for layer in self._layers])
+            k = torch.stack(
+                [layer.locas_input_scale[self.adapter_name].to(device) for layer in self._layers]
+            )
             probe_norm = float((k[:, None] * inputs.norm(dim=-1)).mean())
             act = self._layers[0].ffn.act  # the same in all layers of a host
             options = {"activation": act, "probe_norm": probe_norm, "threshold": self.threshold}
             keys, values, _ = nl_svd(keys, values, rank, **options)
         else:
             seen = zip(self._weights(), inputs, strict=True)
-            activations = [layer.activate([self.adapter_name], own.to(up.device)) for (layer, up, _), own in seen]
+            activations = [
+                layer.activate([self.adapter_name], own.to(up.device))
+                for (layer, up, _), own in seen
+            ]
             slots = torch.stack([activation.to(device).float() for activation in activations])
             chosen, values = refit_slots(slots.mT.double() @ slots.double(), values, rank)
             keys = keys.gather(2, chosen[:, None].expand(-1, keys.shape[1], -1))
@@ -158,6 +186,8 @@ def make_slots(
 
 # From the losses [N] and a number of tokens to the indices of the tokens to write, in order.
 _CHOICES: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "highest-loss": lambda losses, count: losses.topk(min(count, len(losses))).indices.sort().values,
+    "highest-loss": lambda losses, count: (
+        losses.topk(min(count, len(losses))).indices.sort().values
+    ),
     "all": lambda losses, count: torch.arange(len(losses), device=losses.device),
 }

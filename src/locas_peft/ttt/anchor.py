@@ -49,7 +49,9 @@ class Anchor:
                 what = f"anchor texts must have the shape [n, L] with n >= 1 and L >= 2, got {list(texts.shape)}"
                 raise ValueError(f"{what}: make them with write_own_text(model)")
         if not 0 < self.weight < math.inf:
-            raise ValueError(f"anchor weight must be a number above 0, got {self.weight}: for none, give no anchor")
+            raise ValueError(
+                f"anchor weight must be a number above 0, got {self.weight}: for none, give no anchor"
+            )
         check_whole("anchor every", self.every, 1)
 
     def text_of(self, step: int) -> Tensor | None:
@@ -57,18 +59,28 @@ class Anchor:
         pull, remainder = divmod(step, self.every)
         return self.texts[pull % len(self.texts)][None] if remainder == self.every - 1 else None
 
-    def losses(self, host: CausalLM, text: Tensor, adapters: Sequence[str] | None = None, rows: int = 1) -> Tensor:
+    def losses(
+        self, host: CausalLM, text: Tensor, adapters: Sequence[str] | None = None, rows: int = 1
+    ) -> Tensor:
         """Return the loss [B] of a pull for each row of a batch: the weighted divergence from the base, in nats."""
         ids, count = text.to(host.device)[:, :-1], text.shape[1] - 1
         with torch.no_grad(), adapters_disabled(host.model):
             base = host.logits(ids, count, use_cache=False)[0]
         logits = host.logits(ids.expand(rows, -1), count, adapters, use_cache=False)
-        return self.weight * self.every * torch.stack([divergences(each, base).mean() for each in logits])
+        return (
+            self.weight
+            * self.every
+            * torch.stack([divergences(each, base).mean() for each in logits])
+        )
 
     @property
     def settings(self) -> dict[str, Any]:
         """What a resumed reading must share, as plain values."""
-        texts = self.texts.settings if isinstance(self.texts, OwnText) else {"sha256": digest_ids(self.texts)}
+        texts = (
+            self.texts.settings
+            if isinstance(self.texts, OwnText)
+            else {"sha256": digest_ids(self.texts)}
+        )
         return {"weight": self.weight, "every": self.every, "texts": texts}
 
     def check(self, host: CausalLM) -> None:
@@ -91,8 +103,19 @@ class OwnText:
     `shape` is (n, L), and `written` a LongTensor [k, L] of the texts so far.
     """
 
-    def __init__(self, model: nn.Module, texts: int = 32, tokens: int = 128, seed: int = 0, batch_size: int = 4):
-        for name, value, least in (("texts", texts, 1), ("tokens", tokens, 2), ("batch_size", batch_size, 1)):
+    def __init__(
+        self,
+        model: nn.Module,
+        texts: int = 32,
+        tokens: int = 128,
+        seed: int = 0,
+        batch_size: int = 4,
+    ):
+        for name, value, least in (
+            ("texts", texts, 1),
+            ("tokens", tokens, 2),
+            ("batch_size", batch_size, 1),
+        ):
             check_whole(name, value, least)
         _start_of_text(host := CausalLM(model))
         self._model, self.shape = model, torch.Size((texts, tokens))
@@ -107,13 +130,17 @@ class OwnText:
         count, length, seed, most = self.settings.values()
         while (begun := len(self.written)) <= index:
             shape = min(most, count - begun), length, seed + begun // most
-            batch = compute_once(self._model, _write_batch, *shape, logging.DEBUG if begun else logging.INFO)
+            batch = compute_once(
+                self._model, _write_batch, *shape, logging.DEBUG if begun else logging.INFO
+            )
             self.written = torch.cat([self.written, batch.to(self.written.device)])
         return self.written[index]
 
 
 def _write_batch(model: nn.Module, texts: int, tokens: int, seed: int, level: int) -> Tensor:
-    _logger.log(level, "the base writes texts for the anchor, %d of %d tokens at a time", texts, tokens)
+    _logger.log(
+        level, "the base writes texts for the anchor, %d of %d tokens at a time", texts, tokens
+    )
     return write_own_text(model, texts, tokens, seed)
 
 
@@ -146,7 +173,13 @@ def _start_of_text(host: CausalLM) -> int:
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             token = getattr(config, name, None)
             token = token[0] if isinstance(token, (list, tuple)) and token else token
-            if isinstance(token, int) and 0 <= token < host.vocabulary:  # the config may be of a larger vocabulary
+            if (
+                isinstance(token, int) and 0 <= token < host.vocabulary
+            ):  # the config may be of a larger vocabulary
                 return token
-    what = "model's config must name a bos_token_id, eos_token_id or pad_token_id to write text from"
-    raise ValueError(f"{what}, got none in its vocabulary: set one, or give Anchor texts of your own")
+    what = (
+        "model's config must name a bos_token_id, eos_token_id or pad_token_id to write text from"
+    )
+    raise ValueError(
+        f"{what}, got none in its vocabulary: set one, or give Anchor texts of your own"
+    )

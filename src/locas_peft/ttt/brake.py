@@ -14,7 +14,10 @@ TOLERANCE = 0.05  # nats a token by which an adapter may be worse than the base 
 NOISE = 0.01  # the same at two checks in a row
 # Nats a token by which a chunk's loss must exceed the mean of the last `RECENT` ones for a check out of turn.
 JUMP, RECENT = 0.7, 4
-FIRST, LONGEST = 2, 32  # the number of the first chunk that is checked, and the most chunks between two checks
+FIRST, LONGEST = (
+    2,
+    32,
+)  # the number of the first chunk that is checked, and the most chunks between two checks
 RATE_FACTOR = 0.25  # of the learning rate, each time the adapter goes back
 
 

@@ -29,8 +29,12 @@ class SlidingCache:
         self._host, self._keep, self._sinks = host, keep, sinks
         limits = [limit for limit in (restart, host.positions) if limit is not None]
         self._limit = min(limits) if limits else None
-        self._layers: list[tuple[Tensor, Tensor]] = []  # keys and values of each, [B, heads, n, head size]
-        self._position: int | None = None  # of the next token to be fed; None where the context has to be fed first
+        self._layers: list[
+            tuple[Tensor, Tensor]
+        ] = []  # keys and values of each, [B, heads, n, head size]
+        self._position: int | None = (
+            None  # of the next token to be fed; None where the context has to be fed first
+        )
         self._fed: tuple[list[tuple[Tensor, Tensor]], int] | None = None
 
     def forward(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None) -> Tensor:
@@ -38,7 +42,9 @@ class SlidingCache:
 
         The tokens before them are the context, which is fed where it is not kept. The same tokens may be fed again.
         """
-        if self._position is None or (self._limit is not None and self._position + count > self._limit):
+        if self._position is None or (
+            self._limit is not None and self._position + count > self._limit
+        ):
             context = ids[:, :-count]
             self._layers, self._position = [], 0
             if context.shape[1]:
@@ -48,10 +54,14 @@ class SlidingCache:
         return self._feed(ids[:, -count:], count, adapters)
 
     def _feed(self, ids: Tensor, count: int, adapters: Sequence[str] | None) -> Tensor:
-        cache = DynamicCache(self._layers)  # without a config: plain layers, which keep all that they are given
+        cache = DynamicCache(
+            self._layers
+        )  # without a config: plain layers, which keep all that they are given
         stop = self._position + ids.shape[1]
         positions = torch.arange(self._position, stop, device=ids.device).expand(len(ids), -1)
-        logits = self._host.logits(ids, count, adapters, past_key_values=cache, position_ids=positions, use_cache=True)
+        logits = self._host.logits(
+            ids, count, adapters, past_key_values=cache, position_ids=positions, use_cache=True
+        )
         self._fed = [(layer.keys, layer.values) for layer in cache.layers], stop
         return logits
 
@@ -61,7 +71,9 @@ class SlidingCache:
             return
         (layers, position), self._fed = self._fed, None
         self._position = position if self._keep else 0
-        self._layers = [tuple(self._trim(entries.detach()) for entries in pair) for pair in layers if self._keep]
+        self._layers = [
+            tuple(self._trim(entries.detach()) for entries in pair) for pair in layers if self._keep
+        ]
 
     def _trim(self, entries: Tensor) -> Tensor:
         # Copies: a view would keep the whole former storage, and its graph, alive.
@@ -83,7 +95,13 @@ class SlidingCache:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; raise a `ValueError` where keys and values do not belong together."""
-        layers = [tuple(entries.to(self._host.device) for entries in pair) for pair in state["layers"]]
-        if any(entries.ndim != 4 or entries.shape[:3] != pair[0].shape[:3] for pair in layers for entries in pair):
+        layers = [
+            tuple(entries.to(self._host.device) for entries in pair) for pair in state["layers"]
+        ]
+        if any(
+            entries.ndim != 4 or entries.shape[:3] != pair[0].shape[:3]
+            for pair in layers
+            for entries in pair
+        ):
             raise ValueError("keys and values of the cache do not belong together")
         self._layers, self._position, self._fed = layers, state["position"], None

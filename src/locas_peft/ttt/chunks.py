@@ -29,7 +29,9 @@ def cut(tokens: int, window: int, stride: int, start: int = 0) -> Iterator[Chunk
     A chunk has up to `window - stride` tokens of context, and at least one, by which its first token is predicted.
     """
     for first in range(start, tokens, stride):
-        yield ChunkBounds(max(0, first - max(window - stride, 1)), first, min(first + stride, tokens))
+        yield ChunkBounds(
+            max(0, first - max(window - stride, 1)), first, min(first + stride, tokens)
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class Chunk:
 def perplexity(nll_nats: float, tokens: int) -> float:
     """Return exp(nll_nats / tokens), or inf where it is too large; raise a `ValueError` where no token was scored."""
     if tokens < 1:
-        raise ValueError(f"tokens must be at least 1, got {tokens}: score a token before asking for a perplexity")
+        raise ValueError(
+            f"tokens must be at least 1, got {tokens}: score a token before asking for a perplexity"
+        )
     try:
         return math.exp(nll_nats / tokens)
     except OverflowError:
@@ -101,7 +105,9 @@ def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
     A mark inside a chunk takes the value at that chunk's end. Marks beyond the end of the document are left out.
     """
     points = cumulative(chunks)
-    reached = {mark: [value for stop, value in points if stop >= mark] for mark in sorted(set(marks))}
+    reached = {
+        mark: [value for stop, value in points if stop >= mark] for mark in sorted(set(marks))
+    }
     return {str(mark): values[0] for mark, values in reached.items() if values}
 
 
@@ -119,5 +125,8 @@ def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, floa
             begin = ends.pop(0)
     if segment:
         segments[f"{begin}-{segment[-1].stop}"] = segment
-    sums = {name: (sum(one.nll_nats for one in own), sum(one.tokens for one in own)) for name, own in segments.items()}
+    sums = {
+        name: (sum(one.nll_nats for one in own), sum(one.tokens for one in own))
+        for name, own in segments.items()
+    }
     return {name: perplexity(nll, tokens) for name, (nll, tokens) in sums.items() if tokens}

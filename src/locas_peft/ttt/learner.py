@@ -37,7 +37,11 @@ class Learner:
     ):
         self.parameters = list_parameters
         self.trains = learning_rate is not None or make_optimizer is not None
-        self._learning_rate, self._warmup_steps, self._decay_steps = learning_rate, warmup_steps, decay_steps
+        self._learning_rate, self._warmup_steps, self._decay_steps = (
+            learning_rate,
+            warmup_steps,
+            decay_steps,
+        )
         self._make_optimizer, self._beta = make_optimizer or self._make_adamw, beta
         self.optimizer: torch.optim.Optimizer | None = None
         self._rates: list[float] = []
@@ -51,7 +55,9 @@ class Learner:
         # One fused kernel: unfused, a step over many small matrices takes a tenth of a chunk's time on a CPU.
         fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
         betas = 0.9, self._beta
-        return torch.optim.AdamW(parameters, lr=self._learning_rate, betas=betas, weight_decay=0.0, fused=fused)
+        return torch.optim.AdamW(
+            parameters, lr=self._learning_rate, betas=betas, weight_decay=0.0, fused=fused
+        )
 
     def _start(self, parameters: list[nn.Parameter]) -> None:
         self.optimizer = self._make_optimizer(parameters)
@@ -121,7 +127,10 @@ class Learner:
         """Add the parameters after so many readings to the mean over readings; load the mean after the last one."""
         if readings > self.mean[0]:  # else in the mean already, of a reading that was resumed
             own = self._copy()
-            mean = [former.lerp(new, 1 / readings) for former, new in zip(self.mean[1] or own, own, strict=True)]
+            mean = [
+                former.lerp(new, 1 / readings)
+                for former, new in zip(self.mean[1] or own, own, strict=True)
+            ]
             self.mean = readings, mean
             if last:
                 self._load(mean)
@@ -165,7 +174,9 @@ class Learner:
             return
         self._start(self.parameters())
         self.optimizer.load_state_dict(state["optimizer"])
-        adamw = isinstance(self.optimizer, torch.optim.AdamW)  # the state of others may have any shape
+        adamw = isinstance(
+            self.optimizer, torch.optim.AdamW
+        )  # the state of others may have any shape
         for parameter, entries in self.optimizer.state.items() if adamw else ():
             missing = {"step", "exp_avg", "exp_avg_sq"} - entries.keys()
             if missing:
@@ -173,4 +184,6 @@ class Learner:
             for entry in entries.values():
                 if entry.ndim and entry.shape != parameter.shape:
                     expected = list(parameter.shape)
-                    raise ValueError(f"the optimizer's state has shape {list(entry.shape)} for {expected}")
+                    raise ValueError(
+                        f"the optimizer's state has shape {list(entry.shape)} for {expected}"
+                    )

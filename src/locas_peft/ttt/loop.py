@@ -47,7 +47,9 @@ class Row:
     @property
     def perplexity(self) -> float:
         """exp(sum of nll / number of scored tokens) of the current reading; nan before the first scored token."""
-        return perplexity_of(chunk for chunk in self.chunks if chunk.reading == self.chunks[-1].reading)
+        return perplexity_of(
+            chunk for chunk in self.chunks if chunk.reading == self.chunks[-1].reading
+        )
 
     @property
     def seconds(self) -> float:
@@ -57,7 +59,11 @@ class Row:
     @property
     def taken_back(self) -> list[int]:
         """The numbers of tokens read at which the brake took the adapter back."""
-        at_end = [self.chunks[-1].stop] if self.final is not None and not self.final[0] <= self.final[1] else []
+        at_end = (
+            [self.chunks[-1].stop]
+            if self.final is not None and not self.final[0] <= self.final[1]
+            else []
+        )
         return [chunk.start for chunk in self.chunks if chunk.taken_back] + at_end
 
 
@@ -98,7 +104,11 @@ class Loop:
     """
 
     def __init__(
-        self, host: CausalLM, settings: TrainingSettings, writer: Writer | None = None, anchor: Anchor | None = None
+        self,
+        host: CausalLM,
+        settings: TrainingSettings,
+        writer: Writer | None = None,
+        anchor: Anchor | None = None,
     ):
         self.host, self.settings, self.writer, self.anchor = host, settings, writer, anchor
         self.start_token = settings.start_token
@@ -112,12 +122,17 @@ class Loop:
             raise ValueError(f"{rule}: lower it, since the start token takes one")
         if settings.context == "cache":
             if not host.can_cache():
-                name, remedy = host.base.config.model_type, "its layers keep more than keys and values that slide"
+                name, remedy = (
+                    host.base.config.model_type,
+                    "its layers keep more than keys and values that slide",
+                )
                 raise ValueError(f"context must be 'recompute' for {name}, got 'cache': {remedy}")
             if settings.window > (host.rope_positions or sys.maxsize):
                 reason = f"where {host.kind} changes its positions' frequencies"
                 rule = f"context must be 'recompute' with a window above {host.rope_positions}, {reason}"
-                raise ValueError(f"{rule}, got 'cache' with {settings.window}: give it, or lower window")
+                raise ValueError(
+                    f"{rule}, got 'cache' with {settings.window}: give it, or lower window"
+                )
 
     def find_start_token(self, documents: Iterable[Tensor]) -> None:
         """Take the start token from documents, LongTensor [T] each, unless the settings give it.
@@ -128,7 +143,9 @@ class Loop:
         own = self.host.start_token
         if self.settings.start_token is None:
             fits = own is not None and not self._fills_positions()
-            self.start_token = own if fits and all(int(ids[0]) == own for ids in documents) else None
+            self.start_token = (
+                own if fits and all(int(ids[0]) == own for ids in documents) else None
+            )
 
     def _fills_positions(self) -> bool:
         return self.settings.stride == self.settings.window == self.host.positions
@@ -164,7 +181,9 @@ class Loop:
                 paused = time.perf_counter()
                 for row in batch.rows:
                     row.learner.take_snapshot()
-                began += time.perf_counter() - paused  # a safeguard of ours, not a cost of the method
+                began += (
+                    time.perf_counter() - paused
+                )  # a safeguard of ours, not a cost of the method
             with nullcontext() if self.writer is None else self.writer.recording():
                 outcomes, going_on = self._score_and_learn(batch, bounds, learning)
         seconds = (time.perf_counter() - began) / len(batch.rows)
@@ -180,7 +199,9 @@ class Loop:
                 if self.settings.epochs > 1:
                     row.learner.restore_snapshot()
             learned = learning and finished and bounds.scored > 0
-            index = row.chunks[-1].index + 1 if row.chunks and row.chunks[-1].reading == reading else 0
+            index = (
+                row.chunks[-1].index + 1 if row.chunks and row.chunks[-1].reading == reading else 0
+            )
             figures = {**vars(outcome), "seconds": seconds, "learned": learned, "reading": reading}
             row.chunks.append(Chunk(index, bounds.start, bounds.stop, bounds.scored, **figures))
         return batches
@@ -188,8 +209,14 @@ class Loop:
     def end_reading(self, row: Row, reading: int) -> None:
         """Average the trained weights over the ends of several readings, and `finish` after the last one."""
         last = reading + 1 == self.settings.readings
-        written = self.writer is not None  # two maps may have other slots, whose mean is neither map
-        if self.settings.readings > 1 and not written and len(row.ids) > (AVERAGED - 1) * self.settings.stride:
+        written = (
+            self.writer is not None
+        )  # two maps may have other slots, whose mean is neither map
+        if (
+            self.settings.readings > 1
+            and not written
+            and len(row.ids) > (AVERAGED - 1) * self.settings.stride
+        ):
             row.learner.average(reading + 1, last)
         if last:
             self.finish(row)
@@ -205,7 +232,9 @@ class Loop:
         trained = row.learner.parameters() and row.learner.good is not None
         if not self.settings.brake or row.final is not None or not trained or not scored:
             return
-        chunk = next((chunk for chunk in reversed(scored) if chunk.base_nll_nats is not None), scored[-1])
+        chunk = next(
+            (chunk for chunk in reversed(scored) if chunk.base_nll_nats is not None), scored[-1]
+        )
         batch = self.make_batch([row])
         bounds = next(cut(chunk.stop, self.settings.window, self.settings.stride, chunk.start))
         with evaluating(self.host.model):
@@ -224,7 +253,9 @@ class Loop:
         if self.writer is not None:
             self.writer.take_back(RATE_FACTOR)
 
-    def _score_and_learn(self, batch: Batch, bounds: ChunkBounds, learning: bool) -> tuple[list[Outcome], Batch]:
+    def _score_and_learn(
+        self, batch: Batch, bounds: ChunkBounds, learning: bool
+    ) -> tuple[list[Outcome], Batch]:
         """Return each row's outcome, and the batch of the rows that go on with this context.
 
         These are the rows whose losses and gradients were finite and whose adapters were not taken back.
@@ -234,7 +265,9 @@ class Loop:
         for epoch in range(self.settings.epochs if bounds.scored else 0):
             with torch.set_grad_enabled(learning):
                 logits = self._logits(batch, bounds).flatten(0, 1)
-                losses = token_losses(logits, targets.flatten()).unflatten(0, targets.shape)  # [B, N]
+                losses = token_losses(logits, targets.flatten()).unflatten(
+                    0, targets.shape
+                )  # [B, N]
             nlls = losses.detach().double().sum(dim=1).tolist()
             del logits
             if epoch == 0:
@@ -254,7 +287,13 @@ class Loop:
                 batch, targets = batch.select(kept), targets[kept]
             if not kept or not learning:
                 break
-        if learning and batch.rows and bounds.scored and self.writer is not None and self.writer.is_finite():
+        if (
+            learning
+            and batch.rows
+            and bounds.scored
+            and self.writer is not None
+            and self.writer.is_finite()
+        ):
             batch.rows[0].learner.move_slots(self.writer.write(losses.detach()[0]))
         batch.cache.advance()
         return outcomes, batch
@@ -265,10 +304,14 @@ class Loop:
         due = [(row, one) for row, one in rows if is_due(row.chunks, one.nll_nats / bounds.scored)]
         if not due:
             return
-        base_nlls = self._reread(replace(batch, rows=[row for row, _ in due]), bounds, with_adapters=False)
+        base_nlls = self._reread(
+            replace(batch, rows=[row for row, _ in due]), bounds, with_adapters=False
+        )
         for (row, one), base_nll in zip(due, base_nlls, strict=True):
             one.base_nll_nats = base_nll
-            one.taken_back = is_worse(row.chunks, one.nll_nats / bounds.scored, base_nll / bounds.scored)
+            one.taken_back = is_worse(
+                row.chunks, one.nll_nats / bounds.scored, base_nll / bounds.scored
+            )
             if one.nll_nats < base_nll:
                 row.learner.keep_good()
 
@@ -278,7 +321,9 @@ class Loop:
         targets = batch.tokens(max(bounds.start, 1), bounds.stop)
         ids = self._window(batch, bounds.begin, bounds.stop - 1)
         with nullcontext() if with_adapters else adapters_disabled(self.host.model):
-            logits = self.host.logits(ids, bounds.scored, batch.adapters if with_adapters else None, use_cache=False)
+            logits = self.host.logits(
+                ids, bounds.scored, batch.adapters if with_adapters else None, use_cache=False
+            )
         losses = token_losses(logits.flatten(0, 1), targets.flatten()).unflatten(0, targets.shape)
         return [row_losses.double().sum().item() for row_losses in losses]
 
@@ -307,7 +352,9 @@ class Loop:
         if not any(finite):
             return finite
         # The gradient of the sum is each row's own gradient, since no adapter serves two rows.
-        rows = losses if all(finite) else losses[[index for index, good in enumerate(finite) if good]]
+        rows = (
+            losses if all(finite) else losses[[index for index, good in enumerate(finite) if good]]
+        )
         loss = rows.mean(dim=1).sum()
         if self.writer is not None and not batch.rows[0].learner.trains:
             loss.backward()
@@ -322,14 +369,18 @@ class Loop:
 
     def _pull_to_base(self, batch: Batch) -> None:
         """Add the anchor's gradient to the rows whose step has one."""
-        by_step: dict[int, list[Row]] = {}  # documents of different lengths are at different steps in a second reading
+        by_step: dict[
+            int, list[Row]
+        ] = {}  # documents of different lengths are at different steps in a second reading
         for row in batch.rows if self.anchor is not None else ():
             by_step.setdefault(row.learner.steps, []).append(row)
         for step, rows in by_step.items():
             text = self.anchor.text_of(step)
             if text is not None:
                 with nullcontext() if self.writer is None else self.writer.pausing():
-                    self.anchor.losses(self.host, text, replace(batch, rows=rows).adapters, len(rows)).sum().backward()
+                    self.anchor.losses(
+                        self.host, text, replace(batch, rows=rows).adapters, len(rows)
+                    ).sum().backward()
 
 
 def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:

@@ -62,7 +62,9 @@ class ManyReading:
 
     def __init__(self, model: PeftModel, loop: Loop, documents: dict[str, Tensor]):
         self._model, self._loop = model, loop
-        self._config = model.active_peft_config.copy_for_new_memory()  # the active one's, before its calibration
+        self._config = (
+            model.active_peft_config.copy_for_new_memory()
+        )  # the active one's, before its calibration
         loop.find_start_token(documents.values())
         self._rows = {name: self._make_row(name, ids) for name, ids in documents.items()}
         self._records = self._read()
@@ -99,19 +101,29 @@ class ManyReading:
     def _make_row(self, name: str, ids: Tensor) -> Row:
         settings = self._loop.settings
         rates = settings.learning_rate, settings.warmup_steps, settings.decay_steps
-        return Row(ids.to(self._loop.host.device), Learner(lambda: self._list_weights(name), *rates), name)
+        return Row(
+            ids.to(self._loop.host.device), Learner(lambda: self._list_weights(name), *rates), name
+        )
 
     def _list_weights(self, name: str) -> list[nn.Parameter]:
-        return [part.weight for layer in list_layers(self._model, name) for part in layer.projections(name)]
+        return [
+            part.weight
+            for layer in list_layers(self._model, name)
+            for part in layer.projections(name)
+        ]
 
     def _read(self) -> Generator[dict[str, Chunk], None, None]:
         self._add_memories()
         try:
             for reading in range(self._loop.settings.readings):
                 batches = [self._loop.make_batch(list(self._rows.values()))]
-                for start in range(0, max(len(row.ids) for row in self._rows.values()), self._loop.settings.stride):
+                for start in range(
+                    0, max(len(row.ids) for row in self._rows.values()), self._loop.settings.stride
+                ):
                     read = [row for batch in batches for row in batch.rows]
-                    batches = [after for batch in batches for after in self._step(batch, start, reading)]
+                    batches = [
+                        after for batch in batches for after in self._step(batch, start, reading)
+                    ]
                     yield {name: row.chunks[-1] for name, row in self._rows.items() if row in read}
                 for row in self._rows.values():
                     self._loop.end_reading(row, reading)
@@ -144,7 +156,9 @@ class ManyReading:
             for name, row in self._rows.items():
                 with warnings.catch_warnings():
                     # PEFT advises against names that are part of its prefix, such as "a"; nothing here parses them.
-                    warnings.filterwarnings("ignore", message=".*should not be contained in the prefix")
+                    warnings.filterwarnings(
+                        "ignore", message=".*should not be contained in the prefix"
+                    )
                     self._model.add_adapter(name, copy.deepcopy(self._config))
                 for layer, dtype in dtypes.items():
                     for part in layer.projections(name):
@@ -172,16 +186,24 @@ def _check_model(model: nn.Module) -> None:
         raise ValueError(f"{rule}: {remedy}")
     if len(model.active_adapters) > 1:
         remedy = "call set_adapter with the one that the memories shall be configured as"
-        raise ValueError(f"model must have one active adapter, got {', '.join(model.active_adapters)}: {remedy}")
+        raise ValueError(
+            f"model must have one active adapter, got {', '.join(model.active_adapters)}: {remedy}"
+        )
     for layer in (module for module in model.modules() if isinstance(module, ADAPTER_LAYERS)):
         if not isinstance(layer, LocasLayer):
             kind = f"{type(layer).__module__}.{type(layer).__name__}"
             what = f"model must have LOCAS memories alone, got a layer of {kind}"
-            raise ValueError(f"{what}: unload that adapter, or read one after the other with TestTimeTrainer")
+            raise ValueError(
+                f"{what}: unload that adapter, or read one after the other with TestTimeTrainer"
+            )
         if layer.merged:
-            raise ValueError("model must not have a memory merged into the base: call unmerge_adapter() first")
+            raise ValueError(
+                "model must not have a memory merged into the base: call unmerge_adapter() first"
+            )
         if layer.disable_adapters:
-            raise ValueError("model must not have its adapters disabled, got disabled ones: enable them first")
+            raise ValueError(
+                "model must not have its adapters disabled, got disabled ones: enable them first"
+            )
     if STRATEGIES[config.init_strategy].written:
         got = f"{config.init_strategy!r}, whose slots are written one document at a time"
         remedy = "choose 'topk', or read one after the other with TestTimeTrainer"
@@ -195,11 +217,15 @@ def _check_documents(
     checked: dict[str, Tensor] = {}
     for name, ids in documents.items() if isinstance(documents, Mapping) else documents:
         if not isinstance(name, str):
-            raise TypeError(f"documents' names must be strings, got {type(name).__name__}: give each a name")
+            raise TypeError(
+                f"documents' names must be strings, got {type(name).__name__}: give each a name"
+            )
         # PEFT keeps adapters as attributes of modules.
         if not name or "." in name or name.startswith("__") or hasattr(nn.ModuleDict(), name):
             what = f"documents' names must be names that an adapter can have, got {name!r}"
-            raise ValueError(f"{what}: give one without dots that is not an attribute of a PyTorch module")
+            raise ValueError(
+                f"{what}: give one without dots that is not an attribute of a PyTorch module"
+            )
         if name in checked:
             raise ValueError(f"documents' names must differ, got {name!r} twice: give each its own")
         if name in host.model.peft_config:
@@ -207,5 +233,7 @@ def _check_documents(
             raise ValueError(f"{rule}: choose another name, or delete_adapter that one first")
         checked[name] = host.check_document(ids, f"documents[{name!r}]")
     if not checked:
-        raise ValueError("documents must hold at least one, got none: give a mapping from names to LongTensors")
+        raise ValueError(
+            "documents must hold at least one, got none: give a mapping from names to LongTensors"
+        )
     return checked

@@ -25,17 +25,26 @@ def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, 
     buffers = {}
     for prefix, layer in model.named_modules():
         for name, buffer in layer.named_buffers() if isinstance(layer, ADAPTER_LAYERS) else ():
-            if not (name.startswith(("base_layer.", "original_module.")) or name.rpartition(".")[2] in inactive):
+            if not (
+                name.startswith(("base_layer.", "original_module."))
+                or name.rpartition(".")[2] in inactive
+            ):
                 buffers[f"{prefix}.{name}"] = buffer
     return {
-        "parameters": {name: value for name, value in model.named_parameters() if id(value) in trained},
+        "parameters": {
+            name: value for name, value in model.named_parameters() if id(value) in trained
+        },
         "buffers": buffers,
-        "filled": {name: {"slots": one.slots} for name, one in active.items() if hasattr(one, "slots")},
+        "filled": {
+            name: {"slots": one.slots} for name, one in active.items() if hasattr(one, "slots")
+        },
     }
 
 
 @torch.no_grad()
-def restore_model_state(model: nn.Module, trained: Iterable[nn.Parameter], state: dict[str, Any]) -> None:
+def restore_model_state(
+    model: nn.Module, trained: Iterable[nn.Parameter], state: dict[str, Any]
+) -> None:
     """Copy what `model_state` returned into a model; raise a `ValueError` where other tensors are trained here."""
     own = model_state(model, trained)
     for kind in ("parameters", "buffers"):
@@ -45,7 +54,9 @@ def restore_model_state(model: nn.Module, trained: Iterable[nn.Parameter], state
             value = state[kind][name]
             if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
                 expected = f"{list(tensor.shape)} {tensor.dtype}"
-                raise ValueError(f"{name} is {list(value.shape)} {value.dtype}, expected {expected}")
+                raise ValueError(
+                    f"{name} is {list(value.shape)} {value.dtype}, expected {expected}"
+                )
             tensor.copy_(value)
     for name, fields in state["filled"].items():
         for field, value in fields.items():

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from ..checks import check_choice, check_whole
 
 CONTEXTS = ("recompute", "cache")
-_LEAST = {"window": 1, "stride": 1, "epochs": 1, "readings": 1, "warmup_steps": 0, "decay_steps": 0, "sinks": 0}
+_LEAST = {
+    "window": 1,
+    "stride": 1,
+    "epochs": 1,
+    "readings": 1,
+    "warmup_steps": 0,
+    "decay_steps": 0,
+    "sinks": 0,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +60,14 @@ class TrainingSettings:
             check_whole("start_token", self.start_token, 0)
         if self.stride > self.window:
             found = f"stride {self.stride} with window {self.window}"
-            raise ValueError(f"stride must be at most window, got {found}: lower stride or raise window")
+            raise ValueError(
+                f"stride must be at most window, got {found}: lower stride or raise window"
+            )
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
-            remedy = "give one, 1e-3 say; to read without learning, give the model without its adapter"
-            raise ValueError(f"learning_rate must be a number above 0, got {self.learning_rate}: {remedy}")
+            remedy = (
+                "give one, 1e-3 say; to read without learning, give the model without its adapter"
+            )
+            raise ValueError(
+                f"learning_rate must be a number above 0, got {self.learning_rate}: {remedy}"
+            )
         check_choice("context", self.context, CONTEXTS)

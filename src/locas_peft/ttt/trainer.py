@@ -63,14 +63,18 @@ class TestTimeTrainer:
         self._learner = Learner(self._list_trained, *rates, optimizer)
         if optimizer is not None and not callable(optimizer):
             remedy = "give one, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1), or None for AdamW"
-            raise TypeError(f"optimizer must be a callable that takes the parameters, got {optimizer!r}: {remedy}")
+            raise TypeError(
+                f"optimizer must be a callable that takes the parameters, got {optimizer!r}: {remedy}"
+            )
         if not self._learner.trains and writer is None and self._list_trained():
             rule = "learning_rate must be a number above 0 where an adapter is trained"
             raise ValueError(f"{rule}, got None: give one, 1e-3 say")
         if anchor is not None:
             if not self._learner.trains and writer is not None:
                 rule = "anchor must be None for a memory that is written and not trained, got one, which acts on"
-                raise ValueError(f"{rule} training steps: give a learning_rate, or leave the anchor out")
+                raise ValueError(
+                    f"{rule} training steps: give a learning_rate, or leave the anchor out"
+                )
             anchor.check(self._host)
         self._loop = Loop(self._host, settings, writer, anchor)
         self._optimizer = optimizer
@@ -133,13 +137,17 @@ class TestTimeTrainer:
         if trained and self._loop.writer is None and (unwritten := unwritten_memories(self.model)):
             rule = f"writer must be given for the memory {unwritten[0]!r}, which has no slots to be trained"
             raise ValueError(f"{rule}: give writer=SlotWriter(model), or another init_strategy")
-        if trained and any(module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer)):
+        if trained and any(
+            module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer)
+        ):
             what = "model must not have its adapter merged into the base, got a merged one, which cannot learn"
             raise ValueError(f"{what}: call unmerge_adapter() first")
         text = digest_ids(ids)
         if self._text not in (None, text):
             rule = f"input_ids must be the document begun here (sha256 {self._text[:12]}), got another one"
-            raise ValueError(f"{rule} ({text[:12]}): call rewind() first, or make a new TestTimeTrainer")
+            raise ValueError(
+                f"{rule} ({text[:12]}): call rewind() first, or make a new TestTimeTrainer"
+            )
         self._text = text
         if not self.chunks:
             self._loop.find_start_token([ids])
@@ -173,10 +181,14 @@ class TestTimeTrainer:
     def describe(self) -> dict[str, Any]:
         """Return, as plain values, what a trainer must share with this one to go on with its state."""
         writer, anchor = self._loop.writer, self.anchor
-        named = self._optimizer if hasattr(self._optimizer, "__qualname__") else type(self._optimizer)
+        named = (
+            self._optimizer if hasattr(self._optimizer, "__qualname__") else type(self._optimizer)
+        )
         return {
             **asdict(self.settings),
-            "optimizer": None if self._optimizer is None else f"{named.__module__}.{named.__qualname__}",
+            "optimizer": None
+            if self._optimizer is None
+            else f"{named.__module__}.{named.__qualname__}",
             "writer": None if writer is None else writer.settings,
             "anchor": None if anchor is None else anchor.settings,
         }
@@ -224,7 +236,9 @@ class TestTimeTrainer:
         self._batch.cache.load_state_dict(state["cache"])
         self._row.chunks, self._row.skipped_chunks = chunks, int(state["skipped_chunks"])
         # Compared again, an adapter that has studied since could be taken back to its state before.
-        self._row.final = None if state["final"] is None else (float(state["final"][0]), float(state["final"][1]))
+        self._row.final = (
+            None if state["final"] is None else (float(state["final"][0]), float(state["final"][1]))
+        )
         self._text = state["text"]
         torch.set_rng_state(state["random"]["cpu"])
         if "cuda" in state["random"] and self._host.device.type == "cuda":
@@ -239,5 +253,7 @@ def _check_records(chunks: list[Chunk], settings: TrainingSettings) -> None:
             position, reading = 0, chunk.reading
         first = chunk.start == position and chunk.reading == reading < settings.readings
         if not first or not 0 < chunk.stop - chunk.start <= settings.stride:
-            raise ValueError(f"the record of tokens {chunk.start} to {chunk.stop} does not continue the one before")
+            raise ValueError(
+                f"the record of tokens {chunk.start} to {chunk.stop} does not continue the one before"
+            )
         position = chunk.stop

@@ -17,7 +17,10 @@ Batches = Iterable[Tensor | Mapping[str, Tensor]]
 
 @torch.no_grad()
 def calibrate(
-    model: nn.Module, batches: Batches, adapter_name: str | None = None, across_processes: bool = True
+    model: nn.Module,
+    batches: Batches,
+    adapter_name: str | None = None,
+    across_processes: bool = True,
 ) -> None:
     """Make a memory's gate and up rows from what the host does on a text, and measure its scale. The values stay zero.
 
@@ -36,16 +39,26 @@ def calibrate(
     """
     memories = {name: list_layers(model, name) for name in names_or_active(model, adapter_name)}
     if not any(memories.values()):
-        raise ValueError(f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to calibrate.")
+        raise ValueError(
+            f"the model has no LOCAS memory {adapter_name or 'that is active'!r} to calibrate."
+        )
     for name, layers in memories.items():
         if any(isinstance(layer.locas_up[name].weight, DTensor) for layer in layers):
-            raise ValueError(f"the memory '{name}' is sharded across processes: calibrate it before the model is.")
+            raise ValueError(
+                f"the memory '{name}' is sharded across processes: calibrate it before the model is."
+            )
         if any(layer.is_written(name) and not layer.needs_calibration(name) for layer in layers):
-            raise ValueError(f"the memory '{name}' is written while reading, not calibrated: use SlotWriter.")
+            raise ValueError(
+                f"the memory '{name}' is written while reading, not calibrated: use SlotWriter."
+            )
         if any(layer.has_learned(name) for layer in layers):
-            raise ValueError(f"the memory '{name}' has learned already: calibrating would lose it. Add a new adapter.")
+            raise ValueError(
+                f"the memory '{name}' has learned already: calibrating would lose it. Add a new adapter."
+            )
         if any(name in layer.merged_adapters for layer in layers):
-            raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() before it is calibrated.")
+            raise ValueError(
+                f"the memory '{name}' is merged: call unmerge_adapter() before it is calibrated."
+            )
     batches = list(batches) if len(memories) > 1 else batches  # a generator gives its batches once
     for name, layers in memories.items():
         # All layers' rows are computed before the first is changed: a failure leaves every layer unchanged.
@@ -56,7 +69,12 @@ def calibrate(
 
 
 def observe_host(
-    model: nn.Module, batches: Iterable, name: str, layers: list, r: int | None = None, across_processes=True
+    model: nn.Module,
+    batches: Iterable,
+    name: str,
+    layers: list,
+    r: int | None = None,
+    across_processes=True,
 ) -> list[Statistics]:
     """Return what the host's FFNs do on a text, for each of the layers of a memory. No memory takes part.
 
@@ -65,7 +83,11 @@ def observe_host(
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     backbone = base.base_model if isinstance(base, PreTrainedModel) else base  # without the head
     # Adapters of other kinds are part of the host that the memory runs in: they stay as they are.
-    kept = [module for module in model.modules() if not isinstance(module, LocasLayer) or module in layers]
+    kept = [
+        module
+        for module in model.modules()
+        if not isinstance(module, LocasLayer) or module in layers
+    ]
     try:
         for layer in layers:
             layer.calibration = layer.start_calibration(name, r, across_processes)

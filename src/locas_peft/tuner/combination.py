@@ -18,17 +18,25 @@ from .config import LocasConfig
 from .layer import LocasLayer
 
 
-def combined_config(layers: Sequence[LocasLayer], configs: dict[str, LocasConfig], weights: Sequence) -> LocasConfig:
+def combined_config(
+    layers: Sequence[LocasLayer], configs: dict[str, LocasConfig], weights: Sequence
+) -> LocasConfig:
     """Return the config of the memory that combines others, or raise a `ValueError` if they cannot be combined."""
     if len(weights) != len(configs) or not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"weights must be a finite number for each of {', '.join(configs)}, got {list(weights)}.")
+        raise ValueError(
+            f"weights must be a finite number for each of {', '.join(configs)}, got {list(weights)}."
+        )
     names = [layer.name for layer in layers if any(name in layer.locas_up for name in configs)]
     for name in configs:
         own = [layer for layer in layers if name in layer.locas_up]
         if [layer.name for layer in own] != names:
-            raise ValueError(f"adapters must be beside the same FFNs, got {name!r} beside {len(own)} of {len(names)}.")
+            raise ValueError(
+                f"adapters must be beside the same FFNs, got {name!r} beside {len(own)} of {len(names)}."
+            )
         if any(layer.is_empty(name) for layer in own):
-            raise ValueError(f"the memory '{name}' is empty: calibrate(model, batches) or train it first.")
+            raise ValueError(
+                f"the memory '{name}' is empty: calibrate(model, batches) or train it first."
+            )
         if any(name in layer.merged_adapters for layer in own):
             raise ValueError(f"the memory '{name}' is merged: call unmerge_adapter() first.")
     combined = copy.deepcopy(next(iter(configs.values())))
@@ -38,7 +46,9 @@ def combined_config(layers: Sequence[LocasLayer], configs: dict[str, LocasConfig
     combined.scaling = 1.0
     combined.slots = None
     if all(config.slots for config in configs.values()):
-        combined.slots = {name: sum((config.slots[name] for config in configs.values()), []) for name in names}
+        combined.slots = {
+            name: sum((config.slots[name] for config in configs.values()), []) for name in names
+        }
     return combined
 
 

@@ -15,7 +15,14 @@ from peft.utils import CONFIG_NAME, PeftType
 from peft.utils.other import get_pattern_key
 
 from .initialization import STRATEGIES
-from .memory_file import LARGEST, PREFIX, find_memory_file, one_line, seal_memory_file, split_tensors
+from .memory_file import (
+    LARGEST,
+    PREFIX,
+    find_memory_file,
+    one_line,
+    seal_memory_file,
+    split_tensors,
+)
 
 
 @dataclass
@@ -82,12 +89,18 @@ class LocasConfig(PeftConfig):
             _check("r", r, f"rank_pattern[{pattern!r}]")
         if self.row_norm > max(1.0, self.max_slot_norm or math.inf):
             what = f"row_norm must be at most max_slot_norm ({self.max_slot_norm}), got {self.row_norm}"
-            raise ValueError(f"{what}: the first step would clip the rows; raise max_slot_norm, or set it to None.")
+            raise ValueError(
+                f"{what}: the first step would clip the rows; raise max_slot_norm, or set it to None."
+            )
         for name in ("layers_to_transform", "layers_pattern"):
             if isinstance(self.target_modules, str) and getattr(self, name) is not None:
-                raise ValueError(f"{name} cannot be used when target_modules is a regular expression.")
+                raise ValueError(
+                    f"{name} cannot be used when target_modules is a regular expression."
+                )
         if self.layers_pattern and self.layers_to_transform is None:
-            raise ValueError("layers_pattern needs layers_to_transform: set the layers that it counts.")
+            raise ValueError(
+                "layers_pattern needs layers_to_transform: set the layers that it counts."
+            )
         for name in ("target_modules", "exclude_modules"):
             value = getattr(self, name)
             setattr(self, name, set(value) if isinstance(value, list | tuple) else value)
@@ -115,13 +128,21 @@ class LocasConfig(PeftConfig):
     @classmethod
     def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
         """Leave out the fields that former versions saved: what a memory's structure is, its tensors tell."""
-        return {name: value for name, value in kwargs.items() if name not in ("gated_host_experiment", "variant")}
+        return {
+            name: value
+            for name, value in kwargs.items()
+            if name not in ("gated_host_experiment", "variant")
+        }
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs
+    ):
         """Load a memory's config from a folder or the hub, or raise a `ValueError` if it is damaged."""
         try:
-            config = super().from_pretrained(pretrained_model_name_or_path, subfolder=subfolder, **kwargs)
+            config = super().from_pretrained(
+                pretrained_model_name_or_path, subfolder=subfolder, **kwargs
+            )
         except ValueError as error:
             raise ValueError(one_line(str(error))) from error
         except (TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -129,9 +150,13 @@ class LocasConfig(PeftConfig):
             if find_memory_file(folder) is None:  # a config alone: PEFT's own errors
                 raise
             path, reason = os.path.join(folder, CONFIG_NAME), one_line(str(error))
-            raise ValueError(f"{path} is no config of a memory ({reason}): copy or save the memory again") from error
+            raise ValueError(
+                f"{path} is no config of a memory ({reason}): copy or save the memory again"
+            ) from error
         if isinstance(config, LocasConfig):
-            config._file = find_memory_file(pretrained_model_name_or_path, subfolder, **cls._split_kwargs(kwargs)[0])
+            config._file = find_memory_file(
+                pretrained_model_name_or_path, subfolder, **cls._split_kwargs(kwargs)[0]
+            )
             config._fields_of_file = config._list_fields_of_file()
         return config
 
@@ -141,9 +166,19 @@ class LocasConfig(PeftConfig):
         saved = copy.copy(self)
         if layers:
             trained = ("modules_to_save", "trainable_token_indices")
-            embeddings = [key.removeprefix(PREFIX) for key in others if self.field_that_names(key) not in trained]
+            embeddings = [
+                key.removeprefix(PREFIX)
+                for key in others
+                if self.field_that_names(key) not in trained
+            ]
             self.saved_embeddings = saved.saved_embeddings = embeddings or None
-            saved.name_modules({name: len(parts["locas_up"]) for name, parts in layers.items() if "locas_up" in parts})
+            saved.name_modules(
+                {
+                    name: len(parts["locas_up"])
+                    for name, parts in layers.items()
+                    if "locas_up" in parts
+                }
+            )
         super(LocasConfig, saved).save_pretrained(save_directory, **kwargs)
 
     def name_modules(self, widths: dict[str, int]) -> None:
@@ -152,7 +187,9 @@ class LocasConfig(PeftConfig):
         if any(isinstance(pattern, str) for pattern in patterns) or self.layers_pattern:
             self.target_modules, self.exclude_modules = set(widths), None
             self.layers_to_transform = self.layers_pattern = None
-        longest_first = sorted(widths.items(), key=lambda item: -len(item[0]))  # a name may end with another
+        longest_first = sorted(
+            widths.items(), key=lambda item: -len(item[0])
+        )  # a name may end with another
         ranks = {re.escape(name): r for name, r in longest_first}
         self.rank_pattern = ranks if set(ranks.values()) != {self.r} else {}
         self._fields_of_file = self._list_fields_of_file()
@@ -164,7 +201,10 @@ class LocasConfig(PeftConfig):
 
     def _list_fields_of_file(self) -> list[Any]:
         # Heads of some tasks are added by PEFT after the config was loaded.
-        names = set(self.target_modules or ()), set(self.modules_to_save or ()) - {"classifier", "score", "qa_outputs"}
+        names = (
+            set(self.target_modules or ()),
+            set(self.modules_to_save or ()) - {"classifier", "score", "qa_outputs"},
+        )
         tensors = self.trainable_token_indices, self.saved_embeddings
         return [self.r, self.rank_pattern, self.exclude_modules, *names, *tensors]
 
@@ -176,7 +216,9 @@ class LocasConfig(PeftConfig):
 
 
 def _holds(values: object, kind: type) -> bool:
-    return isinstance(values, list | tuple | set) and all(isinstance(value, kind) for value in values)
+    return isinstance(values, list | tuple | set) and all(
+        isinstance(value, kind) for value in values
+    )
 
 
 def _maps(values: object, is_valid: Callable[[Any], bool]) -> bool:
@@ -219,34 +261,61 @@ _TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "target_modules": ("be names, or one name or regular expression", _is_name_or_names),
     "exclude_modules": ("be names, or one name or regular expression", _is_name_or_names),
     "modules_to_save": ("be a list of names", lambda value: _holds(value, str)),
-    "trainable_token_indices": ("be a list of token ids, or lists by module name", _is_token_indices),
+    "trainable_token_indices": (
+        "be a list of token ids, or lists by module name",
+        _is_token_indices,
+    ),
     "saved_embeddings": ("be a list of names", lambda value: _holds(value, str)),
     "layers_pattern": ("be a name or names", _is_name_or_names),
     "seed": ("be an integer", _is_whole),
     "init_weights": ("be True or False", lambda value: isinstance(value, bool)),
-    "layers_to_transform": ("be an index or a list of them", lambda value: _is_whole(value) or _holds(value, int)),
+    "layers_to_transform": (
+        "be an index or a list of them",
+        lambda value: _is_whole(value) or _holds(value, int),
+    ),
     "scaling": ("be a number", _is_number),
     "row_norm": ("be a number", _is_number),
     "max_slot_norm": ("be a number, or None for no clip", _is_number),
     "rank_pattern": ("be a dictionary", lambda value: isinstance(value, dict)),
-    "ffn_parts": ("be a dictionary of names", lambda value: _maps(value, lambda name: isinstance(name, str))),
+    "ffn_parts": (
+        "be a dictionary of names",
+        lambda value: _maps(value, lambda name: isinstance(name, str)),
+    ),
     "host": ("be a dictionary", lambda value: isinstance(value, dict)),
-    "slots": ("be a dictionary of lists of indices", lambda value: _maps(value, lambda slots: _holds(slots, int))),
+    "slots": (
+        "be a dictionary of lists of indices",
+        lambda value: _maps(value, lambda slots: _holds(slots, int)),
+    ),
 }
 _VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "r": ("be at least 1", lambda value: value >= 1),
     "pad_to_multiple_of": ("be from 1 to 65536", lambda value: 1 <= value <= 65536),
     # PEFT matches them as regular expressions and as ends of names.
-    "modules_to_save": ("be names", lambda value: all(re.fullmatch(r"[\w.-]+", name) for name in value)),
+    "modules_to_save": (
+        "be names",
+        lambda value: all(re.fullmatch(r"[\w.-]+", name) for name in value),
+    ),
     "seed": ("have at most 63 bits", lambda value: abs(value) < 2**63),
-    "target_modules": ("be a regular expression, or at least one name", lambda value: value and _is_target(value)),
+    "target_modules": (
+        "be a regular expression, or at least one name",
+        lambda value: value and _is_target(value),
+    ),
     "exclude_modules": ("be a regular expression", _is_target),
-    "rank_pattern": ("have regular expressions as keys", lambda value: all(map(_is_pattern, value))),
-    "init_strategy": ("be one of {strategies}", lambda value: isinstance(value, str) and value in STRATEGIES),
+    "rank_pattern": (
+        "have regular expressions as keys",
+        lambda value: all(map(_is_pattern, value)),
+    ),
+    "init_strategy": (
+        "be one of {strategies}",
+        lambda value: isinstance(value, str) and value in STRATEGIES,
+    ),
     "output_scale": ("be one of 'measured', 'paper'", lambda value: value in ("measured", "paper")),
     "scaling": ("be finite, at most 1e12 in size", lambda value: abs(value) <= LARGEST),
     "row_norm": ("be a finite number above 0", lambda value: 0 < value <= LARGEST),
-    "max_slot_norm": ("be finite and above 0, or None for no clip", lambda value: 0 < value <= LARGEST),
+    "max_slot_norm": (
+        "be finite and above 0, or None for no clip",
+        lambda value: 0 < value <= LARGEST,
+    ),
 }
 
 
@@ -257,5 +326,7 @@ def _check(field_name: str, value: Any, name: str | None = None) -> None:
     for rules, error in ((_TYPES, TypeError), (_VALUES, ValueError)):
         rule, is_valid = rules.get(field_name, ("", lambda value: True))
         if not is_valid(value):
-            rule = rule.format(strategies=", ".join(map(repr, STRATEGIES)))  # the table may have grown
+            rule = rule.format(
+                strategies=", ".join(map(repr, STRATEGIES))
+            )  # the table may have grown
             raise error(f"{name or field_name} must {rule}, got {value!r}.")

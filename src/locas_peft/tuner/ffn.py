@@ -34,12 +34,18 @@ class FFNParts:
     down: str
     up: str | None = None
     gate: str | None = None
-    gate_up: str | None = None  # one projection: the first F rows are the gate's, the other F the up's
-    activation: str | None = None  # an attribute, or one of transformers' activation names; None: found by name
+    gate_up: str | None = (
+        None  # one projection: the first F rows are the gate's, the other F the up's
+    )
+    activation: str | None = (
+        None  # an attribute, or one of transformers' activation names; None: found by name
+    )
 
     @property
     def projections(self) -> tuple[str, ...]:
-        return tuple(name for name in (self.gate, self.up, self.gate_up, self.down) if name is not None)
+        return tuple(
+            name for name in (self.gate, self.up, self.gate_up, self.down) if name is not None
+        )
 
     @property
     def inlet(self) -> str:
@@ -74,10 +80,16 @@ class HostFFN:
 
     def __init__(self, owner: nn.Module, parts: FFNParts, name: str = "") -> None:
         self.owner, self.parts, self.name = owner, parts, name or type(owner).__name__
-        missing = [part for part in parts.projections if not _is_projection(getattr(owner, part, None))]
+        missing = [
+            part for part in parts.projections if not _is_projection(getattr(owner, part, None))
+        ]
         if missing:
-            what = f"{self.name} ({type(owner).__name__}) has no projection named {', '.join(missing)}"
-            raise ValueError(f"{what}: it has {describe_children(owner)}. Name its parts in ffn_parts.")
+            what = (
+                f"{self.name} ({type(owner).__name__}) has no projection named {', '.join(missing)}"
+            )
+            raise ValueError(
+                f"{what}: it has {describe_children(owner)}. Name its parts in ffn_parts."
+            )
         # A flat FFN: its owner is a decoder layer, which has parameters outside the FFN's parts.
         own = {*parts.projections, *ACTIVATION_NAMES, parts.activation}
         self.is_flat = any(name.split(".")[0] not in own for name, _ in owner.named_parameters())
@@ -87,7 +99,9 @@ class HostFFN:
         expected = [(self.hidden_size, rows)] * (len(shapes) - 1) + [(width, self.hidden_size)]
         if shapes != expected:
             mapped = f"the projections {', '.join(parts.projections)} map {shapes} (in, out), which is no FFN"
-            raise ValueError(f"{self.name}: {mapped}: expected {expected}. Name its parts in ffn_parts.")
+            raise ValueError(
+                f"{self.name}: {mapped}: expected {expected}. Name its parts in ffn_parts."
+            )
         self.act = _find_activation(owner, parts)
 
     @property
@@ -132,7 +146,11 @@ class HostFFN:
         if self.parts.gate_up:
             fused = self.projection(self.parts.gate_up)
             return [(fused, 0), (fused, self.width)]
-        return [(self.projection(part), 0) for part in (self.parts.gate, self.parts.up) if part is not None]
+        return [
+            (self.projection(part), 0)
+            for part in (self.parts.gate, self.parts.up)
+            if part is not None
+        ]
 
     def gate_and_up_rows(self, slots: Tensor) -> tuple[Tensor | None, Tensor]:
         """Copy the gate rows (`None` for a two-layer FFN) and up rows of slots, `LongTensor [R]`: `[R, D]` float32."""
@@ -153,7 +171,11 @@ class HostFFN:
             activation = args[0].flatten(0, -2)
 
             def sum_activity(kept: Tensor | None) -> Tensor:
-                return (activation if kept is None else activation[kept]).abs().sum(dim=0, dtype=torch.float32)
+                return (
+                    (activation if kept is None else activation[kept])
+                    .abs()
+                    .sum(dim=0, dtype=torch.float32)
+                )
 
             callback(sum_activity, output)
 
@@ -173,7 +195,9 @@ class HostFFN:
         modules = {part: self.projection(part) for part in self.parts.projections}
         # Quantisers subclass the layer, the parameter or the tensor; float8 weights come with scales.
         obstacles = (
-            find_weight_obstacle(part, module, module.weight, isinstance(module, nn.Linear | Conv1D))
+            find_weight_obstacle(
+                part, module, module.weight, isinstance(module, nn.Linear | Conv1D)
+            )
             for part, module in modules.items()
         )
         return self.find_other_adapter() or next(filter(None, obstacles), None)
@@ -222,7 +246,9 @@ class HostFFN:
         with torch.no_grad(), evaluating(self.owner):
             # Some FFNs also take the residual stream and add it (Bloom): zeros there.
             parameters = inspect.signature(self.owner.forward).parameters.values()
-            required = sum(p.default is p.empty and p.kind.name.startswith("POSITIONAL") for p in parameters)
+            required = sum(
+                p.default is p.empty and p.kind.name.startswith("POSITIONAL") for p in parameters
+            )
             expected = self.owner(token, *[torch.zeros_like(token)] * (required - 1))
             output = self._forward(token)
         is_tensor = isinstance(expected, Tensor)
@@ -230,7 +256,9 @@ class HostFFN:
             formula = "down(act(gate) * up)" if self.gated else "down(act(up))"
             what = f"{self.name} ({type(self.owner).__name__}) computes something other than {formula} of its parts"
             remedy = "Name its parts in ffn_parts, or exclude it with exclude_modules."
-            raise ValueError(f"{what} {', '.join(self.parts.projections)}: a memory could not be merged. {remedy}")
+            raise ValueError(
+                f"{what} {', '.join(self.parts.projections)}: a memory could not be merged. {remedy}"
+            )
 
     def _forward(self, hidden_states: Tensor) -> Tensor:
         down = getattr(self.owner, self.parts.down)
@@ -248,7 +276,9 @@ def list_known_parts() -> list[FFNParts]:
     return sorted(KNOWN_PARTS.values(), key=lambda known: -len(known.projections))
 
 
-def find_dense(owner: nn.Module, name: str, candidates: Sequence[FFNParts], given: bool = False) -> HostFFN | None:
+def find_dense(
+    owner: nn.Module, name: str, candidates: Sequence[FFNParts], given: bool = False
+) -> HostFFN | None:
     """Return the FFN whose parts are attributes of a module, or `None` where it has those of no candidate.
 
     Parts that make no FFN are a `ValueError` if a user has `given` the candidates.
@@ -297,11 +327,15 @@ def _find_activation(owner: nn.Module, parts: FFNParts) -> Callable[[Tensor], Te
 
 
 def describe_children(module: nn.Module) -> str:
-    children = ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children())
+    children = ", ".join(
+        f"{name} ({type(child).__name__})" for name, child in module.named_children()
+    )
     return children or f"no children ({type(module).__name__})"
 
 
-def find_weight_obstacle(part: str, module: nn.Module, weight: Tensor, known: bool = True) -> str | None:
+def find_weight_obstacle(
+    part: str, module: nn.Module, weight: Tensor, known: bool = True
+) -> str | None:
     """Return the reason why rows cannot be appended to a weight (named `part`) of a module, or `None`.
 
     `known` is whether the module computes with its weight as it is.
@@ -321,7 +355,9 @@ def _rows_of(module: nn.Module) -> Tensor:
     """Return the weight `[out, in]` of a projection, dequantised, and onloaded if it is offloaded."""
     with torch.no_grad(), align_module_device(module):
         parameter, weight = module.weight, dequantize_module_weight(module).detach()
-        if module.weight is not parameter:  # PEFT puts an 8-bit parameter without its scales in its place
+        if (
+            module.weight is not parameter
+        ):  # PEFT puts an 8-bit parameter without its scales in its place
             module.weight = parameter
         return weight.T if isinstance(module, Conv1D) else weight
 
@@ -334,9 +370,13 @@ def forbid_packing(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+            if getattr(
+                getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False
+            ):
                 what = f"{name} was packed by bitsandbytes in a forward on the CPU, which cannot be undone exactly"
-                raise ValueError(f"{what}: load the base again, and add the memory before its first forward.")
+                raise ValueError(
+                    f"{what}: load the base again, and add the memory before its first forward."
+                )
             module.support_avx512bf16_for_cpu = False
 
 

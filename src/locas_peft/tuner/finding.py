@@ -46,7 +46,11 @@ def find_ffns(model: nn.Module, parts: dict[str, str] | None = None) -> dict[str
         if isinstance(ffn, HostFFN):
             ffn.verify()
         elif not ffn.is_sum_of_experts():
-            found = {name: other for name, other in found.items() if type(other.owner) is not type(ffn.owner)}
+            found = {
+                name: other
+                for name, other in found.items()
+                if type(other.owner) is not type(ffn.owner)
+            }
     return found
 
 

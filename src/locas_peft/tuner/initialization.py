@@ -43,14 +43,24 @@ class Calibration:
         self._generator = make_generator(seed, f"process {rank}")
 
     @torch.no_grad()
-    def update(self, ffn_input: Tensor, sum_activity: SumActivity, output: Tensor, token_mask: Tensor | None = None):
+    def update(
+        self,
+        ffn_input: Tensor,
+        sum_activity: SumActivity,
+        output: Tensor,
+        token_mask: Tensor | None = None,
+    ):
         """Add the tokens of a forward pass: A `[..., D]`, the sum of their |M|, and FFN(A) `[..., D]`.
 
         `token_mask`, `[B, T]`, is nonzero where a token is no padding; ignored if its size is not that of the batch.
         """
         ffn_input, output = (tensor.flatten(0, -2) for tensor in (ffn_input, output))
         kept = None
-        if token_mask is not None and token_mask.dim() == 2 and token_mask.numel() == len(ffn_input):
+        if (
+            token_mask is not None
+            and token_mask.dim() == 2
+            and token_mask.numel() == len(ffn_input)
+        ):
             kept = token_mask.flatten().to(output.device).bool()
             ffn_input, output = ffn_input[kept], output[kept]
         activity = sum_activity(kept).double()
@@ -60,7 +70,9 @@ class Calibration:
         # length, the same tokens in every layer.
         keys = torch.rand(len(ffn_input), generator=self._generator, dtype=torch.float64)
         sample = (keys, ffn_input.float(), output.float().norm(dim=-1))
-        self._sample = self._keep_largest([sample] if self._sample is None else [self._sample, sample])
+        self._sample = self._keep_largest(
+            [sample] if self._sample is None else [self._sample, sample]
+        )
 
     def _keep_largest(self, samples: list[tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         tensors = [torch.cat(parts) for parts in zip(*samples, strict=True)]
@@ -78,10 +90,14 @@ class Calibration:
             dist.all_gather_object(gathered, tuple(tensor.cpu() for tensor in self._sample))
             self._sample = self._keep_largest(gathered)
         if tokens == 0:
-            raise ValueError("calibration saw no tokens: give at least one batch with a token that is no padding.")
+            raise ValueError(
+                "calibration saw no tokens: give at least one batch with a token that is no padding."
+            )
         _, inputs, output_norms = (tensor.to(self._activity.device) for tensor in self._sample)
         if not all(tensor.isfinite().all() for tensor in (self._activity, inputs, output_norms)):
-            raise ValueError("an FFN's activations are not finite on the calibration text: check base and dtype.")
+            raise ValueError(
+                "an FFN's activations are not finite on the calibration text: check base and dtype."
+            )
         return Statistics(self._activity / tokens.to(self._activity.device), inputs, output_norms)
 
 
@@ -112,13 +128,17 @@ def clone_slots(ffn: AnyFFN, slots: Tensor) -> Rows:
     return Rows(gate=None if gate is None else _to_unit(gate), up=_to_unit(up), slots=slots)
 
 
-def draw_gaussian(ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator) -> Rows:
+def draw_gaussian(
+    ffn: AnyFFN, statistics: Statistics | None, r: int, generator: torch.Generator
+) -> Rows:
     """Draw unit rows in random directions, independent of the host."""
     gate, up = (_to_unit(torch.randn(r, ffn.hidden_size, generator=generator)) for _ in range(2))
     return Rows(gate=gate if ffn.gated else None, up=up)
 
 
-def take_activations(ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator) -> Rows:
+def take_activations(
+    ffn: AnyFFN, statistics: Statistics, r: int, generator: torch.Generator
+) -> Rows:
     """Take the normalised FFN inputs of R tokens, in turns if there are fewer; gate and up start equal."""
     inputs = statistics.inputs
     rows = _to_unit(inputs[torch.arange(r, device=inputs.device) % len(inputs)])
@@ -132,8 +152,12 @@ def _to_unit(rows: Tensor) -> Tensor:
 STRATEGIES: dict[str, Strategy] = {
     # The slots with the largest alpha, largest first: the paper's strategy.
     "topk": Strategy(lambda ffn, seen, r, _: clone_slots(ffn, seen.importance.topk(r).indices)),
-    "bottomk": Strategy(lambda ffn, seen, r, _: clone_slots(ffn, seen.importance.topk(r, largest=False).indices)),
-    "random": Strategy(lambda ffn, _, r, own: clone_slots(ffn, torch.randperm(ffn.slots, generator=own)[:r]), False),
+    "bottomk": Strategy(
+        lambda ffn, seen, r, _: clone_slots(ffn, seen.importance.topk(r, largest=False).indices)
+    ),
+    "random": Strategy(
+        lambda ffn, _, r, own: clone_slots(ffn, torch.randperm(ffn.slots, generator=own)[:r]), False
+    ),
     "gaussian": Strategy(draw_gaussian, needs_calibration=False, clones=False),
     "activation": Strategy(take_activations, clones=False, takes_tokens=True),
     "write": Strategy(take_activations, clones=False, written=True),

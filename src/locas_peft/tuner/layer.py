@@ -35,26 +35,49 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     """
 
     adapter_layer_names: tuple[str, ...] = ("locas_gate", "locas_up", "locas_down")
-    other_param_names: tuple[str, ...] = ("locas_input_scale", "locas_tau", "locas_config", "locas_multiplier")
+    other_param_names: tuple[str, ...] = (
+        "locas_input_scale",
+        "locas_tau",
+        "locas_config",
+        "locas_multiplier",
+    )
 
-    def __init__(self, base_layer: nn.Module, ffn: AnyFFN, name: str, adapter_name: str, config: LocasConfig, r: int):
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        ffn: AnyFFN,
+        name: str,
+        adapter_name: str,
+        config: LocasConfig,
+        r: int,
+    ):
         super().__init__()
         self.base_layer = base_layer
-        self.training = base_layer.training  # a new module starts in training mode, where a forward calibrates
+        self.training = (
+            base_layer.training
+        )  # a new module starts in training mode, where a forward calibrates
         self.ffn, self.name = ffn, name
         self.in_features = self.out_features = ffn.hidden_size
-        self.locas_gate, self.locas_up, self.locas_down = nn.ModuleDict(), nn.ModuleDict(), nn.ModuleDict()
+        self.locas_gate, self.locas_up, self.locas_down = (
+            nn.ModuleDict(),
+            nn.ModuleDict(),
+            nn.ModuleDict(),
+        )
         self.locas_input_scale = ScaleDict(persistent=True)  # k; 0 until it is measured
         self.locas_tau = ScaleDict(persistent=True)
         self.locas_config: dict[str, LocasConfig] = {}
-        self.locas_multiplier: dict[str, float] = {}  # factors on the outputs, inside the context of `rescale`
+        self.locas_multiplier: dict[
+            str, float
+        ] = {}  # factors on the outputs, inside the context of `rescale`
         self.merged_adapters: list[str] = []
         self._disable_adapters = False
         self._active_adapter = adapter_name
         self.cast_input_dtype_enabled = True
         # While set, forwards run the host's FFN alone and collect its activations here (explicit calibration).
         self.calibration: Calibration | None = None
-        self.token_mask: Tensor | None = None  # of the current forward [B, T], nonzero where a token is no padding
+        self.token_mask: Tensor | None = (
+            None  # of the current forward [B, T], nonzero where a token is no padding
+        )
         # While set, called with A and the layer's output in each forward with gradients (`SlotWriter`).
         self.recorder: Callable[[Tensor, Tensor], None] | None = None
         self._ready: set[str] = set()  # memories known to need no calibration
@@ -82,9 +105,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.locas_up[adapter_name] = nn.Linear(d, r, bias=False)
         self.locas_down[adapter_name] = nn.Linear(r, d, bias=False)
         unmeasured = config.output_scale == "measured" and config.init_weights
-        self.locas_input_scale[adapter_name] = torch.tensor(0.0 if unmeasured else 1.0, dtype=torch.float32)
+        self.locas_input_scale[adapter_name] = torch.tensor(
+            0.0 if unmeasured else 1.0, dtype=torch.float32
+        )
         # The paper's tau, from the base as it is now: merging memories later would change it.
-        self.locas_tau[adapter_name] = torch.tensor(self.ffn.mean_down_norm() / r, dtype=torch.float32)
+        self.locas_tau[adapter_name] = torch.tensor(
+            self.ffn.mean_down_norm() / r, dtype=torch.float32
+        )
         weights = [module.weight for module in self.projections(adapter_name)]
         if not weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
             for weight in weights:
@@ -122,7 +149,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self._ready.add(adapter_name)
         return False
 
-    def start_calibration(self, adapter_name: str, r: int | None = None, across_processes: bool = True) -> Calibration:
+    def start_calibration(
+        self, adapter_name: str, r: int | None = None, across_processes: bool = True
+    ) -> Calibration:
         """Return a calibration that has seen nothing yet, for a memory of its own width or of width `r`."""
         samples = max(SAMPLED_TOKENS, r or self.locas_up[adapter_name].out_features)
         return Calibration(samples, self.locas_config[adapter_name].seed, across_processes)
@@ -135,7 +164,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return STRATEGIES[config.init_strategy].make(self.ffn, statistics, r, generator)
 
     @torch.no_grad()
-    def initialize(self, adapter_name: str, rows: Rows | None, statistics: Statistics | None = None) -> None:
+    def initialize(
+        self, adapter_name: str, rows: Rows | None, statistics: Statistics | None = None
+    ) -> None:
         """Fill an empty memory: load its rows, times `row_norm`, zero its values, and measure its scale.
 
         Without rows, rows and values stay as they are. The scale is measured on the statistics; without, it stays.
@@ -152,7 +183,11 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             tau = self.locas_tau[adapter_name]
             self.locas_input_scale[adapter_name].copy_(measure_input_scale(statistics.inputs))
             activations = self.activate([adapter_name], statistics.inputs)
-            tau.copy_(measure_output_scale(activations, statistics.output_norms, self.ffn.hidden_size, otherwise=tau))
+            tau.copy_(
+                measure_output_scale(
+                    activations, statistics.output_norms, self.ffn.hidden_size, otherwise=tau
+                )
+            )
         if rows is not None and self.is_written(adapter_name):
             up.zero_()
 
@@ -174,7 +209,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if getattr(self, "_is_replica", False):
             self._check_replica()
         if self.calibration is not None:
-            return self._forward_observed([self.calibration], ffn_input, hidden_states, *args, **kwargs)
+            return self._forward_observed(
+                [self.calibration], ffn_input, hidden_states, *args, **kwargs
+            )
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()
@@ -187,7 +224,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         elif self.merged:
             return self.base_layer(hidden_states, *args, **kwargs)
 
-        memories = self._memories(self.active_adapters if adapter_names is None else adapter_names[:1])
+        memories = self._memories(
+            self.active_adapters if adapter_names is None else adapter_names[:1]
+        )
         # Trainers also generate, and score with a reference, in training mode: those forwards are no step.
         calibrating = torch.is_grad_enabled() and (self.training or self.recorder is not None)
         waiting = [name for name in memories if calibrating and self.needs_calibration(name)]
@@ -212,7 +251,10 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         With the names of N memories of one shape, A is `[N, T, D]`, one entry for each.
         """
         down = self._projection(self.locas_down, adapter_names)
-        return _scale(down(self.activate(adapter_names, ffn_input)), [self.scale(name) for name in adapter_names])
+        return _scale(
+            down(self.activate(adapter_names, ffn_input)),
+            [self.scale(name) for name in adapter_names],
+        )
 
     def activate(self, adapter_names: Sequence[str], ffn_input: Tensor) -> Tensor:
         """Return M, the activations of a memory's slots, `[..., R]` in its dtype. Arguments as for `recall`."""
@@ -221,10 +263,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         up = _scale(self._projection(self.locas_up, adapter_names)(ffn_input), k)
         if not self.ffn.gated:
             return self.ffn.act(up)
-        return self.ffn.act(_scale(self._projection(self.locas_gate, adapter_names)(ffn_input), k)) * up
+        return (
+            self.ffn.act(_scale(self._projection(self.locas_gate, adapter_names)(ffn_input), k))
+            * up
+        )
 
     @staticmethod
-    def _projection(modules: nn.ModuleDict, adapter_names: Sequence[str]) -> Callable[[Tensor], Tensor]:
+    def _projection(
+        modules: nn.ModuleDict, adapter_names: Sequence[str]
+    ) -> Callable[[Tensor], Tensor]:
         """Return one memory's projection, or one batched product with the projections of several memories."""
         if len(adapter_names) == 1:
             return modules[adapter_names[0]]
@@ -250,7 +297,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         with self.ffn.observing(update):
             return self.base_layer(*args, **kwargs)
 
-    def _forward_calibrating(self, waiting: list[str], ffn_input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _forward_calibrating(
+        self, waiting: list[str], ffn_input: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Run the host's FFN and calibrate memories: their values are zero, so that no other pass is needed."""
         # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written there is lost.
         lost = [name for name in waiting if name in self._calibrated]
@@ -262,7 +311,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         result = self._forward_observed(calibrations.values(), ffn_input, *args, **kwargs)
         for name, calibration in calibrations.items():
             statistics = calibration.finish()
-            self.initialize(name, self.make_rows(name, statistics) if self.is_empty(name) else None, statistics)
+            self.initialize(
+                name, self.make_rows(name, statistics) if self.is_empty(name) else None, statistics
+            )
             self._calibrated.add(name)
         return result
 
@@ -271,11 +322,17 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # are the original's.
         if self.training and any(map(self.needs_calibration, self._memories(self.active_adapters))):
             problem = "a memory cannot calibrate itself under DataParallel"
-            remedy = "calibrate(model, batches) first, or train with DistributedDataParallel (torchrun)."
+            remedy = (
+                "calibrate(model, batches) first, or train with DistributedDataParallel (torchrun)."
+            )
             raise ValueError(f"{problem}: {remedy}")
         if self.ffn.is_flat:
-            what = f"{self.name} cannot run under DataParallel, since its FFN has no module of its own"
-            raise ValueError(f"{what}: train with DistributedDataParallel (torchrun), or on one device.")
+            what = (
+                f"{self.name} cannot run under DataParallel, since its FFN has no module of its own"
+            )
+            raise ValueError(
+                f"{what}: train with DistributedDataParallel (torchrun), or on one device."
+            )
 
     def _keep_ffn_input(self, module: nn.Module, args: tuple) -> None:
         self._ffn_input = args[0]
@@ -292,7 +349,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     def neurons(self, adapter_name: str) -> tuple[Tensor | None, Tensor, Tensor]:
         """Return a memory as neurons of the host: gate `[R, D]` or `None`, up `[R, D]`, down `[D, R]`, all scaled."""
         weights = [module.weight for module in self.projections(adapter_name)]
-        return scale_neurons(weights, self.locas_input_scale[adapter_name], self.scale(adapter_name))
+        return scale_neurons(
+            weights, self.locas_input_scale[adapter_name], self.scale(adapter_name)
+        )
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Append memories (`None`: the active ones) to the host FFN as R neurons each, or raise a `ValueError`.
@@ -302,8 +361,12 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         for name in self._memories(check_adapters_to_merge(self, adapter_names)):
             self.check_mergeable(name)
             neurons = self.neurons(name)
-            if safe_merge and not all(part.isfinite().all() for part in neurons if part is not None):
-                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+            if safe_merge and not all(
+                part.isfinite().all() for part in neurons if part is not None
+            ):
+                raise ValueError(
+                    f"NaNs detected in the merged weights. The adapter {name} seems to be broken"
+                )
             self.ffn.widen(*neurons)
             self.merged_adapters.append(name)
 
@@ -312,13 +375,20 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self.check_exportable(adapter_name)
         obstacle = self.ffn.find_obstacle()
         if obstacle:
-            way_out = "" if isinstance(self.ffn, HostMixture) else "; or export it as a LoRA (to_lora, `locas export`)"
+            way_out = (
+                ""
+                if isinstance(self.ffn, HostMixture)
+                else "; or export it as a LoRA (to_lora, `locas export`)"
+            )
             raise ValueError(f"cannot merge into {self.name}: {obstacle}{way_out}.")
 
     def check_exportable(self, adapter_name: str) -> None:
         """Raise a `ValueError` if a memory is rescaled, or its host has another adapter."""
         if adapter_name in self.locas_multiplier:
-            rule, got = f"'{adapter_name}' cannot be merged inside rescale()", self.locas_multiplier[adapter_name]
+            rule, got = (
+                f"'{adapter_name}' cannot be merged inside rescale()",
+                self.locas_multiplier[adapter_name],
+            )
             remedy = "merge it outside, or set the config's scaling."
             raise ValueError(f"the memory {rule}, got the multiplier {got}: {remedy}")
         adapter = self.ffn.find_other_adapter()
@@ -354,9 +424,13 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             device = torch.device(hook.execution_device)
         return device, dtype
 
-    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+    def _move_adapter_to_device_of_base_layer(
+        self, adapter_name: str, device: torch.device | None = None
+    ) -> None:
         # PEFT also casts what it moves to the base's dtype: the scales stay float32.
-        scales = [(scales, scales[adapter_name]) for scales in (self.locas_input_scale, self.locas_tau)]
+        scales = [
+            (scales, scales[adapter_name]) for scales in (self.locas_input_scale, self.locas_tau)
+        ]
         super()._move_adapter_to_device_of_base_layer(adapter_name, device)
         weight = self.locas_up[adapter_name].weight
         for dictionary, scale in scales:
@@ -375,10 +449,14 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         return "locas." + super().__repr__()
 
 
-def scale_neurons(weights: Sequence[Tensor], k: Tensor | float, tau: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
+def scale_neurons(
+    weights: Sequence[Tensor], k: Tensor | float, tau: Tensor
+) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return a memory's weights, gate (if gated), up and down, times their scales; the gate is `None` without one."""
     scales = [*[k] * (len(weights) - 1), tau]
-    *rows, down = ((w.float() * scale).to(w.dtype) for w, scale in zip(weights, scales, strict=True))
+    *rows, down = (
+        (w.float() * scale).to(w.dtype) for w, scale in zip(weights, scales, strict=True)
+    )
     return rows[0] if len(rows) > 1 else None, rows[-1], down
 
 

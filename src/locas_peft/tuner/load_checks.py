@@ -56,21 +56,33 @@ def load_memory_file(path: str, config: LocasConfig) -> tuple[Tensors, dict[str,
     for field in ("modules_to_save", "trainable_token_indices", "saved_embeddings"):
         # A classifier has one of several names, so that one tensor is enough here.
         if getattr(config, field) and field not in fields.values():
-            raise ValueError(f"{path} does not fit its config: no tensor is for {field}. Save the memory again.")
+            raise ValueError(
+                f"{path} does not fit its config: no tensor is for {field}. Save the memory again."
+            )
     for name, parts in layers.items():
         problem = _find_shape_problem(parts, config) or _find_gain_problem(parts, config)
         if problem:
-            raise ValueError(f"{path} does not fit its config at {one_line(name)}: {problem}. Save the memory again.")
+            raise ValueError(
+                f"{path} does not fit its config at {one_line(name)}: {problem}. Save the memory again."
+            )
     return tensors, {name: len(parts["locas_up"]) for name, parts in layers.items()}
 
 
 def find_divergence(tensors: Tensors, config: LocasConfig) -> str | None:
     """Return why a memory of these tensors, with the names of a file, could not be loaded; None where it could."""
-    tensors = {key: tensor.detach() for key, tensor in tensors.items() if tensor.numel() and not tensor.is_meta}
-    problems = {key: _find_number_problem(tensor, is_memory=True) for key, tensor in tensors.items()}
+    tensors = {
+        key: tensor.detach()
+        for key, tensor in tensors.items()
+        if tensor.numel() and not tensor.is_meta
+    }
+    problems = {
+        key: _find_number_problem(tensor, is_memory=True) for key, tensor in tensors.items()
+    }
     if not any(problems.values()):
         layers = split_tensors(tensors)[0]
-        problems = {f"at {name}": _find_gain_problem(parts, config) for name, parts in layers.items()}
+        problems = {
+            f"at {name}": _find_gain_problem(parts, config) for name, parts in layers.items()
+        }
     return next((f"{name} {problem}" for name, problem in problems.items() if problem), None)
 
 
@@ -96,7 +108,9 @@ def _find_shape_problem(parts: Tensors, config: LocasConfig) -> str | None:
     # The names in rank_pattern are not compared: a file may bring a regular expression that takes forever.
     r = up[0] if up[0] in config.rank_pattern.values() else config.r
     d = (config.host or {}).get("hidden_size") or up[1]
-    expected = {"locas_gate": [r, d], "locas_up": [r, d], "locas_down": [d, r]} | {scale: [] for scale in SCALES}
+    expected = {"locas_gate": [r, d], "locas_up": [r, d], "locas_down": [d, r]} | {
+        scale: [] for scale in SCALES
+    }
     for part, tensor in parts.items():
         if list(tensor.shape) != expected[part]:
             return f"{part} has shape {list(tensor.shape)}, expected {expected[part]}"
@@ -106,24 +120,34 @@ def _find_shape_problem(parts: Tensors, config: LocasConfig) -> str | None:
 def _find_gain_problem(parts: Tensors, config: LocasConfig) -> str | None:
     factors = {part: tensor.abs().max().item() for part, tensor in parts.items()}
     projections = [factors.pop("locas_input_scale", 1.0)] * (2 if "locas_gate" in factors else 1)
-    gain = math.prod(max(1.0, factor) for factor in (*factors.values(), *projections, abs(config.scaling)))
+    gain = math.prod(
+        max(1.0, factor) for factor in (*factors.values(), *projections, abs(config.scaling))
+    )
     if gain > LARGEST:
         return f"the product of its largest numbers is {gain:.3g}, at most {LARGEST:.0e} expected"
     return None
 
 
-def find_misfit(model: nn.Module, adapter_name: str, config: LocasConfig, tensors: Tensors) -> str | None:
+def find_misfit(
+    model: nn.Module, adapter_name: str, config: LocasConfig, tensors: Tensors
+) -> str | None:
     """Compare the tensors to be loaded, with the model's names, with the model's own; return the first problem."""
     saved = config.saved_embeddings or ()
     own, embeddings = model.state_dict(keep_vars=True), set()
     for find in ("get_input_embeddings", "get_output_embeddings"):
         with suppress(NotImplementedError, AttributeError):  # the model may have no embeddings
             embeddings |= {id(parameter) for parameter in getattr(model, find)().parameters()}
-    part = re.compile(rf"\.(locas_\w+|modules_to_save|trainable_tokens_delta)\.{re.escape(adapter_name)}(\.|$)")
+    part = re.compile(
+        rf"\.(locas_\w+|modules_to_save|trainable_tokens_delta)\.{re.escape(adapter_name)}(\.|$)"
+    )
     added = {key for key in own if part.search(key)}
     memory = {key for key in added if ".locas_" in key}
-    known = added | {key for key in own if id(own[key]) in embeddings and key.removeprefix(PREFIX) in saved}
-    given = {key if key in own else key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+    known = added | {
+        key for key in own if id(own[key]) in embeddings and key.removeprefix(PREFIX) in saved
+    }
+    given = {
+        key if key in own else key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()
+    }
     for key in sorted(memory - given.keys()):
         return f"the file has no {key}; load the base that the memory was made for"
     for key, tensor in given.items():
@@ -151,7 +175,9 @@ def rename_trained_modules(model: nn.Module, adapter_name: str, tensors: Tensors
         if isinstance(module, AuxiliaryTrainingWrapper):
             for saved, own in module.adapter_state_dict_load_map(adapter_name).items():
                 if f"{PREFIX}{name}.{saved}" not in tensors:  # PEFT would raise a KeyError halfway
-                    raise ValueError(f"the memory does not fit the model: the file has no {PREFIX}{name}.{saved}.")
+                    raise ValueError(
+                        f"the memory does not fit the model: the file has no {PREFIX}{name}.{saved}."
+                    )
                 renamed[f"{PREFIX}{name}.{own}"] = renamed.pop(f"{PREFIX}{name}.{saved}")
     return renamed
 
@@ -160,7 +186,9 @@ def check_tokens(config: LocasConfig, model: nn.Module) -> None:
     """Raise a `ValueError` if a token to be trained is outside the vocabulary: on a GPU, PEFT would crash."""
     indices = config.trainable_token_indices or {}
     for target, numbers in (indices if isinstance(indices, dict) else {None: indices}).items():
-        embeddings = getattr(model, "get_input_embeddings", lambda: None)() if target is None else None
+        embeddings = (
+            getattr(model, "get_input_embeddings", lambda: None)() if target is None else None
+        )
         for name, module in model.named_modules():
             rows = getattr(getattr(module, "weight", None), "shape", None)
             if (module is embeddings or (target is not None and name.endswith(target))) and rows:
@@ -196,18 +224,28 @@ def may_be_same_weights(expected: object, found: str) -> bool:
         return True
     pairs = [(expected[i : i + 4], found[i : i + 4]) for i in range(0, len(found), 4)]
     try:
-        known = [bytes.fromhex("".join(f"{digits}0000" for digits in pair)) for pair in pairs if _UNKNOWN not in pair]
-        numbers = [struct.unpack(">ff", pair) for pair in known]  # bfloat16 is the first half of float32
+        known = [
+            bytes.fromhex("".join(f"{digits}0000" for digits in pair))
+            for pair in pairs
+            if _UNKNOWN not in pair
+        ]
+        numbers = [
+            struct.unpack(">ff", pair) for pair in known
+        ]  # bfloat16 is the first half of float32
     except (ValueError, struct.error):
         return True
     return all(abs(a - b) <= _RELATIVE * max(abs(a), abs(b)) + _ABSOLUTE for a, b in numbers)
 
 
 def _to_digits(parameter: Tensor) -> str:
-    plain = type(parameter) is nn.Parameter and type(parameter.data) is Tensor  # not quantised, not sharded
+    plain = (
+        type(parameter) is nn.Parameter and type(parameter.data) is Tensor
+    )  # not quantised, not sharded
     known = plain and parameter.is_floating_point() and not parameter.is_meta
     if not known or parameter.numel() < NUMBERS or parameter.element_size() < 2:
         return _UNKNOWN * NUMBERS
     first = parameter.detach()[(0,) * (parameter.dim() - 1)][:NUMBERS]
     numbers = first.to("cpu", torch.bfloat16).view(torch.int16).tolist()
-    return "".join(f"{number & 0xFFFF:04x}" for number in numbers) + _UNKNOWN * (NUMBERS - len(numbers))
+    return "".join(f"{number & 0xFFFF:04x}" for number in numbers) + _UNKNOWN * (
+        NUMBERS - len(numbers)
+    )

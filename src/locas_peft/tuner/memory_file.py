@@ -30,8 +30,12 @@ def find_memory_file(folder: str, subfolder: str | None = None, **hub_options: A
             if os.path.isfile(os.path.join(path, name)):
                 return os.path.join(path, name)
         else:
-            with suppress(Exception):  # no such file, no network: PEFT names the reason when it loads the tensors
-                return huggingface_hub.hf_hub_download(folder, name, subfolder=subfolder, **hub_options)
+            with suppress(
+                Exception
+            ):  # no such file, no network: PEFT names the reason when it loads the tensors
+                return huggingface_hub.hf_hub_download(
+                    folder, name, subfolder=subfolder, **hub_options
+                )
     return None
 
 
@@ -44,26 +48,41 @@ def load_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         if path.endswith(".safetensors"):
             with safe_open(path, framework="pt", device="cpu") as file:
-                tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
+                tensors, metadata = (
+                    {key: file.get_tensor(key) for key in file.keys()},
+                    file.metadata() or {},
+                )
         else:
             tensors, metadata = torch.load(path, map_location="cpu", weights_only=True), {}
     except Exception as error:  # whatever the readers raise for a damaged file
         if isinstance(error, PermissionError):
-            raise ValueError(f"{path} cannot be read ({error.strerror}): check the file's permissions.") from None
+            raise ValueError(
+                f"{path} cannot be read ({error.strerror}): check the file's permissions."
+            ) from None
         if not path.endswith(".safetensors"):  # torch's own message advises to unpickle everything
-            raise ValueError(f"{path} is damaged or no pickle of tensors alone: save it as safetensors.") from None
+            raise ValueError(
+                f"{path} is damaged or no pickle of tensors alone: save it as safetensors."
+            ) from None
         reason = one_line(str(error).partition("\n")[0])
-        raise ValueError(f"{path} is truncated or not a safetensors file ({reason}): copy or save it again.") from None
+        raise ValueError(
+            f"{path} is truncated or not a safetensors file ({reason}): copy or save it again."
+        ) from None
     if not isinstance(tensors, dict) or not all(isinstance(key, str) for key in tensors):
-        raise ValueError(f"{path} must hold tensors by name, got {type(tensors).__name__}: save it again.")
+        raise ValueError(
+            f"{path} must hold tensors by name, got {type(tensors).__name__}: save it again."
+        )
     for key, tensor in tensors.items():
         dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         dense = dense and not tensor.is_meta and not tensor.is_quantized
         # A pickle can give one number a shape of any size.
         if not dense or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise ValueError(f"{path} must hold dense tensors, got another value as {one_line(key)}: save it again.")
+            raise ValueError(
+                f"{path} must hold dense tensors, got another value as {one_line(key)}: save it again."
+            )
     if DIGEST in metadata and metadata[DIGEST] != digest(tensors):
-        raise ValueError(f"{path} holds other tensors than were saved, since its digest differs: copy it again.")
+        raise ValueError(
+            f"{path} holds other tensors than were saved, since its digest differs: copy it again."
+        )
     return tensors, metadata
 
 
@@ -72,7 +91,9 @@ def split_tensors(tensors: dict[str, Tensor]) -> tuple[dict[str, dict[str, Tenso
     layers: dict[str, dict[str, Tensor]] = {}
     others = []
     for key, tensor in tensors.items():
-        layer, _, part = key.removesuffix(".weight").rpartition(".")  # 'a.b.locas_up.weight' -> 'a.b', 'locas_up'
+        layer, _, part = key.removesuffix(".weight").rpartition(
+            "."
+        )  # 'a.b.locas_up.weight' -> 'a.b', 'locas_up'
         if part in (WEIGHTS if key.endswith(".weight") else SCALES) and layer:
             layers.setdefault(layer.removeprefix(PREFIX), {})[part] = tensor
         else:

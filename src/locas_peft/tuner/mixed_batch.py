@@ -17,12 +17,16 @@ def check_adapter_names(layer: LocasLayer, adapter_names: list[str], ffn_input: 
         rule = "Cannot pass `adapter_names` when there are merged adapters"
         raise ValueError(f"{rule}, please call `unmerge_adapter` first.")
     inputs, names = len(ffn_input), len(adapter_names)
-    if inputs % names or (ffn_input.dim() > 2 and inputs != names):  # the input of a flat FFN is [B * T, D]
+    if inputs % names or (
+        ffn_input.dim() > 2 and inputs != names
+    ):  # the input of a flat FFN is [B * T, D]
         rule = "Length of `adapter_names` should be the same as the number of inputs"
         raise ValueError(f"{rule}, but got {names} and {inputs} respectively.")
 
 
-def add_by_row(layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor, result: Tensor) -> Tensor:
+def add_by_row(
+    layer: LocasLayer, adapter_names: list[str], ffn_input: Tensor, result: Tensor
+) -> Tensor:
     """Return the FFN's output plus, for each row of the batch, the output of the memory of that name.
 
     `ffn_input` is A and `result` FFN(A), both `[B, T, D]`, or `[B * T, D]` of a flat FFN.

@@ -46,15 +46,27 @@ class HostMixture:
         self.owner, self.name, experts = owner, name or type(owner).__name__, owner.experts
         self._wrapped = isinstance(experts, BaseTunerLayer)
         self.experts = experts.get_base_layer() if self._wrapped else experts
-        gate_up, down = (getattr(self.experts, part, None) for part in ("gate_up_proj", "down_proj"))
+        gate_up, down = (
+            getattr(self.experts, part, None) for part in ("gate_up_proj", "down_proj")
+        )
         self.act = getattr(self.experts, "act_fn", None)
         fused = all(isinstance(part, Tensor) and part.dim() == 3 for part in (gate_up, down))
-        if not fused or not callable(self.act) or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1]):
-            raise ValueError(f"{self.name} ({type(owner).__name__}) has experts of an unknown structure.")
+        if (
+            not fused
+            or not callable(self.act)
+            or gate_up.shape != (len(down), 2 * down.shape[2], down.shape[1])
+        ):
+            raise ValueError(
+                f"{self.name} ({type(owner).__name__}) has experts of an unknown structure."
+            )
         self.hidden_size = down.shape[1]
         children = ((part, getattr(owner, part, None)) for part in SHARED_EXPERTS)
         known = list_known_parts()
-        shared = (find_dense(child, f"{self.name}.{part}", known) for part, child in children if child is not None)
+        shared = (
+            find_dense(child, f"{self.name}.{part}", known)
+            for part, child in children
+            if child is not None
+        )
         self.shared: HostFFN | None = next(shared, None)
         self._shared_gate: nn.Module | None = getattr(owner, SHARED_GATE, None)
 
@@ -85,7 +97,9 @@ class HostMixture:
 
     def slots_at(self, width: int) -> int:
         """Return how many neurons there are when `width` has become this."""
-        return self.slots + (width - self.width) * (1 if self.widens_shared else len(self.experts.down_proj))
+        return self.slots + (width - self.width) * (
+            1 if self.widens_shared else len(self.experts.down_proj)
+        )
 
     @torch.no_grad()
     def gate_and_up_rows(self, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +108,10 @@ class HostMixture:
         with align_module_device(self.experts):
             weight = self.experts.gate_up_proj
             slots = slots.to(weight.device)
-            expert, neuron = slots.clamp(max=routed - 1) // width, slots.clamp(max=routed - 1) % width
+            expert, neuron = (
+                slots.clamp(max=routed - 1) // width,
+                slots.clamp(max=routed - 1) % width,
+            )
             gate, up = weight[expert, neuron].float(), weight[expert, width + neuron].float()
         of_shared = slots >= routed
         if of_shared.any():
@@ -134,14 +151,18 @@ class HostMixture:
         record: dict[str, Tensor] = {}
 
         def before(module: nn.Module, args: tuple, kwargs: dict) -> None:
-            record.update(zip(("inputs", "chosen", "weights"), (*args, *kwargs.values()), strict=False))
+            record.update(
+                zip(("inputs", "chosen", "weights"), (*args, *kwargs.values()), strict=False)
+            )
 
         def after(module: nn.Module, args: tuple, output: Tensor) -> None:
             record.update(activation=args[0].flatten(0, -2), shared=output.flatten(0, -2))
 
         with ExitStack() as hooks:
             hooks.enter_context(self.experts.register_forward_pre_hook(before, with_kwargs=True))
-            hooks.enter_context(self.experts.register_forward_hook(lambda *given: record.update(routed=given[-1])))
+            hooks.enter_context(
+                self.experts.register_forward_hook(lambda *given: record.update(routed=given[-1]))
+            )
             if self.shared is not None:
                 hooks.enter_context(self.shared.down.register_forward_hook(after))
             yield record
@@ -154,17 +175,27 @@ class HostMixture:
         """Return a message if what merging widens has an adapter, or `None`."""
         if self.widens_shared:
             return self.shared.find_other_adapter()
-        return "the experts carry another adapter: merge or unload that one first" if self._wrapped else None
+        return (
+            "the experts carry another adapter: merge or unload that one first"
+            if self._wrapped
+            else None
+        )
 
     def find_obstacle(self) -> str | None:
         """Return the reason why no memory can be merged into the block, or `None`."""
         if self.widens_shared:
             return self.shared.find_obstacle()
         names = ("gate_up_proj", "down_proj")
-        obstacles = (find_weight_obstacle(name, self.experts, getattr(self.experts, name)) for name in names)
+        obstacles = (
+            find_weight_obstacle(name, self.experts, getattr(self.experts, name)) for name in names
+        )
         obstacle = self.find_other_adapter() or next(filter(None, obstacles), None)
         if obstacle is None and self.routing_sum() is None:
-            shared = "its shared expert is gated" if self.shared is not None else "it has no shared expert"
+            shared = (
+                "its shared expert is gated"
+                if self.shared is not None
+                else "it has no shared expert"
+            )
             weights = "the routing weights of its experts do not add up to a constant"
             return f"{weights}, and {shared}: keep the memory as an adapter"
         return obstacle
@@ -196,7 +227,10 @@ class HostMixture:
         zeros = self.merged_width(len(up)) - len(up)
         gate, up = (nn.functional.pad(part, (0, 0, 0, zeros)) for part in (gate, up))
         down = nn.functional.pad(down, (0, zeros))
-        gate, up, down = (part.to(columns.device, columns.dtype).expand(count, -1, -1) for part in (gate, up, down))
+        gate, up, down = (
+            part.to(columns.device, columns.dtype).expand(count, -1, -1)
+            for part in (gate, up, down)
+        )
         gate_up.data = torch.cat([gate_up[:, :first_up], gate, gate_up[:, first_up:], up], dim=1)
         columns.data = torch.cat([columns, down], dim=2)
         self._refresh_experts()
@@ -236,7 +270,9 @@ class HostMixture:
         inputs, expected = record["inputs"], torch.zeros_like(record["routed"], dtype=torch.float32)
         with torch.no_grad():
             for expert, token, weight in _list_choices(record):
-                out = nn.functional.linear(self.activate(expert, inputs[token]), self.experts.down_proj[expert])
+                out = nn.functional.linear(
+                    self.activate(expert, inputs[token]), self.experts.down_proj[expert]
+                )
                 expected.index_add_(0, token, (out * weight[:, None]).float())
             if self.shared is not None:
                 expected += (self.shared_weight(inputs) * record["shared"]).float()
@@ -252,7 +288,9 @@ class HostMixture:
         # Routing weights that are not normalised grow with the router's logits, and those with a token's length.
         weight = self.experts.down_proj
         tokens = torch.randn(3, count, self.hidden_size, generator=torch.Generator().manual_seed(0))
-        tokens = (tokens * torch.tensor([0.1, 0.3, 1.0]).reshape(3, 1, 1)).to(weight.device, weight.dtype)
+        tokens = (tokens * torch.tensor([0.1, 0.3, 1.0]).reshape(3, 1, 1)).to(
+            weight.device, weight.dtype
+        )
         with torch.no_grad(), evaluating(self.owner), self._recording() as record:
             output = self.owner(tokens)
         return output, record
@@ -278,7 +316,9 @@ def _sum_activity(mixture: HostMixture, record: dict[str, Tensor]) -> SumActivit
                 activity[expert * width :][:width] = (weight.float() * kept[token]) @ activation
         if mixture.shared is not None:
             weight = mixture.shared_weight(inputs) * kept[:, None]
-            activity[-mixture.shared.width :] = (weight.float() * record["activation"].abs()).sum(dim=0)
+            activity[-mixture.shared.width :] = (weight.float() * record["activation"].abs()).sum(
+                dim=0
+            )
         return activity
 
     return sum_activity

@@ -51,16 +51,26 @@ class LocasModel(BaseTuner):
         forbid_packing(self.model)
         self._ffns = find_ffns(self.model, peft_config.ffn_parts)
         targets = peft_config.target_modules
-        if targets is None or (isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND):
+        if targets is None or (
+            isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
+        ):
             self._check_all_are_found()
             peft_config.target_modules = _to_suffixes(self._ffns, self.model)
         host, expected = _describe_host(self.model, self._ffns), peft_config._expected_host
         if expected is not None:
-            keys = [key for key in {**host, **expected} if key != "weights" and expected.get(key) != host.get(key)]
+            keys = [
+                key
+                for key in {**host, **expected}
+                if key != "weights" and expected.get(key) != host.get(key)
+            ]
             if keys:
-                found = ", ".join(f"{key} {expected.get(key)!r}, this base has {host.get(key)!r}" for key in keys)
+                found = ", ".join(
+                    f"{key} {expected.get(key)!r}, this base has {host.get(key)!r}" for key in keys
+                )
                 problem = f"this memory was made for another base ({one_line(found)})"
-                raise ValueError(f"{problem}: load the base that it was made for, or make a new memory.")
+                raise ValueError(
+                    f"{problem}: load the base that it was made for, or make a new memory."
+                )
             if not load_checks.may_be_same_weights(expected.get("weights"), host["weights"]):
                 what = "this memory was made for a base of the same shapes with other weights"
                 remedy = "its output is not what was learned; load the base that it was made for."
@@ -72,12 +82,23 @@ class LocasModel(BaseTuner):
         experts, kind = find_unknown_experts(self.model, self._ffns), type(self.model).__name__
         if experts:
             what = f"{kind} has mixtures of experts of an unknown structure ({experts[0]} and {len(experts) - 1} more)"
-            raise ValueError(f"{what}: set target_modules to FFNs that get a memory (found: {self._list_found()}).")
+            raise ValueError(
+                f"{what}: set target_modules to FFNs that get a memory (found: {self._list_found()})."
+            )
         if not self._ffns:
-            layers = next((one for one in self.model.modules() if isinstance(one, nn.ModuleList) and len(one)), None)
+            layers = next(
+                (
+                    one
+                    for one in self.model.modules()
+                    if isinstance(one, nn.ModuleList) and len(one)
+                ),
+                None,
+            )
             parts = describe_children(self.model if layers is None else layers[0])
             what = f"{kind} has no FFN of a known structure; a layer of it has {parts}"
-            raise ValueError(f"{what}. Set target_modules to its FFNs and ffn_parts to their parts.")
+            raise ValueError(
+                f"{what}. Set target_modules to its FFNs and ffn_parts to their parts."
+            )
 
     def _list_found(self) -> str:
         return ", ".join(map(repr, sorted(_to_suffixes(self._ffns, self.model)))) or "none"
@@ -86,7 +107,11 @@ class LocasModel(BaseTuner):
         # All checks run here, before a module is replaced.
         load_checks.check_tokens(peft_config, model)
         for name, module in model.named_modules():
-            if not name or isinstance(module, BaseTunerLayer) or re.search(r"\.base_layer(\.|$)", name):
+            if (
+                not name
+                or isinstance(module, BaseTunerLayer)
+                or re.search(r"\.base_layer(\.|$)", name)
+            ):
                 continue
             matched = self._check_target_module_exists(peft_config, name)
             if not matched or isinstance(matched, _ExcludedModule):
@@ -95,36 +120,55 @@ class LocasModel(BaseTuner):
             strategy = STRATEGIES[peft_config.init_strategy]
             if ffn.gated and strategy.written:
                 what = f"init_strategy={peft_config.init_strategy!r} needs a two-layer memory"
-                raise ValueError(f"{what}, got the gated FFN {name}: use 'topk', or a base with two-layer FFNs.")
+                raise ValueError(
+                    f"{what}, got the gated FFN {name}: use 'topk', or a base with two-layer FFNs."
+                )
             if strategy.clones and r > ffn.slots:
                 what = f"r must be at most the host's width where slots are cloned, got r={r} for {name}"
-                raise ValueError(f"{what} with {ffn.slots} slots: lower r, or set init_strategy='gaussian'.")
+                raise ValueError(
+                    f"{what} with {ffn.slots} slots: lower r, or set init_strategy='gaussian'."
+                )
 
     def _find_ffn(self, name: str, module: nn.Module) -> AnyFFN:
         if name in self._ffns:
             return self._ffns[name]
         what = f"target_modules matches {name} ({type(module).__name__}), which is no FFN of a known structure"
-        raise ValueError(f"{what}: name FFNs (found: {self._list_found()}), or the parts of this one in ffn_parts.")
+        raise ValueError(
+            f"{what}: name FFNs (found: {self._list_found()}), or the parts of this one in ffn_parts."
+        )
 
     def _create_and_replace(
-        self, peft_config: LocasConfig, adapter_name: str, target, target_name, parent, current_key: str, **kwargs: Any
+        self,
+        peft_config: LocasConfig,
+        adapter_name: str,
+        target,
+        target_name,
+        parent,
+        current_key: str,
+        **kwargs: Any,
     ) -> None:
         r = peft_config.width_of(current_key)
         if isinstance(target, LocasLayer):
             target.update_layer(adapter_name, peft_config, r)
             return
-        layer = LocasLayer(target, self._find_ffn(current_key, target), current_key, adapter_name, peft_config, r)
+        layer = LocasLayer(
+            target, self._find_ffn(current_key, target), current_key, adapter_name, peft_config, r
+        )
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
 
-    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+    def _replace_module(
+        self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module
+    ) -> None:
         # PEFT's method copies a Linear's weight, which an FFN does not have. The layer handles devices itself.
         setattr(parent, child_name, new_module)
         if isinstance(child, LocasLayer):
             child.release()
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
         """Add a memory to the model; where its config or its file does not fit, raise and leave the model as it was.
 
         See `BaseTuner.inject_adapter`.
@@ -172,7 +216,9 @@ class LocasModel(BaseTuner):
         # Beam search repeats each row; an encoder still sees every row once.
         beams = kwargs.get("num_beams") or 1
         repeated = [name for name in adapter_names for _ in range(beams)]
-        encoder = self.model.get_encoder() if beams > 1 and self.model.config.is_encoder_decoder else None
+        encoder = (
+            self.model.get_encoder() if beams > 1 and self.model.config.is_encoder_decoder else None
+        )
         inside_encoder = set() if encoder is None else set(encoder.modules())
         with ExitStack() as hooks:
             for module in self.modules():
@@ -184,13 +230,19 @@ class LocasModel(BaseTuner):
 
     # ------------------------------------------------------------------- merging
 
-    def merge_adapter(self, adapter_names: list[str] | None = None, safe_merge: bool = False) -> None:
+    def merge_adapter(
+        self, adapter_names: list[str] | None = None, safe_merge: bool = False
+    ) -> None:
         """Merge memories into the host's FFNs, in all layers or in none. See `LocasLayer.merge`."""
         with self._all_or_none(adapter_names):
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
 
     def _unload_and_optionally_merge(
-        self, merge: bool = True, safe_merge: bool = False, adapter_names: list[str] | None = None, **kwargs: Any
+        self,
+        merge: bool = True,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+        **kwargs: Any,
     ) -> nn.Module:
         # Merge and check everything before the memories are removed, so that a failure leaves the model unchanged.
         with self._all_or_none(adapter_names if merge else []):
@@ -223,19 +275,27 @@ class LocasModel(BaseTuner):
             group.ffns[name] = ffn
             step = math.lcm(multiple, width_step(self.model, ffn))
             group.new_width = max(group.new_width, math.ceil(ffn.width / step) * step)
-        widened = [group for group in groups.values() if any(f.width != group.width for f in group.ffns.values())]
+        widened = [
+            group
+            for group in groups.values()
+            if any(f.width != group.width for f in group.ffns.values())
+        ]
         for group in widened:
             for name, ffn in group.ffns.items():
                 obstacle = ffn.width < group.new_width and ffn.find_obstacle()
                 if obstacle:
-                    raise ValueError(f"cannot bring {name} to the width {group.new_width} of the others: {obstacle}.")
+                    raise ValueError(
+                        f"cannot bring {name} to the width {group.new_width} of the others: {obstacle}."
+                    )
         return widened, parts
 
     @contextmanager
     def _all_or_none(self, adapter_names: list[str] | None) -> Iterator[None]:
         """Check that memories can be merged, and undo the merges of a failed merge."""
         # The memories, and the trained tokens that PEFT merges with them.
-        mergeable = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        mergeable = [
+            module for module in self.model.modules() if isinstance(module, BaseTunerLayer)
+        ]
         before = {layer: list(layer.merged_adapters) for layer in mergeable}
         try:
             for layer in list_layers(self.model):
@@ -254,20 +314,32 @@ class LocasModel(BaseTuner):
     # ----------------------------------------------------------------- combining
 
     def add_weighted_adapter(
-        self, adapters: list[str], weights: list[float], adapter_name: str, combination_type: str = "cat"
+        self,
+        adapters: list[str],
+        weights: list[float],
+        adapter_name: str,
+        combination_type: str = "cat",
     ) -> None:
         """Add a memory that adds what the weighted sum of others adds, exactly: all their slots side by side.
 
         The others, beside the same FFNs and none of them empty or merged, stay; the new one is not active. `weights`
         has one finite number for each. A broken rule is a `ValueError`, and the model is unchanged.
         """
-        unknown = [name for name in adapters if not isinstance(self.peft_config.get(name), LocasConfig)]
+        unknown = [
+            name for name in adapters if not isinstance(self.peft_config.get(name), LocasConfig)
+        ]
         if unknown or not adapters or len(set(adapters)) < len(adapters):
-            raise ValueError(f"adapters must name different memories of the model, got {list(adapters)}.")
+            raise ValueError(
+                f"adapters must name different memories of the model, got {list(adapters)}."
+            )
         if adapter_name in self.peft_config:
-            raise ValueError(f"adapter_name must be new to the model, got {adapter_name!r}: choose another.")
+            raise ValueError(
+                f"adapter_name must be new to the model, got {adapter_name!r}: choose another."
+            )
         if combination_type != "cat":
-            raise ValueError(f"combination_type must be 'cat' for memories, got {combination_type!r}.")
+            raise ValueError(
+                f"combination_type must be 'cat' for memories, got {combination_type!r}."
+            )
         configs = {name: self.peft_config[name] for name in adapters}
         self.peft_config[adapter_name] = combined_config(list_layers(self.model), configs, weights)
         try:
@@ -293,23 +365,43 @@ class LocasModel(BaseTuner):
             remedy = "with the whole state of get_model_state_dict or accelerator.get_state_dict"
             what = f"the memory '{adapter_name}' is sharded across processes"
             raise ValueError(f"{what}: save_pretrained(folder, state_dict=state), {remedy}.")
-        named = {cls._remove_adapter_name_from_key(key, adapter_name): tensor for key, tensor in selected.items()}
+        named = {
+            cls._remove_adapter_name_from_key(key, adapter_name): tensor
+            for key, tensor in selected.items()
+        }
         problem = load_checks.find_divergence(named, config)
         if problem:
-            raise ValueError(f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}.")
-        if not any(tensor.is_meta or tensor.any() for key, tensor in selected.items() if ".locas_up." in key):
+            raise ValueError(
+                f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}."
+            )
+        if not any(
+            tensor.is_meta or tensor.any()
+            for key, tensor in selected.items()
+            if ".locas_up." in key
+        ):
             what = f"the memory '{adapter_name}' is saved empty: it has learned nothing yet"
-            warnings.warn(f"{what}, and calibrates itself at its first training step.", stacklevel=2)
+            warnings.warn(
+                f"{what}, and calibrates itself at its first training step.", stacklevel=2
+            )
         return selected
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: LocasConfig, adapter_name: str, state_dict: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        remapped = super()._remap_adapter_state_dict_for_load(
+            model, config, adapter_name, state_dict
+        )
         taus = [key for key in remapped if ".locas_tau." in key]
-        if taus and not any(".locas_input_scale." in key for key in remapped):  # from before there was such a scale
-            remapped.update({key.replace(".locas_tau.", ".locas_input_scale."): torch.tensor(1.0) for key in taus})
+        if taus and not any(
+            ".locas_input_scale." in key for key in remapped
+        ):  # from before there was such a scale
+            remapped.update(
+                {
+                    key.replace(".locas_tau.", ".locas_input_scale."): torch.tensor(1.0)
+                    for key in taus
+                }
+            )
             config.output_scale = "paper"
         problem = load_checks.find_misfit(model, adapter_name, config, remapped)
         if problem:
@@ -323,10 +415,14 @@ def _set_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
         two_texts = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
         for layer in list_layers(module):
             decoding = two_texts and "decoder" in layer.name.split(".")
-            layer.token_mask = kwargs.get("decoder_attention_mask" if decoding else "attention_mask")
+            layer.token_mask = kwargs.get(
+                "decoder_attention_mask" if decoding else "attention_mask"
+            )
 
 
-def _pass_adapter_names(module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]) -> tuple:
+def _pass_adapter_names(
+    module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]
+) -> tuple:
     return args, {**kwargs, "adapter_names": adapter_names}
 
 

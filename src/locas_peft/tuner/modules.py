@@ -10,14 +10,24 @@ from torch import nn
 
 # What PEFT puts around a module of the base: an adapter's layer, a fully trained copy, or trained tokens.
 ADAPTER_LAYERS = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-_BASE = ("base_layer.", "original_module.", "token_adapter.base_layer.")  # the base's own modules inside these
+_BASE = (
+    "base_layer.",
+    "original_module.",
+    "token_adapter.base_layer.",
+)  # the base's own modules inside these
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the base's own parameters, by names that are the same with and without adapters."""
-    wrapped = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, ADAPTER_LAYERS))
+    wrapped = tuple(
+        f"{name}." for name, module in model.named_modules() if isinstance(module, ADAPTER_LAYERS)
+    )
     for name, parameter in model.named_parameters():
-        outer = [prefix for prefix in wrapped if name.startswith(prefix)] if name.startswith(wrapped) else []
+        outer = (
+            [prefix for prefix in wrapped if name.startswith(prefix)]
+            if name.startswith(wrapped)
+            else []
+        )
         if all(name.removeprefix(prefix).startswith(_BASE) for prefix in outer):
             plain = re.sub(r"(token_adapter\.)?base_layer\.|original_module\.", "", name)
             yield plain.removeprefix("base_model.model."), parameter
@@ -48,7 +58,11 @@ def used_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the parameters that require gradients, each once, without those of adapters that are not active."""
-    parameters = (parameter for module in used_modules(model) for parameter in module.parameters(recurse=False))
+    parameters = (
+        parameter
+        for module in used_modules(model)
+        for parameter in module.parameters(recurse=False)
+    )
     return list(dict.fromkeys(parameter for parameter in parameters if parameter.requires_grad))
 
 
@@ -74,12 +88,19 @@ def adapters_disabled(model: nn.Module, except_for: Iterable[nn.Module] = ()) ->
     """
     kept = {id(module) for module in except_for}
     adapters = [module for module in used_modules(model) if isinstance(module, ADAPTER_LAYERS)]
-    switched = [module for module in adapters if not (module._disable_adapters or id(module) in kept)]
+    switched = [
+        module for module in adapters if not (module._disable_adapters or id(module) in kept)
+    ]
     names = {name for module in adapters for name in module.active_adapters}
     layers = adapters if len(names) > 1 else ()
-    trained = {key for layer in layers for key, each in layer.named_parameters() if each.requires_grad}
+    trained = {
+        key for layer in layers for key, each in layer.named_parameters() if each.requires_grad
+    }
     trained = {name for name in names for key in trained if name in key.split(".")}
-    active, frozen = [module._active_adapter for module in switched], names - trained if trained else ()
+    active, frozen = (
+        [module._active_adapter for module in switched],
+        names - trained if trained else (),
+    )
     for module in switched:
         stay = [name for name in module.active_adapters if name in frozen]
         module._active_adapter, module._disable_adapters = stay or module._active_adapter, not stay
@@ -97,16 +118,25 @@ def remember_modules(model: nn.Module) -> Callable[[], None]:
     """
     modules = list(model.modules())
     attributes = [dict(vars(module)) for module in modules]
-    containers = [value for values in attributes for value in values.values() if isinstance(value, dict | list | set)]
+    containers = [
+        value
+        for values in attributes
+        for value in values.values()
+        if isinstance(value, dict | list | set)
+    ]
     # Nearly all are empty, and each object that is made here brings the next garbage collection closer.
-    contents = [(dict if isinstance(value, dict) else list)(value) if value else () for value in containers]
+    contents = [
+        (dict if isinstance(value, dict) else list)(value) if value else () for value in containers
+    ]
     trained = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
 
     def restore() -> None:
         for module, values in zip(modules, attributes, strict=True):
             vars(module).clear()
             vars(module).update(values)
-        for container, content in zip(containers, contents, strict=True):  # in place: handles of hooks refer to them
+        for container, content in zip(
+            containers, contents, strict=True
+        ):  # in place: handles of hooks refer to them
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
         for parameter, requires_grad in trained:

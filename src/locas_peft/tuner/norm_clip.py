@@ -45,17 +45,25 @@ def clip_norms_(weights: Sequence[Tensor], dims: Sequence[int], max_norm: float)
     torch._foreach_div_(norms, max_norm)
     torch._foreach_clamp_min_(norms, 1.0)
     torch._foreach_reciprocal_(norms)
-    torch._foreach_mul_(weights, [norm.to(weight.dtype) for norm, weight in zip(norms, weights, strict=True)])
+    torch._foreach_mul_(
+        weights, [norm.to(weight.dtype) for norm, weight in zip(norms, weights, strict=True)]
+    )
 
 
 def _norm(weight: Tensor, dim: int) -> Tensor:
     if weight.dim() < 2:
         problem = f"the norm clip needs the whole rows of a memory, got a flattened part of shape {list(weight.shape)}"
-        raise ValueError(f"{problem}: use FSDP2 (fully_shard, or fsdp_version=2 in Accelerate) or max_slot_norm=None.")
+        raise ValueError(
+            f"{problem}: use FSDP2 (fully_shard, or fsdp_version=2 in Accelerate) or max_slot_norm=None."
+        )
     dtype = torch.promote_types(weight.dtype, torch.float32)
     norm = torch.linalg.vector_norm(weight, dim=dim, keepdim=True, dtype=dtype)
-    if isinstance(norm, DTensor):  # FSDP2 spreads a column over the processes: add up what each of them has
-        norm = norm.redistribute(placements=[Replicate() if p.is_partial() else p for p in norm.placements])
+    if isinstance(
+        norm, DTensor
+    ):  # FSDP2 spreads a column over the processes: add up what each of them has
+        norm = norm.redistribute(
+            placements=[Replicate() if p.is_partial() else p for p in norm.placements]
+        )
     return norm
 
 
@@ -82,7 +90,10 @@ class _Index:
         if [id(parameter) for parameter in parameters] != [id(ref()) for ref in self._parameters]:
             return False
         weights = [(ref(), module()) for ref, module, _, _ in self._weights]
-        return all(weight is not None and getattr(module, "weight", None) is weight for weight, module in weights)
+        return all(
+            weight is not None and getattr(module, "weight", None) is weight
+            for weight, module in weights
+        )
 
     def clip(self) -> None:
         """Clip the weights that the step changed: those with a gradient, or all if none of them has one."""

@@ -26,14 +26,18 @@ def measure_input_scale(inputs: Tensor) -> Tensor:
     return torch.where(norm > 0, KAPPA * inputs.shape[-1] ** 0.5 / norm, 1.0)
 
 
-def measure_output_scale(activations: Tensor, output_norms: Tensor, hidden_size: int, otherwise: Tensor) -> Tensor:
+def measure_output_scale(
+    activations: Tensor, output_norms: Tensor, hidden_size: int, otherwise: Tensor
+) -> Tensor:
     """Return tau, a scalar, from M `[tokens, R]`, with k applied, |FFN(A)| `[tokens]` and D.
 
     `otherwise` is the value where no slot is active.
     """
     activity = activations.float().abs().mean()
     share = ALPHA / hidden_size**0.5
-    return torch.where(activity > 0, share / activations.shape[-1] * output_norms.median() / activity, otherwise)
+    return torch.where(
+        activity > 0, share / activations.shape[-1] * output_norms.median() / activity, otherwise
+    )
 
 
 class ScaleDict(BufferDict):

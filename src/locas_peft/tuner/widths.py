@@ -11,11 +11,18 @@ from .finding import AnyFFN, find_ffns
 from .mixture import HostMixture
 
 # Fields of a transformers config that hold the FFN's width.
-WIDTH_FIELDS = tuple("intermediate_size ffn_dim n_inner d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim".split())
+WIDTH_FIELDS = tuple(
+    "intermediate_size ffn_dim n_inner d_ff ffn_hidden_size encoder_ffn_dim decoder_ffn_dim".split()
+)
 # Of a mixture: the width of an expert, that of the shared expert, and its width in experts.
 EXPERT_FIELDS = ("moe_intermediate_size", "intermediate_size", "ffn_dim")
 SHARED_FIELDS = ("shared_expert_intermediate_size", "shared_intermediate_size")
-SHARED_COUNT_FIELDS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+SHARED_COUNT_FIELDS = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "moe_num_shared_experts",
+    "num_shared_expert",
+)
 
 
 @dataclass
@@ -41,8 +48,12 @@ def widened_config(
     try:
         with torch.device("meta"):
             rebuilt = find_ffns(type(model)(copy.deepcopy(config)), ffn_parts)
-    except Exception as error:  # a config of an unknown family may fail in any way with an odd width
-        raise ValueError(f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}") from None
+    except (
+        Exception
+    ) as error:  # a config of an unknown family may fail in any way with an odd width
+        raise ValueError(
+            f"{type(model).__name__} cannot be rebuilt with wider FFNs: {error}"
+        ) from None
     for group in groups:
         for name, ffn in group.ffns.items():
             if name not in rebuilt or rebuilt[name].slots != ffn.slots_at(group.new_width):
@@ -59,7 +70,13 @@ def widen_to(groups: list[WidthGroup], model: nn.Module, config: PretrainedConfi
             ffn.pad(group.new_width)
     if config is None:
         return
-    fields = (*WIDTH_FIELDS, *EXPERT_FIELDS, *SHARED_FIELDS, *SHARED_COUNT_FIELDS, "block_auto_adjust_ff_dim")
+    fields = (
+        *WIDTH_FIELDS,
+        *EXPERT_FIELDS,
+        *SHARED_FIELDS,
+        *SHARED_COUNT_FIELDS,
+        "block_auto_adjust_ff_dim",
+    )
     # In place: the model's modules share the object.
     for new, old in zip(_language_configs(config), _language_configs(model.config), strict=True):
         for field in fields:
@@ -76,7 +93,11 @@ def width_step(model: nn.Module, ffn: AnyFFN) -> int:
     """Return the number that an FFN's width in the model's config is a multiple of."""
     if not isinstance(ffn, HostMixture) or not ffn.widens_shared or not hasattr(model, "config"):
         return 1
-    return 1 if any(hasattr(model.config.get_text_config(), field) for field in SHARED_FIELDS) else ffn.expert_width
+    return (
+        1
+        if any(hasattr(model.config.get_text_config(), field) for field in SHARED_FIELDS)
+        else ffn.expert_width
+    )
 
 
 def _set_width(config: PretrainedConfig, group: WidthGroup) -> None:
@@ -85,14 +106,21 @@ def _set_width(config: PretrainedConfig, group: WidthGroup) -> None:
     if mixture is not None:
         step, shared = mixture.expert_width, mixture.widens_shared
         sizes: list[tuple[str, float, int]]
-        sizes = [(field, width, new_width) for field in (SHARED_FIELDS if shared else EXPERT_FIELDS)]
-        sizes += [(field, width / step, new_width // step) for field in (SHARED_COUNT_FIELDS if shared else ())]
+        sizes = [
+            (field, width, new_width) for field in (SHARED_FIELDS if shared else EXPERT_FIELDS)
+        ]
+        sizes += [
+            (field, width / step, new_width // step)
+            for field in (SHARED_COUNT_FIELDS if shared else ())
+        ]
         for field, old, new in sizes:
             if getattr(config, field, None) == old:
                 setattr(config, field, new)
                 return
         return
-    if getattr(config, "block_auto_adjust_ff_dim", False):  # LFM2 derives the width from intermediate_size
+    if getattr(
+        config, "block_auto_adjust_ff_dim", False
+    ):  # LFM2 derives the width from intermediate_size
         config.block_auto_adjust_ff_dim = False
         config.intermediate_size = new_width
         return
