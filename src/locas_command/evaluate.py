@@ -74,8 +74,7 @@ def locomo(
 
     Args:
         data: LoCoMo's JSON.
-        setting: no-context, recited (the base answers from the passages that are found), evidence (the turns with
-            the answer in context), full-context; separated by commas.
+        setting: no-context, evidence (the turns with the answer in context), full-context; separated by commas.
         conversations: only these, by sample_id, separated by commas.
         limit_sessions: the first sessions of each conversation, and the questions whose evidence lies in them.
         wrong_memory: also ask each conversation with another one's memory.

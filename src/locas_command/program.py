@@ -21,7 +21,6 @@ from .demo import app as open_page
 from .demo import demo
 from .evaluate import forgetting, locomo, perplexity
 from .memories import (
-    consolidate,
     export,
     forget,
     inspect,
@@ -50,7 +49,7 @@ app = App(
 _ABOUT_EVAL = "Measure memories: the protocols, resumable, shared by any number of processes."
 eval_app = App(name="eval", help=_ABOUT_EVAL, sort_key=10)
 _COMMANDS = (
-    *(demo, open_page, memorize, ask, chat, generate, library, forget, consolidate),
+    *(demo, open_page, memorize, ask, chat, generate, library, forget),
     *(merge, export, resize, sign, verify, push, inspect),
 )
 _PROTOCOLS = (perplexity, locomo, forgetting)

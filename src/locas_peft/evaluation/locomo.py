@@ -13,20 +13,18 @@ from typing import Any
 
 from torch import nn
 
-from ..asking import answer, encode_answer
+from ..asking import answer_in_batches, encode_answer
 from ..asking.scoring import score_targets
 from ..checks import check_choice
 from ..files import load_json, write_json
 from ..memories.loading import memory_attached
-from ..selfstudy import load_finder
-from ..selfstudy.exchanges import EXCHANGES
 from ..tables import Sheet, format_figure, format_mean, format_percent, to_number
 from ..text import digest_json, tokenize
 from ..units import Unit, run_units
 from .conversations import Conversation, dialogue_lines
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
-from .prompts import ANSWERED, FROM_RECITED, PROMPTS, make_prompts
+from .prompts import ANSWERED, PROMPTS, make_prompts
 from .runs import Run, summarize_reading
 
 __all__ = ["NAME", "LocomoPlan", "f1_by_category", "run_locomo", "tabulate"]
@@ -117,8 +115,6 @@ def _list_asked(
     asked: dict[tuple[str, str, str], list[Unit]] = {}
     for setting in plan.settings:
         for (method, group), row in memories.items():
-            if method == BASE and setting == FROM_RECITED:
-                continue
             units = asked[setting, method, group] = []
             for conversation, reading in zip(conversations, row, strict=True):
                 memory, name = (
@@ -156,10 +152,10 @@ def _ask(
     path: Path,
     label: str,
 ) -> list[dict[str, Any]]:
-    alone = (
-        reading is None or setting == FROM_RECITED
-    )  # the base answers from what is found in its memory's folder
-    with nullcontext(run.base) if alone else memory_attached(run.base, reading.memory) as model:
+    attached = nullcontext(run.base)
+    if reading is not None:
+        attached = memory_attached(run.base, reading.memory)
+    with attached as model:
         return _answer_questions(
             run, plan, model, conversation, reading, setting, Unit(path, list).unfinished, label
         )
@@ -180,19 +176,13 @@ def _answer_questions(
     shared = {"memory": None if unit is None else unit.path.stem, "setting": setting}
     advance = run.progress(label, len(questions))
     records = {record["index"]: record for record in (load_json(file) if file.exists() else [])}
-    recited = {index: record["recited"] for index, record in records.items()}
-    if setting == FROM_RECITED and (unit.memory / EXCHANGES).is_file():
-        left = [each for each in questions if each.index not in records]
-        with memory_attached(run.base, unit.memory) as adapted:
-            found = load_finder(unit.memory, adapted, tokenizer)([each.question for each in left])
-        recited |= {each.index: list(passages) for each, passages in zip(left, found, strict=True)}
     most = plan.max_new_tokens
-    prompts, dropped = make_prompts(
-        model, tokenizer, talk, setting, recited=recited, max_new_tokens=most
-    )
+    prompts, dropped = make_prompts(model, tokenizer, talk, setting, max_new_tokens=most)
     known = {number for number, each in enumerate(questions) if each.index in records}
     advance(len(known))
-    for batch, texts in answer(model, tokenizer, prompts, known=known, max_new_tokens=most):
+    for batch, texts in answer_in_batches(
+        model, tokenizer, prompts, known=known, max_new_tokens=most
+    ):
         golds = [
             (prompts[number], encode_answer(tokenizer, questions[number].answer))
             for number in batch
@@ -206,7 +196,6 @@ def _answer_questions(
                     for name in ("index", "question", "category", "answer")
                 },
                 "prediction": text,
-                "recited": recited.get(asked.index),
                 "f1": answer_f1(text, asked.answer, asked.category),
                 "abstains": abstains(text),
                 "gold_nats": score.per_token,

@@ -1,4 +1,4 @@
-"""The prompts of the LoCoMo protocol: a question alone, or after evidence, recited passages, or the whole dialogue."""
+"""The prompts of the LoCoMo protocol: a question alone, or after evidence or the whole dialogue."""
 
 import math
 from bisect import bisect_right
@@ -13,15 +13,13 @@ from ..files import load_json
 from ..model.causal_lm import count_positions
 from .conversations import Conversation, LocomoQuestion, dialogue_lines, keep_evidence
 
-__all__ = ["ANSWERED", "PROMPTS", "FROM_RECITED", "make_prompt", "make_prompts"]
+__all__ = ["ANSWERED", "PROMPTS", "make_prompt", "make_prompts"]
 
-FROM_RECITED = "recited"
-ANSWERED = ("no-context", FROM_RECITED, "evidence", "full-context")
+ANSWERED = ("no-context", "evidence", "full-context")
 PROMPTS: dict[str, str] = load_json(Path(__file__).with_suffix(".json"))
 """The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`.
 
-The settings "evidence" and "recited" have the prompt of "full-context". Its dialogue is then the turns that the
-question names, or the passages that are found for it.
+The setting "evidence" has the prompt of "full-context". Its dialogue is then the turns that the question names.
 """
 
 
@@ -32,21 +30,18 @@ def make_prompts(
     setting: str,
     *,
     max_new_tokens: int = 32,
-    recited: dict[int, list[str]] | None = None,
 ) -> tuple[list[list[int]], int]:
     """Make the prompts of a conversation's questions, as token ids; `setting` is one of `ANSWERED`.
 
-    In the setting "recited", `recited` has the passages for each question's index. If the whole dialogue exceeds the
-    model's positions, its newest lines are in context: as many as leave room for the longest question and its answer.
+    If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as leave room for the
+    longest question and its answer.
     Return the prompts, and the number of the dialogue's lines that were left out.
     """
     lines = dialogue_lines(conversation)
 
     def encode(question: LocomoQuestion, kept: int = len(lines)) -> list[int]:
         shown = lines[len(lines) - kept :]
-        if setting == FROM_RECITED:
-            shown = (recited or {}).get(question.index, [])
-        elif setting == "evidence":
+        if setting == "evidence":
             shown = dialogue_lines(keep_evidence(conversation, question))
         return encode_prompt(
             tokenizer, make_prompt(conversation, question, setting, "\n".join(shown))
