@@ -54,7 +54,8 @@ def generate(
         raise ValueError("PROMPT must not be empty: give the beginning of a text")
     if any("\ud800" <= char <= "\udfff" for char in prompt):
         raise ValueError(
-            f"PROMPT must be valid UTF-8, got {prompt!r}: convert it, for instance with iconv -t UTF-8"
+            f"PROMPT must be valid UTF-8, got {prompt!r}: "
+            "convert it, for instance with iconv -t UTF-8"
         )
     loaded, adapted = open_with_base(memory, base)
     chat = not raw and can_chat(loaded.tokenizer)
@@ -87,9 +88,11 @@ def ask(
     """Ask a model questions about what it has read; it answers each in one sentence.
 
     Args:
-        question: the questions, each in quotes; where no argument has a space, all together are one question.
+        question: the questions, each in quotes; where no argument has a space, all together are one
+            question.
         questions: a JSON Lines file with more, an object a line: question and, if known, answer.
-        library: a folder of memories: each question is answered with the one that it is about, if any.
+        library: a folder of memories: each question is answered with the one that it is about, if
+            any.
         context: a text file that the model sees before each question.
         without_memory: ask the base model alone; --memory then only names it.
         max_new_tokens: the longest answer, in tokens.
@@ -130,14 +133,14 @@ def ask(
 
 
 def _join_words(arguments: Sequence[str]) -> list[str]:
-    """Return the questions of a command line: one of all arguments, where it was typed without quotes."""
+    """Return the questions: all arguments as one, where it was typed without quotes."""
     if arguments and all(len(argument.split()) == 1 for argument in arguments):
         return [" ".join(arguments)]
     return list(arguments)
 
 
 def _show_answer(answer: Any, stdout: Console, named: bool) -> None:
-    """Print a question, the memory that answered where it is to be `named`, the answer, and a gold answer, if any."""
+    """Print a question, the answer and its gold answer; where `named`, the memory too."""
     stdout.print(answer.question.question, style="bold")
     if named:
         _show_memories(answer, stdout)
@@ -160,10 +163,11 @@ def chat(
     seed: Seed = 0,
     base: MemoryBase = BASE,
 ) -> None:
-    """Talk with a model about what it has read: one message a line; /exit or the end of the input ends it.
+    """Talk with a model about what it has read: one message a line; /exit ends it.
 
     Args:
-        library: a folder of memories: each message is replied to with the one that it is about, if any (see ask).
+        library: a folder of memories: each message is replied to with the one that it is about, if
+            any (see ask).
         without_memory: talk with the base model alone; --memory then only names it.
         max_new_tokens: the longest reply, in tokens.
         temperature: 0 takes the likeliest token; above, tokens are drawn.
@@ -213,7 +217,7 @@ def _load_answerer(
     base: BaseOptions,
     options: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """Load a base and, unless it is asked alone, what it is asked with; return the base, and what answers."""
+    """Load a base and what it is asked with, if anything; return the base, and what answers."""
     from locas_peft.asking import Answerer
     from locas_peft.library import LibraryAnswerer
 

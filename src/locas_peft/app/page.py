@@ -70,7 +70,7 @@ _HEADER = """<h1>Locas</h1><p>A language model reads a text once and keeps it, i
 weights. The model here is <b>{}</b>.</p>"""
 
 Chats = list[list[dict[str, str]]]
-"""Two conversations, without a memory and with it: turns with `role`, `content` and maybe `head`."""
+"""Two conversations, without and with a memory: turns with `role`, `content`, maybe `head`."""
 
 
 def serve(
@@ -424,7 +424,7 @@ class _Page:
     def _show_shelf(
         self, visitor: Visitor, asked: str | None = None, chosen: str | None = None
     ) -> list:
-        """Return the memory that is asked, and the list of all; both keep their choice if it exists."""
+        """Return the memories to ask and those on the shelf; each keeps its choice if it exists."""
         names = visitor.shelf.list()
         choices = [(name, name) for name in names]
         if names:

@@ -47,7 +47,7 @@ __all__ = [
 ANSWER_TOKENS = 96
 WINDOW = 512
 LEAST_CHUNKS = 12
-"""Chunks of a text: a short one has a shorter stride, so that the perplexity can be seen to fall."""
+"""Chunks of a text: a short one has a shorter stride, so that its perplexity falls visibly."""
 MOST_CHARACTERS = 2_000_000
 MOST_QUESTIONS = 32
 MOST_WAITING = 32
@@ -124,7 +124,7 @@ class Job:
 
     @property
     def curves(self) -> list[list[tuple[int, float]]]:
-        """Return the points (tokens read, perplexity so far), without a memory and with the new one."""
+        """Return the points (tokens read, perplexity so far), without a memory and with it."""
         return [cumulative(chunks) for chunks in self.chunks.values()]
 
     @property
@@ -352,7 +352,7 @@ class SharedModel:
 
 @dataclass
 class Visitor:
-    """A browser: its shelf, the folder for what it downloads, and the reading that it began last."""
+    """A browser: its shelf, the folder of its downloads, and the reading that it began last."""
 
     key: str
     shelf: Library

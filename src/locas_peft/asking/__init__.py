@@ -1,6 +1,7 @@
 """Ask a model: prompts and chat templates, continuations in batches, answers.
 
-An `Answerer` answers questions and conversations, `continue_texts` continues prompts, and `continue_rows` token ids.
+An `Answerer` answers questions and conversations, `continue_texts` continues prompts, and
+`continue_rows` token ids.
 """
 
 from .answers import Answer, Answerer, Question, count_right, is_right, load_questions

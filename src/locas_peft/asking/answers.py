@@ -32,7 +32,8 @@ class Answer:
     """An answer to a question.
 
     Attributes:
-        memories: the names of the library's memories that gave it; none where the base answered alone.
+        memories: the names of the library's memories that gave it; none where the base answered
+            alone.
     """
 
     question: Question
@@ -132,7 +133,7 @@ class Answerer:
 
 
 def load_questions(path: str | Path) -> list[Question]:
-    """Load questions from a JSON Lines file: an object a line with `question` and, if known, `answer`.
+    """Load questions from JSON Lines: an object a line with `question` and maybe `answer`.
 
     Errors are those of `files.load_json_lines`.
     """

@@ -22,6 +22,7 @@ __all__ = [
     "answer_in_batches",
     "begin_rows",
     "check_room",
+    "continue_inputs",
     "continue_rows",
     "continue_texts",
     "draw",
@@ -41,7 +42,7 @@ LEAST_SHARED = 64
 
 
 def pad_left(rows: Rows, pad: int, device: torch.device) -> dict[str, Tensor]:
-    """Return rows of token ids as inputs of a model, each LongTensor [B, L]; all rows end together."""
+    """Return rows of token ids as a model's inputs, LongTensors [B, L]; all rows end together."""
     length = max(map(len, rows))
     padded_rows = []
     masks = []
@@ -60,8 +61,8 @@ def pad_left(rows: Rows, pad: int, device: torch.device) -> dict[str, Tensor]:
 def share_prefixes(prompts: Rows) -> list[tuple[int, range]]:
     """Group prompts that follow each other and begin alike, such as questions about one passage.
 
-    Return for each group how many tokens its prompts share, fewer than the shortest has, and the prompts' numbers. A
-    prompt joins a group where it has at least half of what the group shares.
+    Return for each group how many tokens its prompts share, fewer than the shortest has, and the
+    prompts' numbers. A prompt joins a group where it has at least half of what the group shares.
     """
     prefixes: list[list[int]] = []
     numbers: list[range] = []
@@ -82,17 +83,19 @@ def share_prefixes(prompts: Rows) -> list[tuple[int, range]]:
 def begin_rows(
     host: CausalLM,
     rows: Rows,
-    groups: Groups,
-    pad: int,
+    groups: Groups = (),
+    pad: int = 0,
     *,
     new_tokens: int = 0,
     caches: dict | None = None,
 ) -> dict[str, Any]:
-    """Return rows as the model's inputs, as `pad_left` does, after the tokens that the rows of a group share.
+    """Return rows as the model's inputs, after the tokens that the rows of a group share.
 
-    The keys and values of these tokens are computed once a group, without gradients. The inputs are whole rows where
-    a group shares nothing, and for a model whose context is more than keys and values, or which counts the padding
-    after the shared tokens.
+    Without such tokens they are those of `pad_left`.
+
+    The keys and values of these tokens are computed once a group, without gradients. The inputs are
+    whole rows where a group shares nothing, and for a model whose context is more than keys and
+    values, or which counts the padding after the shared tokens.
 
     Args:
         rows: at least one token of each is not shared.
@@ -124,7 +127,7 @@ def begin_rows(
 def _compute_prefixes(
     host: CausalLM, shared: Rows, prefixes: dict[str, Tensor], caches: dict | None
 ) -> Any:
-    """Return the keys and values of prefixes, which the caller may change; take them from `caches` if they are there."""
+    """Return the keys and values of prefixes, out of `caches` if it has them; a copy to change."""
     key = tuple(map(tuple, shared))
     cache = None if caches is None else caches.get(key)
     if cache is None:
@@ -135,36 +138,53 @@ def _compute_prefixes(
     return copy.deepcopy(cache)
 
 
-@torch.no_grad()
 def continue_rows(
     host: CausalLM,
     rows: Rows,
     max_new_tokens: int,
     *,
     pad: int,
-    stops: Sequence[int] = (),
-    choose: Choose | None = None,
     groups: Groups = (),
-    caches: dict | None = None,
-    adapters: Sequence[str] | None = None,
-    on_token: Callable[[list[list[int]]], None] | None = None,
+    **options: Any,
 ) -> list[list[int]]:
-    """Continue rows of token ids in one batch, each until it has written a stop token or `max_new_tokens` tokens.
+    """Continue rows of token ids in one batch; return the new tokens of each.
 
     Args:
         host: the model in evaluation mode, with or without a memory; not changed.
         rows: token ids, none of them empty.
         pad: any token.
-        stops: tokens that end a row; a row's last token may be one.
-        choose: the likeliest token by default; it is given the logits of fewer rows once half of them have ended.
-        groups, caches: see `begin_rows`.
+        groups: see `begin_rows`.
+        options: of `continue_inputs`.
+    """
+    inputs = begin_rows(host, rows, groups, pad, new_tokens=max_new_tokens)
+    return continue_inputs(host, inputs, max_new_tokens, **options)
+
+
+@torch.no_grad()
+def continue_inputs(
+    host: CausalLM,
+    inputs: dict[str, Any],
+    max_new_tokens: int,
+    *,
+    stops: Sequence[int] = (),
+    choose: Choose | None = None,
+    adapters: Sequence[str] | None = None,
+    on_token: Callable[[list[list[int]]], None] | None = None,
+) -> list[list[int]]:
+    """Continue the rows of `begin_rows` or `pad_left`; return the new tokens of each.
+
+    Each row ends with a stop token, or after `max_new_tokens` tokens.
+
+    Args:
+        stops: tokens that end a row.
+        choose: the likeliest token by default; it is given the logits of fewer rows once half of
+            them have ended.
         adapters: one adapter's name for each row (see `CausalLM.logits`); such rows share nothing.
         on_token: is given the tokens so far of all rows, after each token.
     """
     ends = set(stops)
-    new_rows: list[list[int]] = [[] for _ in rows]
-    active = list(range(len(rows)))
-    inputs = begin_rows(host, rows, groups, pad, new_tokens=max_new_tokens, caches=caches)
+    active = list(range(len(inputs["ids"])))
+    new_rows: list[list[int]] = [[] for _ in active]
     for _ in range(max_new_tokens):
         outputs = host.outputs(count=1, adapters=adapters, use_cache=True, **inputs)
         logits = outputs.logits[:, -1].float()
@@ -181,7 +201,8 @@ def continue_rows(
             break
         cache = getattr(outputs, "past_key_values", None)
         inputs = _follow(inputs, tokens, cache)
-        # Rows that have ended leave when they are half of the batch: each time, the keys and values are copied.
+        # Rows that have ended leave when they are half of the batch: each time, the keys and values
+        # are copied.
         if 2 * len(indices) <= len(active) and (cache is None or host.can_cache()):
             selected = torch.tensor(indices, device=host.device)
             inputs = {name: tensor[selected] for name, tensor in inputs.items()}
@@ -199,7 +220,7 @@ def _has_ended(tokens: Sequence[int], ends: set[int]) -> bool:
 
 
 def _follow(inputs: dict[str, Any], tokens: Tensor, cache: Any) -> dict[str, Tensor]:
-    """Return the inputs that follow some, for the tokens [B] after them: all tokens, where there is no cache."""
+    """Return the next inputs, for new tokens [B]; with all tokens, where there is no cache."""
     ids = tokens[:, None]
     positions = inputs["position_ids"][:, -1:] + 1
     mask = torch.cat([inputs["attention_mask"], torch.ones_like(ids)], 1)
@@ -216,8 +237,8 @@ def draw(
 
     Args:
         generator: on the model's device.
-        limits: draws among the likeliest tokens alone, by its `top_k` and `top_p`; 50 where it leaves `top_k` open, as
-            transformers' `generate` does.
+        limits: draws among the likeliest tokens alone, by its `top_k` and `top_p`; 50 where it
+            leaves `top_k` open, as transformers' `generate` does.
     """
     if limits is None:
         limits = GenerationConfig(top_k=0)
@@ -243,18 +264,21 @@ def continue_texts(
     *,
     temperature: float = 0.0,
     seed: int = 0,
+    adapters: Sequence[str] | None = None,
     on_text: Callable[[list[str]], None] | None = None,
     **options: Any,
 ) -> list[str]:
-    """Return the texts that a model writes after prompts, in one batch, each up to an end token of the model.
+    """Return the texts that a model writes after prompts, in one batch, each up to an end token.
 
     Args:
         model: a causal LM in evaluation mode, with or without a memory; not changed.
         prompts: token ids, none of them empty (see `encode_prompt`).
-        temperature: 0 takes the likeliest tokens; above 0, they are drawn, by `top_k` and `top_p` of the model.
+        temperature: 0 takes the likeliest tokens; above 0, they are drawn, by `top_k` and `top_p`
+            of the model.
         seed: of the tokens that are drawn. Torch's own random state is not used.
+        adapters: one adapter's name for each prompt (see `CausalLM.logits`).
         on_text: is given the texts so far, after each token.
-        options: more for `continue_rows`.
+        options: of `begin_rows`: `groups` and `caches`.
     """
     host = CausalLM(model, cpu_attention=False)
     config = model.generation_config
@@ -270,13 +294,22 @@ def continue_texts(
         stops = []
     elif not isinstance(stops, list):
         stops = [stops]
+    choose = None
     if temperature:
         generator = torch.Generator(host.device).manual_seed(seed)
-        options["choose"] = draw(temperature, generator, config)
-    if on_text is not None:
-        options["on_token"] = show
+        choose = draw(temperature, generator, config)
     pad = find_pad_token(tokenizer)
-    return decode(continue_rows(host, prompts, max_new_tokens, pad=pad, stops=stops, **options))
+    inputs = begin_rows(host, prompts, pad=pad, new_tokens=max_new_tokens, **options)
+    rows = continue_inputs(
+        host,
+        inputs,
+        max_new_tokens,
+        stops=stops,
+        choose=choose,
+        adapters=adapters,
+        on_token=None if on_text is None else show,
+    )
+    return decode(rows)
 
 
 def answer_in_batches(
@@ -288,11 +321,12 @@ def answer_in_batches(
     batch_size: int = 16,
     known: Iterable[int] = (),
 ) -> Iterator[tuple[list[int], list[str]]]:
-    """Answer prompts greedily; yield each batch's indices into `prompts`, and the first line of each of its answers.
+    """Answer prompts greedily; yield each batch's indices, and the first line of each answer.
 
-    The batches, of similar length, depend on the prompts and `batch_size` alone. The keys and values of a beginning
-    that all prompts share, such as a dialogue before its questions, are computed once. `known` has the indices of
-    prompts whose answers are not needed; a batch of only such prompts is left out. For errors see `check_room`.
+    The batches, of similar length, depend on the prompts and `batch_size` alone. The keys and
+    values of a beginning that all prompts share, such as a dialogue before its questions, are
+    computed once. `known` has the indices of prompts whose answers are not needed; a batch of only
+    such prompts is left out. For errors see `check_room`.
     """
     for number, prompt in enumerate(prompts):
         check_room(model, prompt, max_new_tokens, f"prompt {number}")
@@ -318,7 +352,7 @@ def check_room(
     name: str,
     option: str = "max_new_tokens",
 ) -> None:
-    """Raise a `ValueError` for a prompt that is empty, or leaves no positions for `max_new_tokens` tokens.
+    """Raise a `ValueError` for an empty prompt, or one without room for `max_new_tokens` tokens.
 
     The message calls the two `name` and `option`.
     """
@@ -333,7 +367,7 @@ def check_room(
 
 
 def first_line(text: str) -> str:
-    """Return the first line of a text that is not blank, stripped: models continue after their answer."""
+    """Return the first line that is not blank, stripped: models continue after their answer."""
     for line in text.splitlines():
         if line.strip():
             return line.strip()

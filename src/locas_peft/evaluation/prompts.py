@@ -19,7 +19,8 @@ ANSWERED = ("no-context", "evidence", "full-context")
 PROMPTS: dict[str, str] = load_json(Path(__file__).with_suffix(".json"))
 """The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`.
 
-The setting "evidence" has the prompt of "full-context". Its dialogue is then the turns that the question names.
+The setting "evidence" has the prompt of "full-context". Its dialogue is then the turns that the
+question names.
 """
 
 
@@ -33,9 +34,9 @@ def make_prompts(
 ) -> tuple[list[list[int]], int]:
     """Make the prompts of a conversation's questions, as token ids; `setting` is one of `ANSWERED`.
 
-    If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as leave room for the
-    longest question and its answer.
-    Return the prompts, and the number of the dialogue's lines that were left out.
+    If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as
+    leave room for the longest question and its answer. Return the prompts, and the number of the
+    dialogue's lines that were left out.
     """
     lines = dialogue_lines(conversation)
 
@@ -65,7 +66,7 @@ def make_prompt(
 ) -> str:
     """Make a question's prompt in a setting of `ANSWERED`; `text` is the dialogue in context."""
     check_choice("setting", setting, ANSWERED)
-    form = PROMPTS["full-context" if setting in ("evidence", FROM_RECITED) else setting]
+    form = PROMPTS["full-context" if setting == "evidence" else setting]
     names = dict(zip(("speaker_a", "speaker_b"), conversation.speakers, strict=True))
     hint = PROMPTS.get(f"hint-{question.category}", "")
     return form.format(question=question.question, hint=hint, dialogue=text, **names)

@@ -1,4 +1,7 @@
-"""A library of memories: add a text, ask with the memory that a question is about, forget. Extra `library`."""
+"""A library of memories: add a text, ask with the memory that a question is about, forget.
+
+It needs the extra `library`.
+"""
 
 from .answering import LibraryAnswerer
 from .library import Library, check_name

@@ -13,13 +13,14 @@ __all__ = ["LibraryAnswerer"]
 
 
 class LibraryAnswerer:
-    """Answers each question with the memory of a library that it is about, and with the base where it is about none.
+    """Answers each question with the memory of a library that it is about, or with the base.
 
     An answer's `memories` name the memory; they are empty where the base answered.
 
     Args:
         library: where the memories are found (see `Library.route`).
-        base: of the memories, without adapters, in evaluation mode; it is mutated while it answers, and then restored.
+        base: of the memories, without adapters, in evaluation mode; it is mutated while it answers,
+            and then restored.
         tokenizer: of the base.
         options: of `Answerer`.
     """
@@ -41,7 +42,7 @@ class LibraryAnswerer:
         return [answers[number] for number in range(len(questions))]
 
     def reply(self, conversations: Sequence[Turns], **options: Any) -> list[Answer]:
-        """Reply to the last message of each conversation. Options and errors are those of `Answerer.reply`."""
+        """Reply to each conversation. Options and errors are those of `Answerer.reply`."""
         answers: dict[int, Answer] = {}
         for name, numbers in self._route([turns[-1]["content"] for turns in conversations]):
             group = [conversations[number] for number in numbers]
@@ -51,7 +52,7 @@ class LibraryAnswerer:
         return [answers[number] for number in range(len(conversations))]
 
     def _route(self, texts: Sequence[str]) -> Iterator[tuple[str | None, list[int]]]:
-        """Yield for each memory its name, None for the base alone, and the numbers of the texts that are about it."""
+        """Yield for each memory its name, None for the base, and the numbers of its texts."""
         routed = self._library.route(texts)
         for name in dict.fromkeys(routed):
             yield name, [number for number, other in enumerate(routed) if other == name]

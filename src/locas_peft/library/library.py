@@ -1,7 +1,8 @@
-"""A library: a folder whose subfolders are memories of one base, each under the name of its subfolder.
+"""A library: a folder whose subfolders are memories of one base, under their folders' names.
 
-The folder is the index: no other file lists the memories. Opening, listing and routing read no tensor. Names may come
-from strangers: no path is made of anything but a name that `check_name` accepts, and links are not followed.
+The folder is the index: no other file lists the memories. Opening, listing and routing read no
+tensor. Names may come from strangers: no path is made of anything but a name that `check_name`
+accepts, and links are not followed.
 """
 
 from __future__ import annotations
@@ -40,11 +41,13 @@ ADAPTERS = ".adapters"
 
 
 def check_name(name: str) -> str:
-    """Return a memory's name, without the space around it; a `ValueError` where it cannot name a folder everywhere."""
+    """Return a memory's name, stripped; a `ValueError` where it cannot name a folder everywhere."""
     name = name.strip()
     if not _NAME.fullmatch(name) or name.casefold() == FAILURES:
-        rule = "be at most 60 letters, digits, spaces or any of . ( ) _ - and begin with a letter or digit"
-        raise ValueError(f"name must {rule}, got {name[:60]!r}: choose another")
+        raise ValueError(
+            "name must be at most 60 letters, digits, spaces or any of . ( ) _ - "
+            f"and begin with a letter or digit, got {name[:60]!r}: choose another"
+        )
     return name
 
 
@@ -54,8 +57,8 @@ class Library:
     Args:
         folder: made where it does not exist.
         most: the most memories that it may hold; None for any number.
-        require_signature: the file of a key: memories that its owner has not signed are refused (see
-            `memories.load_memory`).
+        require_signature: the file of a key: memories that its owner has not signed are refused
+            (see `memories.load_memory`).
     """
 
     def __init__(
@@ -72,7 +75,8 @@ class Library:
         self._reserved: set[str] = set()
         if (self.folder / MEMORY_CONFIG).is_file():
             raise ValueError(
-                f"a library must be a folder of memories, got a memory, {str(folder)!r}: take its parent"
+                "a library must be a folder of memories, "
+                f"got a memory, {str(folder)!r}: take its parent"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         # A process may have been killed while it forgot a memory, or while it replaced one.
@@ -82,7 +86,7 @@ class Library:
             finish_replacement(self.folder / name)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a text is the name of a memory: a folder here, not a link, with a config in it."""
+        """Return whether a memory has this name: a folder here, not a link, with a config in it."""
         if not _NAME.fullmatch(name):
             return False
         folder = self.folder / name
@@ -98,7 +102,7 @@ class Library:
         return sorted(times, key=times.get, reverse=True)
 
     def list_unfinished(self) -> list[str]:
-        """Return the names of memories whose first reading was interrupted, or is still going on."""
+        """Return the names of memories whose first reading was interrupted, or goes on."""
         checkpoints = self.folder.glob(f"*/{CHECKPOINT_FOLDER}")
         names = sorted(checkpoint.parent.name for checkpoint in checkpoints)
         return [name for name in names if _NAME.fullmatch(name) and name not in self]
@@ -117,13 +121,14 @@ class Library:
         return sum(file.stat().st_size for file in files if file.is_file())
 
     def choose_folder(self, name: str) -> Path:
-        """Return the folder for a memory of a name, which may exist; a `ValueError` for a name that cannot be."""
+        """Return the folder for a memory of a name, which may exist; check the name."""
         name = check_name(name)
         others = {entry.name for entry in os.scandir(self.folder)}
         for other in others:
             if other != name and other.casefold() == name.casefold():
                 raise ValueError(
-                    f"name must differ from {other!r} by more than its case, got {name!r}: choose another"
+                    f"name must differ from {other!r} by more than its case, "
+                    f"got {name!r}: choose another"
                 )
         if name not in others:
             self._check_room(others)
@@ -131,7 +136,7 @@ class Library:
 
     @contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Yield the folder for a new memory, under a name that is free, "name 2", say; a `ValueError` where full."""
+        """Yield the folder for a new memory, under a free name, such as "name 2"."""
         free_name = self._reserve(check_name(name))
         try:
             yield self.folder / free_name
@@ -167,7 +172,7 @@ class Library:
         settings: AnySettings,
         **options: Any,
     ) -> Reading:
-        """Read a text into a memory of a name; settings, options and errors are those of `reading.memorize`.
+        """Read a text into a memory; settings, options and errors are those of `reading.memorize`.
 
         `start` may be the folder of a memory here, whose name may stay the same.
         """
@@ -190,12 +195,16 @@ class Library:
         return target.name
 
     def forget(self, name: str) -> None:
-        """Delete a memory, finished or not, whole or not at all; a `ValueError` for one in use or with other files."""
+        """Delete a memory, finished or not, whole or not at all.
+
+        One that is in use, or has other files, is a `ValueError`.
+        """
         folder = self.folder / name if name in self.list_unfinished() else self.find(name)
         foreign = sorted(set(os.listdir(folder)) - {*FILES, CHECKPOINT_FOLDER})
         if foreign:
             raise ValueError(
-                f"memory {name!r} must hold its own files alone, got {foreign[0]!r} too: move it away"
+                f"memory {name!r} must hold its own files alone, "
+                f"got {foreign[0]!r} too: move it away"
             )
         forgotten = self.folder / f".{name}.{os.getpid()}{_FORGOTTEN}"
         with locked(folder / CHECKPOINT_FOLDER):
@@ -209,7 +218,8 @@ class Library:
     def unpack(self, archive: Path, name: str, check: Callable[[Path], None]) -> str:
         """Add a memory out of a zip archive (see `memories.folder.unpack`) and return its name.
 
-        `check` is called with the unpacked folder, and raises a `ValueError` for one of which nothing shall be left.
+        `check` is called with the unpacked folder, and raises a `ValueError` for one of which
+        nothing shall be left.
         """
         with self.new(name) as folder:
             with staged(folder) as unpacked:
@@ -222,7 +232,7 @@ class Library:
             return folder.name
 
     def name_base(self) -> str | None:
-        """Return the name of the base of all memories, None in an empty library; a `ValueError` for two bases."""
+        """Return the base's name, None in an empty library; a `ValueError` for two bases."""
         memories: dict[str | None, str] = {}
         for name in self.list():
             config = load_memory_config(self.folder / name, self.key)
@@ -244,17 +254,18 @@ class Library:
         base = load_memory_config(self.folder / memory).get("base_model_name_or_path")
         if base is not None and base != name:
             raise ValueError(
-                f"a library must hold memories of one base, got {name!r} beside {base!r}: use another"
+                "a library must hold memories of one base, "
+                f"got {name!r} beside {base!r}: use another"
             )
 
     def attach(self, base: PreTrainedModel, name: str | None) -> AbstractContextManager[nn.Module]:
-        """Return a context of the base with a memory attached (see `memories.memory_attached`), or alone for None."""
+        """Return a context of the base with a memory attached; of the base alone for None."""
         if name is None:
             return nullcontext(base)
         return memory_attached(base, self.find(name), self.key)
 
     def route(self, questions: Sequence[str]) -> list[str | None]:
-        """Return for each question the name of the memory that it is about, by its words; None for none.
+        """Return for each question the name of the memory that it is about; None for none.
 
         Of two memories that fit as well, the later one is taken. See `routing`.
         """

@@ -1,7 +1,7 @@
 """Which memory of a library a question is about, by its words.
 
-BM25 (Robertson and Zaragoza, 2009) over each memory's name, what it has studied, and pieces of its text. Below
-`LEAST_SCORE` a question is about no memory.
+BM25 (Robertson and Zaragoza, 2009) over each memory's name, what it has studied, and pieces of its
+text. Below `LEAST_SCORE` a question is about no memory.
 """
 
 import math
@@ -29,10 +29,13 @@ SAMPLE_CHARACTERS = 200
 
 
 def route(memories: Mapping[str, Sequence[str]], questions: Sequence[str]) -> list[str | None]:
-    """Return for each question the name of the memory that it is about; None where no score is `LEAST_SCORE` or more.
+    """Return for each question the name of the memory that it is about.
+
+    It is None where no score is `LEAST_SCORE` or more.
 
     Args:
-        memories: the passages of each memory, by its name; of two that fit as well, the first one is taken.
+        memories: the passages of each memory, by its name; of two that fit as well, the first one
+            is taken.
     """
     names = list(memories)
     scores = score_by_words(list(memories.values()), questions)
@@ -48,8 +51,8 @@ def route(memories: Mapping[str, Sequence[str]], questions: Sequence[str]) -> li
 def score_by_words(memories: Sequence[Sequence[str]], questions: Sequence[str]) -> np.ndarray:
     """Score M memories for Q questions by BM25 of their best passage; return float64 [Q, M].
 
-    A score is divided by the sum of the idf of the question's words, so that one threshold serves any number of
-    passages.
+    A score is divided by the sum of the idf of the question's words, so that one threshold serves
+    any number of passages.
 
     Raises:
         ValueError: the package bm25s is missing.
@@ -91,7 +94,7 @@ def _measure_idf(documents: Sequence[Sequence[str]]):
 
 
 def make_sample(text: str, earlier: str | Path | None = None) -> str:
-    """Return evenly spread pieces of a text, a line each, after those in the folder of an `earlier` memory, if any."""
+    """Return evenly spread pieces of a text, a line each, after those of an `earlier` memory."""
     starts = range(0, len(text), SAMPLE_CHARACTERS)
     pieces = [text[start : start + SAMPLE_CHARACTERS] for start in starts]
     step = max(math.ceil(len(pieces) / SAMPLE_LINES), 1)
@@ -104,7 +107,7 @@ def make_sample(text: str, earlier: str | Path | None = None) -> str:
 
 
 def list_passages(memory: Path) -> list[str]:
-    """Return what a memory's folder is found by: its name, each passage that it has studied, and its sample's lines."""
+    """Return what a memory is found by: its name, its studied passages, its sample's lines."""
     passages = [memory.name.replace("_", " ")]
     for read in (_read_exchanges, _read_sample):
         # A memory need not have the file, and another process may forget the memory meanwhile.
