@@ -54,9 +54,9 @@ from locas_peft.library import score_by_words
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize, parse_method
 from locas_peft.selfstudy import StudyStep, load_exchanges, split_passages, write_exchanges
-from locas_peft.selfstudy.exchanges import EXCHANGES as EXCHANGES_FILE
+from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.selfstudy.exchanges import join_exchanges
-from locas_peft.selfstudy.learning import EXCHANGES
+from locas_peft.selfstudy.learning import PER_PASSAGE
 from locas_peft.text import NAME, load_text, tokenize
 from locas_peft.ttt import Chunk
 from locas_peft.tuner import adapters_disabled
@@ -165,7 +165,7 @@ def study_page(
     other.measure_base(base)
     began, exchanges = time.process_time(), []
     for written in write_exchanges(
-        base, tokenizer, split_passages(tokenizer, page.text), EXCHANGES
+        base, tokenizer, split_passages(tokenizer, page.text), PER_PASSAGE
     ):
         exchanges += written.exchanges
     writing = time.process_time() - began
@@ -221,7 +221,7 @@ def repeat_study(
         memory = Path(folder) / "memory"
         reading = memorize(base, page.ids, settings, out=memory, tokenizer=tokenizer)
         seconds = time.process_time() - began
-        exchanges = load_exchanges(memory / EXCHANGES_FILE)
+        exchanges = load_exchanges(memory / EXCHANGES)
         held = join_exchanges(exchanges)
         with memory_attached(base, memory) as model:
             began = time.process_time()

@@ -40,7 +40,7 @@ def answer(
     base, tokenizer = load_base(library.name_base(), dtype="float32", device="cpu")
     answers = {}
     for name in ["base", *names]:
-        with library.attach(base, [] if name == "base" else [name]) as model:
+        with library.attach(base, None if name == "base" else name) as model:
             ids = torch.tensor([prompt])
             output = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False,

@@ -18,7 +18,7 @@ from .. import demo
 from ..library import Library
 from ..memories import describe_memory
 from ..memories.folder import MOST_BYTES, pack
-from ..selfstudy.learning import EXCHANGES
+from ..selfstudy.learning import PER_PASSAGE
 from ..text import load_text, python_reference
 from .sessions import (
     MOST_CHARACTERS,
@@ -179,7 +179,7 @@ class _Page:
             self._questions = gr.Slider(
                 0,
                 MOST_QUESTIONS,
-                2 * EXCHANGES if self._model.can_chat else 0,
+                2 * PER_PASSAGE if self._model.can_chat else 0,
                 step=4,
                 label="Questions about each sentence",
                 visible=self._model.can_chat,

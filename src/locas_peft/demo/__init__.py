@@ -20,7 +20,7 @@ from ..reading.record import Reading
 from ..reading.settings import CompleteSettings, StudySettings
 from ..reading.teaching import memorize
 from ..selfstudy import Exchange, split_passages, write_exchanges
-from ..selfstudy.learning import EXCHANGES
+from ..selfstudy.learning import PER_PASSAGE
 from ..text import load_text, tokenize
 
 __all__ = [
@@ -145,7 +145,7 @@ def _write_exchanges(
     passages = split_passages(tokenizer, load_page())
     advance = progress("exchanges", len(passages))
     exchanges: list[Exchange] = []
-    for written in write_exchanges(base, tokenizer, passages, EXCHANGES, seed=seed):
+    for written in write_exchanges(base, tokenizer, passages, PER_PASSAGE, seed=seed):
         exchanges += written.exchanges
         advance(written.passages, f"{len(exchanges)} exchanges")
     return exchanges

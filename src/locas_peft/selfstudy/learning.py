@@ -27,10 +27,10 @@ from .exchanges import Exchange, Passage, correct, digest_exchanges, split_passa
 from .lessons import FORMS, Lesson, make_lesson, write_replay_lessons
 from .writing import BLOCK, check_window, write_exchanges
 
-__all__ = ["EXCHANGES", "SelfStudy", "StudyStep"]
+__all__ = ["PER_PASSAGE", "SelfStudy", "StudyStep"]
 
 BATCH = 8
-EXCHANGES = 6  # questions about a passage where the memory's rows tell the passages apart; elsewhere twice as many
+PER_PASSAGE = 6  # questions about a passage where the memory's rows tell the passages apart; elsewhere twice as many
 PASSES, LEAST_STEPS = 4, 50
 """How often a lesson is learned at most, where no number is given; few lessons are learned for so many steps.
 Where rows do not tell the passages apart, it is twice as many steps."""
@@ -105,7 +105,7 @@ class SelfStudy:
     Args:
         model, tokenizer: a causal LM with a PEFT adapter in its layers, and its tokenizer.
         input_ids: LongTensor [N], the text.
-        per_passage: questions wanted about each passage; None for `EXCHANGES`.
+        per_passage: questions wanted about each passage; None for `PER_PASSAGE`.
         passes: the most times that each exchange is learned; None: `PASSES`, of few exchanges for `LEAST_STEPS` steps.
             For n times as many the learning rate is divided by the square root of n.
         learning_rate: of AdamW; it falls linearly to 0 with the share of the lessons of all passes that are left.
@@ -240,7 +240,7 @@ class SelfStudy:
     def _write(self) -> Iterator[StudyStep]:
         options = {"seed": self._seed, "first": self._blocks}
         count = self._per_passage or (
-            EXCHANGES if self._is_apart(len(self._passages)) else 2 * EXCHANGES
+            PER_PASSAGE if self._is_apart(len(self._passages)) else 2 * PER_PASSAGE
         )
         writing = write_exchanges(self._model, self._tokenizer, self._passages, count, **options)
         while BLOCK * self._blocks < len(self._passages):
