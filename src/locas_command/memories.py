@@ -1,4 +1,4 @@
-"""Commands on saved memories: merge, export, resize, sign, push, inspect; and on a library of them."""
+"""Commands on saved memories: merge, export, resize, push, inspect; and on a library of them."""
 
 import shlex
 from pathlib import Path
@@ -241,35 +241,6 @@ def consolidate(
     stdout.print(f"{out} holds what {', '.join(name)} hold: they can be forgotten", markup=False)
 
 
-def sign(memory: Memory, /, *, key: NamedPath, certificate: NamedPath | None = None) -> None:
-    """Sign the files of a memory (OpenSSF model signing): others can tell that they are from you and unchanged.
-
-    Args:
-        key: PEM file with a private key on P-256, P-384 or P-521, without a password.
-        certificate: PEM file with the key's certificate, then those of its issuers.
-    """
-    from locas_peft.memories.loading import describe_memory
-    from locas_peft.memories.signing import sign_memory
-
-    stdout, _ = open_consoles()
-    describe_memory(memory)  # it refuses a damaged file in one line
-    stdout.print(f"{memory} is signed: {', '.join(sign_memory(memory, key, certificate))}")
-
-
-def verify(memory: Memory, /, *, key: NamedPath) -> None:
-    """Check that a memory is signed by the owner of a key, and that no covered file was changed, added or removed.
-
-    Args:
-        key: PEM file with the public key, or with the certificates of the authorities that you trust.
-    """
-    from locas_peft.memories.signing import check_signature
-
-    stdout, _ = open_consoles()
-    stdout.print(
-        f"{memory} is as signed: {', '.join(map(printable, check_signature(memory, key)))}"
-    )
-
-
 def push(
     memory: Memory, /, *, repo: str, license: str | None = None, private: bool = False
 ) -> None:
@@ -290,24 +261,12 @@ def push(
     stdout.print(f"The memory is at {upload_memory(memory, repo, private=private)}")
 
 
-def inspect(
-    memory: Memory, /, *, others: tuple[Path, ...] = (), json_file: JsonFile = None
-) -> None:
-    """Describe a memory: base model, layers, width, bytes, norms, slots, and what is unusual. Loads no base model.
-
-    Args:
-        others: a folder of memories of its base to compare it with; may be given again. Else the folder around it.
-    """
-    from locas_peft.memories.loading import (
-        LEAST_OTHERS,
-        describe_memory,
-        find_unusual,
-        tabulate_memory,
-    )
+def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
+    """Describe a memory: base model, layers, width, bytes, norms, slots. Loads no base model."""
+    from locas_peft.memories.loading import describe_memory, tabulate_memory
 
     stdout, _ = open_consoles(json_file)
     found = describe_memory(memory)
-    found |= find_unusual(found, [_open_library(each).folder for each in others])
     for name in ("base", "peft_type", "r", "init", "scaling", "dtype"):
         if found[name] is not None:
             stdout.print(f"{name:11}{printable(str(found[name]))}")
@@ -320,15 +279,6 @@ def inspect(
         stdout.print(f"{'replaces':11}{printable(', '.join(found['replaces']))} of the base")
     if found["layers"]:
         stdout.print(tabulate_memory(found).to_rich())
-        for each in (marks := found["unusual"]) or ():
-            usual = f"usually {each['low']:.3g} to {each['high']:.3g}"
-            stdout.print(
-                f"{'unusual':11}{printable(each['quantity'])}: {each['value']:.3g}, {usual}"
-            )
-        count = (
-            f"not known: {LEAST_OTHERS} are needed" if marks is None else len(marks) or "nothing"
-        )
-        stdout.print(f"{'unusual':11}{count}, beside {found['others']} other memories of this base")
     write_result(json_file, found)
 
 

@@ -29,8 +29,6 @@ from .memories import (
     merge,
     push,
     resize,
-    sign,
-    verify,
 )
 from .options import ReadingOptions
 from .reading import memorize
@@ -51,7 +49,7 @@ _ABOUT_EVAL = "Measure memories: the protocols, resumable, shared by any number 
 eval_app = App(name="eval", help=_ABOUT_EVAL, sort_key=10)
 _COMMANDS = (
     *(demo, open_page, memorize, ask, chat, generate, library, forget, consolidate),
-    *(merge, export, resize, sign, verify, push, inspect),
+    *(merge, export, resize, push, inspect),
 )
 _PROTOCOLS = (perplexity, locomo, forgetting)
 for _parent, _functions in ((app, _COMMANDS), (eval_app, _PROTOCOLS)):

@@ -44,8 +44,8 @@ from .routing import LEAST_GAIN, LEAST_SHARE, MOST_SEARCHED, list_passages, make
 __all__ = ["Library", "RoutedAnswer", "check_name"]
 
 _NAME = re.compile(r"[^\W_][\w .()-]{0,58}[\w)]|[^\W_]")
-_FORGOTTEN, FAILURES, ADAPTERS = ".forgotten", "failures.jsonl", ".adapters"
-"""A folder that is being deleted; a table's failures (`table.py`); adapters of the memories (`adapters.py`)."""
+_FORGOTTEN, FAILURES = ".forgotten", "failures.jsonl"
+"""A folder that is being deleted; a table's failures (`table.py`)."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,11 @@ def check_name(name: str) -> str:
 class Library:
     """The memories in a folder, which is made where it does not exist; at most `most`, where that is given.
 
-    With `require_signature`, the file of a key, memories that its owner has not signed are refused (see
-    `memories.load_memory`). Threads and processes may share the folder.
+    Threads and processes may share the folder.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        most: int | None = None,
-        require_signature: str | Path | None = None,
-    ):
-        self.folder, self._most, self.key = Path(folder), most, require_signature
+    def __init__(self, folder: str | Path, most: int | None = None):
+        self.folder, self._most = Path(folder), most
         if (self.folder / MEMORY_CONFIG).is_file():
             raise ValueError(
                 f"a library must be a folder of memories, got a memory, {str(folder)!r}: take its parent"
@@ -184,7 +178,6 @@ class Library:
         while gone.exists():
             with suppress(FileNotFoundError):  # a process that opens the library deletes it too
                 shutil.rmtree(gone)
-        shutil.rmtree(self.folder / ADAPTERS / name, ignore_errors=True)
 
     def unpack(self, archive: Path, name: str, check: Callable[[Path], None]) -> str:
         """Add a memory out of a zip archive (see `memories.folder.unpack`) and return its name.
@@ -275,7 +268,7 @@ class Library:
 
     def name_base(self) -> str | None:
         """Return the name of the base of all memories, None in an empty library; a `ValueError` for two bases."""
-        configs = {name: load_memory_config(self.folder / name, self.key) for name in self.list()}
+        configs = {name: load_memory_config(self.folder / name) for name in self.list()}
         found = {config.get("base_model_name_or_path"): name for name, config in configs.items()}
         if len(found) > 1:
             (one, first), (other, second) = list(found.items())[:2]
@@ -308,7 +301,7 @@ class Library:
         """Return a context of the base with memories attached (see `memories.memory_attached`), or alone for none."""
         folders = [self.find(name) for name in names]
         return (
-            memory_attached(base, folders[0], self.key, folders[1:])
+            memory_attached(base, folders[0], folders[1:])
             if folders
             else nullcontext(base)
         )
@@ -332,8 +325,6 @@ class Library:
         folders = [
             self.find(name) for name in self.list() if name in names and self.has_studied(name)
         ]
-        for folder in folders:
-            load_memory_config(folder, self.key)  # it refuses one that its owner has not signed
         return load_finder(folders, model, tokenizer)
 
     def ask(

@@ -38,7 +38,7 @@ CARD = "README.md"  # in a memory's folder: its model card, which the Hugging Fa
 READING = "reading.json"  # in a memory's folder: the reading that made it
 SAMPLE = "sample.txt"  # in a memory's folder: pieces of its text, by which a library finds it
 SIGNATURE, TEXT_SIGNATURE = "model.sig", "model-and-text.sig"
-"""The files in a memory's folder that hold its signatures (see `signing`)."""
+"""Signatures: that of the pushed files (docs/howto/signing.md), and that of 0.2.0, which covered the text."""
 FILES = (MEMORY_CONFIG, SAFETENSORS_WEIGHTS_NAME, CARD, READING, EXCHANGES, PASSAGES, SAMPLE)
 FILES += (SIGNATURE, TEXT_SIGNATURE)
 """The files of a memory; no other is packed, unpacked or deleted."""

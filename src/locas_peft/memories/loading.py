@@ -1,13 +1,11 @@
 """Load saved memories onto their base, or describe them from their files alone."""
 
 import dataclasses
-import math
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -25,21 +23,14 @@ from ..tuner.load_checks import load_memory_file
 from ..tuner.memory_file import PREFIX, SCALES, find_memory_file, load_tensors, split_tensors
 from ..tuner.modules import remember_modules
 from .folder import MEMORY_CONFIG, READING
-from .signing import check_signature
 
 __all__ = [
-    "LEAST_OTHERS",
     "add_beside",
     "describe_memory",
-    "find_unusual",
     "load_memory",
     "load_memory_config",
 ]
 __all__ += ["memory_attached", "open_memory", "tabulate_memory"]
-
-LEAST_OTHERS, MOST_OTHERS = 5, 50
-_DEVIATIONS, _LEAST_FACTOR = 6.0, 2.0
-"""Usual are values within so many standard deviations of the median, or within this factor of it."""
 
 _QUANTITIES = ("r", "tau", "input_scale", "gate", "up", "down")
 _NORMS = (("gate", "mean"), ("up", "mean"), ("down", "mean"), ("down", "max"))
@@ -52,7 +43,6 @@ def open_memory(
     dtype: str = "auto",
     device: str = "auto",
     quantize: str | None = None,
-    require_signature: str | Path | None = None,
     **fields: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PeftModel]:
     """Load a memory together with its base: the base, its tokenizer, and the base with the memory, all frozen.
@@ -62,9 +52,9 @@ def open_memory(
     Args:
         base: name of the base; None for the one that the memory names.
         dtype, device, quantize: as for `load_base`.
-        require_signature, fields: as for `load_memory`.
+        fields: as for `load_memory`.
     """
-    config, path = find_files(directory, require_signature)
+    config, path = find_files(directory)
     name = base or config.base_model_name_or_path
     if not name:
         raise ValueError(f"memory {str(directory)!r} does not name its base: give it with --model")
@@ -77,26 +67,22 @@ def load_memory(
     directory: str | Path,
     *,
     trainable: bool = False,
-    require_signature: str | Path | None = None,
     **fields: Any,
 ) -> PeftModel:
     """Load a memory, LOCAS or another PEFT adapter, onto its base, frozen unless it is to be trained.
 
     Args:
         base: the model that it was made for; mutated (`PeftModel.unload` takes the memory out again).
-        require_signature: file of a key: a memory that its owner has not signed is refused (see `check_signature`).
         fields: values for fields of its config, such as `pad_to_multiple_of`, in place of the saved ones.
 
     Raises:
         ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
             was before. A base of the same shapes with other weights gives a warning.
     """
-    return _attach(base, *find_files(directory, require_signature), fields, trainable)
+    return _attach(base, *find_files(directory), fields, trainable)
 
 
-def add_beside(
-    model: PeftModel, memories: Sequence[str | Path], require_signature: str | Path | None = None
-) -> None:
+def add_beside(model: PeftModel, memories: Sequence[str | Path]) -> None:
     """Load saved memories of one type beside a model's own adapter, in place: all are active, the added ones frozen.
 
     The model's own adapter stays `active_adapter`, trained or frozen as before. Errors are those of `load_memory`.
@@ -104,7 +90,7 @@ def add_beside(
     own, trained = model.active_adapter, [each for each in model.parameters() if each.requires_grad]
     names = [f"beside {number}" for number, _ in enumerate(memories, 1)]
     for name, memory in zip(names, memories, strict=True):
-        config, path = find_files(memory, require_signature)
+        config, path = find_files(memory)
         if config.peft_type != model.peft_config[own].peft_type:
             got = f"{config.peft_type.value} in {str(memory)!r}"
             raise ValueError(f"memories side by side must be of one type, got {got}: leave it out")
@@ -119,7 +105,6 @@ def add_beside(
 def memory_attached(
     base: PreTrainedModel,
     directory: str | Path,
-    require_signature: str | Path | None = None,
     beside: Sequence = (),
 ) -> Iterator[PeftModel]:
     """Attach a saved memory to its base, a causal LM without adapters, within the context, frozen and for evaluation.
@@ -128,21 +113,18 @@ def memory_attached(
     """
     restore = remember_modules(base)
     try:
-        model = load_memory(base, directory, require_signature=require_signature)
+        model = load_memory(base, directory)
         if beside:
-            add_beside(model, beside, require_signature)
+            add_beside(model, beside)
         yield model.requires_grad_(False).eval()
     finally:
         restore()
 
 
-def load_memory_config(
-    directory: str | Path, require_signature: str | Path | None = None
-) -> dict[str, Any]:
+def load_memory_config(directory: str | Path) -> dict[str, Any]:
     """Load the JSON config of a memory's folder; finish a replacement that was stopped midway first (`files.staged`).
 
-    A folder without a memory, a damaged config, and files that the owner of a required key has not signed are a
-    `ValueError`. Each way to open a memory begins here.
+    A folder without a memory and a damaged config are a `ValueError`. Each way to open a memory begins here.
     """
     finish_replacement(directory)
     path = Path(directory) / MEMORY_CONFIG
@@ -153,8 +135,6 @@ def load_memory_config(
             "make one with `locas memorize TEXT --out DIR`",
         )
         raise ValueError(f"{rule}, got {str(directory)!r}, {found}: {remedy}")
-    if require_signature is not None:
-        check_signature(directory, require_signature)
     config = load_json(path)
     if not isinstance(config, dict) or "peft_type" not in config:
         raise ValueError(f"{path} must name its peft_type, got none: copy or save the memory again")
@@ -231,63 +211,6 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     }
 
 
-def find_unusual(memory: dict[str, Any], folders: Sequence[str | Path] = ()) -> dict[str, Any]:
-    """Compare slots, scales and norms of a memory, as `describe_memory` returns it, with the latest 50 of its base.
-
-    These are in `folders`, or in the folder around the memory; damaged ones are left out. The standard deviation is
-    that of logarithms, from their median absolute deviation.
-
-    Returns:
-        JSON values: `others`, how many were compared; `unusual`, None for fewer than 5, else for each quantity that is
-        not usual `quantity`, `value`, and the usual range from `low` to `high`.
-    """
-    own, others = Path(memory["memory_dir"]).resolve(), list[dict[str, float]]()
-    places = [Path(folder).resolve() for folder in folders or [own.parent]]
-    configs = {file for place in places for file in place.glob(f"*/{MEMORY_CONFIG}")} - {
-        own / MEMORY_CONFIG
-    }
-    for file in sorted(configs, key=lambda file: -file.stat().st_mtime) if memory["layers"] else ():
-        with suppress(ValueError):
-            if (
-                len(others) < MOST_OTHERS
-                and (other := describe_memory(file.parent))["host"] == memory["host"]
-            ):
-                others.append(_list_quantities(other))
-    unusual, known = list[dict[str, Any]](), len(others) >= LEAST_OTHERS
-    for name, value in _list_quantities(memory).items() if known else ():
-        logs = [math.log(other[name]) for other in others if name in other] or [math.log(value)]
-        middle = median(logs)
-        width = max(
-            _DEVIATIONS * 1.4826 * median(abs(each - middle) for each in logs),
-            math.log(_LEAST_FACTOR),
-        )
-        if abs(math.log(value) - middle) > width:
-            low, high = math.exp(middle - width), math.exp(middle + width)
-            unusual.append({"quantity": name, "value": value, "low": low, "high": high})
-    return {"others": len(others), "unusual": unusual if known else None}
-
-
-def _list_quantities(memory: dict[str, Any]) -> dict[str, float]:
-    """Return the quantities by their names, all positive: medians over the layers, and each layer relative to them."""
-    found = {"scaling": memory["scaling"]}
-    for part in _QUANTITIES:
-        layers = {
-            layer["name"]: layer[part] for layer in memory["layers"] if layer[part] is not None
-        }
-        values = {
-            name: abs(each["mean"] if isinstance(each, dict) else each)
-            for name, each in layers.items()
-        }
-        found[f"{part}, median of the layers"] = middle = median_low(values.values() or [0.0])
-        for name, value in values.items():
-            found[f"{part} in {name} over that median"] = value / (middle or 1.0)
-            if isinstance(layers[name], dict):
-                found[f"{part} in {name}, largest norm over the mean"] = layers[name]["max"] / (
-                    value or 1.0
-                )
-    return {name: max(abs(value), 1e-12) for name, value in found.items()}
-
-
 def tabulate_memory(memory: dict[str, Any]) -> Sheet:
     """Return the layers of `describe_memory`, a line each that fits 80 columns.
 
@@ -333,9 +256,9 @@ def _check_other_adapter(base: PreTrainedModel, config: PeftConfig, path: Path) 
             )
 
 
-def find_files(directory: str | Path, key: str | Path | None = None) -> tuple[PeftConfig, Path]:
+def find_files(directory: str | Path) -> tuple[PeftConfig, Path]:
     """Parse the config of a memory's folder, and find its tensors' file: safetensors, or a pickle of tensors alone."""
-    peft_type = load_memory_config(directory, key)["peft_type"]
+    peft_type = load_memory_config(directory)["peft_type"]
     path = find_memory_file(str(directory))
     if path is None:
         raise ValueError(
