@@ -2,7 +2,9 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from cyclopts import Parameter
 
 from . import options
 from .console import open_consoles, printable, warnings_as_lines, write_result
@@ -18,7 +20,8 @@ from .options import (
     Text,
 )
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values that --max-lora-rank can have
+# The values that --max-lora-rank can have.
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def merge(
@@ -54,7 +57,7 @@ def merge(
 
 
 def export(
-    memory: Memory,
+    memory: Annotated[Path, Parameter(help="a memory's folder, or a library's.")],
     /,
     *,
     out: NamedPath,
@@ -64,18 +67,20 @@ def export(
     neurons: Count | None = None,
     base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
-    """Export a memory for engines that serve LoRA; others load what locas merge writes.
+    """Export a memory, or each of a library, for engines that serve LoRA; others load what locas merge writes.
 
     Args:
-        out: a new or empty folder: `base` gets the base, widened by neurons of zeros, and `adapter` a LoRA adapter.
-        no_base: export the adapter alone, for a base that was exported before with the same --neurons.
+        out: a new or empty folder: `base` gets the base, widened by neurons of zeros, and `adapter` a LoRA adapter; of
+            a library `adapters` gets a folder for each memory, by its name.
+        no_base: export the adapters alone, for a base that was exported before with the same --neurons.
         base_only: export the base alone.
-        base_name: what the adapter's config calls the exported base, such as the server's --model: engines compare it.
-        neurons: how many neurons the base gets: the r of the widest memory that it shall serve; this one's by default.
+        base_name: what the adapters call the exported base, as the server's --model does: engines compare it.
+        neurons: how many neurons the base gets: the r of the widest memory that it shall serve. By default that of
+            the widest one here.
     """
-    from locas_peft.memories.conversion import export_memory
+    from locas_peft.memories import MEMORY_CONFIG, export_memories
 
-    from .running import load_base_of
+    from .running import load_base_of, open_library
 
     if no_base and base_only:
         raise ValueError(
@@ -83,24 +88,39 @@ def export(
         )
     stdout, _ = open_consoles()
     _check_empty(out)
-    loaded = load_base_of(memory, base)
-    parts = {
-        "with_base": not no_base,
-        "with_adapter": not base_only,
-        "neurons": neurons,
-        "base_path": base_name,
-    }
+    is_library = not (memory / MEMORY_CONFIG).exists() and any(memory.glob(f"*/{MEMORY_CONFIG}"))
+    if is_library:
+        held, loaded = open_library(memory, base)
+        exported = {f"adapters/{name}": held.find(name) for name in held.list()}
+    else:
+        loaded = load_base_of(memory, base)
+        exported = {"adapter": memory}
     with warnings_as_lines():
-        neurons, rank = export_memory(loaded.model, loaded.tokenizer, memory, out, **parts)
+        neurons, rank = export_memories(
+            loaded.model,
+            loaded.tokenizer,
+            exported,
+            out,
+            neurons=neurons,
+            with_base=not no_base,
+            with_adapters=not base_only,
+            base_name=base_name,
+        )
     if not no_base:
         stdout.print(
             f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it"
         )
-    if not base_only:
+    if base_only:
+        return
+    if is_library:
+        count = "1 LoRA adapter" if len(exported) == 1 else f"{len(exported)} LoRA adapters"
+        where = out / "adapters"
+        stdout.print(f"{count} of rank {rank} at most: vLLM finds each in {where} by its name")
+    else:
         stdout.print(
             f"The LoRA adapter of rank {rank} is in {out / 'adapter'}: serve it with that base"
         )
-        stdout.print(_name_vllm_option(rank))
+    stdout.print(_name_vllm_option(rank))
 
 
 def resize(
@@ -284,8 +304,9 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
 
 def _name_vllm_option(rank: int) -> str:
     """Return the option that vLLM needs to serve a LoRA of this rank, as a line."""
-    if rank <= VLLM_RANKS[-1]:
-        return f"vLLM needs --max-lora-rank {next(allowed for allowed in VLLM_RANKS if allowed >= rank)}"
+    for allowed in VLLM_RANKS:
+        if allowed >= rank:
+            return f"vLLM needs --max-lora-rank {allowed}"
     return f"vLLM serves ranks up to {VLLM_RANKS[-1]}: make the memory narrower with locas resize"
 
 

@@ -5,6 +5,7 @@ an interruption, 143 for a termination; 3 where documents of a table failed; 1 f
 """
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -107,12 +108,14 @@ def _run(args: list[str]) -> int:
         line = _explain(error)
         if line is None or os.environ.get("LOCAS_TRACEBACK"):
             raise
-        if isinstance(error, ValueError):  # an input that all processes share
+        if isinstance(error, ValueError | TypeError):
+            line = _name_options(line, args)
+        # A ValueError is of an input that all processes share: the first one prints it.
+        if isinstance(error, ValueError):
             _print_error(f"error: {line}", index)
         else:
-            print(
-                f"error in process {index}: {line}" if index else f"error: {line}", file=sys.stderr
-            )
+            where = f" in process {index}" if index else ""
+            print(f"error{where}: {line}", file=sys.stderr)
         if isinstance(error, OSError):
             _give_up_stdout()
     return 2
@@ -144,6 +147,25 @@ def _explain(error: Exception) -> str | None:
     ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("locas_command", "locas_peft")
     known = isinstance(error, ValueError) or (isinstance(error, TypeError) and ours)
     return printable(str(error)) or type(error).__name__ if known else None
+
+
+def _name_options(line: str, args: list[str]) -> str:
+    """Return an error's line with the command's options in place of the settings' fields, such as `learning_rate`.
+
+    These are the words of the line with an underscore that are fields of the command's settings. Words in quotes are
+    the user's own. Fields of one word, such as `window`, are named as they are.
+    """
+    _, apps, _ = app.parse_commands(args)
+    options = {}
+    for argument in apps[-1].assemble_argument_collection():
+        field = argument.field_info.name
+        if "_" in field and argument.name.startswith("--"):
+            options[field] = argument.name
+    return re.sub(
+        r"(?<![\w'\"./-])[a-z]+(?:_[a-z]+)+(?![\w'\"./-])",
+        lambda match: options.get(match[0], match[0]),
+        line,
+    )
 
 
 def _give_up_stdout() -> None:

@@ -300,11 +300,7 @@ class Library:
     ) -> AbstractContextManager[nn.Module]:
         """Return a context of the base with memories attached (see `memories.memory_attached`), or alone for none."""
         folders = [self.find(name) for name in names]
-        return (
-            memory_attached(base, folders[0], folders[1:])
-            if folders
-            else nullcontext(base)
-        )
+        return memory_attached(base, folders[0], folders[1:]) if folders else nullcontext(base)
 
     def route(self, questions: Sequence[str], most: int = 1) -> list[tuple[str, ...]]:
         """Return for each question the names of the memories that it is about, the best first; () for none.
