@@ -398,6 +398,14 @@ REFUSALS = [
         "--layers must lie below 6, the layers of Qwen3ForCausalLM",
     ),
     (
+        "memorize text.txt --out m --lr -1",
+        "--lr must be a number above 0, got -1.0: ",
+    ),
+    (
+        "memorize learning_rate --out m",
+        "text must be an existing file, got 'learning_rate': check the path, or give - ",
+    ),
+    (
         "memorize text.txt --out m --epsilon 0.1",
         "epsilon has no meaning for the method 'locas-glu', got 0.1: leave ",
     ),

@@ -67,16 +67,17 @@ def export(
     neurons: Count | None = None,
     base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
-    """Export a memory, or each of a library, for engines that serve LoRA; others load what locas merge writes.
+    """Export a memory, or each one of a library, for engines that serve LoRA.
 
     Args:
-        out: a new or empty folder: `base` gets the base, widened by neurons of zeros, and `adapter` a LoRA adapter; of
-            a library `adapters` gets a folder for each memory, by its name.
-        no_base: export the adapters alone, for a base that was exported before with the same --neurons.
+        out: a new or empty folder: `base` gets the base, widened by neurons of zeros, and `adapter`
+            a LoRA adapter; of a library, `adapters` gets a folder for each memory, by its name.
+        no_base: export the adapters alone, for a base that was exported with the same --neurons.
         base_only: export the base alone.
-        base_name: what the adapters call the exported base, as the server's --model does: engines compare it.
-        neurons: how many neurons the base gets: the r of the widest memory that it shall serve. By default that of
-            the widest one here.
+        base_name: what the adapters call the exported base: engines compare it with their own name
+            of it, such as the server's --model.
+        neurons: how many neurons the base gets: the r of the widest memory that it shall serve. By
+            default that of the widest one here.
     """
     from locas_peft.memories import MEMORY_CONFIG, export_memories
 
@@ -107,9 +108,8 @@ def export(
             base_name=base_name,
         )
     if not no_base:
-        stdout.print(
-            f"The base, {neurons} neurons wider in each FFN, is in {out / 'base'}: any engine loads it"
-        )
+        wider = f"{neurons} neurons wider in each FFN"
+        stdout.print(f"The base, {wider}, is in {out / 'base'}: any engine loads it")
     if base_only:
         return
     if is_library:
@@ -133,13 +133,16 @@ def resize(
     max_tokens: AtLeastTwo = 8192,
     base: BaseOnCpu = BASE_ON_CPU,
 ) -> None:
-    """Change how many slots a memory has. Fewer keep its output nearly; more keep it exactly, and can learn more.
+    """Change how many slots a memory has.
+
+    Fewer keep its output nearly. More keep it exactly, and can learn more.
 
     Args:
         r: slots in every layer.
         out: a new or empty folder.
-        text: a UTF-8 text file, or - for stdin: best what the memory has read. Fewer slots are refitted on it, and new
-            ones are cloned from what is active on it. A two-layer memory can get fewer slots without (NL-SVD).
+        text: a UTF-8 text file, or - for stdin: best what the memory has read. Fewer slots are
+            refitted on it, and new ones are cloned from what is active on it. A two-layer memory
+            can get fewer slots without (NL-SVD).
         max_tokens: the first tokens of the text.
     """
     from locas_peft import compress, grow
@@ -155,23 +158,23 @@ def resize(
     _check_empty(out)
     content = None if text is None else load_text(text)
     loaded, model = open_with_base(memory, base)
-    widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
+    layers = list_layers(model, "default")
+    widths = [layer.locas_up["default"].out_features for layer in layers]
     if not widths:
         raise ValueError(
             f"memory must be of type LOCAS, got {str(memory)!r} of another: give one of locas-glu"
         )
-    if (
-        content is None
-        and r < max(widths)
-        and any(layer.ffn.gated for layer in list_layers(model, "default"))
-    ):
+    if content is None and r < max(widths) and any(layer.ffn.gated for layer in layers):
         raise ValueError(
-            "--text must name a text for fewer slots beside gated FFNs, got none: give what was read"
+            "--text must name a text for fewer slots beside gated FFNs, "
+            "got none: give what was read"
         )
-    window, batches = min(512, count_positions(loaded.model) or 512), None
+    batches = None
     if content is not None:
+        window = min(512, count_positions(loaded.model) or 512)
         batches = [part[None] for part in loaded.encode(content, max_tokens, None).split(window)]
-    (grow if r > max(widths) else compress)(model, r, batches=batches)
+    change = grow if r > max(widths) else compress
+    change(model, r, batches=batches)
     resized = {"resized from": f"{max(widths)} slots in a layer"}
     save_adapter(model, "default", loaded.name, out, escape(memory.name), resized)
     stdout.print(f"The memory of {r} slots a layer, {max(widths)} before, is in {out}")
@@ -264,11 +267,13 @@ def consolidate(
 def push(
     memory: Memory, /, *, repo: str, license: str | None = None, private: bool = False
 ) -> None:
-    """Upload a memory with its model card to the Hugging Face hub; log in there first, with `hf auth login`.
+    """Upload a memory with its model card to the Hugging Face hub.
+
+    Log in there first, with `hf auth login`.
 
     Args:
         repo: NAME or OWNER/NAME; made where there is none.
-        license: of the memory, such as cc-by-4.0, written into its model card; the card names none without.
+        license: of the memory, such as cc-by-4.0, written into its model card; none if not given.
         private: make a new repository a private one.
     """
     from locas_peft.memories.folder import set_license, upload_memory
@@ -286,20 +291,22 @@ def inspect(memory: Memory, /, *, json_file: JsonFile = None) -> None:
     from locas_peft.memories.loading import describe_memory, tabulate_memory
 
     stdout, _ = open_consoles(json_file)
-    found = describe_memory(memory)
+    description = describe_memory(memory)
     for name in ("base", "peft_type", "r", "init", "scaling", "dtype"):
-        if found[name] is not None:
-            stdout.print(f"{name:11}{printable(str(found[name]))}")
-    stdout.print(f"{'size':11}{found['parameters']:,} parameters, {found['bytes']:,} bytes")
-    for name, value in found["digests"].items():
-        stdout.print(printable(f"{name.removesuffix('_sha256'):11}SHA-256 {value}"))
-    if found["learned"] is False:
+        if description[name] is not None:
+            stdout.print(f"{name:11}{printable(str(description[name]))}")
+    size = f"{description['parameters']:,} parameters, {description['bytes']:,} bytes"
+    stdout.print(f"{'size':11}{size}")
+    for name, digest in description["digests"].items():
+        stdout.print(printable(f"{name.removesuffix('_sha256'):11}SHA-256 {digest}"))
+    if description["learned"] is False:
         stdout.print(f"{'learned':11}nothing yet")
-    if found["replaces"]:
-        stdout.print(f"{'replaces':11}{printable(', '.join(found['replaces']))} of the base")
-    if found["layers"]:
-        stdout.print(tabulate_memory(found).to_rich())
-    write_result(json_file, found)
+    if description["replaces"]:
+        names = printable(", ".join(description["replaces"]))
+        stdout.print(f"{'replaces':11}{names} of the base")
+    if description["layers"]:
+        stdout.print(tabulate_memory(description).to_rich())
+    write_result(json_file, description)
 
 
 def _name_vllm_option(rank: int) -> str:
@@ -324,7 +331,6 @@ def _open_library(folder: Path) -> Any:
     from locas_peft.library import Library
 
     if not folder.is_dir():
-        raise ValueError(
-            f"a library must be a folder of memories, got {str(folder)!r}: memorize --library makes one"
-        )
+        remedy = "memorize --library makes one"
+        raise ValueError(f"a library must be a folder of memories, got {str(folder)!r}: {remedy}")
     return Library(folder)

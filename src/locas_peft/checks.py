@@ -1,4 +1,4 @@
-"""Checks of a user's values. Each error is one line with the field, its rule, its value and the remedy."""
+"""Checks of a user's values. Each error is one line: the field, its rule, its value, the remedy."""
 
 import math
 from collections.abc import Iterable

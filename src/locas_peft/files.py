@@ -36,8 +36,9 @@ __all__ = [
     "write_json",
 ]
 
-# A replacement of a folder's entries passes through two folders inside it. `_STAGED` appears in one step, complete.
-# The old entries move into it; when they are all out of the way it becomes `_MOVING`, and the new entries move up.
+# A replacement of a folder's entries passes through two folders inside it. `_STAGED` appears in one
+# step, complete. The old entries move into it; when they are all out of the way it becomes
+# `_MOVING`, and the new entries move up.
 _STAGED = ".locas-staged"
 _MOVING = ".locas-moving"
 _OLD = ".old"
@@ -46,14 +47,16 @@ _MOST_LINES_SHOWN = 20
 
 @contextmanager
 def staged(directory: str | Path) -> Iterator[Path]:
-    """Yield a new folder to write into; its entries become those of `directory` when the block ends without an error.
+    """Yield a new folder, whose entries become those of `directory` at the end of the block.
 
-    A folder that does not exist appears in one step. In a folder that exists, the new entries replace those of the
-    same name, and all others stay. A process that is killed during the replacement leaves either old entries or new
-    ones, and some may be missing. `finish_replacement` then moves the remaining new entries in.
+    A folder that does not exist appears in one step. In a folder that exists, the new entries
+    replace those of the same name, and all others stay. A process that is killed during the
+    replacement leaves either old entries or new ones, and some may be missing. `finish_replacement`
+    then moves the remaining new entries in.
 
-    After an error the new folder is removed, with the parent folders that were made for it. At most one process may
-    fill a folder at a time. Errors of the disk, also those that safetensors reports in its own type, are an `OSError`.
+    After an error the new folder is removed, with the parent folders that were made for it. At most
+    one process may fill a folder at a time. Errors of the disk, also those that safetensors reports
+    in its own type, are an `OSError`.
     """
     directory = Path(os.path.abspath(directory))
     missing_parents = [parent for parent in directory.parents if not parent.exists()]
@@ -88,10 +91,10 @@ def staged(directory: str | Path) -> Iterator[Path]:
 
 
 def finish_replacement(directory: str | Path) -> None:
-    """Finish a replacement of a folder's entries by `staged` that was stopped midway; do nothing where there is none.
+    """Finish a replacement of a folder's entries by `staged` that was stopped midway, if any.
 
-    Two processes may do this at the same time: each step is one rename, and a rename whose source or target folder is
-    gone was done by the other process.
+    Two processes may do this at the same time: each step is one rename, and a rename whose source
+    or target folder is gone was done by the other process.
     """
     complete = Path(directory) / _STAGED
     moving = Path(directory) / _MOVING
@@ -110,7 +113,7 @@ def finish_replacement(directory: str | Path) -> None:
 
 @contextmanager
 def staged_file(path: str | Path) -> Iterator[Path]:
-    """Yield the path of a new file to write, which becomes `path`, in one step, when the block ends without an error.
+    """Yield the path of a new file, which becomes `path`, in one step, at the end of the block.
 
     After an error it is removed, and a file that was there is untouched.
     """
@@ -125,7 +128,10 @@ def staged_file(path: str | Path) -> Iterator[Path]:
 
 
 def find_kept(kind: str, name: str) -> Path | None:
-    """Return a folder for what is made once on a machine, in the Hugging Face cache; None where it cannot be made."""
+    """Return a folder in the Hugging Face cache for what is made once on a machine.
+
+    None where it cannot be made.
+    """
     try:
         return cached_assets_path(library_name="locas_peft", namespace=kind, subfolder=name)
     except (OSError, ValueError):  # a parent cannot be written, or a file has the folder's name
@@ -139,7 +145,7 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def load_json(path: str | Path) -> Any:
-    """Load a JSON file; one that does not exist, cannot be read, or is not JSON is a `ValueError`."""
+    """Load a JSON file; one that cannot be read, or is not JSON, is a `ValueError`."""
     name = repr(str(path))
     try:
         return json.loads(Path(path).read_bytes())
@@ -155,7 +161,9 @@ def load_json(path: str | Path) -> Any:
 
 
 def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form: str) -> list[T]:
-    """Load a JSON Lines file: UTF-8, with or without a byte-order mark, an object a line; blank lines are left out.
+    """Load a JSON Lines file: an object a line; blank lines are left out.
+
+    The file is UTF-8, with or without a byte-order mark.
 
     Args:
         parse: makes a value of each object (see `parse_json_lines`).
@@ -189,10 +197,11 @@ def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form
 def parse_json_lines(
     lines: Iterable[str], parse: Callable[[Any], T]
 ) -> Iterator[tuple[int, T | None]]:
-    """Yield the number of each line that is not blank, from 1, and what `parse` makes of its JSON value.
+    """Yield the number of each line that is not blank, and what `parse` makes of its JSON value.
 
-    None stands for a broken line: one that is not JSON, or whose value `parse` cannot use. `parse` is given an object,
-    and raises a ValueError, TypeError or KeyError for one that lacks something.
+    Numbers begin at 1.     None stands for a broken line: one that is not JSON, or whose value
+    `parse` cannot use. `parse` is given an object, and raises a ValueError, TypeError or KeyError
+    for one that lacks something.
     """
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -206,14 +215,17 @@ def parse_json_lines(
 
 
 def format_json(value: Any) -> str:
-    """Return a value as indented JSON; NaN and infinities, which JSON does not have, become null."""
+    """Return a value as indented JSON; NaN and infinities become null: JSON has neither."""
     text = json.dumps(_replace_infinities(value), indent=2, ensure_ascii=False, allow_nan=False)
     # Each list of numbers on one line. A string in JSON holds no raw line break, so none can match.
     return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
 
 def check_output_file(option: str, path: str | Path) -> None:
-    """Raise a `ValueError`, before the work begins, for a file that cannot be written; `option` is its name."""
+    """Raise a `ValueError`, before the work begins, for a file that cannot be written.
+
+    `option` is the name of the option that gives the file.
+    """
     path = Path(path)
     name = repr(str(path))
     if path.is_dir():
@@ -226,14 +238,16 @@ def check_output_file(option: str, path: str | Path) -> None:
 
 
 def check_output_directory(option: str, path: str | Path) -> None:
-    """Raise a `ValueError`, before the work begins, for a folder that cannot be made or filled. Nothing is written."""
+    """Raise a `ValueError`, before the work begins, for a folder that cannot be made or filled.
+
+    Nothing is written. `option` is the name of the option that gives the folder.
+    """
     path = Path(os.path.abspath(path))
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not existing.is_dir():
         kind = "a file" if existing.exists() else "a broken link"
-        raise ValueError(
-            f"{option} must be a folder, got {str(path)!r} ({existing.name} is {kind}): choose another"
-        )
+        got = f"{str(path)!r} ({existing.name} is {kind})"
+        raise ValueError(f"{option} must be a folder, got {got}: choose another")
     if not os.access(existing, os.W_OK):
         raise ValueError(
             f"{option} must be writable, got {str(path)!r}: choose a folder that you may write to"
@@ -246,7 +260,7 @@ def is_disk_full(error: OSError) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the memory of the machine, or of its device, is used up."""
+    """Return whether an error means that the memory of the machine or its device is used up."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
@@ -254,7 +268,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _find_disk_error(error: BaseException) -> int | None:
-    """Return the number of the system's error that safetensors reports in an error of its own type."""
+    """Return the number of a system's error that safetensors reports in its own type; or None."""
     if isinstance(error, OSError):
         return None
     match = re.search(r"os error (\d+)", str(error))
@@ -277,14 +291,17 @@ def _move_in(moving: Path) -> None:
 
 
 def _list_new(folder: Path) -> list[str]:
-    """Return the names of the new entries, sorted; none where another process has moved the folder on."""
+    """Return the names of the new entries; none where another process has moved the folder on."""
     with suppress(FileNotFoundError):
         return sorted(name for name in os.listdir(folder) if name != _OLD)
     return []
 
 
 def _sweep(home: Path, prefix: str) -> None:
-    """Remove the unfinished folders in `home` whose processes have ended, also of one that had this one's number."""
+    """Remove the unfinished folders in `home` whose processes have ended.
+
+    Those of a process that had this one's number are removed too.
+    """
     for folder in home.iterdir():
         match = re.fullmatch(rf"{re.escape(prefix)}(\d{{1,9}})\.partial", folder.name)
         if match is None or not _is_own_folder(folder):

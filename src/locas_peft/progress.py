@@ -42,7 +42,10 @@ class _Totals:
 
 
 def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
-    """Make an `on_chunk` for `memorize` that advances by a chunk's tokens, with perplexity and speed as the note."""
+    """Make an `on_chunk` for `memorize` that advances by a chunk's tokens.
+
+    The note has the perplexity and the speed.
+    """
     totals = _Totals()
 
     def on_chunk(chunk: Chunk) -> None:
@@ -56,7 +59,7 @@ def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
 
 
 def follow_study(progress: Progress) -> Callable[[StudyStep], None]:
-    """Make an `on_study` for `memorize` that shows a line of progress for writing and one for learning."""
+    """Make an `on_study` for `memorize` with a line of progress for writing, one for learning."""
     lines: dict[str, Callable[..., None]] = {}
     done: dict[str, int] = {}
 

@@ -16,7 +16,7 @@ _FIRST_COLUMN_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of texts; the first column is left-aligned, the others right-aligned; the cell `best` is bold."""
+    """A table of texts: the first column is left-aligned, the others right; `best` is bold."""
 
     title: str
     headers: Sequence[str]
@@ -50,7 +50,10 @@ def format_figure(value: float | None, digits: int = 2) -> str:
 
 
 def format_mean(mean: Mapping[str, Any] | None, digits: int = 3, factor: float = 1.0) -> str:
-    """Return a mean with its interval, `{"mean", "low", "high", "n"}`, both times a factor; "-" without values."""
+    """Return a mean with its interval, both times a factor; "-" without values.
+
+    `mean` is `{"mean", "low", "high", "n"}`.
+    """
     if not mean or not mean["n"]:
         return "-"
     value, low, high = (to_number(mean[key]) * factor for key in ("mean", "low", "high"))

@@ -31,8 +31,8 @@ _MARGIN_TOKENS = 256
 def unwrap(text: str) -> str:
     """Join hard-wrapped lines: each paragraph on one line, one blank line between paragraphs.
 
-    A paragraph ends at a line that holds nothing but whitespace. Line breaks inside it (Windows, old Mac or Unix),
-    byte-order marks and runs of spaces become single spaces.
+    A paragraph ends at a line that holds nothing but whitespace. Line breaks inside it (Windows,
+    old Mac or Unix), byte-order marks and runs of spaces become single spaces.
     """
     text = _normalize_line_breaks(text.replace("\ufeff", ""))
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
@@ -40,7 +40,9 @@ def unwrap(text: str) -> str:
 
 
 def load_text(path: str | Path) -> str:
-    """Load a UTF-8 text file, or stdin for `-`, without its byte-order mark; every line break becomes "\\n".
+    """Load a UTF-8 text file, or stdin for `-`, without its byte-order mark.
+
+    Every line break becomes "\\n".
 
     Raises:
         ValueError: the file cannot be read, is not UTF-8 text, or is empty.
@@ -63,7 +65,10 @@ def load_text(path: str | Path) -> str:
 
 
 def python_reference() -> str:
-    """Return the Python language reference that ships with every interpreter, the topics of `pydoc_data.topics`."""
+    """Return the Python language reference that ships with every interpreter.
+
+    These are the topics of `pydoc_data.topics`.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -75,18 +80,19 @@ def python_reference() -> str:
 def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongTensor:
     """Turn a text into one sequence of token ids.
 
-    It begins with the start token where the tokenizer puts one there, and a trainer then begins each window with it.
-    There are no other special tokens.
+    It begins with the start token where the tokenizer puts one there, and a trainer then begins
+    each window with it. There are no other special tokens.
 
     Args:
-        max_tokens: keep only the first tokens, at least 2. No more of the text is tokenized than they need, and a
-            margin: the cut can change the tokens just before it.
+        max_tokens: keep only the first tokens, at least 2. No more of the text is tokenized than
+            they need, and a margin: the cut can change the tokens just before it.
 
     Returns:
         LongTensor [T] on the CPU, T >= 2.
 
     Raises:
-        ValueError: the text has fewer than two tokens without the start token: the first token is not scored.
+        ValueError: the text has fewer than two tokens without the start token: the first token is
+            not scored.
     """
     if max_tokens is not None and max_tokens < 2:
         raise invalid("max_tokens", "be at least 2", max_tokens, "raise it, or leave it out")
@@ -104,7 +110,7 @@ def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongT
 
 
 def find_start_token(tokenizer) -> int | None:
-    """Return the token that a tokenizer puts at the start of a text; None where it puts none there."""
+    """Return the token that a tokenizer puts at the start of a text; None where it puts none."""
     ids = tokenizer("a")["input_ids"]
     if ids and ids[0] in tokenizer.all_special_ids:
         return ids[0]
@@ -112,7 +118,10 @@ def find_start_token(tokenizer) -> int | None:
 
 
 def digest_ids(input_ids: torch.Tensor) -> str:
-    """Return the SHA-256 of token ids [T] as little-endian 64-bit integers: the same on every machine and device."""
+    """Return the SHA-256 of token ids [T] as little-endian 64-bit integers.
+
+    It is the same on every machine and device.
+    """
     return hashlib.sha256(input_ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
@@ -122,7 +131,10 @@ def digest_json(value: Any) -> str:
 
 
 def digest_tokenizer(tokenizer: Any) -> str | None:
-    """Return the SHA-256 of a tokenizer's serialized file and chat template; None for one without such a file."""
+    """Return the SHA-256 of a tokenizer's serialized file and chat template.
+
+    None for a tokenizer without such a file.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None

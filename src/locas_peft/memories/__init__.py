@@ -1,4 +1,4 @@
-"""Saved memories: their folder, loading, and conversion. This room knows nothing of how a memory is taught."""
+"""Saved memories: their folder, loading and conversion, whatever taught them."""
 
 from .checkpoint import CHECKPOINT_FOLDER
 from .conversion import export_memories, merge_memory, save_adapter, share_weights

@@ -1,7 +1,8 @@
 """The checkpoint of an unfinished reading: its file, its folder, and the lock of that folder.
 
-A checkpoint is written to a temporary file, flushed and renamed, so that a kill, a full disk or a power cut leaves one
-that can be loaded. It is loaded with `weights_only`: it holds tensors and plain values, and runs no code.
+A checkpoint is written to a temporary file, flushed and renamed, so that a kill, a full disk or a
+power cut leaves one that can be loaded. It is loaded with `weights_only`: it holds tensors and
+plain values, and runs no code.
 
 This module imports nothing of the package, so that a process that only holds a lock starts at once.
 """
@@ -45,9 +46,10 @@ def has_checkpoint(directory: str | Path) -> bool:
 
 
 def save(directory: str | Path, state: dict[str, Any]) -> Path:
-    """Write tensors and plain values (also nested) into a folder, in place of its former checkpoint; return the path.
+    """Write tensors and plain values, also nested, into a folder; return the checkpoint's path.
 
-    An `OSError` leaves the former checkpoint as it is and nothing half-written.
+    It takes the place of the former checkpoint.     An `OSError` leaves the former checkpoint as it
+    is and nothing half-written.
     """
     _check_plain(state)
     path = Path(directory) / CHECKPOINT
@@ -73,7 +75,9 @@ def save(directory: str | Path, state: dict[str, Any]) -> Path:
 
 
 def load(directory: str | Path) -> dict[str, Any] | None:
-    """Load the state that was given to `save`, its tensors onto the CPU; None where there is no checkpoint.
+    """Load the state that was given to `save`; None where there is no checkpoint.
+
+    Its tensors are on the CPU.
 
     Raises:
         ValueError: the file is damaged, not a checkpoint of this package, or of another version.
@@ -118,15 +122,16 @@ def remove(directory: str | Path) -> None:
         (Path(directory) / name).unlink(missing_ok=True)
 
 
-class InUse(ValueError):
+class InUse(ValueError):  # noqa: N818 - the name is used for what it says
     """Another process, or another holder in this one, has a lock."""
 
 
 @contextmanager
 def locked(directory: str | Path) -> Iterator[Path]:
-    """Hold a checkpoint's folder for one writer within the context; `InUse` if another reading holds it.
+    """Hold a checkpoint's folder for one writer within the context.
 
-    The folder is made where it is missing. Afterwards it is removed where it is empty, with parents that were made.
+    `InUse` is raised if another reading holds it. The folder is made where it is missing.
+    Afterwards it is removed where it is empty, with parents that were made.
     """
     directory = Path(directory)
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
@@ -152,9 +157,10 @@ def locked(directory: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def held(path: str | Path, wait: bool = False) -> Iterator[None]:
-    """Hold a lock file within the context, and at most until the process ends, in whatever way; then remove it.
+    """Hold a lock file within the context, then remove it.
 
-    Where another one holds it, wait, or else raise `InUse`.
+    The lock is free again when the process ends, in whatever way. Where another one holds it, wait,
+    or else raise `InUse`.
     """
     lock = FileLock(path, thread_local=False)
     try:
@@ -167,8 +173,8 @@ def held(path: str | Path, wait: bool = False) -> Iterator[None]:
     finally:
         # Windows removes no open file.
         with suppress(OSError):
-            # Not the lock of a later holder, after the folder was removed. While it is held: filelock then refuses a
-            # process that has opened the same file in between.
+            # Not the lock of a later holder, after the folder was removed. While it is held:
+            # filelock then refuses a process that has opened the same file in between.
             if os.path.samestat(os.stat(path), own_file):
                 os.unlink(path)
         lock.release()

@@ -1,6 +1,7 @@
 """Convert saved memories: merge one into a checkpoint, export some as LoRAs.
 
-Each function mutates the base that it is given: load it anew, or give one that shares its weights (`share_weights`).
+Each function mutates the base that it is given: load it anew, or give one that shares its weights
+(`share_weights`).
 """
 
 import copy
@@ -23,7 +24,10 @@ __all__ = ["export_memories", "merge_memory", "save_adapter", "share_weights"]
 
 
 def share_weights(base: PreTrainedModel) -> PreTrainedModel:
-    """Return a second, frozen model with the weights of a base, which adapters and merges then leave as it is."""
+    """Return a second, frozen model with the weights of a base.
+
+    Adapters and merges of the second one leave the first as it is.
+    """
     shared = {
         id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in base.parameters()
     }
@@ -33,9 +37,10 @@ def share_weights(base: PreTrainedModel) -> PreTrainedModel:
 def merge_memory(
     base: PreTrainedModel, tokenizer, memory: Path, out: Path, pad_to_multiple_of: int | None = None
 ) -> PreTrainedModel:
-    """Save a memory merged into its base, as a checkpoint that stock transformers loads, and return that model.
+    """Save a memory merged into its base, and return the merged model.
 
-    `pad_to_multiple_of` replaces the value in the memory's config.
+    Stock transformers loads the checkpoint.     `pad_to_multiple_of` replaces the value in the
+    memory's config.
     """
     fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
     merged = load_memory(base, memory, **fields).merge_and_unload()
@@ -56,15 +61,17 @@ def export_memories(
     with_adapters: bool = True,
     base_name: str | None = None,
 ) -> tuple[int, int]:
-    """Save memories as LoRA adapters, and the widened base that all of them fit in `out/base`: all or nothing.
+    """Save memories as LoRA adapters, and in `out/base` the widened base: all or nothing.
 
     An engine that serves LoRA adapters serves each of them on that base (see `slots.lora_export`).
 
     Args:
         base: the base of all the memories, without adapters; it is widened in place.
-        memories: for each adapter its folder inside `out`, such as "adapters/Ada", and the folder of its memory.
+        memories: for each adapter its folder inside `out`, such as "adapters/Ada", and the folder
+            of its memory.
         out: a new or empty folder.
-        neurons: by how many neurons the base is widened; the r of the widest memory where not given.
+        neurons: by how many neurons the base is widened; the r of the widest memory where not
+            given.
         with_base: whether the base is written.
         with_adapters: whether the adapters are written.
         base_name: what the adapters call the base; `out/base` where not given. Engines compare it.
@@ -73,14 +80,15 @@ def export_memories(
         The number of neurons, and the largest rank of the adapters.
 
     Raises:
-        ValueError: a memory is damaged, of another base or another type, changes more than FFNs, or stands beside a
-            mixture of experts. Nothing is written.
+        ValueError: a memory is damaged, of another base or another type, changes more than FFNs, or
+            stands beside a mixture of experts. Nothing is written.
     """
     widest = max(_find_width(memory) for memory in memories.values())
     neurons = neurons or widest
     largest_rank = 1
     ffn_parts = None
-    # An adapter alone names no base: which copy of the widened base it will be served with is not known.
+    # An adapter alone names no base: which copy of the widened base it will be served with is not
+    # known.
     base_name = base_name or (str(out / "base") if with_base else None)
     with staged(out) as folder:
         for adapter, memory in memories.items():
@@ -101,7 +109,7 @@ def export_memories(
 
 
 def _find_width(memory: Path) -> int:
-    """Return the r of a memory's widest layer; a `ValueError` for one that no LoRA of the base can hold."""
+    """Return the r of a memory's widest layer; a `ValueError` for one that is not FFNs alone."""
     description = describe_memory(memory)
     name = repr(str(memory))
     if not description["layers"]:
@@ -116,7 +124,7 @@ def _find_width(memory: Path) -> int:
 def save_adapter(
     model: PeftModel, adapter_name: str, base_name: str, out: Path, title: str, rows: dict
 ) -> None:
-    """Save a memory that was made of others, with a title and rows, in Markdown, for its card (see `make_card`)."""
+    """Save a memory that was made of others; its card has a title and rows (see `make_card`)."""
     config = model.peft_config[adapter_name]
     rows = {"base": escape(base_name), "slots in a layer": str(config.r), **rows}
     card = make_card(base_name, config.peft_type, title, "made of other memories", rows)

@@ -1,4 +1,7 @@
-"""The folder of a memory: its files, model card, saving and uploading; zip archives of it, which may be hostile."""
+"""The folder of a memory: its files, model card, saving, uploading and zip archives.
+
+An archive may be hostile.
+"""
 
 import io
 import os
@@ -39,13 +42,14 @@ __all__ = [
     "upload_memory",
 ]
 
-# In a memory's folder: PEFT's config; the model card, which the Hugging Face hub renders; the record of the reading
-# that made it; pieces of its text, by which a library finds it.
+# In a memory's folder: PEFT's config; the model card, which the Hugging Face hub renders; the
+# record of the reading that made it; pieces of its text, by which a library finds it.
 MEMORY_CONFIG = "adapter_config.json"
 CARD = "README.md"
 READING = "reading.json"
 SAMPLE = "sample.txt"
-# A signature by the program model_signing (docs/howto/signing.md), and one that version 0.2.0 wrote beside it.
+# A signature by the program model_signing (docs/howto/signing.md), and one that version 0.2.0 wrote
+# beside it.
 SIGNATURE = "model.sig"
 TEXT_SIGNATURE = "model-and-text.sig"
 FILES = (
@@ -69,9 +73,10 @@ _MOST_LISTED_BYTES = 2**20
 def check_vacant(
     directory: str | Path, resume: bool = False, overwrite: bool = False, goes_on: bool = False
 ) -> None:
-    """Raise a `ValueError` for a folder in which a reading would replace something. It need not exist.
+    """Raise a `ValueError` for a folder in which a reading would replace something.
 
-    Other files that only have the names of a memory's files may never be replaced.
+    The folder need not exist. Other files that only have the names of a memory's files may never be
+    replaced.
 
     Args:
         resume: an unfinished reading in the folder will go on.
@@ -132,10 +137,11 @@ def save_memory(
 
 
 def upload_memory(directory: str | Path, repo: str, *, private: bool = False) -> str:
-    """Upload the files of a memory to the repository NAME or OWNER/NAME of the Hugging Face hub; return the address.
+    """Upload a memory to the repository NAME or OWNER/NAME of the hub; return the address.
 
-    A new repository is made where there is none. `PeftModel.push_to_hub` would write an empty template in place of the
-    card. The exchanges of a self-study, which can quote the text, stay here.
+    A new repository is made where there is none. `PeftModel.push_to_hub` would write an empty
+    template in place of the card. The exchanges of a self-study, which can quote the text, stay
+    here.
     """
     try:
         url = HfApi().create_repo(repo, private=private, exist_ok=True)
@@ -190,7 +196,7 @@ def set_license(directory: str | Path, license: str) -> None:
 
 
 def escape(text: str) -> str:
-    """Return a text as one line of Markdown that renders as that text: no markup, HTML, links or formulas."""
+    """Return a text as one line of Markdown that renders as that text, without markup or HTML."""
     return re.sub(r"[!-/:-@[-`{-~]", lambda match: f"&#{ord(match[0])};", one_line(text))
 
 
@@ -204,10 +210,13 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Write a memory's files out of a zip archive, which has them at its top or in one folder, into an empty folder.
+    """Write a memory's files out of a zip archive into an empty folder.
+
+    The archive has them at its top or in one folder.
 
     Raises:
-        ValueError: the archive is damaged, or holds something else. The folder may then hold some files.
+        ValueError: the archive is damaged, or holds something else. The folder may then hold some
+            files.
     """
     try:
         with _ShortReads(archive) as file, zipfile.ZipFile(file) as packed:
@@ -230,7 +239,10 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 class _ShortReads(io.FileIO):
-    """A file that refuses long reads: zipfile reads the list of an archive's entries at once, however long it is."""
+    """A file that refuses long reads.
+
+    zipfile reads the list of an archive's entries at once, however long it is.
+    """
 
     def read(self, size: int = -1) -> bytes:
         if size > _MOST_LISTED_BYTES:
@@ -240,7 +252,7 @@ class _ShortReads(io.FileIO):
 
 
 def _list_entries(packed: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """Return the files in an archive; a `ValueError` unless they are files of one memory and not too large."""
+    """Return the files in an archive; a `ValueError` unless they are those of one memory."""
     entries = [entry for entry in packed.infolist() if not entry.is_dir()]
     folder, slash = "", ""
     if entries:
@@ -269,5 +281,8 @@ def _describe_loading(base: str) -> str:
         return f"from locas_peft import backbone\n\nbase, tokenizer = backbone.load({argument})"
     if is_gguf(base):
         return f"from locas_peft.bases import load_base\n\nbase, tokenizer = load_base({base!r})"
-    imports = "import locas_peft  # registers LOCAS with PEFT\nfrom transformers import AutoModelForCausalLM"
-    return f"{imports}\n\nbase = AutoModelForCausalLM.from_pretrained({base!r})"
+    return (
+        "import locas_peft  # registers LOCAS with PEFT\n"
+        "from transformers import AutoModelForCausalLM\n\n"
+        f"base = AutoModelForCausalLM.from_pretrained({base!r})"
+    )

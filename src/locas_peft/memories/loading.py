@@ -48,7 +48,7 @@ def open_memory(
     quantize: str | None = None,
     **fields: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PeftModel]:
-    """Load a memory together with its base: the base, its tokenizer, and the base with the memory, all frozen.
+    """Load a memory together with its base, frozen: the base, its tokenizer, the adapted model.
 
     Base and memory share their modules: within `model.disable_adapter()` the model is the base.
 
@@ -68,24 +68,30 @@ def open_memory(
 def load_memory(
     base: PreTrainedModel, directory: str | Path, *, trainable: bool = False, **fields: Any
 ) -> PeftModel:
-    """Load a memory, LOCAS or another PEFT adapter, onto its base, frozen unless it is to be trained.
+    """Load a memory, LOCAS or another PEFT adapter, onto its base.
+
+    It is frozen unless it is to be trained.
 
     Args:
-        base: the model that it was made for; mutated (`PeftModel.unload` takes the memory out again).
-        fields: values for fields of its config, such as `pad_to_multiple_of`, in place of the saved ones.
+        base: the model that it was made for; mutated (`PeftModel.unload` takes the memory out
+            again).
+        fields: values for fields of its config, such as `pad_to_multiple_of`, in place of the saved
+            ones.
 
     Raises:
-        ValueError: the folder holds no memory, a damaged one, or one that was made for another base. The base is as it
-            was before. A base of the same shapes with other weights gives a warning.
+        ValueError: the folder holds no memory, a damaged one, or one that was made for another
+            base. The base is as it was before. A base of the same shapes with other weights gives a
+            warning.
     """
     config, path = find_files(directory)
     return _attach(base, config, path, fields, trainable)
 
 
 def add_beside(model: PeftModel, memories: Sequence[str | Path]) -> None:
-    """Load saved memories of one type beside a model's own adapter, in place: all are active, the added ones frozen.
+    """Load saved memories of one type beside a model's own adapter, in place.
 
-    The model's own adapter stays `active_adapter`, trained or frozen as before. Errors are those of `load_memory`.
+    All are active, the added ones frozen.     The model's own adapter stays `active_adapter`,
+    trained or frozen as before. Errors are those of `load_memory`.
     """
     own = model.active_adapter
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -107,9 +113,10 @@ def add_beside(model: PeftModel, memories: Sequence[str | Path]) -> None:
 def memory_attached(
     base: PreTrainedModel, directory: str | Path, beside: Sequence = ()
 ) -> Iterator[PeftModel]:
-    """Attach a saved memory to its base, a causal LM without adapters, within the context, frozen and for evaluation.
+    """Attach a saved memory to its base within the context, frozen and for evaluation.
 
-    Others `beside` it are active too. The base is mutated, and restored at the end.
+    The base is a causal LM without adapters.     Others `beside` it are active too. The base is
+    mutated, and restored at the end.
     """
     restore = remember_modules(base)
     try:
@@ -122,9 +129,10 @@ def memory_attached(
 
 
 def load_memory_config(directory: str | Path) -> dict[str, Any]:
-    """Load the JSON config of a memory's folder; finish a replacement that was stopped midway first (`files.staged`).
+    """Load the JSON config of a memory's folder.
 
-    Each way to open a memory begins here.
+    A replacement that was stopped midway is finished first (`files.staged`).     Each way to open a
+    memory begins here.
 
     Raises:
         ValueError: the folder holds no memory, or its config is damaged.
@@ -150,7 +158,10 @@ def load_memory_config(directory: str | Path) -> dict[str, Any]:
 
 
 def find_files(directory: str | Path) -> tuple[PeftConfig, Path]:
-    """Parse the config of a memory's folder, and find its tensors' file: safetensors, or a pickle of tensors alone."""
+    """Parse the config of a memory's folder, and find its tensors' file.
+
+    The file is safetensors, or a pickle of tensors alone.
+    """
     peft_type = load_memory_config(directory)["peft_type"]
     path = find_memory_file(str(directory))
     if path is None:
@@ -176,11 +187,12 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     """Describe a memory from its files alone: no base is loaded.
 
     Returns:
-        JSON values: `memory_dir`, `base`, `peft_type`, `r`, `init`, `scaling`, `dtype`, `parameters`, `bytes`
-        (of the tensors' file), `host`, `replaces` (the tensors of a LOCAS memory's file that replace weights of the
-        base, by name), `learned` (False for a LOCAS memory without an output; None for other adapters), `digests` (of
-        the reading's record), `layers`: for a LOCAS memory an entry for each FFN with `name`, `r`, `tau`,
-        `input_scale`, `slots` (None where no host slots were cloned) and, for `gate` (None in a two-layer memory),
+        JSON values: `memory_dir`, `base`, `peft_type`, `r`, `init`, `scaling`, `dtype`,
+        `parameters`, `bytes` (of the tensors' file), `host`, `replaces` (the tensors of a LOCAS
+        memory's file that replace weights of the base, by name), `learned` (False for a LOCAS
+        memory without an output; None for other adapters), `digests` (of the reading's record),
+        `layers`: for a LOCAS memory an entry for each FFN with `name`, `r`, `tau`, `input_scale`,
+        `slots` (None where no host slots were cloned) and, for `gate` (None in a two-layer memory),
         `up` and `down`, `mean` and `max` of the slots' norms.
 
     Raises:
@@ -224,7 +236,8 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
 def tabulate_memory(memory: dict[str, Any]) -> Sheet:
     """Return the layers of `describe_memory`, a line each that fits 80 columns.
 
-    The title has what the names of the FFNs share, the first column the rest of each, the last one two host slots.
+    The title has what the names of the FFNs share, the first column the rest of each, the last one
+    two host slots.
     """
     pattern, names = _shorten([layer["name"] for layer in memory["layers"]])
     rows = []
@@ -281,7 +294,10 @@ def _format_slots(slots: Sequence[int]) -> str:
 
 
 def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:
-    """Return what several names share, with * for their numbers, and the numbers of each; else "" and the names."""
+    """Return what several names share, with * for their numbers, and the numbers of each.
+
+    Where they share nothing, return "" and the names.
+    """
     patterns = {re.sub(r"\d+", "*", name) for name in names}
     if len(names) < 2 or len(patterns) > 1:
         return "", list(names)
@@ -289,7 +305,7 @@ def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Load the tensors of another adapter, or raise a `ValueError` where one of them is not finite."""
+    """Load the tensors of another adapter; a `ValueError` where one of them is not finite."""
     tensors, _ = load_tensors(str(path))
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
@@ -300,7 +316,7 @@ def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_other_adapter(base: PreTrainedModel, config: PeftConfig, path: Path) -> None:
-    """Raise a `ValueError` for weights in another adapter's file that PEFT would copy into the base unasked."""
+    """Raise a `ValueError` where PEFT would copy weights of an adapter's file into the base."""
     weights = base.state_dict()
     modules_to_save = getattr(config, "modules_to_save", None) or ()
     for key in _load_other_tensors(path):
@@ -333,9 +349,9 @@ def _attach(
     trainable: bool = False,
     beside: str = "",
 ) -> PeftModel:
-    """Put a memory onto its base, or beside others under a name, with fields of its config in place of saved ones.
+    """Put a memory onto its base, or beside others under a name.
 
-    After an error the base is as it was.
+    `fields` take the place of fields of its config.     After an error the base is as it was.
     """
     base = model.get_base_model() if beside else model
     directory = str(path.parent)

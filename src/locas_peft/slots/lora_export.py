@@ -1,14 +1,15 @@
-"""A memory as a LoRA adapter of a wider base, for engines that serve LoRA adapters and do not know LOCAS.
+"""A memory as a LoRA adapter of a wider base, for engines that do not know LOCAS.
 
-Neurons of zeros in each FFN of the base leave its output as it is. On that base a memory of width R is exactly a LoRA
-of rank R and alpha R on the projections of the FFNs. With F the base's width, W >= R the neurons that were added, and
-k and tau the memory's scales (`layer.py`):
+Neurons of zeros in each FFN of the base leave its output as it is. On that base a memory of width R
+is exactly a LoRA of rank R and alpha R on the projections of the FFNs. With F the base's width, W
+>= R the neurons that were added, and k and tau the memory's scales (`layer.py`):
 
     gate  A = k Wgate [R, D],  B = [0; I; 0] [F + W, R]        up likewise
     down  A = [0, I, 0] [R, F + W],  B = tau Wdown [D, R]
 
-where I stands at the neurons F to F + R. A fused gate and up projection has one LoRA of rank 2 R. All memories of one
-base share the wider base, each as wide as its own R; an engine can thus serve many of them at once.
+where I stands at the neurons F to F + R. A fused gate and up projection has one LoRA of rank 2 R.
+All memories of one base share the wider base, each as wide as its own R; an engine can thus serve
+many of them at once.
 """
 
 from collections.abc import Collection
@@ -37,7 +38,7 @@ Factors = tuple[Tensor, Tensor]
 def widen_base(
     base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | None = None
 ) -> None:
-    """Append neurons of zeros to each FFN of a base, in place, and write the new width into its config.
+    """Append neurons of zeros to each FFN of a base, in place, and to its config.
 
     Args:
         base: a model without adapters.
@@ -45,7 +46,8 @@ def widen_base(
         ffn_parts: as in `LocasConfig`.
 
     Raises:
-        ValueError: an FFN cannot be widened, or no field of the config holds the width. The base is as it was.
+        ValueError: an FFN cannot be widened, or no field of the config holds the width. The base is
+            as it was.
     """
     if neurons < 1:
         remedy = "give the largest r of the memories."
@@ -65,16 +67,18 @@ def widen_base(
 
 @torch.no_grad()
 def to_lora(model: PeftModel, adapter_name: str | None = None, neurons: int | None = None) -> Lora:
-    """Return a memory as a LoRA of its base widened by `widen_base`: the config, and the tensors as PEFT saves them.
+    """Return a memory as a LoRA of its base widened by `widen_base`.
 
-    The model is not changed, and its base's weights are not used: it may be quantised.
+    These are the config, and the tensors as PEFT saves them. The model is not changed, and its
+    base's weights are not used: it may be quantised.
 
     Args:
         adapter_name: the memory; the active one where not given.
         neurons: W, by how many the base is widened; the memory's own largest R where not given.
 
     Raises:
-        ValueError: the memory is merged, stands beside a mixture, or changes more than FFNs; or W is too small.
+        ValueError: the memory is merged, stands beside a mixture, or changes more than FFNs; or W
+            is too small.
     """
     adapter_name, layers = find_memory(model, adapter_name, "export")
     for field in ("modules_to_save", "trainable_token_indices"):
@@ -142,13 +146,15 @@ def _name_tensors(factors: dict[str, Factors]) -> dict[str, Tensor]:
 
 def _check_dense(name: str, ffn: AnyFFN) -> None:
     if isinstance(ffn, HostMixture):
-        raise ValueError(
-            f"a memory beside a mixture of experts cannot be exported as LoRA, got {name}: merge it."
-        )
+        what = "a memory beside a mixture of experts cannot be exported as LoRA"
+        raise ValueError(f"{what}, got {name}: merge it.")
 
 
 def _shorten(names: Collection[str], base: nn.Module) -> list[str]:
-    """Return the last parts of modules' names, such as "up_proj", where no other module has them; else whole names."""
+    """Return the last parts of modules' names, such as "up_proj".
+
+    Where another module has one of them too, return the whole names.
+    """
     last_parts = {name.rpartition(".")[2] for name in names}
     for module_name, _ in base.named_modules():
         plain_name = module_name.replace(".base_layer", "")
