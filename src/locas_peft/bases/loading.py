@@ -54,8 +54,8 @@ def load_base(
     embedded = backbone.is_embedded(name)
     file = None if embedded else find_gguf(name)
     if quantization is not None and (embedded or file is not None):
-        what = f"quantize is for a folder or a name on the hub, got {quantize!r} for {name!r}"
-        raise ValueError(f"{what}: leave it out")
+        problem = f"quantize is for a folder or a name on the hub, got {quantize!r} for {name!r}"
+        raise ValueError(f"{problem}: leave it out")
     if embedded:
         model, tokenizer = backbone.load(torch_dtype, torch_device, backbone.name_of(name))
     elif file is not None:

@@ -150,8 +150,8 @@ def upload_memory(directory: str | Path, repo: str, *, private: bool = False) ->
         )
     except Exception as error:  # whatever the network and its libraries raise
         reason = one_line(" ".join(str(error).split()))
-        what = f"memory cannot be pushed to {repo!r} ({reason})"
-        raise ValueError(f"{what}: check the name, and log in with `hf auth login`") from error
+        problem = f"memory cannot be pushed to {repo!r} ({reason})"
+        raise ValueError(f"{problem}: check the name, and log in with `hf auth login`") from error
     return str(url)
 
 

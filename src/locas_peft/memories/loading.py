@@ -334,8 +334,8 @@ def _set_fields(config: PeftConfig, fields: dict[str, Any]) -> None:
     """Replace fields of a saved config, or raise a `ValueError`."""
     for name, value in fields.items():
         if not hasattr(config, name):
-            what = f"a memory of type {config.peft_type.value}"
-            raise ValueError(f"{name} has no meaning for {what}, got {value!r}: leave it out")
+            kind = f"a memory of type {config.peft_type.value}"
+            raise ValueError(f"{name} has no meaning for {kind}, got {value!r}: leave it out")
         # The copy is made for the checks of its values.
         dataclasses.replace(config, **{name: value})
         setattr(config, name, value)
@@ -372,8 +372,9 @@ def _attach(
         problem = _explain_misfit(error)
         if problem is None:
             raise
-        what = f"memory {directory!r} does not fit {type(base).__name__} {base.name_or_path!r}"
-        raise ValueError(f"{what} ({problem}): load the base that it was made for") from error
+        base_name = f"{type(base).__name__} {base.name_or_path!r}"
+        misfit = f"memory {directory!r} does not fit {base_name} ({problem})"
+        raise ValueError(f"{misfit}: load the base that it was made for") from error
     finally:
         if device_map is not None:
             base.hf_device_map = device_map

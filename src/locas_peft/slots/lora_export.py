@@ -146,8 +146,8 @@ def _name_tensors(factors: dict[str, Factors]) -> dict[str, Tensor]:
 
 def _check_dense(name: str, ffn: AnyFFN) -> None:
     if isinstance(ffn, HostMixture):
-        what = "a memory beside a mixture of experts cannot be exported as LoRA"
-        raise ValueError(f"{what}, got {name}: merge it.")
+        problem = "a memory beside a mixture of experts cannot be exported as LoRA"
+        raise ValueError(f"{problem}, got {name}: merge it.")
 
 
 def _shorten(names: Collection[str], base: nn.Module) -> list[str]:
