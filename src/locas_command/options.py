@@ -131,14 +131,12 @@ class BaseOptions:
         device: cpu, cuda, cuda:1, ... or auto, which is Accelerate's: a base that does not fit there is split over all
             devices, the CPU's memory and the disk.
         quantize: nf4 or int8, with bitsandbytes, or int8 with torchao; for folders and hub names.
-        require_signature: PEM file with a public key or certificates: refuse a memory that its owner has not signed.
     """
 
     model: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     quantize: str | None = None
-    require_signature: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +153,8 @@ ManyMethods = Annotated[ReadingOptions, Parameter(name="*", group="Reading", par
 _SCORED = "^(?!method$|study$|exchanges$|passes$)"
 ManyScored = Annotated[ReadingOptions, Parameter(name="*", group="Reading", parse=_SCORED)]
 """Without the options of a self-study, which comes after a text is scored."""
-BaseGroup = Annotated[
-    BaseOptions, Parameter(name="*", group="Base model", parse="^(?!require_signature$)")
-]
-MemoryBase = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
+BaseGroup = Annotated[BaseOptions, Parameter(name="*", group="Base model")]
+MemoryBase = BaseGroup
 BaseOnCpu = Annotated[BaseOnCpuOptions, Parameter(name="*", group="Base model")]
 Text = Annotated[str, Parameter(converter=_parse_text, allow_leading_hyphen=True)]
 Memory = Annotated[Path, Parameter(help="a memory's folder.")]

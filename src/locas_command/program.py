@@ -1,13 +1,15 @@
 """The `locas` command: memorize a text, ask, generate, merge, inspect, evaluate.
 
-Results go to stdout, progress and remarks to stderr. Exit codes: 0; 2 for bad input, with one line on stderr; 130 for
-an interruption, 143 for a termination; 3 where documents of a table failed; 1 for other errors, with the traceback.
+Results go to stdout, progress and remarks to stderr. Exit codes: 0; 2 for bad input, with one line
+on stderr; 130 for an interruption, 143 for a termination; 3 where documents of a table failed; 1
+for other errors, with the traceback.
 """
 
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from traceback import walk_tb
 from typing import Any, NoReturn
@@ -28,8 +30,6 @@ from .memories import (
     merge,
     push,
     resize,
-    sign,
-    verify,
 )
 from .options import ReadingOptions
 from .reading import memorize
@@ -38,7 +38,8 @@ __all__ = ["app", "main"]
 
 app = App(
     name="locas",
-    help="A memory made of weights for language models: read a text, keep what was learned in a small file.",
+    help="A memory made of weights for language models: read a text, keep what was learned in a "
+    "small file.",
     help_epilogue="LOCAS_TRACEBACK=1 shows the traceback behind an error's one line.",
     help_format="plaintext",
     version=lambda: version("locas_peft"),
@@ -50,7 +51,7 @@ _ABOUT_EVAL = "Measure memories: the protocols, resumable, shared by any number 
 eval_app = App(name="eval", help=_ABOUT_EVAL, sort_key=10)
 _COMMANDS = (
     *(demo, open_page, memorize, ask, chat, generate, library, forget),
-    *(merge, export, resize, sign, verify, push, inspect),
+    *(merge, export, resize, push, inspect),
 )
 _PROTOCOLS = (perplexity, locomo, forgetting)
 for _parent, _functions in ((app, _COMMANDS), (eval_app, _PROTOCOLS)):
@@ -60,7 +61,7 @@ app.command(eval_app)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line on these arguments, or the process's, and end the process with its exit code."""
+    """Run the command line on these arguments, or the process's, and end with its exit code."""
 
     def terminate(number: int, frame: Any) -> NoReturn:
         raise _Terminated
@@ -76,21 +77,13 @@ class _Terminated(KeyboardInterrupt):
 
 def _run(args: list[str]) -> int:
     """Run one command and return the exit code."""
-    index, count = find_process()
+    index, _ = find_process()
     try:
-        shares = args[0] == "eval" or any(arg.partition("=")[0] == "--manifest" for arg in args)
-        if count > 1 and not shares and not args[0].startswith("-"):
-            remedy = "start it without a launcher; several processes can share locas eval and memorize --manifest"
-            raise ValueError(f"this command must run in one process, got {count}: {remedy}")
+        _check_processes(args)
         command, arguments, _ = app.parse_args(args, exit_on_error=False, print_error=False)
-        if command in (*_COMMANDS, *_PROTOCOLS):  # and not what prints help or the version
-            with ended_at_once():
-                import locas_peft  # noqa: F401
-            for options in arguments.kwargs.values():
-                if isinstance(options, ReadingOptions):
-                    from locas_peft.reading import ReadingSettings
-
-                    ReadingSettings(**vars(options))  # for its checks, before a base is loaded
+        # And not what prints help or the version.
+        if command in (*_COMMANDS, *_PROTOCOLS):
+            _prepare(arguments.kwargs.values())
         code = command(*arguments.args, **arguments.kwargs)
         sys.stdout.flush()
         return code or 0
@@ -101,6 +94,7 @@ def _run(args: list[str]) -> int:
     except CycloptsError as error:
         command = " ".join(("locas", *(error.command_chain or ())))
         _print_error(f"error: {printable(str(error)).rstrip('.')}: see {command} --help", index)
+        return 2
     except BrokenPipeError:
         _give_up_stdout()
         return 1
@@ -108,15 +102,43 @@ def _run(args: list[str]) -> int:
         line = _explain(error)
         if line is None or os.environ.get("LOCAS_TRACEBACK"):
             raise
-        if isinstance(error, ValueError):  # an input that all processes share
-            _print_error(f"error: {line}", index)
-        else:
-            print(
-                f"error in process {index}: {line}" if index else f"error: {line}", file=sys.stderr
-            )
-        if isinstance(error, OSError):
-            _give_up_stdout()
-    return 2
+        _report(error, line, args, index)
+        return 2
+
+
+def _check_processes(args: list[str]) -> None:
+    """Raise a `ValueError` where a launcher started several processes of a command for one."""
+    _, count = find_process()
+    shares = args[0] == "eval" or any(arg.partition("=")[0] == "--manifest" for arg in args)
+    if count > 1 and not shares and not args[0].startswith("-"):
+        can_share = "several processes can share locas eval and memorize --manifest"
+        remedy = f"start it without a launcher; {can_share}"
+        raise ValueError(f"this command must run in one process, got {count}: {remedy}")
+
+
+def _prepare(values: Iterable[Any]) -> None:
+    """Import the package, and check the settings of a reading before a base is loaded."""
+    with ended_at_once():
+        import locas_peft  # noqa: F401
+    for options in values:
+        if isinstance(options, ReadingOptions):
+            from locas_peft.reading import ReadingSettings
+
+            ReadingSettings(**vars(options))
+
+
+def _report(error: Exception, line: str, args: list[str], index: int) -> None:
+    """Print the line of an error that a user or the machine caused."""
+    if isinstance(error, ValueError | TypeError):
+        line = _name_options(line, args)
+    # A ValueError is of an input that all processes share: the first one prints it.
+    if isinstance(error, ValueError):
+        _print_error(f"error: {line}", index)
+    else:
+        where = f" in process {index}" if index else ""
+        print(f"error{where}: {line}", file=sys.stderr)
+    if isinstance(error, OSError):
+        _give_up_stdout()
 
 
 def _print_error(line: str, index: int) -> None:
@@ -125,30 +147,63 @@ def _print_error(line: str, index: int) -> None:
 
 
 def _explain(error: Exception) -> str | None:
-    """Return one line for an error that input or machine can cause; None for a defect of the program."""
-    from locas_peft.files import is_disk_full, is_out_of_memory
+    """Return one line for an error of input or machine; None for a defect of the program."""
+    from locas_peft.files import is_out_of_memory
 
     if is_out_of_memory(error):
         place = "device" if type(error).__name__ == "OutOfMemoryError" else "machine"
-        return f"the {place} is out of memory: lower the width or the window, or choose another model, dtype or device"
+        remedy = "lower the width or the window, or choose another model, dtype or device"
+        return f"the {place} is out of memory: {remedy}"
     if isinstance(error, OSError):
-        where = repr(str(error.filename)) if error.filename else ""
-        if is_disk_full(error):
-            where = f" while writing {where}" if where else ""
-            return f"the disk is full{where}: free some space or choose another folder; nothing was left half-written"
-        if where:
-            return f"{where} cannot be read or written ({error.strerror}): check the path and its permissions"
-        return printable(error.strerror or str(error))
-    *_, (frame, _) = walk_tb(
-        error.__traceback__
-    )  # a TypeError from elsewhere is a defect, not an input
-    ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("locas_command", "locas_peft")
-    known = isinstance(error, ValueError) or (isinstance(error, TypeError) and ours)
-    return printable(str(error)) or type(error).__name__ if known else None
+        return _explain_os_error(error)
+    # A TypeError from elsewhere is a defect, not an input.
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    is_ours = package in ("locas_command", "locas_peft")
+    if isinstance(error, ValueError) or (isinstance(error, TypeError) and is_ours):
+        return printable(str(error)) or type(error).__name__
+    return None
+
+
+def _explain_os_error(error: OSError) -> str:
+    from locas_peft.files import is_disk_full
+
+    name = repr(str(error.filename)) if error.filename else ""
+    if is_disk_full(error):
+        where = f" while writing {name}" if name else ""
+        remedy = "free some space or choose another folder; nothing was left half-written"
+        return f"the disk is full{where}: {remedy}"
+    if name:
+        remedy = "check the path and its permissions"
+        return f"{name} cannot be read or written ({error.strerror}): {remedy}"
+    return printable(error.strerror or str(error))
+
+
+def _name_options(line: str, args: list[str]) -> str:
+    """Return an error's line with the command's options in place of the settings' fields.
+
+    Fields are the words with an underscore that the command's settings have, such as
+    `learning_rate`. Words in quotes are the user's own. Fields of one word, such as `window`, are
+    named as they are.
+    """
+    _, apps, _ = app.parse_commands(args)
+    options = {}
+    for argument in apps[-1].assemble_argument_collection():
+        field = argument.field_info.name
+        if "_" in field and argument.name.startswith("--"):
+            options[field] = argument.name
+    return re.sub(
+        r"(?<![\w'\"./-])[a-z]+(?:_[a-z]+)+(?![\w'\"./-])",
+        lambda match: options.get(match[0], match[0]),
+        line,
+    )
 
 
 def _give_up_stdout() -> None:
-    """Discard the rest of stdout's buffer if it cannot be written: Python would try again at its end."""
+    """Discard the rest of stdout's buffer if it cannot be written.
+
+    Python would try again at its end.
+    """
     try:
         sys.stdout.flush()
     except OSError:

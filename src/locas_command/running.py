@@ -65,7 +65,7 @@ def load(options: BaseOptions) -> Base:
 
 def load_base_of(memory: Path, options: BaseOptions) -> Base:
     """Load the base model that the options name, or else the memory."""
-    config = memories.load_memory_config(memory, options.require_signature)
+    config = memories.load_memory_config(memory)
     name = options.model or config.get("base_model_name_or_path")
     if not name:
         raise ValueError(f"memory {str(memory)!r} does not name its base: give it with --model")
@@ -88,7 +88,7 @@ def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:
         raise ValueError(
             f"--library must name a folder, got {str(folder)!r}: make one with memorize --library"
         )
-    library = Library(folder, require_signature=options.require_signature)
+    library = Library(folder)
     name = options.model or library.name_base()
     if not name:
         raise ValueError(

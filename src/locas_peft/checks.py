@@ -1,4 +1,4 @@
-"""Checks of a user's values. Each error is one line with the field, its rule, its value and the remedy."""
+"""Checks of a user's values. Each error is one line: the field, its rule, its value, the remedy."""
 
 import math
 from collections.abc import Iterable
@@ -15,8 +15,21 @@ __all__ = [
     "describe_difference",
     "first_line",
     "import_extra",
+    "invalid",
+    "one_line",
 ]
-__all__ += ["one_line"]
+
+
+def invalid(field: str, rule: str, got: object, remedy: str) -> ValueError:
+    """Return the error for a value that breaks a rule: "FIELD must RULE, got GOT: REMEDY".
+
+    Args:
+        field: the name of the setting, file or folder.
+        rule: what it must do or be, such as "be at least 1".
+        got: the value, or a description of it. Give `repr(value)` for a text.
+        remedy: what the user can do about it.
+    """
+    return ValueError(f"{field} must {rule}, got {got}: {remedy}")
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
@@ -24,37 +37,49 @@ def check_whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}: give a whole number")
     if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}: raise it")
+        raise invalid(name, f"be at least {least}", value, "raise it")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     """Raise a `ValueError` unless a value is one of some names."""
     choices = list(choices)
     if value not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(choices)}, got {value!r}: choose one of them"
-        )
+        raise invalid(name, f"be one of {', '.join(choices)}", repr(value), "choose one of them")
 
 
 def check_number(name: str, value: Any, may_be_0: bool = False) -> None:
     """Raise a `ValueError` unless a value is finite and above 0, or 0 where it may be."""
-    if not 0 <= value < math.inf or (value == 0 and not may_be_0):
-        rule = "0 or a finite number above" if may_be_0 else "a finite number above 0"
-        raise ValueError(f"{name} must be {rule}, got {value}: leave it out for the preset's")
+    if 0 < value < math.inf or (value == 0 and may_be_0):
+        return
+    rule = "be 0 or a finite number above" if may_be_0 else "be a finite number above 0"
+    raise invalid(name, rule, value, "leave it out for the preset's")
 
 
 def describe_difference(
     ours: dict[str, Any], theirs: dict[str, Any], where: str, remedy: str, prefix: str = ""
 ) -> str | None:
-    """Return the message for the first field in which two settings differ, also inside dictionaries; None for none."""
-    fields = ("method", "preset", *ours, *theirs)  # other fields follow from the first two
-    field = next((field for field in fields if ours.get(field) != theirs.get(field)), None)
-    if field is None:
+    """Return the message for the first field in which two settings differ, or None.
+
+    Dictionaries inside the settings are compared field by field.
+
+    Args:
+        ours, theirs: the settings. Those of `theirs` are the ones that must hold.
+        where: where `theirs` come from, for the message.
+        remedy: the end of the message.
+        prefix: the names of the dictionaries around these settings.
+    """
+    # Other fields follow from the first two.
+    fields = ("method", "preset", *ours, *theirs)
+    differing = [field for field in fields if ours.get(field) != theirs.get(field)]
+    if not differing:
         return None
-    here, there = ours.get(field), theirs.get(field)
-    if isinstance(here, dict) and isinstance(there, dict):
-        return describe_difference(here, there, where, remedy, f"{prefix}{field}: ")
-    return f"{prefix}{field} must be {there!r:.80} as in {where}, got {here!r:.80}: {remedy}"
+    field = differing[0]
+    our_value = ours.get(field)
+    their_value = theirs.get(field)
+    if isinstance(our_value, dict) and isinstance(their_value, dict):
+        return describe_difference(our_value, their_value, where, remedy, f"{prefix}{field}: ")
+    rule = f"be {their_value!r:.80} as in {where}"
+    return str(invalid(f"{prefix}{field}", rule, f"{our_value!r:.80}", remedy))
 
 
 def first_line(error: BaseException) -> str:
@@ -64,7 +89,16 @@ def first_line(error: BaseException) -> str:
 
 
 def import_extra(name: str, extra: str = "eval", what: str = "this measure") -> ModuleType:
-    """Import a module of an extra by its full name, such as "nltk.stem.porter"; a `ValueError` without its package."""
+    """Import a module of an extra.
+
+    Args:
+        name: the module's full name, such as "nltk.stem.porter".
+        extra: the extra of this package that installs it.
+        what: what needs the module, for the message.
+
+    Raises:
+        ValueError: its package is not installed.
+    """
     try:
         return import_module(name)
     except ModuleNotFoundError as error:

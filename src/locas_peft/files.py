@@ -1,4 +1,7 @@
-"""Files and folders that are written whole or not at all, and JSON."""
+"""Files and folders that are written whole or not at all, and JSON.
+
+This module imports nothing of the package, so that a process that only writes files starts at once.
+"""
 
 import errno
 import json
@@ -23,41 +26,48 @@ __all__ = [
     "find_kept",
     "finish_replacement",
     "format_json",
-]
-__all__ += [
     "is_disk_full",
     "is_out_of_memory",
     "load_json",
     "load_json_lines",
     "parse_json_lines",
     "staged",
+    "staged_file",
+    "write_json",
 ]
-__all__ += ["staged_file", "write_json"]
 
-# A replacement of a folder's entries passes through two folders inside it. `_STAGED` appears in one step, complete.
-# The old entries move into it; when they are all out of the way it becomes `_MOVING`, and the new entries move up.
-_STAGED, _MOVING = ".locas-staged", ".locas-moving"
+# A replacement of a folder's entries passes through two folders inside it. `_STAGED` appears in one
+# step, complete. The old entries move into it; when they are all out of the way it becomes
+# `_MOVING`, and the new entries move up.
+_STAGED = ".locas-staged"
+_MOVING = ".locas-moving"
 _OLD = ".old"
+_MOST_LINES_SHOWN = 20
 
 
 @contextmanager
 def staged(directory: str | Path) -> Iterator[Path]:
-    """Yield a new folder to write into; its entries become those of `directory` when the block ends without an error.
+    """Yield a new folder, whose entries become those of `directory` at the end of the block.
 
-    A folder that does not exist appears in one step. In a folder that exists, the new entries replace those of the
-    same name, and all others stay. A process that is killed during the replacement leaves either old entries or new
-    ones, and some may be missing. `finish_replacement` then moves the remaining new entries in.
+    A folder that does not exist appears in one step. In a folder that exists, the new entries
+    replace those of the same name, and all others stay. A process that is killed during the
+    replacement leaves either old entries or new ones, and some may be missing. `finish_replacement`
+    then moves the remaining new entries in.
 
-    After an error the new folder is removed, with the parent folders that were made for it. At most one process may
-    fill a folder at a time. Errors of the disk, also those that safetensors reports in its own type, are an `OSError`.
+    After an error the new folder is removed, with the parent folders that were made for it. At most
+    one process may fill a folder at a time. Errors of the disk, also those that safetensors reports
+    in its own type, are an `OSError`.
     """
     directory = Path(os.path.abspath(directory))
     missing_parents = [parent for parent in directory.parents if not parent.exists()]
     directory.parent.mkdir(parents=True, exist_ok=True)
     # Beside a new folder, inside an existing one: a mounted volume is another disk than its parent.
-    home, prefix = (
-        (directory, ".") if directory.is_dir() else (directory.parent, f".{directory.name}.")
-    )
+    if directory.is_dir():
+        home = directory
+        prefix = "."
+    else:
+        home = directory.parent
+        prefix = f".{directory.name}."
     new = home / f"{prefix}{os.getpid()}.partial"
     try:
         finish_replacement(directory)
@@ -74,35 +84,36 @@ def staged(directory: str | Path) -> Iterator[Path]:
         for parent in missing_parents:
             with suppress(OSError):
                 parent.rmdir()
-        found = re.search(r"os error (\d+)", str(error)) if not isinstance(error, OSError) else None
-        if found:
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(directory)) from error
+        number = _find_disk_error(error)
+        if number is not None:
+            raise OSError(number, os.strerror(number), str(directory)) from error
         raise
 
 
 def finish_replacement(directory: str | Path) -> None:
-    """Finish a replacement of a folder's entries by `staged` that was stopped midway; do nothing where there is none.
+    """Finish a replacement of a folder's entries by `staged` that was stopped midway, if any.
 
-    Two processes may do this at the same time: each step is one rename, and a rename whose source or target folder is
-    gone was done by the other process.
+    Two processes may do this at the same time: each step is one rename, and a rename whose source
+    or target folder is gone was done by the other process.
     """
-    directory = Path(directory)
-    complete, moving = directory / _STAGED, directory / _MOVING
+    complete = Path(directory) / _STAGED
+    moving = Path(directory) / _MOVING
     _move_in(moving)
-    if complete.is_dir() and not complete.is_symlink():
+    if not _is_own_folder(complete):
+        return
+    with suppress(FileNotFoundError):
+        (complete / _OLD).mkdir(exist_ok=True)
+    for name in _list_new(complete):
         with suppress(FileNotFoundError):
-            (complete / _OLD).mkdir(exist_ok=True)
-        for name in _list_new(complete):
-            with suppress(FileNotFoundError):
-                os.replace(directory / name, complete / _OLD / name)
-        with suppress(FileNotFoundError):
-            os.replace(complete, moving)
-        _move_in(moving)
+            os.replace(Path(directory) / name, complete / _OLD / name)
+    with suppress(FileNotFoundError):
+        os.replace(complete, moving)
+    _move_in(moving)
 
 
 @contextmanager
 def staged_file(path: str | Path) -> Iterator[Path]:
-    """Yield the path of a new file to write, which becomes `path`, in one step, when the block ends without an error.
+    """Yield the path of a new file, which becomes `path`, in one step, at the end of the block.
 
     After an error it is removed, and a file that was there is untouched.
     """
@@ -117,7 +128,10 @@ def staged_file(path: str | Path) -> Iterator[Path]:
 
 
 def find_kept(kind: str, name: str) -> Path | None:
-    """Return a folder for what is made once on a machine, in the Hugging Face cache; None where it cannot be made."""
+    """Return a folder in the Hugging Face cache for what is made once on a machine.
+
+    None where it cannot be made.
+    """
     try:
         return cached_assets_path(library_name="locas_peft", namespace=kind, subfolder=name)
     except (OSError, ValueError):  # a parent cannot be written, or a file has the folder's name
@@ -131,46 +145,47 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def load_json(path: str | Path) -> Any:
-    """Load a JSON file; one that does not exist, cannot be read, or is not JSON is a `ValueError`."""
-    path = Path(path)
+    """Load a JSON file; one that cannot be read, or is not JSON, is a `ValueError`."""
+    name = repr(str(path))
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(Path(path).read_bytes())
     except FileNotFoundError:
-        raise ValueError(
-            f"{str(path)!r} must be an existing JSON file, got none: check the path"
-        ) from None
+        problem = f"{name} must be an existing JSON file, got none: check the path"
     except OSError as error:
-        raise ValueError(
-            f"{str(path)!r} cannot be read ({error.strerror}): check the file's permissions"
-        ) from None
+        problem = f"{name} cannot be read ({error.strerror}): check the file's permissions"
     except RecursionError:
-        raise ValueError(
-            f"{str(path)!r} must be JSON of ordinary depth, got deeper nesting: write it again"
-        ) from None
+        problem = f"{name} must be JSON of ordinary depth, got deeper nesting: write it again"
     except ValueError as error:
-        raise ValueError(f"{str(path)!r} must be JSON ({error}): write it again") from None
+        problem = f"{name} must be JSON ({error}): write it again"
+    raise ValueError(problem)
 
 
 def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form: str) -> list[T]:
-    """Load a JSON Lines file: UTF-8, with or without a byte-order mark, an object a line; blank lines are left out.
+    """Load a JSON Lines file: an object a line; blank lines are left out.
 
-    A file that is not UTF-8, has broken lines or none is a `ValueError`, which names the lines' numbers, their content
-    (`name`, such as "questions") and what each object must have (`form`). For `parse` see `parse_json_lines`.
+    The file is UTF-8, with or without a byte-order mark.
+
+    Args:
+        parse: makes a value of each object (see `parse_json_lines`).
+        name: what the file holds, such as "questions", for the messages.
+        form: what each object must have, for the messages.
+
+    Raises:
+        ValueError: the file is not UTF-8, has no line, or has broken ones, whose numbers are named.
     """
     try:
-        lines = (
-            Path(path).read_text(encoding="utf-8-sig").split("\n")
-        )  # not splitlines: a string may hold U+2028
+        text = Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{name} must be UTF-8 text, got {str(path)!r} ({error.reason}): convert it"
         ) from None
-    parsed = list(parse_json_lines(lines, parse))
+    # Not splitlines: a string may hold U+2028.
+    parsed = list(parse_json_lines(text.split("\n"), parse))
     broken = [number for number, value in parsed if value is None]
     if broken:
-        shown = ", ".join(map(str, broken[:20])) + (
-            f" and {len(broken) - 20} more" if len(broken) > 20 else ""
-        )
+        shown = ", ".join(map(str, broken[:_MOST_LINES_SHOWN]))
+        if len(broken) > _MOST_LINES_SHOWN:
+            shown += f" and {len(broken) - _MOST_LINES_SHOWN} more"
         rule = f"each line of {str(path)!r} must be a JSON object with {form}"
         them = "it" if len(broken) == 1 else "them"
         raise ValueError(f"{rule}, got something else in line {shown}: correct or delete {them}")
@@ -182,51 +197,57 @@ def load_json_lines(path: str | Path, parse: Callable[[Any], T], name: str, form
 def parse_json_lines(
     lines: Iterable[str], parse: Callable[[Any], T]
 ) -> Iterator[tuple[int, T | None]]:
-    """Yield the number of each line that is not blank, from 1, and what `parse` makes of its JSON value.
+    """Yield the number of each line that is not blank, and what `parse` makes of its JSON value.
 
-    None stands for a broken line: one that is not JSON, or whose value `parse` cannot use. `parse` is given an object,
-    and raises a ValueError, TypeError or KeyError for one that lacks something.
+    Numbers begin at 1.     None stands for a broken line: one that is not JSON, or whose value
+    `parse` cannot use. `parse` is given an object, and raises a ValueError, TypeError or KeyError
+    for one that lacks something.
     """
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                value = json.loads(line)
-                found = parse(value) if isinstance(value, dict) else None
-            except (ValueError, TypeError, KeyError, RecursionError):
-                found = None
-            yield number, found
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            parsed = parse(value) if isinstance(value, dict) else None
+        except (ValueError, TypeError, KeyError, RecursionError):
+            parsed = None
+        yield number, parsed
 
 
 def format_json(value: Any) -> str:
-    """Return a value as indented JSON; NaN and infinities, which JSON does not have, become null."""
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+    """Return a value as indented JSON; NaN and infinities become null: JSON has neither."""
+    text = json.dumps(_replace_infinities(value), indent=2, ensure_ascii=False, allow_nan=False)
     # Each list of numbers on one line. A string in JSON holds no raw line break, so none can match.
-    return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    return re.sub(r"\[\n([^\[\]{}\"]*)\]", lambda match: f"[{' '.join(match[1].split())}]", text)
 
 
 def check_output_file(option: str, path: str | Path) -> None:
-    """Raise a `ValueError`, before the work begins, for a file that cannot be written; `option` is its name."""
+    """Raise a `ValueError`, before the work begins, for a file that cannot be written.
+
+    `option` is the name of the option that gives the file.
+    """
     path = Path(path)
+    name = repr(str(path))
     if path.is_dir():
-        raise ValueError(
-            f"{option} must be a file, got the folder {str(path)!r}: name a file inside it"
-        )
+        raise ValueError(f"{option} must be a file, got the folder {name}: name a file inside it")
     if not path.parent.is_dir():
         raise ValueError(
-            f"{option} must lie in an existing folder, got {str(path)!r}: make its folder first"
+            f"{option} must lie in an existing folder, got {name}: make its folder first"
         )
     check_output_directory(option, path.parent)
 
 
 def check_output_directory(option: str, path: str | Path) -> None:
-    """Raise a `ValueError`, before the work begins, for a folder that cannot be made or filled. Nothing is written."""
+    """Raise a `ValueError`, before the work begins, for a folder that cannot be made or filled.
+
+    Nothing is written. `option` is the name of the option that gives the folder.
+    """
     path = Path(os.path.abspath(path))
     existing = next(folder for folder in (path, *path.parents) if os.path.lexists(folder))
     if not existing.is_dir():
         kind = "a file" if existing.exists() else "a broken link"
-        raise ValueError(
-            f"{option} must be a folder, got {str(path)!r} ({existing.name} is {kind}): choose another"
-        )
+        got = f"{str(path)!r} ({existing.name} is {kind})"
+        raise ValueError(f"{option} must be a folder, got {got}: choose another")
     if not os.access(existing, os.W_OK):
         raise ValueError(
             f"{option} must be writable, got {str(path)!r}: choose a folder that you may write to"
@@ -239,40 +260,63 @@ def is_disk_full(error: OSError) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the memory of the machine, or of its device, is used up."""
+    """Return whether an error means that the memory of the machine or its device is used up."""
     torch = sys.modules.get("torch")
-    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
-    return on_device or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+
+def _find_disk_error(error: BaseException) -> int | None:
+    """Return the number of a system's error that safetensors reports in its own type; or None."""
+    if isinstance(error, OSError):
+        return None
+    match = re.search(r"os error (\d+)", str(error))
+    return None if match is None else int(match[1])
+
+
+def _is_own_folder(folder: Path) -> bool:
+    """Return whether a folder exists and is no link: a link is not ours, and is not followed."""
+    return folder.is_dir() and not folder.is_symlink()
 
 
 def _move_in(moving: Path) -> None:
     """Move the entries of `_MOVING`, if there is such a folder, to the folder around it."""
-    if moving.is_dir() and not moving.is_symlink():
-        for name in _list_new(moving):
-            with suppress(FileNotFoundError):
-                os.replace(moving / name, moving.parent / name)
-        shutil.rmtree(moving, ignore_errors=True)
+    if not _is_own_folder(moving):
+        return
+    for name in _list_new(moving):
+        with suppress(FileNotFoundError):
+            os.replace(moving / name, moving.parent / name)
+    shutil.rmtree(moving, ignore_errors=True)
 
 
 def _list_new(folder: Path) -> list[str]:
-    """Return the names of the new entries, sorted; none where another process has moved the folder on."""
+    """Return the names of the new entries; none where another process has moved the folder on."""
     with suppress(FileNotFoundError):
         return sorted(name for name in os.listdir(folder) if name != _OLD)
     return []
 
 
 def _sweep(home: Path, prefix: str) -> None:
-    """Remove the unfinished folders in `home` whose processes have ended, also of one that had this one's number."""
+    """Remove the unfinished folders in `home` whose processes have ended.
+
+    Those of a process that had this one's number are removed too.
+    """
     for folder in home.iterdir():
-        found = re.fullmatch(rf"{re.escape(prefix)}(\d{{1,9}})\.partial", folder.name)
-        ended = found and (int(found[1]) == os.getpid() or not psutil.pid_exists(int(found[1])))
-        if ended and folder.is_dir() and not folder.is_symlink():
+        match = re.fullmatch(rf"{re.escape(prefix)}(\d{{1,9}})\.partial", folder.name)
+        if match is None or not _is_own_folder(folder):
+            continue
+        process = int(match[1])
+        if process == os.getpid() or not psutil.pid_exists(process):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _finite(value: Any) -> Any:
+def _replace_infinities(value: Any) -> Any:
+    """Return a JSON value with None in place of NaN and infinities, and with texts as keys."""
     if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): _replace_infinities(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_replace_infinities(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

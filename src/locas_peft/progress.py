@@ -1,6 +1,7 @@
 """Progress of a long command: lines that are advanced, whoever shows them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from .selfstudy import StudyStep
 from .ttt.chunks import Chunk, perplexity
@@ -16,37 +17,59 @@ def silent(description: str, total: int) -> Callable[..., None]:
     return lambda steps, note="": None
 
 
+@dataclass
+class _Totals:
+    """The sums of the chunks of one reading so far."""
+
+    reading: int = 0
+    tokens: int = 0
+    nll_nats: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, chunk: Chunk) -> None:
+        self.tokens += chunk.tokens
+        self.nll_nats += chunk.nll_nats
+        self.seconds += chunk.seconds
+
+    def describe(self) -> str:
+        """Return the perplexity, and the speed where it is known."""
+        if not self.tokens:
+            return ""
+        note = f"perplexity {perplexity(self.nll_nats, self.tokens):.2f}"
+        if self.seconds:
+            note += f", {self.tokens / self.seconds:,.0f} tokens/s"
+        return note
+
+
 def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
-    """Make an `on_chunk` for `memorize` that advances by a chunk's tokens, with perplexity and speed as the note."""
-    totals: dict[int, tuple[float, int, float]] = {}  # by reading
+    """Make an `on_chunk` for `memorize` that advances by a chunk's tokens.
+
+    The note has the perplexity and the speed.
+    """
+    totals = _Totals()
 
     def on_chunk(chunk: Chunk) -> None:
-        nll_nats, tokens, seconds = totals.get(chunk.reading, (0.0, 0, 0.0))
-        nll_nats, tokens, seconds = (
-            nll_nats + chunk.nll_nats,
-            tokens + chunk.tokens,
-            seconds + chunk.seconds,
-        )
-        totals[chunk.reading] = nll_nats, tokens, seconds
-        note = f"perplexity {perplexity(nll_nats, tokens):.2f}" if tokens else ""
-        if note and seconds:
-            note += f", {tokens / seconds:,.0f} tokens/s"
-        advance(chunk.stop - chunk.start, note)
+        nonlocal totals
+        if chunk.reading != totals.reading:
+            totals = _Totals(chunk.reading)
+        totals.add(chunk)
+        advance(chunk.stop - chunk.start, totals.describe())
 
     return on_chunk
 
 
 def follow_study(progress: Progress) -> Callable[[StudyStep], None]:
-    """Make an `on_study` for `memorize` that shows a line of progress for writing and one for learning."""
-    lines: dict[str, tuple[Callable[..., None], int]] = {}
+    """Make an `on_study` for `memorize` with a line of progress for writing, one for learning."""
+    lines: dict[str, Callable[..., None]] = {}
+    done: dict[str, int] = {}
 
     def on_study(step: StudyStep) -> None:
-        advance, before = lines.get(step.phase) or (progress(step.phase, step.total), 0)
-        kept = f"{step.exchanges} exchanges"
-        advance(
-            step.done - before,
-            kept if step.loss_nats is None else f"{kept}, KL {step.loss_nats:.2f}",
-        )
-        lines[step.phase] = advance, step.done
+        if step.phase not in lines:
+            lines[step.phase] = progress(step.phase, step.total)
+        note = f"{step.exchanges} exchanges"
+        if step.loss_nats is not None:
+            note += f", KL {step.loss_nats:.2f}"
+        lines[step.phase](step.done - done.get(step.phase, 0), note)
+        done[step.phase] = step.done
 
     return on_study

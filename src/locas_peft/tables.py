@@ -10,10 +10,13 @@ from rich.text import Text
 
 __all__ = ["Sheet", "format_count", "format_figure", "format_mean", "format_percent", "to_number"]
 
+# The first column is not made narrower than this: the others wrap first.
+_FIRST_COLUMN_CHARACTERS = 40
+
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table of texts; the first column is left-aligned, the others right-aligned; the cell `best` is bold."""
+    """A table of texts: the first column is left-aligned, the others right; `best` is bold."""
 
     title: str
     headers: Sequence[str]
@@ -23,24 +26,22 @@ class Sheet:
     def to_rich(self) -> Table:
         """Return the table for a rich console."""
         table = Table(title=Text(self.title) if self.title else None, title_justify="left")
-        widest = max((len(row[0]) for row in self.rows), default=0)
-        for number, header in enumerate(self.headers):
-            least = None if number else min(widest, 40)  # the other columns wrap first
-            table.add_column(
-                Text(header),
-                justify="right" if number else "left",
-                overflow="fold",
-                min_width=least,
-            )
+        self._add_columns(table)
         for row, cells in enumerate(self.rows):
-            bold = [self.best == (row, column) for column in range(len(cells))]
-            table.add_row(
-                *(
-                    Text(cell, style="bold" if b else "")
-                    for cell, b in zip(cells, bold, strict=True)
-                )
-            )
+            texts = [Text(cell) for cell in cells]
+            if self.best is not None and self.best[0] == row:
+                texts[self.best[1]].stylize("bold")
+            table.add_row(*texts)
         return table
+
+    def _add_columns(self, table: Table) -> None:
+        widest = max((len(row[0]) for row in self.rows), default=0)
+        least = min(widest, _FIRST_COLUMN_CHARACTERS)
+        for column, header in enumerate(self.headers):
+            if column == 0:
+                table.add_column(Text(header), overflow="fold", min_width=least)
+            else:
+                table.add_column(Text(header), overflow="fold", justify="right")
 
 
 def format_figure(value: float | None, digits: int = 2) -> str:
@@ -49,13 +50,16 @@ def format_figure(value: float | None, digits: int = 2) -> str:
 
 
 def format_mean(mean: Mapping[str, Any] | None, digits: int = 3, factor: float = 1.0) -> str:
-    """Return a mean with its interval, `{"mean", "low", "high", "n"}`, both times a factor; "-" without values."""
+    """Return a mean with its interval, both times a factor; "-" without values.
+
+    `mean` is `{"mean", "low", "high", "n"}`.
+    """
     if not mean or not mean["n"]:
         return "-"
     value, low, high = (to_number(mean[key]) * factor for key in ("mean", "low", "high"))
-    return f"{value:.{digits}f}" + (
-        f" [{low:.{digits}f}, {high:.{digits}f}]" if math.isfinite(low) else ""
-    )
+    if not math.isfinite(low):
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def format_percent(mean: Mapping[str, Any] | None, digits: int = 1) -> str:

@@ -9,58 +9,66 @@ from typing import Any
 
 import torch
 
-__all__ = ["NAME", "digest_ids", "digest_json", "digest_tokenizer", "find_start_token", "load_text"]
-__all__ += ["python_reference", "tokenize", "unwrap"]
+from .checks import invalid
 
-NAME = re.compile(
-    r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*"
-)  # in a text: words with a capital that do not begin it
+__all__ = [
+    "NAME",
+    "digest_ids",
+    "digest_json",
+    "digest_tokenizer",
+    "find_start_token",
+    "load_text",
+    "python_reference",
+    "tokenize",
+    "unwrap",
+]
+
+# In a text: words with a capital that do not begin it.
+NAME = re.compile(r"(?<=\s)[A-Z]\w+(?: [A-Z]\w+)*")
 _MARGIN_TOKENS = 256
 
 
 def unwrap(text: str) -> str:
     """Join hard-wrapped lines: each paragraph on one line, one blank line between paragraphs.
 
-    A paragraph ends at a line that holds nothing but whitespace. Line breaks inside it (Windows, old Mac or Unix),
-    byte-order marks and runs of spaces become single spaces.
+    A paragraph ends at a line that holds nothing but whitespace. Line breaks inside it (Windows,
+    old Mac or Unix), byte-order marks and runs of spaces become single spaces.
     """
-    text = text.replace("\ufeff", "").replace("\r\n", "\n").replace("\r", "\n")
+    text = _normalize_line_breaks(text.replace("\ufeff", ""))
     paragraphs = (" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", text))
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
 def load_text(path: str | Path) -> str:
-    """Load a UTF-8 text file, or stdin for `-`, without its byte-order mark; every line break becomes "\\n"."""
+    """Load a UTF-8 text file, or stdin for `-`, without its byte-order mark.
+
+    Every line break becomes "\\n".
+
+    Raises:
+        ValueError: the file cannot be read, is not UTF-8 text, or is empty.
+    """
     name = "standard input" if str(path) == "-" else repr(str(path))
-    try:
-        raw = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
-    except OSError as error:
-        rules = {
-            FileNotFoundError: f"an existing file, got {name}: check the path, or give - to read stdin",
-            IsADirectoryError: f"a file, got the folder {name}: name one file inside it",
-        }
-        other = f"readable, got {name} ({error.strerror}): check its permissions, or pipe it to -"
-        raise ValueError(f"text must be {rules.get(type(error), other)}") from None
+    raw = _load_bytes(path, name)
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        found = f"byte 0x{raw[error.start]:02x} at offset {error.start} of {name}"
-        raise ValueError(
-            f"text must be UTF-8, got {found}: convert it, for instance with iconv -t UTF-8"
-        ) from None
+        got = f"byte 0x{raw[error.start]:02x} at offset {error.start} of {name}"
+        remedy = "convert it, for instance with iconv -t UTF-8"
+        raise invalid("text", "be UTF-8", got, remedy) from None
     if "\0" in text:
-        raise ValueError(
-            f"text must be plain text, got zero bytes in {name}: export it as UTF-8 text first"
-        )
+        got = f"zero bytes in {name}"
+        raise invalid("text", "be plain text", got, "export it as UTF-8 text first")
     if not text.strip():
-        raise ValueError(
-            f"text must not be empty, got nothing but whitespace in {name}: give a file with text in it"
-        )
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+        got = f"nothing but whitespace in {name}"
+        raise invalid("text", "not be empty", got, "give a file with text in it")
+    return _normalize_line_breaks(text)
 
 
 def python_reference() -> str:
-    """Return the Python language reference that ships with every interpreter, the topics of `pydoc_data.topics`."""
+    """Return the Python language reference that ships with every interpreter.
+
+    These are the topics of `pydoc_data.topics`.
+    """
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -70,37 +78,50 @@ def python_reference() -> str:
 
 
 def tokenize(tokenizer, text: str, max_tokens: int | None = None) -> torch.LongTensor:
-    """Turn a text into one sequence of token ids, LongTensor [T] on the CPU, T >= 2.
+    """Turn a text into one sequence of token ids.
 
-    It begins with the start token where the tokenizer puts one there, and a trainer then begins each window with it.
-    There are no other special tokens. With `max_tokens` only the first tokens are kept, and no more of the text is
-    tokenized than they need, and a margin: the cut can change the tokens just before it. Fewer than two tokens
-    without the start token are a `ValueError`: the first token is not scored.
+    It begins with the start token where the tokenizer puts one there, and a trainer then begins
+    each window with it. There are no other special tokens.
+
+    Args:
+        max_tokens: keep only the first tokens, at least 2. No more of the text is tokenized than
+            they need, and a margin: the cut can change the tokens just before it.
+
+    Returns:
+        LongTensor [T] on the CPU, T >= 2.
+
+    Raises:
+        ValueError: the text has fewer than two tokens without the start token: the first token is
+            not scored.
     """
     if max_tokens is not None and max_tokens < 2:
-        raise ValueError(
-            f"max_tokens must be at least 2, got {max_tokens}: raise it, or leave it out"
-        )
+        raise invalid("max_tokens", "be at least 2", max_tokens, "raise it, or leave it out")
     characters = len(text) if max_tokens is None else 8 * (max_tokens + _MARGIN_TOKENS)
     ids = _encode(tokenizer, text[:characters])
     while characters < len(text) and len(ids) < max_tokens + _MARGIN_TOKENS:
         characters *= 4
         ids = _encode(tokenizer, text[:characters])
     if len(ids) < 2:
-        raise ValueError(f"text must have at least 2 tokens, got {len(ids)}: give a longer text")
+        raise invalid("text", "have at least 2 tokens", len(ids), "give a longer text")
     start = find_start_token(tokenizer)
-    ids = ids if start is None else [start, *ids]
+    if start is not None:
+        ids = [start, *ids]
     return torch.tensor(ids[:max_tokens], dtype=torch.long)
 
 
 def find_start_token(tokenizer) -> int | None:
-    """Return the token that a tokenizer puts at the start of a text; None where it puts none there."""
+    """Return the token that a tokenizer puts at the start of a text; None where it puts none."""
     ids = tokenizer("a")["input_ids"]
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+    if ids and ids[0] in tokenizer.all_special_ids:
+        return ids[0]
+    return None
 
 
 def digest_ids(input_ids: torch.Tensor) -> str:
-    """Return the SHA-256 of token ids [T] as little-endian 64-bit integers: the same on every machine and device."""
+    """Return the SHA-256 of token ids [T] as little-endian 64-bit integers.
+
+    It is the same on every machine and device.
+    """
     return hashlib.sha256(input_ids.cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
@@ -110,17 +131,38 @@ def digest_json(value: Any) -> str:
 
 
 def digest_tokenizer(tokenizer: Any) -> str | None:
-    """Return the SHA-256 of a tokenizer's serialized file and chat template; None for one without such a file."""
-    backend, last_call = (
-        getattr(tokenizer, "backend_tokenizer", None),
-        {"truncation": None, "padding": None},
-    )
-    return backend and digest_json(
-        [json.loads(backend.to_str()) | last_call, tokenizer.chat_template]
-    )
+    """Return the SHA-256 of a tokenizer's serialized file and chat template.
+
+    None for a tokenizer without such a file.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    # The truncation and padding are those of the latest call.
+    serialized = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    return digest_json([serialized, tokenizer.chat_template])
+
+
+def _normalize_line_breaks(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def _load_bytes(path: str | Path, name: str) -> bytes:
+    """Return the content of a file, or of stdin; `name` stands in the messages."""
+    try:
+        return sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+    except FileNotFoundError:
+        remedy = "check the path, or give - to read stdin"
+        raise invalid("text", "be an existing file", name, remedy) from None
+    except IsADirectoryError:
+        got = f"the folder {name}"
+        raise invalid("text", "be a file", got, "name one file inside it") from None
+    except OSError as error:
+        got = f"{name} ({error.strerror})"
+        remedy = "check its permissions, or pipe it to -"
+        raise invalid("text", "be readable", got, remedy) from None
 
 
 def _encode(tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)[
-        "input_ids"
-    ]  # no warning of a long sequence
+    # verbose=False: no warning of a long sequence.
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""Base models by name: a folder, the hub, a GGUF file, or an embedded backbone; where their weights go."""
+"""Base models by name: a folder, the hub, a GGUF file, an embedded backbone; their placement."""
 
 from .loading import load_base
 from .placing import DTYPES, QUANTIZATIONS, choose_device

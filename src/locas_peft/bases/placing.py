@@ -8,25 +8,28 @@ from accelerate.state import AcceleratorState, PartialState, is_initialized
 from accelerate.utils import compute_module_sizes, get_max_memory
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..checks import check_choice, first_line
+from ..checks import check_choice, first_line, invalid
 
-__all__ = ["DTYPES", "QUANTIZATIONS", "choose_device", "choose_dtype"]
-__all__ += ["choose_quantization", "is_fast_in_bfloat16", "place"]
+__all__ = [
+    "DTYPES",
+    "QUANTIZATIONS",
+    "choose_device",
+    "choose_dtype",
+    "choose_quantization",
+    "is_fast_in_bfloat16",
+    "place",
+]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 QUANTIZATIONS = ("nf4", "int8")
-_PRECISIONS = {
-    "no": "auto",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-}  # of Accelerate's mixed precision
-_SHARE = (
-    0.8  # of a device's free memory that weights may take; the rest is for a chunk's activations
-)
+# The dtype for each mixed precision of Accelerate.
+_PRECISIONS = {"no": "auto", "bf16": "bfloat16", "fp16": "float16"}
+# Of a device's free memory that weights may take; the rest is for a chunk's activations.
+_SHARE = 0.8
 
 
 def choose_device(device: str) -> torch.device:
-    """Turn a device's name into a device; "auto" is the one that Accelerate gives to this process."""
+    """Turn a device's name into a device; "auto" is the one that Accelerate gives the process."""
     if device == "auto":
         return PartialState().device
     try:
@@ -49,7 +52,10 @@ def choose_dtype(dtype: str) -> torch.dtype | None:
 
 
 def is_fast_in_bfloat16(device: torch.device) -> bool:
-    """Return whether a device multiplies in bfloat16 itself; other CPUs take up to 20 times as long as in float32."""
+    """Return whether a device multiplies in bfloat16 itself.
+
+    Other CPUs take up to 20 times as long as in float32.
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
@@ -63,44 +69,45 @@ def place(
     quantization: Any,
     convert: bool,
 ) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` for a base: its dtype, and one device, or a split by Accelerate.
+    """Return the arguments of `from_pretrained` for a base: its dtype, and one device or a split.
 
     Args:
         dtype: None for the stored one.
-        split: whether a base that does not fit on `device` may be split over all.
+        split: whether Accelerate may split a base that does not fit on `device` over all devices.
         quantization: of `choose_quantization`; quantised weights are placed by Accelerate.
         convert: whether weights stored in 16 bits may become float32 where that is faster and fits.
     """
     if quantization is not None:
-        placed = "auto" if split else {"": device}
-        return {"dtype": dtype or "auto", "device_map": placed, "quantization_config": quantization}
-    config, memory = AutoConfig.from_pretrained(source), get_max_memory()
-    free = _SHARE * memory.get("cpu" if device.type == "cpu" else device.index or 0, torch.inf)
+        device_map = "auto" if split else {"": device}
+        return {
+            "dtype": dtype or "auto",
+            "device_map": device_map,
+            "quantization_config": quantization,
+        }
+    config = AutoConfig.from_pretrained(source)
+    memory_bytes = get_max_memory()
+    key = "cpu" if device.type == "cpu" else device.index or 0
+    free_bytes = _SHARE * memory_bytes.get(key, torch.inf)
+    model_dtype = dtype or config.dtype or torch.float32
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(
-            config, dtype=dtype or config.dtype or torch.float32
-        )
-    stored = compute_module_sizes(empty)[""]
-    slow = device.type == "cpu" and empty.dtype.itemsize == 2 and not is_fast_in_bfloat16(device)
-    if (
-        convert
-        and dtype is None
-        and slow
-        and 2 * stored <= free
-        and not hasattr(config, "quantization_config")
-    ):
+        empty = AutoModelForCausalLM.from_config(config, dtype=model_dtype)
+    stored_bytes = compute_module_sizes(empty)[""]
+    is_slow = device.type == "cpu" and empty.dtype.itemsize == 2 and not is_fast_in_bfloat16(device)
+    is_quantized = hasattr(config, "quantization_config")
+    may_convert = convert and dtype is None and not is_quantized
+    if may_convert and is_slow and 2 * stored_bytes <= free_bytes:
         return {"dtype": torch.float32, "device_map": {"": device}}
-    limits = {key: int(_SHARE * size) for key, size in memory.items()}
-    placed = (
-        {"device_map": "auto", "max_memory": limits}
-        if split and stored > free
-        else {"device_map": {"": device}}
-    )
-    return {"dtype": dtype or "auto", **placed}
+    if split and stored_bytes > free_bytes:
+        limits = {key: int(_SHARE * size) for key, size in memory_bytes.items()}
+        return {"dtype": dtype or "auto", "device_map": "auto", "max_memory": limits}
+    return {"dtype": dtype or "auto", "device_map": {"": device}}
 
 
 def choose_quantization(name: str | None) -> Any:
-    """Return transformers' configuration of a quantisation, by bitsandbytes, or for int8 without it by torchao."""
+    """Return transformers' configuration of a quantisation.
+
+    It is done by bitsandbytes, or for int8 without that package by torchao.
+    """
     if name is None:
         return None
     check_choice("quantize", name, QUANTIZATIONS)
@@ -117,6 +124,5 @@ def choose_quantization(name: str | None) -> Any:
 
         return TorchAoConfig(Int8WeightOnlyConfig())
     packages = "bitsandbytes" if name == "nf4" else "bitsandbytes or torchao"
-    raise ValueError(
-        f"quantize must have its package, got {name!r} without {packages}: pip install bitsandbytes"
-    )
+    got = f"{name!r} without {packages}"
+    raise invalid("quantize", "have its package", got, "pip install bitsandbytes")

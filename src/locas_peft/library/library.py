@@ -36,8 +36,6 @@ _FORGOTTEN = ".forgotten"
 """The ending of a folder that is being deleted."""
 FAILURES = "failures.jsonl"
 """The failures of a table (see `table.py`)."""
-ADAPTERS = ".adapters"
-"""The adapters of the memories (see `adapters.py`)."""
 
 
 def check_name(name: str) -> str:
@@ -57,18 +55,10 @@ class Library:
     Args:
         folder: made where it does not exist.
         most: the most memories that it may hold; None for any number.
-        require_signature: the file of a key: memories that its owner has not signed are refused
-            (see `memories.load_memory`).
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        most: int | None = None,
-        require_signature: str | Path | None = None,
-    ):
+    def __init__(self, folder: str | Path, most: int | None = None):
         self.folder = Path(folder)
-        self.key = require_signature
         self._most = most
         self._lock = threading.Lock()
         # The names of memories that are being made.
@@ -213,7 +203,6 @@ class Library:
             # A process that opens the library deletes it too.
             with suppress(FileNotFoundError):
                 shutil.rmtree(forgotten)
-        shutil.rmtree(self.folder / ADAPTERS / name, ignore_errors=True)
 
     def unpack(self, archive: Path, name: str, check: Callable[[Path], None]) -> str:
         """Add a memory out of a zip archive (see `memories.folder.unpack`) and return its name.
@@ -235,7 +224,7 @@ class Library:
         """Return the base's name, None in an empty library; a `ValueError` for two bases."""
         memories: dict[str | None, str] = {}
         for name in self.list():
-            config = load_memory_config(self.folder / name, self.key)
+            config = load_memory_config(self.folder / name)
             memories[config.get("base_model_name_or_path")] = name
         if len(memories) > 1:
             (base, memory), (other_base, other_memory) = list(memories.items())[:2]
@@ -262,7 +251,7 @@ class Library:
         """Return a context of the base with a memory attached; of the base alone for None."""
         if name is None:
             return nullcontext(base)
-        return memory_attached(base, self.find(name), self.key)
+        return memory_attached(base, self.find(name))
 
     def route(self, questions: Sequence[str]) -> list[str | None]:
         """Return for each question the name of the memory that it is about; None for none.

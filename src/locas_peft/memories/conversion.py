@@ -1,27 +1,33 @@
-"""Convert saved memories: merge one into a checkpoint, export one as a LoRA.
+"""Convert saved memories: merge one into a checkpoint, export some as LoRAs.
 
-Each function mutates the base that it is given: load it anew, or give one that shares its weights (`share_weights`).
+Each function mutates the base that it is given: load it anew, or give one that shares its weights
+(`share_weights`).
 """
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 
 from peft import PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..checks import invalid
 from ..files import staged
 from ..slots import to_lora, widen_base
-from ..tuner import list_layers
 from .folder import escape, make_card, save_memory
-from .loading import load_memory, memory_attached
+from .loading import describe_memory, load_memory, memory_attached
 
-__all__ = ["export_memory", "merge_memory", "save_adapter", "share_weights"]
+__all__ = ["export_memories", "merge_memory", "save_adapter", "share_weights"]
 
 
 def share_weights(base: PreTrainedModel) -> PreTrainedModel:
-    """Return a second, frozen model with the weights of a base, which adapters and merges then leave as it is."""
+    """Return a second, frozen model with the weights of a base.
+
+    Adapters and merges of the second one leave the first as it is.
+    """
     shared = {
         id(weight): nn.Parameter(weight.data, requires_grad=False) for weight in base.parameters()
     }
@@ -31,9 +37,10 @@ def share_weights(base: PreTrainedModel) -> PreTrainedModel:
 def merge_memory(
     base: PreTrainedModel, tokenizer, memory: Path, out: Path, pad_to_multiple_of: int | None = None
 ) -> PreTrainedModel:
-    """Save a memory merged into its base, as a checkpoint that stock transformers loads, and return that model.
+    """Save a memory merged into its base, and return the merged model.
 
-    `pad_to_multiple_of` replaces the value in the memory's config.
+    Stock transformers loads the checkpoint.     `pad_to_multiple_of` replaces the value in the
+    memory's config.
     """
     fields = {} if pad_to_multiple_of is None else {"pad_to_multiple_of": pad_to_multiple_of}
     merged = load_memory(base, memory, **fields).merge_and_unload()
@@ -43,50 +50,81 @@ def merge_memory(
     return merged
 
 
-def export_memory(
+def export_memories(
     base: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    memory: Path,
+    memories: Mapping[str, Path],
     out: Path,
     *,
     neurons: int | None = None,
     with_base: bool = True,
-    with_adapter: bool = True,
-    base_path: str | None = None,
+    with_adapters: bool = True,
+    base_name: str | None = None,
 ) -> tuple[int, int]:
-    """Save a memory as a LoRA adapter in `out/adapter`, and the base that it fits in `out/base`.
+    """Save memories as LoRA adapters, and in `out/base` the widened base: all or nothing.
 
-    The base gets so many neurons, or the memory's own r, which is returned with the rank of the LoRA. The adapter's
-    config says that the base is at `base_path`, or at `out/base` if it is saved.
+    An engine that serves LoRA adapters serves each of them on that base (see `slots.lora_export`).
+
+    Args:
+        base: the base of all the memories, without adapters; it is widened in place.
+        memories: for each adapter its folder inside `out`, such as "adapters/Ada", and the folder
+            of its memory.
+        out: a new or empty folder.
+        neurons: by how many neurons the base is widened; the r of the widest memory where not
+            given.
+        with_base: whether the base is written.
+        with_adapters: whether the adapters are written.
+        base_name: what the adapters call the base; `out/base` where not given. Engines compare it.
+
+    Returns:
+        The number of neurons, and the largest rank of the adapters.
+
+    Raises:
+        ValueError: a memory is damaged, of another base or another type, changes more than FFNs, or
+            stands beside a mixture of experts. Nothing is written.
     """
-    with memory_attached(base, memory) as model:
-        widths = [layer.locas_up["default"].out_features for layer in list_layers(model, "default")]
-        neurons = neurons or max(widths, default=1)
-        config, tensors = to_lora(model, neurons=neurons)
-        made_for = model.peft_config["default"]
+    widest = max(_find_width(memory) for memory in memories.values())
+    neurons = neurons or widest
+    largest_rank = 1
+    ffn_parts = None
+    # An adapter alone names no base: which copy of the widened base it will be served with is not
+    # known.
+    base_name = base_name or (str(out / "base") if with_base else None)
     with staged(out) as folder:
-        if with_adapter:
-            # An adapter alone names no base: which copy of the widened base it will be served with is not known.
-            config.base_model_name_or_path = base_path or (str(out / "base") if with_base else None)
-            config.save_pretrained(str(folder / "adapter"))
-            save_file(
-                tensors, folder / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"}
-            )
+        for adapter, memory in memories.items():
+            with memory_attached(base, memory) as model:
+                config, tensors = to_lora(model, neurons=neurons)
+                ffn_parts = model.peft_config["default"].ffn_parts
+            largest_rank = max([largest_rank, config.r, *config.rank_pattern.values()])
+            if with_adapters:
+                config.base_model_name_or_path = base_name
+                config.save_pretrained(str(folder / adapter))
+                path = folder / adapter / SAFETENSORS_WEIGHTS_NAME
+                save_file(tensors, path, metadata={"format": "pt"})
         if with_base:
-            widen_base(base, neurons, made_for.ffn_parts)
-            base.config.locas_widened = {
-                "neurons": neurons,
-                "host": made_for.host,
-            }  # for `library.adapters`
+            widen_base(base, neurons, ffn_parts)
             base.save_pretrained(folder / "base")
             tokenizer.save_pretrained(folder / "base")
-    return neurons, max([config.r, *config.rank_pattern.values()])
+    return neurons, largest_rank
+
+
+def _find_width(memory: Path) -> int:
+    """Return the r of a memory's widest layer; a `ValueError` for one that is not FFNs alone."""
+    description = describe_memory(memory)
+    name = repr(str(memory))
+    if not description["layers"]:
+        got = f"{name} of type {description['peft_type']}"
+        raise invalid("memory", "be of type LOCAS", got, "engines load other adapters as they are")
+    if description["replaces"]:
+        got = f"{name} that replaces {description['replaces'][0]} of the base"
+        raise invalid("memory", "change FFNs alone", got, "merge it")
+    return max(layer["r"] for layer in description["layers"])
 
 
 def save_adapter(
     model: PeftModel, adapter_name: str, base_name: str, out: Path, title: str, rows: dict
 ) -> None:
-    """Save a memory that was made of others, with a title and rows, in Markdown, for its card (see `make_card`)."""
+    """Save a memory that was made of others; its card has a title and rows (see `make_card`)."""
     config = model.peft_config[adapter_name]
     rows = {"base": escape(base_name), "slots in a layer": str(config.r), **rows}
     card = make_card(base_name, config.peft_type, title, "made of other memories", rows)

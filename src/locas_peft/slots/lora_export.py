@@ -1,17 +1,18 @@
-"""A memory as a LoRA adapter of a wider base, for engines that serve LoRA adapters and do not know LOCAS.
+"""A memory as a LoRA adapter of a wider base, for engines that do not know LOCAS.
 
-Neurons of zeros in each FFN of the base leave its output as it is. On that base a memory of width R is exactly a LoRA
-of rank R and alpha R on the projections of the FFNs. With F the base's width, W >= R the neurons that were added, and
-k and tau the memory's scales (`layer.py`):
+Neurons of zeros in each FFN of the base leave its output as it is. On that base a memory of width R
+is exactly a LoRA of rank R and alpha R on the projections of the FFNs. With F the base's width, W
+>= R the neurons that were added, and k and tau the memory's scales (`layer.py`):
 
     gate  A = k Wgate [R, D],  B = [0; I; 0] [F + W, R]        up likewise
     down  A = [0, I, 0] [R, F + W],  B = tau Wdown [D, R]
 
-where I stands at the neurons F to F + R. A fused gate and up projection has one LoRA of rank 2 R. All memories of one
-base share the wider base, each as wide as its own R; an engine can thus serve many of them at once.
+where I stands at the neurons F to F + R. A fused gate and up projection has one LoRA of rank 2 R.
+All memories of one base share the wider base, each as wide as its own R; an engine can thus serve
+many of them at once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -19,143 +20,144 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..tuner import LocasConfig
+from ..checks import invalid
 from ..tuner.attached import find_memory
-from ..tuner.ffn import HostFFN
+from ..tuner.ffn import FFNParts
 from ..tuner.finding import AnyFFN, find_ffns
-from ..tuner.layer import scale_neurons
-from ..tuner.memory_file import WEIGHTS, split_tensors
+from ..tuner.layer import LocasLayer
 from ..tuner.mixture import HostMixture
 from ..tuner.widths import WidthGroup, widen_to, widened_config
 
 Lora = tuple[LoraConfig, dict[str, Tensor]]
 """The config and the tensors of a LoRA, by the names that PEFT gives them in a file."""
+Factors = tuple[Tensor, Tensor]
+"""Of one projection: A [rank, in] and B [out, rank]."""
 
 
 @torch.no_grad()
 def widen_base(
     base: PreTrainedModel, neurons: int, ffn_parts: dict[str, str] | None = None
 ) -> None:
-    """Append neurons of zeros to each FFN of a base, in place, and write the new width into its config.
+    """Append neurons of zeros to each FFN of a base, in place, and to its config.
 
-    `base` is a model without adapters; `neurons` is W, the largest R of the memories that are to be served; for
-    `ffn_parts` see `LocasConfig`. An FFN that cannot be widened, or a width that no field of the config holds, is a
-    `ValueError`, and the base is as it was.
+    Args:
+        base: a model without adapters.
+        neurons: W, the largest R of the memories that are to be served.
+        ffn_parts: as in `LocasConfig`.
+
+    Raises:
+        ValueError: an FFN cannot be widened, or no field of the config holds the width. The base is
+            as it was.
     """
     if neurons < 1:
-        raise ValueError(
-            f"neurons must be at least 1, got {neurons}: give the largest r of the memories."
-        )
-    by_width: dict[int, WidthGroup] = {}
+        remedy = "give the largest r of the memories."
+        raise invalid("neurons", "be at least 1", neurons, remedy)
+    groups: dict[int, WidthGroup] = {}
     for name, ffn in find_ffns(base, ffn_parts).items():
         _check_dense(name, ffn)
         obstacle = ffn.find_obstacle()
         if obstacle:
             raise ValueError(f"cannot widen {name}: {obstacle}.")
-        by_width.setdefault(ffn.width, WidthGroup(ffn.width, ffn.width + neurons, {})).ffns[
-            name
-        ] = ffn
-    groups = list(by_width.values())
-    widen_to(groups, base, widened_config(base, groups, ffn_parts))
+        if ffn.width not in groups:
+            groups[ffn.width] = WidthGroup(ffn.width, ffn.width + neurons, {})
+        groups[ffn.width].ffns[name] = ffn
+    config = widened_config(base, list(groups.values()), ffn_parts)
+    widen_to(list(groups.values()), base, config)
 
 
 @torch.no_grad()
 def to_lora(model: PeftModel, adapter_name: str | None = None, neurons: int | None = None) -> Lora:
-    """Return a memory as a LoRA of its base widened by `widen_base`: the config, and the tensors as PEFT saves them.
+    """Return a memory as a LoRA of its base widened by `widen_base`.
 
-    The model is not changed, and its base's weights are not used: it may be quantised. Without a name, the active
-    memory is taken; `neurons` is W, by how many the base is widened, by default the memory's own largest R. A memory
-    that is merged or beside a mixture, or a W that is too small, is a `ValueError`.
+    These are the config, and the tensors as PEFT saves them. The model is not changed, and its
+    base's weights are not used: it may be quantised.
+
+    Args:
+        adapter_name: the memory; the active one where not given.
+        neurons: W, by how many the base is widened; the memory's own largest R where not given.
+
+    Raises:
+        ValueError: the memory is merged, stands beside a mixture, or changes more than FFNs; or W
+            is too small.
     """
     adapter_name, layers = find_memory(model, adapter_name, "export")
-    widest = max(layer.locas_up[adapter_name].out_features for layer in layers)
-    neurons = widest if neurons is None else neurons
+    for field in ("modules_to_save", "trainable_token_indices"):
+        if getattr(model.peft_config[adapter_name], field, None):
+            raise invalid("the memory", "change FFNs alone", f"one with {field}", "merge it.")
+    if neurons is None:
+        neurons = max(layer.locas_up[adapter_name].out_features for layer in layers)
+    factors: dict[str, Factors] = {}
     for layer in layers:
         if layer.merged:
-            raise ValueError(
-                f"the memory must not be merged, got {layer.name} merged: call unmerge_adapter() first."
-            )
+            got = f"{layer.name} merged"
+            raise invalid("the memory", "not be merged", got, "call unmerge_adapter() first.")
         layer.check_exportable(adapter_name)
-    ffns = {
-        layer.name: (layer.ffn, layer.ffn.width, layer.neurons(adapter_name)) for layer in layers
-    }
-    return _make_lora(model.get_base_model(), ffns, neurons)
+        _check_dense(layer.name, layer.ffn)
+        factors |= _factorize(layer, adapter_name, neurons)
+    return _make_config(model.get_base_model(), factors), _name_tensors(factors)
 
 
-@torch.no_grad()
-def tensors_to_lora(
-    tensors: dict[str, Tensor], config: LocasConfig, base: PreTrainedModel, neurons: int
-) -> Lora:
-    """Return what `to_lora` returns, from the tensors of a memory's file (see `load_memory_file`).
-
-    The base is wider by `neurons` already; no weight of it is used: it may be on the meta device.
-    """
-    layers, others = split_tensors(tensors)
-    found, ffns = find_ffns(base, config.ffn_parts), {}
-    if others or not layers.keys() <= found.keys():
-        raise ValueError(
-            "a memory must stand beside FFNs of the base alone, got other tensors too: merge it."
-        )
-    for name, parts in layers.items():
-        weights = [parts[part] for part in WEIGHTS if part in parts]
-        rows = scale_neurons(
-            weights, parts.get("locas_input_scale", 1.0), parts["locas_tau"] * config.scaling
-        )
-        ffns[name] = found[name], found[name].width - neurons, rows
-    return _make_lora(base, ffns, neurons)
+def _factorize(layer: LocasLayer, adapter_name: str, neurons: int) -> dict[str, Factors]:
+    """Return the factors of the LoRA on each projection of one FFN, by the projection's name."""
+    gate, up, down = layer.neurons(adapter_name)
+    parts: FFNParts = layer.ffn.parts
+    r = len(up)
+    if r > neurons:
+        rule = f"be at least the memory's r of {r}"
+        raise invalid("neurons", rule, neurons, "raise it.")
+    width = layer.ffn.width
+    # [0; I; 0]
+    places = up.new_zeros(width + neurons, r)
+    places[width : width + r] = torch.eye(r, dtype=up.dtype, device=up.device)
+    factors = {parts.down: (places.T, down), parts.up: (up, places), parts.gate: (gate, places)}
+    if parts.gate_up:
+        factors[parts.gate_up] = torch.cat([gate, up]), torch.block_diag(places, places)
+    owner = layer.name.removesuffix(f".{parts.down}") if layer.ffn.is_flat else layer.name
+    return {f"{owner}.{part}": factors[part] for part in parts.projections}
 
 
-def _make_lora(
-    base: nn.Module, ffns: dict[str, tuple[HostFFN, int, Sequence[Tensor]]], neurons: int
-) -> Lora:
-    """Return the LoRA from each FFN by its name, with its F and the memory's rows (see `LocasLayer.neurons`)."""
-    factors: dict[
-        str, tuple[Tensor, Tensor]
-    ] = {}  # A [R, in] and B [out, R], by the projection's name
-    for name, (ffn, width, (gate, up, down)) in ffns.items():
-        _check_dense(name, ffn)
-        parts, r = ffn.parts, len(up)
-        if r > neurons:
-            raise ValueError(
-                f"neurons must be at least the memory's r of {r}, got {neurons}: raise it."
-            )
-        added = up.new_zeros(width + neurons, r)  # [0; I; 0]
-        added[width : width + r] = torch.eye(r, dtype=up.dtype, device=up.device)
-        pairs = {parts.down: (added.T, down), parts.up: (up, added), parts.gate: (gate, added)}
-        if parts.gate_up:
-            pairs[parts.gate_up] = torch.cat([gate, up]), torch.block_diag(added, added)
-        owner = name.removesuffix(f".{parts.down}") if ffn.is_flat else name
-        factors |= {f"{owner}.{part}": pairs[part] for part in parts.projections}
+def _make_config(base: nn.Module, factors: dict[str, Factors]) -> LoraConfig:
+    """Return the config of a LoRA whose alpha is its rank, so that PEFT scales it by 1."""
     ranks = {name: len(down) for name, (down, _) in factors.items()}
     r = min(ranks.values())
-    others = {name: rank for name, rank in ranks.items() if rank != r}
-    options = {
-        "rank_pattern": others,
-        "alpha_pattern": dict(others),
-        "target_modules": _shorten(ranks, base),
-    }
-    options["fan_in_fan_out"] = any(isinstance(base.get_submodule(name), Conv1D) for name in ranks)
-    config = LoraConfig(r=r, lora_alpha=r, task_type="CAUSAL_LM", inference_mode=True, **options)
-    # Copies, contiguous: safetensors saves no views.
-    return config, {
-        f"base_model.model.{name}.lora_{part}.weight": tensor.cpu().clone(
-            memory_format=torch.contiguous_format
-        )
-        for name, pair in factors.items()
-        for part, tensor in zip("AB", pair, strict=True)
-    }
+    other_ranks = {name: rank for name, rank in ranks.items() if rank != r}
+    return LoraConfig(
+        r=r,
+        lora_alpha=r,
+        rank_pattern=other_ranks,
+        alpha_pattern=dict(other_ranks),
+        target_modules=_shorten(ranks, base),
+        fan_in_fan_out=any(isinstance(base.get_submodule(name), Conv1D) for name in ranks),
+        task_type="CAUSAL_LM",
+        inference_mode=True,
+    )
+
+
+def _name_tensors(factors: dict[str, Factors]) -> dict[str, Tensor]:
+    """Return copies of the factors on the CPU, by the names that PEFT gives them in a file."""
+    tensors = {}
+    for name, (a, b) in factors.items():
+        for letter, tensor in (("A", a), ("B", b)):
+            # Contiguous: safetensors saves no views.
+            copy = tensor.cpu().clone(memory_format=torch.contiguous_format)
+            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = copy
+    return tensors
 
 
 def _check_dense(name: str, ffn: AnyFFN) -> None:
     if isinstance(ffn, HostMixture):
-        raise ValueError(
-            f"a memory beside a mixture of experts cannot be exported as LoRA, got {name}: merge it."
-        )
+        problem = "a memory beside a mixture of experts cannot be exported as LoRA"
+        raise ValueError(f"{problem}, got {name}: merge it.")
 
 
-def _shorten(names: dict[str, int], base: nn.Module) -> list[str]:
-    """Return the last parts of modules' names, such as "up_proj", where no other module has them; else whole names."""
-    last = {name.rpartition(".")[2] for name in names}
-    plain = (name.replace(".base_layer", "") for name, _ in base.named_modules())
-    others = {name.rpartition(".")[2] for name in plain if name not in names}
-    return sorted(last if last.isdisjoint(others) else names)
+def _shorten(names: Collection[str], base: nn.Module) -> list[str]:
+    """Return the last parts of modules' names, such as "up_proj".
+
+    Where another module has one of them too, return the whole names.
+    """
+    last_parts = {name.rpartition(".")[2] for name in names}
+    for module_name, _ in base.named_modules():
+        plain_name = module_name.replace(".base_layer", "")
+        if plain_name not in names and plain_name.rpartition(".")[2] in last_parts:
+            return sorted(names)
+    return sorted(last_parts)
