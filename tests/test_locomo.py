@@ -173,7 +173,7 @@ def test_prompts_hold_the_question_and_with_context_the_dialogue(conversations):
     assert "other text" in make_prompt(first, temporal, "full-context", "other text")
     with pytest.raises(
         ValueError,
-        match=r"^setting must be one of no-context, recited, evidence, full-context, got 'half': choose one of them$",
+        match=r"^setting must be one of no-context, evidence, full-context, got 'half': choose one of them$",
     ):
         make_prompt(first, temporal, "half", "")
 

@@ -1,7 +1,8 @@
 """The `locas` command: memorize a text, ask, generate, merge, inspect, evaluate.
 
-Results go to stdout, progress and remarks to stderr. Exit codes: 0; 2 for bad input, with one line on stderr; 130 for
-an interruption, 143 for a termination; 3 where documents of a table failed; 1 for other errors, with the traceback.
+Results go to stdout, progress and remarks to stderr. Exit codes: 0; 2 for bad input, with one line
+on stderr; 130 for an interruption, 143 for a termination; 3 where documents of a table failed; 1
+for other errors, with the traceback.
 """
 
 import os
@@ -9,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from inspect import BoundArguments
 from traceback import walk_tb
 from typing import Any, NoReturn
 
@@ -39,7 +41,10 @@ __all__ = ["app", "main"]
 
 app = App(
     name="locas",
-    help="A memory made of weights for language models: read a text, keep what was learned in a small file.",
+    help=(
+        "A memory made of weights for language models: "
+        "read a text, keep what was learned in a small file."
+    ),
     help_epilogue="LOCAS_TRACEBACK=1 shows the traceback behind an error's one line.",
     help_format="plaintext",
     version=lambda: version("locas_peft"),
@@ -47,21 +52,38 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-_ABOUT_EVAL = "Measure memories: the protocols, resumable, shared by any number of processes."
+_ABOUT_EVAL = (
+    "Measure memories: the protocols, resumable, shared by the processes of accelerate launch."
+)
 eval_app = App(name="eval", help=_ABOUT_EVAL, sort_key=10)
 _COMMANDS = (
-    *(demo, open_page, memorize, ask, chat, generate, library, forget, consolidate),
-    *(merge, export, resize, sign, verify, push, inspect),
+    demo,
+    open_page,
+    memorize,
+    ask,
+    chat,
+    generate,
+    library,
+    forget,
+    consolidate,
+    merge,
+    export,
+    resize,
+    sign,
+    verify,
+    push,
+    inspect,
 )
 _PROTOCOLS = (perplexity, locomo, forgetting)
-for _parent, _functions in ((app, _COMMANDS), (eval_app, _PROTOCOLS)):
-    for _index, _function in enumerate(_functions):
-        _parent.command(_function, sort_key=_index)
+for _index, _function in enumerate(_COMMANDS):
+    app.command(_function, sort_key=_index)
+for _index, _function in enumerate(_PROTOCOLS):
+    eval_app.command(_function, sort_key=_index)
 app.command(eval_app)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line on these arguments, or the process's, and end the process with its exit code."""
+    """Run the command line on these arguments, or the process's, and end with its exit code."""
 
     def terminate(number: int, frame: Any) -> NoReturn:
         raise _Terminated
@@ -77,28 +99,22 @@ class _Terminated(KeyboardInterrupt):
 
 def _run(args: list[str]) -> int:
     """Run one command and return the exit code."""
-    index, count = find_process()
+    index, _ = find_process()
     try:
-        shares = args[0] == "eval" or any(arg.partition("=")[0] == "--manifest" for arg in args)
-        if count > 1 and not shares and not args[0].startswith("-"):
-            remedy = "start it without a launcher; several processes can share locas eval and memorize --manifest"
-            raise ValueError(f"this command must run in one process, got {count}: {remedy}")
+        _check_processes(args)
         command, arguments, _ = app.parse_args(args, exit_on_error=False, print_error=False)
-        if command in (*_COMMANDS, *_PROTOCOLS):  # and not what prints help or the version
-            with ended_at_once():
-                import locas_peft  # noqa: F401
-            for options in arguments.kwargs.values():
-                if isinstance(options, ReadingOptions):
-                    from locas_peft.reading import ReadingSettings
-
-                    ReadingSettings(**vars(options))  # for its checks, before a base is loaded
+        # Help and the version are commands too, and import nothing.
+        if command in _COMMANDS or command in _PROTOCOLS:
+            _prepare(arguments)
         code = command(*arguments.args, **arguments.kwargs)
         sys.stdout.flush()
         return code or 0
-    except KeyboardInterrupt as error:
-        terminated = isinstance(error, _Terminated)
-        _print_error("terminated" if terminated else "interrupted", index)
-        return 143 if terminated else 130
+    except _Terminated:
+        _print_error("terminated", index)
+        return 143
+    except KeyboardInterrupt:
+        _print_error("interrupted", index)
+        return 130
     except CycloptsError as error:
         command = " ".join(("locas", *(error.command_chain or ())))
         _print_error(f"error: {printable(str(error)).rstrip('.')}: see {command} --help", index)
@@ -109,15 +125,37 @@ def _run(args: list[str]) -> int:
         line = _explain(error)
         if line is None or os.environ.get("LOCAS_TRACEBACK"):
             raise
-        if isinstance(error, ValueError):  # an input that all processes share
+        if isinstance(error, ValueError):
+            # An input that all processes share: one of them names it.
             _print_error(f"error: {line}", index)
         else:
-            print(
-                f"error in process {index}: {line}" if index else f"error: {line}", file=sys.stderr
-            )
+            process = f" in process {index}" if index else ""
+            print(f"error{process}: {line}", file=sys.stderr)
         if isinstance(error, OSError):
             _give_up_stdout()
     return 2
+
+
+def _check_processes(args: list[str]) -> None:
+    """Raise a `ValueError` for several processes of a command that runs in one."""
+    _, count = find_process()
+    shares = args[0] == "eval" or any(arg.partition("=")[0] == "--manifest" for arg in args)
+    if count > 1 and not shares and not args[0].startswith("-"):
+        raise ValueError(
+            f"this command must run in one process, got {count}: start it without a launcher; "
+            "several processes can share locas eval and memorize --manifest"
+        )
+
+
+def _prepare(arguments: BoundArguments) -> None:
+    """Import the package, and check the settings of a reading before a base is loaded."""
+    with ended_at_once():
+        import locas_peft  # noqa: F401
+    for options in arguments.kwargs.values():
+        if isinstance(options, ReadingOptions):
+            from locas_peft.reading import ReadingSettings
+
+            ReadingSettings(**vars(options))
 
 
 def _print_error(line: str, index: int) -> None:
@@ -126,30 +164,37 @@ def _print_error(line: str, index: int) -> None:
 
 
 def _explain(error: Exception) -> str | None:
-    """Return one line for an error that input or machine can cause; None for a defect of the program."""
+    """Return one line for an error that input or machine can cause; None for a defect."""
     from locas_peft.files import is_disk_full, is_out_of_memory
 
     if is_out_of_memory(error):
         place = "device" if type(error).__name__ == "OutOfMemoryError" else "machine"
-        return f"the {place} is out of memory: lower the width or the window, or choose another model, dtype or device"
+        remedy = "lower the width or the window, or choose another model, dtype or device"
+        return f"the {place} is out of memory: {remedy}"
     if isinstance(error, OSError):
         where = repr(str(error.filename)) if error.filename else ""
         if is_disk_full(error):
-            where = f" while writing {where}" if where else ""
-            return f"the disk is full{where}: free some space or choose another folder; nothing was left half-written"
+            while_writing = f" while writing {where}" if where else ""
+            remedy = "free some space or choose another folder; nothing was left half-written"
+            return f"the disk is full{while_writing}: {remedy}"
         if where:
-            return f"{where} cannot be read or written ({error.strerror}): check the path and its permissions"
+            remedy = "check the path and its permissions"
+            return f"{where} cannot be read or written ({error.strerror}): {remedy}"
         return printable(error.strerror or str(error))
-    *_, (frame, _) = walk_tb(
-        error.__traceback__
-    )  # a TypeError from elsewhere is a defect, not an input
-    ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("locas_command", "locas_peft")
-    known = isinstance(error, ValueError) or (isinstance(error, TypeError) and ours)
-    return printable(str(error)) or type(error).__name__ if known else None
+    if isinstance(error, ValueError) or (isinstance(error, TypeError) and _is_raised_by_us(error)):
+        return printable(str(error)) or type(error).__name__
+    return None
+
+
+def _is_raised_by_us(error: Exception) -> bool:
+    """Return whether an error was raised in our modules: one from elsewhere may be a defect."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    return package in ("locas_command", "locas_peft")
 
 
 def _give_up_stdout() -> None:
-    """Discard the rest of stdout's buffer if it cannot be written: Python would try again at its end."""
+    """Discard stdout's buffer if it cannot be written: Python would try again at its end."""
     try:
         sys.stdout.flush()
     except OSError:
