@@ -4,6 +4,7 @@ The same command continues an interrupted run.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,27 +16,65 @@ from . import options
 from .console import check_shared_device, open_consoles, show_progress
 from .options import BaseOptions, ReadingOptions, check_settings, split_names
 
-Out = Annotated[
-    options.NamedPath, Parameter(help="folder for figures, single results and memories.")
-]
 METHODS = (
     "separated by commas: none, lora, locas-glu, locas-mlp; "
     "each also as NAME@WIDTH, NAME:RATE or both."
 )
+Out = Annotated[
+    options.NamedPath, Parameter(help="folder for figures, single results and memories.")
+]
 Methods = Annotated[str, Parameter(help=METHODS)]
-DEFAULT_OUT = Path("locas-eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The methods of a run, and where its results go."""
+
+    method: Methods = "none,lora,locas-glu"
+    out: Out = Path("locas-eval")
+    overwrite: options.Overwrite = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRunOptions(RunOptions):
+    """A run of methods that learn."""
+
+    method: Methods = "lora,locas-glu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskingOptions:
+    """What is asked about a dialogue.
+
+    Args:
+        setting: no-context, evidence (the turns with the answer in context), full-context;
+            separated by commas.
+        wrong_memory: also ask each conversation with another one's memory.
+        max_new_tokens: the most tokens of an answer.
+    """
+
+    setting: str = "no-context,evidence,full-context"
+    wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True
+    max_new_tokens: options.Count = 32
+
+
+# The options of a dataclass stand beside those of the command.
+RunGroup = Annotated[RunOptions, Parameter(name="*")]
+LearningRunGroup = Annotated[LearningRunOptions, Parameter(name="*")]
+AskingGroup = Annotated[AskingOptions, Parameter(name="*")]
+RUN = RunOptions()
+LEARNING_RUN = LearningRunOptions()
+ASKING = AskingOptions()
 
 
 def perplexity(
     *texts: options.Text,
-    method: Methods = "none,lora,locas-glu",
     dataset: str | None = None,
     split: str = "test",
     column: str = "text",
     limit_documents: options.Count | None = None,
     unwrap: options.Unwrap = None,
-    out: Out = DEFAULT_OUT,
-    overwrite: options.Overwrite = False,
+    run: RunGroup = RUN,
     settings: options.ManyScored = options.READING,
     base: options.BaseGroup = options.BASE,
 ) -> None:
@@ -50,32 +89,28 @@ def perplexity(
     """
     from locas_peft.evaluation import load_column, load_documents, run_perplexity
 
-    consoles = _open(out, base)
+    consoles = _open(run.out, base)
     if bool(texts) == (dataset is not None):
         raise ValueError("give either TEXT files or --dataset NAME, one of the two")
     if dataset is None:
         documents = load_documents(texts, limit_documents)
     else:
         documents = load_column(dataset, split, column, limit_documents)
-    loaded, methods = _load(base, settings, method)
+    loaded, methods = _load(base, settings, run.method)
     ids = {}
     for name, text in documents.items():
         ids[name] = loaded.encode(text, settings.max_tokens, unwrap)
-    _run(partial(run_perplexity, documents=ids), loaded, methods, out, overwrite, consoles)
+    _run(partial(run_perplexity, documents=ids), loaded, methods, run, consoles)
 
 
 def locomo(
     data: Path,
     /,
     *,
-    setting: str = "no-context,evidence,full-context",
-    method: Methods = "none,lora,locas-glu",
     conversations: str | None = None,
     limit_sessions: options.Count | None = None,
-    wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True,
-    max_new_tokens: options.Count = 32,
-    out: Out = DEFAULT_OUT,
-    overwrite: options.Overwrite = False,
+    asking: AskingGroup = ASKING,
+    run: RunGroup = RUN,
     settings: options.ManyMethods = options.READING,
     base: options.BaseGroup = options.BASE,
 ) -> None:
@@ -83,21 +118,19 @@ def locomo(
 
     Args:
         data: LoCoMo's JSON.
-        setting: no-context, evidence
-            (the turns with the answer in context), full-context; separated by commas.
         conversations: only these, by sample_id, separated by commas.
         limit_sessions: the first sessions of each conversation, and the questions whose evidence
             lies in them.
-        wrong_memory: also ask each conversation with another one's memory.
-        max_new_tokens: the most tokens of an answer.
     """
     from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
     from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
 
-    consoles = _open(out, base)
+    consoles = _open(run.out, base)
     stderr = consoles[1]
     plan = LocomoPlan(
-        split_names(setting, "--setting"), max_new_tokens=max_new_tokens, wrong_memory=wrong_memory
+        split_names(asking.setting, "--setting"),
+        max_new_tokens=asking.max_new_tokens,
+        wrong_memory=asking.wrong_memory,
     )
     in_file, problems = load_locomo(data)
     for problem in problems:
@@ -106,14 +139,14 @@ def locomo(
     chosen = choose_conversations(in_file, names)
     if limit_sessions is not None:
         chosen = [keep_sessions(conversation, limit_sessions) for conversation in chosen]
-    if wrong_memory and len(chosen) < 2:
+    if asking.wrong_memory and len(chosen) < 2:
         stderr.print(
             "no wrong-memory control: it needs a second conversation, whose memory is asked"
         )
-    loaded, methods = _load(base, settings, method)
+    loaded, methods = _load(base, settings, run.method)
     protocol = partial(run_locomo, conversations=chosen, plan=plan)
     common = {"data": data.name, "left_out": problems}
-    _run(protocol, loaded, methods, out, overwrite, consoles, **common)
+    _run(protocol, loaded, methods, run, consoles, **common)
 
 
 def forgetting(
@@ -123,10 +156,8 @@ def forgetting(
     unread: tuple[str, ...] | None = None,
     unread_tokens: options.AtLeastTwo = 50_000,
     own_answers: bool = False,
-    method: Methods = "lora,locas-glu",
     unwrap: options.Unwrap = None,
-    out: Out = DEFAULT_OUT,
-    overwrite: options.Overwrite = False,
+    run: LearningRunGroup = LEARNING_RUN,
     settings: options.ManyMethods = options.READING,
     base: options.BaseGroup = options.BASE,
 ) -> None:
@@ -142,18 +173,18 @@ def forgetting(
     from locas_peft.evaluation.forgetting import ForgettingPlan, run_forgetting
     from locas_peft.text import load_text
 
-    consoles = _open(out, base)
+    consoles = _open(run.out, base)
     if not (unread or own_answers):
         raise ValueError("something must be measured: give --unread TEXT or --own-answers")
     content = load_text(book)
     documents = load_documents(unread or ())
-    loaded, methods = _load(base, settings, method)
+    loaded, methods = _load(base, settings, run.method)
     texts = {}
     for name, text in documents.items():
         texts[name] = loaded.encode(text, unread_tokens, unwrap)
     ids = loaded.encode(content, settings.max_tokens, unwrap)
     protocol = partial(run_forgetting, book=ids, plan=ForgettingPlan(texts, own_answers))
-    _run(protocol, loaded, methods, out, overwrite, consoles)
+    _run(protocol, loaded, methods, run, consoles)
 
 
 def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
@@ -182,21 +213,29 @@ def _run(
     protocol: Callable,
     base: Any,
     methods: dict[str, Any],
-    out: Path,
-    overwrite: bool,
+    run: RunOptions,
     consoles: tuple[Console, Console],
     **common: Any,
 ) -> None:
     """Run a protocol, with values `common` to all of its results, and print its figures."""
-    from locas_peft.evaluation import Run, tabulate_figures
+    from locas_peft import evaluation
 
     stdout, stderr = consoles
     dtype = str(base.model.dtype).removeprefix("torch.")
     common = {"model": base.name, "dtype": dtype, **common}
     with show_progress(stderr) as progress:
-        run = Run(base.model, base.tokenizer, methods, out, common, overwrite, progress)
-        figures = protocol(run)
-    for sheet in tabulate_figures(figures):
+        figures = protocol(
+            evaluation.Run(
+                base.model,
+                base.tokenizer,
+                methods,
+                run.out,
+                common=common,
+                overwrite=run.overwrite,
+                progress=progress,
+            )
+        )
+    for sheet in evaluation.tabulate_figures(figures):
         stdout.print(sheet.to_rich())
-    folder = out / figures["study"]
+    folder = run.out / figures["study"]
     stdout.print(f"Figures: {folder}.json; single results below {folder}.")
