@@ -584,7 +584,7 @@ def test_processes_of_a_launcher_share_a_table(tmp_path, base):
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", ["one", "all"])
 def test_after_a_kill_the_same_command_finishes(killed, tmp_path, base):
-    documents = load_table(str(write(tmp_path / "d.jsonl", count=4, sentences=160)), SETTINGS)
+    documents = load_table(str(write(tmp_path / "d.jsonl", count=4, sentences=80)), SETTINGS)
     process = launch(folder=tmp_path, processes=2)
     try:
         # Each process has the lock of its own document.
