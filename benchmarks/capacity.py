@@ -6,8 +6,7 @@ A memory is taught the facts of some people (`biographies.py`), each fact by thr
 in a wording that was not studied. "Right" is an answer with the fact's value in it. "Recited" is an answer that is the
 fact's sentence word for word. An answer that is a sentence about the same person, or the same fact of another person,
 shows a wrong choice among passages. "Short" answers have a few words: exact match and F1. Beside the memory's answers
-stand three sentences: the one that the memory chooses among those that are found (`selfstudy.Finder`), the one that is
-found without it, and BM25's, over sentences with the questions that are studied. `--passes 0` measures these alone.
+stands the best sentence by BM25, over sentences with the questions that are studied.
 Harm is the KL from the base on its answers to questions about other things. `lora@11+0.3` gives LoRA the anchor that
 Locas has by default, `locas-glu@64:2e-3` another rate. A row with a result is not measured again; with all measured,
 the command still loads the base, and only makes the table and the plot.
@@ -22,10 +21,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from biographies import Person, make_people
-from measuring import describe_machine, is_exact, make_study, make_table
+from measuring import answer_briefly, describe_machine, is_exact, make_study, make_table
 
-from locas_peft.asking import SHORT_PROMPT, Question, ask, count_right, encode_question
-from locas_peft.asking.answers import answer_all
+from locas_peft.asking import Answer, Answerer, Question, count_right
 from locas_peft.bases import load_base
 from locas_peft.evaluation.drift import measure_drift, write_own_answers
 from locas_peft.evaluation.f1 import token_f1
@@ -33,10 +31,9 @@ from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.memories import memory_attached
 from locas_peft.reading import memorize
-from locas_peft.selfstudy import Exchange, load_finder
+from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.exchanges import join_exchanges
 from locas_peft.text import tokenize
-from locas_peft.tuner import adapters_disabled
 
 METHODS = "locas-glu@4,locas-glu@16,locas-glu@64,lora@3+0.3,lora@11,lora@11+0.3"
 FACTS_EACH = 6
@@ -74,28 +71,23 @@ def measure(
         seconds = time.process_time() - began
         with memory_attached(base, Path(folder) / "memory") as model:
             drift = measure_drift(model, own_answers)["kl_per_token"]
-            answers = ask(model, tokenizer, questions)
-            prompts = [encode_question(tokenizer, each, SHORT_PROMPT) for each in texts]
-            short = answer_all(model, tokenizer, prompts, max_new_tokens=32)
-            find = load_finder(Path(folder) / "memory", model, tokenizer)
-            chosen = [next(iter(each), "") for each in find(texts)]
-            with adapters_disabled(model):
-                found = [next(iter(each), "") for each in find(texts)]
+            answers = Answerer(model, tokenizer).answer(questions)
+            briefly = answer_briefly(model, tokenizer, questions, [""] * facts)
+    short = [answer.text for answer in briefly]
     held = join_exchanges(exchanges)
     scores = score_by_words([[text] for text in held.values()], texts)
-    by_words = [list(held)[best] for best in scores.argmax(1)]
+    best = [list(held)[number] for number in scores.argmax(1)]
+    by_words = [Answer(*pair) for pair in zip(questions, best, strict=True)]
     numbers = {sentence: number for number, sentence in enumerate(sentences)}
-    said = [numbers.get(each.strip()) for each in answers]
+    said = [numbers.get(each.text.strip()) for each in answers]
     both = list(enumerate(said))
     golds = [each.answer for each in questions]
     return {
         "parameters": reading.extra_parameters,
         "steps": reading.studied["steps"],
-        "right": count_right(answers, questions),
+        "right": count_right(answers),
         "recited": sum(number == other for number, other in both),
-        "chosen": count_right(chosen, questions),
-        "found": count_right(found, questions),
-        "by_words": count_right(by_words, questions),
+        "by_words": count_right(by_words),
         "same_person": sum(o is not None and o != n and owners[o] == owners[n] for n, o in both),
         "same_fact": sum(
             o is not None and owners[o] != owners[n] and (o - n) % FACTS_EACH == 0 for n, o in both
@@ -119,8 +111,6 @@ def tabulate(rows: dict[str, dict[str, Any]]) -> str:
         "same fact of another, %",
     ]
     head += [
-        "chosen, %",
-        "found, %",
         "by words, %",
         "short, exact, %",
         "short, F1",
@@ -136,8 +126,6 @@ def tabulate(rows: dict[str, dict[str, Any]]) -> str:
             "recited",
             "same_person",
             "same_fact",
-            "chosen",
-            "found",
             "by_words",
             "short_exact",
         )

@@ -5,8 +5,7 @@
 A memory is taught people (`biographies.py`) by given exchanges. Then the town and the pet of each become others.
 There are three ways to correct. The memory goes on with the exchanges that changed. A fresh memory studies all
 exchanges, the changed ones in their new form. A second memory has the changed ones alone, and a library routes each
-question. The first two memories and the one before are also asked for the passage that is found (`selfstudy.Finder`):
-with `--passes 0` nothing but this is corrected.
+question.
 
     python benchmarks/correction.py --capitals --out benchmarks/results/correction.json
 
@@ -30,14 +29,20 @@ from biographies import PETS, TOWNS, Person, make_people
 from measuring import describe_machine, make_table
 
 from locas_peft import rescale
-from locas_peft.asking import SHORT_PROMPT, Question, ask, encode_answer, encode_question, is_right
+from locas_peft.asking import (
+    SHORT_PROMPT,
+    Answer,
+    Answerer,
+    Question,
+    encode_answer,
+    encode_question,
+)
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
-from locas_peft.library import Library
+from locas_peft.library import Library, LibraryAnswerer
 from locas_peft.reading import ReadingSettings
-from locas_peft.selfstudy import Exchange, load_finder
-from locas_peft.tuner import adapters_disabled
+from locas_peft.selfstudy import Exchange
 
 CHANGED = {0: TOWNS, 3: PETS}
 """By a fact's number in a biography: where its new value is drawn from."""
@@ -100,13 +105,12 @@ class Figures:
         self._tokenizer, self._old, self._new = tokenizer, old, new
         self._changed = [number for number in range(len(old)) if old[number] != new[number]]
 
-    def measure(self, model, answers: list[str] | None = None) -> dict[str, Any]:
+    def measure(self, model, answers: list[Answer] | None = None) -> dict[str, Any]:
         """Return the figures of a model, with its own answers where none are given."""
-        answers = ask(model, self._tokenizer, self._new) if answers is None else answers
-        right = [
-            is_right(given, each.answer) for given, each in zip(answers, self._new, strict=True)
-        ]
-        stale = [is_right(answers[number], self._old[number].answer) for number in self._changed]
+        if answers is None:
+            answers = Answerer(model, self._tokenizer).answer(self._new)
+        right = [answer.right for answer in answers]
+        stale = [Answer(self._old[n], answers[n].text).right for n in self._changed]
         return {
             "corrected": sum(right[number] for number in self._changed),
             "old": sum(stale),
@@ -152,19 +156,8 @@ def measure(
             return time.process_time() - began
 
         def note(label: str, name: str, seconds: float) -> None:
-            with library.attach(base, [name]) as model:
+            with library.attach(base, name) as model:
                 rows[label] = {**figures.measure(model), "cpu_seconds": seconds}
-                with adapters_disabled(
-                    model
-                ):  # so that the memory does not choose among what is found
-                    found = load_finder(library.find(name), model, tokenizer)(
-                        [each.question for each in new]
-                    )
-                    passages = [next(iter(each), "") for each in found]
-                    rows[f"{label}, found"] = {
-                        **figures.measure(model, passages),
-                        "cpu_seconds": seconds,
-                    }
             print(label, rows[label], flush=True)
 
         note("before", "people", teach("people", text, exchanges))
@@ -177,8 +170,8 @@ def measure(
         )
         library.forget("afresh")
         seconds = teach("news", news, changed)
-        answers = [each.answer for each in library.ask(base, tokenizer, new)]
-        with library.attach(base, ["news"]) as model:
+        answers = LibraryAnswerer(library, base, tokenizer).answer(new)
+        with library.attach(base, "news") as model:
             rows["a second memory, routed"] = {
                 **figures.measure(model, answers),
                 "cpu_seconds": seconds,
@@ -213,7 +206,7 @@ def measure_capitals(base, tokenizer, seed: int) -> dict[str, dict[str, Any]]:
             base, tokenizer, "\n".join(facts.values()), "reform", settings, exchanges=exchanges
         )
         seconds = time.process_time() - began
-        with library.attach(base, ["reform"]) as model:
+        with library.attach(base, "reform") as model:
             for factor in FACTORS:
                 with rescale(model, factor):
                     rows[f"the memory, times {factor:g}"] = {

@@ -8,28 +8,17 @@ about people have wordings that no exchange has. Questions about none are those 
 those of pages that are not, and general ones. The router's threshold was chosen on people of the seeds 100 to 102 and
 on the pages lighthouse, composer, bee, orchard and tram; the seeds here are others.
 
-    python benchmarks/library.py --pages MEMORY... --questions FILE... --ask --out benchmarks/results/library.json
-
-A library of the pages' memories is asked the pages' own questions, and general ones. The least gain was chosen
-on lighthouse and composer with other general questions.
-
     python benchmarks/library.py --model smollm2 --study 6 --out benchmarks/results/library.json
 
 So many people are studied, a memory each, and one memory of all their texts. All questions are asked with the memory
-that the router finds, with the right one, with the sum of all, with the one of all texts, and, without a memory, with
-the three passages in the context that BM25 finds among all.
-
-    python benchmarks/library.py --study 34 --passes 0 --seed 2 --out benchmarks/results/library-found.json
-
-Nothing is learned: the answers are the sentences found in the library, in the one memory of all texts, and by BM25.
+that the router finds, with the right one, with the one of all texts, and, without a memory, with the three passages in
+the context that BM25 finds among all.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import time
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,12 +28,11 @@ import torch
 from biographies import Person, make_people
 from measuring import describe_machine, make_table
 
-from locas_peft.asking import Question, ask, ask_by_reciting, count_right, load_questions
+from locas_peft.asking import Answer, Answerer, Question, count_right, load_questions
 from locas_peft.bases import load_base
 from locas_peft.files import load_json, write_json
-from locas_peft.library import Library, score_by_words
-from locas_peft.library.routing import list_passages
-from locas_peft.memories import memory_attached
+from locas_peft.library import Library, LibraryAnswerer, score_by_words
+from locas_peft.library.routing import LEAST_SCORE, list_passages
 from locas_peft.reading import ReadingSettings
 from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.exchanges import join_exchanges
@@ -110,7 +98,7 @@ def measure_routing(
     scores = score_by_words(passages, [question for _, question in asked])
     seconds = (time.perf_counter() - began) / len(asked)
     owners = np.array([owner for owner, _ in asked])
-    right = (scores.argmax(1) == owners) & (scores.max(1) >= 1)
+    right = (scores.argmax(1) == owners) & (scores.max(1) >= LEAST_SCORE)
     result = {
         "memories": len(passages),
         "people_right": float(right[owners < count].mean()),
@@ -119,7 +107,9 @@ def measure_routing(
         "seconds_a_question": seconds,
     }
     for kind, questions in about_none.items():
-        result[f"{kind}_routed"] = float((score_by_words(passages, questions).max(1) >= 1).mean())
+        result[f"{kind}_routed"] = float(
+            (score_by_words(passages, questions).max(1) >= LEAST_SCORE).mean()
+        )
     return result
 
 
@@ -136,114 +126,35 @@ def measure_answers(
             exchanges = [Exchange(**row) for row in person.exchanges]
             library.add(base, tokenizer, person.text, person.name, settings, exchanges=exchanges)
         results["cpu_seconds_a_person"] = (time.process_time() - began) / len(people)
-        answers = library.ask(base, tokenizer, questions)
+        answers = LibraryAnswerer(library, base, tokenizer).answer(questions)
         names = [person.name for person in people for _ in person.questions]
         results["routed_to_the_right"] = sum(
-            each.memories == (name,) for each, name in zip(answers, names, strict=True)
+            answer.memories == (name,) for answer, name in zip(answers, names, strict=True)
         )
-        results["right_routed"] = count_right([each.answer for each in answers], questions)
-        given = []
+        results["right_routed"] = count_right(answers)
+        given: list[Answer] = []
         for person in people:
-            with library.attach(base, [person.name]) as model:
-                given += ask(model, tokenizer, [Question(**row) for row in person.questions])
-        results["right_given"] = count_right(given, questions)
-        paths = [library.find(person.name) for person in people]
-        with memory_attached(base, paths[0], beside=paths[1:]) as model:
-            results["right_sum_of_all"] = count_right(ask(model, tokenizer, questions), questions)
+            with library.attach(base, person.name) as model:
+                asked = [Question(**row) for row in person.questions]
+                given += Answerer(model, tokenizer).answer(asked)
+        results["right_given"] = count_right(given)
         whole, text = Library(Path(folder) / "one"), "\n".join(person.text for person in people)
         exchanges = [Exchange(**row) for person in people for row in person.exchanges]
         whole.add(base, tokenizer, text, "all", settings, exchanges=exchanges)
-        with whole.attach(base, ["all"]) as model:
-            results["right_one_memory_of_all"] = count_right(
-                ask(model, tokenizer, questions), questions
-            )
-        passages = [passage for path in paths for passage in list_passages(path)]
-        sentences = [row["answer"] for person in people for row in person.exchanges[::3]]
+        with whole.attach(base, "all") as model:
+            of_all = Answerer(model, tokenizer).answer(questions)
+        results["right_one_memory_of_all"] = count_right(of_all)
+        held = join_exchanges(exchanges)
+        sentences = list(held)
         scores = score_by_words(
-            [[passage] for passage in passages], [each.question for each in questions]
+            [[passage] for passage in held.values()], [asked.question for asked in questions]
         )
-        answers = [
-            ask(
-                base,
-                tokenizer,
-                [each],
-                context="\n".join(sentences[best] for best in row.argsort()[::-1][:3]),
-            )[0]
-            for each, row in zip(questions, scores, strict=True)
-        ]
-        results["right_bm25_and_base"] = count_right(answers, questions)
-        results["right_base"] = count_right(ask(base, tokenizer, questions), questions)
-    return results
-
-
-def measure_found(base, tokenizer, people: list[Person]) -> dict[str, Any]:
-    """Return how often the right sentence is found: in memories of one person each, in one of all, and by BM25."""
-    questions = [Question(**row) for person in people for row in person.questions]
-    names = [person.name for person in people for _ in person.questions]
-    settings, by = (
-        ReadingSettings(study=True, passes=0, r=1),
-        partial(ask_by_reciting, passage=True),
-    )
-    with TemporaryDirectory() as folder:
-        each, whole, began = (
-            Library(Path(folder) / "each"),
-            Library(Path(folder) / "one"),
-            time.process_time(),
-        )
-        for person in people:
-            exchanges = [Exchange(**row) for row in person.exchanges]
-            each.add(base, tokenizer, person.text, person.name, settings, exchanges=exchanges)
-        seconds = (time.process_time() - began) / len(questions)
-        found = each.ask(base, tokenizer, questions, by=by)
-        exchanges = [Exchange(**row) for person in people for row in person.exchanges]
-        text = "\n".join(person.text for person in people)
-        whole.add(base, tokenizer, text, "all", settings, exchanges=exchanges)
-        together = whole.load_finder(["all"], base, tokenizer)(
-            [asked.question for asked in questions]
-        )
-    held = join_exchanges(exchanges)
-    scores = score_by_words(
-        [[text] for text in held.values()], [asked.question for asked in questions]
-    )
-    return {
-        "people": len(people),
-        "asked": len(questions),
-        "cpu_seconds_a_fact": seconds,
-        "right_memory_first": sum(
-            one.memories[:1] == (name,) for one, name in zip(found, names, strict=True)
-        ),
-        "right_memory_each": count_right([one.answer for one in found], questions),
-        "right_one_memory_of_all": count_right(
-            [next(iter(one), "") for one in together], questions
-        ),
-        "right_bm25": count_right([list(held)[best] for best in scores.argmax(1)], questions),
-    }
-
-
-def measure_pages(base, tokenizer, memories: list[Path], files: list[Path]) -> dict[str, Any]:
-    """Ask studied pages' questions and general ones of a library of the pages; return how many memories answered."""
-    results: dict[str, Any] = {"asked": 0, "routed_by_words": 0, "answered_by_the_right": 0}
-    results |= {"right": 0, "right_given": 0}
-    with TemporaryDirectory() as folder:
-        for number, memory in enumerate(memories):
-            shutil.copytree(memory, Path(folder) / f"page {number}")
-        library = Library(folder)
-        for number, file in enumerate(files):
-            questions, names = load_questions(file), (f"page {number}",)
-            answers = library.ask(base, tokenizer, questions)
-            with library.attach(base, names) as model:
-                given = ask(model, tokenizer, questions)
-            results["asked"] += len(questions)
-            results["routed_by_words"] += library.route(
-                [each.question for each in questions]
-            ).count(names)
-            results["answered_by_the_right"] += sum(each.memories == names for each in answers)
-            results["right"] += count_right([each.answer for each in answers], questions)
-            results["right_given"] += count_right(given, questions)
-        general = library.ask(base, tokenizer, [Question(each) for each in GENERAL])
-        results["general"] = len(GENERAL)
-        results["general_by_words"] = sum(map(bool, library.route(GENERAL)))
-        results["general_by_a_memory"] = sum(bool(each.memories) for each in general)
+        answers = []
+        for question, row in zip(questions, scores, strict=True):
+            context = "\n".join(sentences[best] for best in row.argsort()[::-1][:3])
+            answers += Answerer(base, tokenizer, context=context).answer([question])
+        results["right_bm25_and_base"] = count_right(answers)
+        results["right_base"] = count_right(Answerer(base, tokenizer).answer(questions))
     return results
 
 
@@ -282,9 +193,6 @@ def main() -> None:
         help="JSON Lines, a file for each of --pages",
     )
     parser.add_argument("--study", type=int, default=0, help="study so many people, and ask")
-    parser.add_argument(
-        "--ask", action="store_true", help="ask the pages' questions and general ones"
-    )
     parser.add_argument("--passes", type=int, default=12)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--seed", type=int, default=0)
@@ -298,18 +206,10 @@ def main() -> None:
     if arguments.study:
         base, tokenizer = load_base(arguments.model)
         people = make_people(arguments.study, arguments.seed)
-        if arguments.passes:
-            results["answers"] = measure_answers(
-                base, tokenizer, people, arguments.passes, arguments.seed
-            )
-        else:
-            results["found"] = measure_found(base, tokenizer, people)
-        print(results)
-    elif arguments.ask:
-        results["pages"] = measure_pages(
-            *load_base(arguments.model), arguments.pages, arguments.questions
+        results["answers"] = measure_answers(
+            base, tokenizer, people, arguments.passes, arguments.seed
         )
-        print(results["pages"])
+        print(results)
     else:
         pages = [
             (list_passages(memory), [each.question for each in load_questions(file)])

@@ -18,7 +18,15 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from locas_peft.asking import check_room, encode_question, find_pad_token
+from locas_peft.asking import (
+    SHORT_PROMPT,
+    Answer,
+    Question,
+    answer_in_batches,
+    check_room,
+    encode_question,
+    find_pad_token,
+)
 from locas_peft.asking.continuation import first_line
 from locas_peft.bases import DTYPES, choose_device
 from locas_peft.model import CausalLM
@@ -195,6 +203,20 @@ def recite(
         texts = tokenizer.batch_decode(output[:, len(prompt) :], skip_special_tokens=True)
         recited.append(list(dict.fromkeys(filter(None, map(first_line, texts)))))
     return recited
+
+
+def answer_briefly(
+    model: nn.Module, tokenizer, questions: Sequence[Question], contexts: Sequence[str]
+) -> list[Answer]:
+    """Answer questions in a few words, each with a text before it; "" for none."""
+    prompts = [
+        encode_question(tokenizer, asked.question, SHORT_PROMPT, context)
+        for asked, context in zip(questions, contexts, strict=True)
+    ]
+    texts: dict[int, str] = {}
+    for batch, answers in answer_in_batches(model, tokenizer, prompts):
+        texts.update(zip(batch, answers, strict=True))
+    return [Answer(asked, texts[number]) for number, asked in enumerate(questions)]
 
 
 def is_exact(given: str, gold: str) -> bool:

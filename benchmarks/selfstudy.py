@@ -13,8 +13,7 @@ the base's own answers to questions about other things. A page with results is n
     python benchmarks/selfstudy.py --seeds 0,1,2 --pages expedition,ferry,foundry,garden,theatre --out fresh.json
 
 With seeds, each page is studied once a seed with Locas's defaults, exchanges included, and only its own questions are
-asked: directly, and by printing the sentence that is found (`selfstudy.Finder`), chosen with the memory and without
-it. Beside it stand the page in context; BM25: its best sentence as the answer, the best one where each has the
+asked. Beside it stand the page in context; BM25: its best sentence as the answer, the best one where each has the
 questions that the study wrote about it, and its best three in the base's context; and the sentence after which the
 question is the likeliest for the base. A second table has short answers, which the base gives with the best passages
 of each in its context: how many have the gold phrase, how many are the phrase alone, and their F1.
@@ -32,21 +31,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from measuring import describe_machine, is_exact, make_table, recite
+from measuring import answer_briefly, describe_machine, is_exact, make_table, recite
 
 from locas_peft import demo
 from locas_peft.asking import (
     SHORT_PROMPT,
+    Answer,
+    Answerer,
     Question,
-    ask,
-    ask_by_reciting,
     count_right,
     encode_answer,
     encode_question,
-    is_right,
     load_questions,
 )
-from locas_peft.asking.answers import answer_from
 from locas_peft.asking.prompts import WRITE_PROMPT, encode_prompt
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
@@ -56,17 +53,9 @@ from locas_peft.files import load_json, write_json
 from locas_peft.library import score_by_words
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings, memorize, parse_method
-from locas_peft.selfstudy import (
-    Finder,
-    StudyStep,
-    load_exchanges,
-    load_finder,
-    split_passages,
-    write_exchanges,
-)
+from locas_peft.selfstudy import StudyStep, load_exchanges, split_passages, write_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES as EXCHANGES_FILE
 from locas_peft.selfstudy.exchanges import join_exchanges
-from locas_peft.selfstudy.finding import measure_moments
 from locas_peft.selfstudy.learning import EXCHANGES
 from locas_peft.text import NAME, load_text, tokenize
 from locas_peft.ttt import Chunk
@@ -78,7 +67,7 @@ READING_ONLY = "locas-glu:reading-only"
 METHODS = f"locas-glu,lora@11,{READING_ONLY}"
 READINGS = 120  # about the processor time of a study
 MEASURED_READINGS = 40
-SHORT_CONTEXTS = (1, 3, 10)
+SHORT_CONTEXTS = (1, 3)
 """Passages from which the base answers in a few words."""
 
 
@@ -206,11 +195,12 @@ def study_page(
                 drift = measure_drift(model, own_answers)
                 recited = page.recite(model)
                 with adapters_disabled(model):
-                    answers = answer_from(model, tokenizer, page.questions, recited)
+                    contexts = ["\n".join(passages) for passages in recited]
+                    answers = answer_briefly(model, tokenizer, page.questions, contexts)
                 curve.add(seconds, page.gap_closed(model, recited))
                 figures = {
                     "right": ask_page(model, tokenizer, page),
-                    "right_recited": count_right(answers, page.questions),
+                    "right_recited": count_right(answers),
                     "gap_direct": page.gap_closed(model),
                     "gap_other_page": other.gap_closed(model, other.recite(model)),
                     "gap_other_page_direct": other.gap_closed(model),
@@ -234,45 +224,22 @@ def repeat_study(
         exchanges = load_exchanges(memory / EXCHANGES_FILE)
         held = join_exchanges(exchanges)
         with memory_attached(base, memory) as model:
-            began, right = time.process_time(), ask_page(model, tokenizer, page)
-            halfway = time.process_time()
-            find = load_finder(memory, model, tokenizer)
-            chosen = find([asked.question for asked in page.questions])
-            ended = time.process_time()  # of the choice, the finding included
-            mapped = Finder(
-                model,
-                tokenizer,
-                dict.fromkeys(held, ""),
-                measure_moments(model, tokenizer, exchanges).fit_rows(),
-            )
-            by_map = [
-                next(iter(each)) for each in mapped([asked.question for asked in page.questions])
-            ]
-            short = {"memory": answer_briefly(model, tokenizer, page, [[]] * len(chosen), 0)}
+            began = time.process_time()
+            right = ask_page(model, tokenizer, page)
+            ended = time.process_time()
+            short = {"memory": measure_short(model, tokenizer, page, [[]] * len(page.questions), 0)}
             drift = measure_drift(model, own_answers)
-            with adapters_disabled(model):
-                best, found = ask_by_reciting(model, tokenizer, page.questions, find, passage=True)
-    for count in SHORT_CONTEXTS:
-        short[f"found, best {count}"] = answer_briefly(base, tokenizer, page, found, count)
     scores = score_by_words(
         [[text] for text in held.values()], [each.question for each in page.questions]
     )
-    by_words = [list(held)[best] for best in scores.argmax(1)]
-    pairs = zip(page.questions, found, strict=True)
-    among = [
-        any(is_right(passage, asked.answer) for passage in passages) for asked, passages in pairs
-    ]
+    by_words = [[list(held)[best]] for best in scores.argmax(1)]
     return {
         "right": right,
-        "right_chosen": count_right([next(iter(each), "") for each in chosen], page.questions),
-        "right_found": count_right(best, page.questions),
-        "right_among_found": sum(among),
         "short": short,
         "kl_nats": drift["kl_per_token"],
-        "right_by_map": count_right(by_map, page.questions),
-        "right_by_words": count_right(by_words, page.questions),
+        "right_by_words": count_first(page, by_words),
         "cpu_seconds": seconds,
-        "asking_cpu_seconds": [halfway - began, ended - halfway],  # directly; chosen
+        "asking_cpu_seconds": ended - began,
         "kept": reading.studied["kept"],
         "steps": reading.studied["steps"],
     }
@@ -283,7 +250,7 @@ def measure_retrieval(base, tokenizer, page: Page) -> dict[str, int]:
     sentences = [passage.text for passage in split_passages(tokenizer, page.text)]
     ranked = [rank_sentences(sentences, each.question) for each in page.questions]
     in_context = [
-        ask(base, tokenizer, [each], context="\n".join(best[:3]))[0]
+        Answerer(base, tokenizer, context="\n".join(best[:3])).answer([each])[0]
         for each, best in zip(page.questions, ranked, strict=True)
     ]
     nats = [score_question(base, tokenizer, each.question, sentences) for each in page.questions]
@@ -292,18 +259,18 @@ def measure_retrieval(base, tokenizer, page: Page) -> dict[str, int]:
         for row in nats
     ]
     short = {
-        "none": answer_briefly(base, tokenizer, page, [[]] * len(nats), 0),
-        "page": answer_briefly(base, tokenizer, page, [[page.text]] * len(nats), 1),
+        "none": measure_short(base, tokenizer, page, [[]] * len(nats), 0),
+        "page": measure_short(base, tokenizer, page, [[page.text]] * len(nats), 1),
     }
-    for count in SHORT_CONTEXTS[:-1]:  # the page has few more sentences than are recited
-        short[f"bm25, best {count}"] = answer_briefly(base, tokenizer, page, ranked, count)
-        short[f"likelihood, best {count}"] = answer_briefly(base, tokenizer, page, likeliest, count)
+    for count in SHORT_CONTEXTS:
+        short[f"bm25, best {count}"] = measure_short(base, tokenizer, page, ranked, count)
+        short[f"likelihood, best {count}"] = measure_short(base, tokenizer, page, likeliest, count)
     return {
         "asked": len(page.questions),
-        "right_by_likelihood": count_right([best[0] for best in likeliest], page.questions),
+        "right_by_likelihood": count_first(page, likeliest),
         "right_in_context": ask_page(base, tokenizer, page, page.text),
-        "right_bm25_sentence": count_right([best[0] for best in ranked], page.questions),
-        "right_bm25_context": count_right(in_context, page.questions),
+        "right_bm25_sentence": count_first(page, ranked),
+        "right_bm25_context": count_right(in_context),
         "short": short,
     }
 
@@ -326,16 +293,24 @@ def score_question(model, tokenizer, question: str, passages: list[str]) -> list
     return [score.nll_nats for score in scores]
 
 
-def answer_briefly(
+def count_first(page: Page, ranked: list[list[str]]) -> int:
+    """Return how many of a page's questions the first of the passages ranked for each answers right."""
+    pairs = zip(page.questions, ranked, strict=True)
+    return count_right([Answer(question, best[0]) for question, best in pairs])
+
+
+def measure_short(
     model, tokenizer, page: Page, passages: list[list[str]], count: int
 ) -> dict[str, float]:
     """Let a model answer in a few words from the first passages for each question; return its figures."""
-    answers = answer_from(model, tokenizer, page.questions, [each[:count] for each in passages])
+    contexts = ["\n".join(each[:count]) for each in passages]
+    answers = answer_briefly(model, tokenizer, page.questions, contexts)
+    texts = [answer.text for answer in answers]
     golds = [asked.answer for asked in page.questions]
     return {
-        "right": count_right(answers, page.questions),
-        "exact": sum(map(is_exact, answers, golds)),
-        "f1": 100 * sum(map(token_f1, answers, golds)) / len(golds),
+        "right": count_right(answers),
+        "exact": sum(map(is_exact, texts, golds)),
+        "f1": 100 * sum(map(token_f1, texts, golds)) / len(golds),
     }
 
 
@@ -359,9 +334,9 @@ def rank_sentences(
     return [sentences[number] for number in order]
 
 
-def ask_page(model, tokenizer, page: Page, context: str | None = None) -> int:
+def ask_page(model, tokenizer, page: Page, context: str = "") -> int:
     """Return how many of a page's questions a model answers right."""
-    return count_right(ask(model, tokenizer, page.questions, context=context), page.questions)
+    return count_right(Answerer(model, tokenizer, context=context).answer(page.questions))
 
 
 def tabulate(pages: dict[str, dict[str, Any]]) -> str:
@@ -402,12 +377,7 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     head = [
         "page",
         "studied, a seed",
-        "passage chosen with the memory, a seed",
-        "passage found, a seed",
         "mean, studied",
-        "mean, passage chosen",
-        "mean, passage found",
-        "mean, by the map alone",
         "mean, by words and the study's questions",
         "in context",
         "BM25's sentence",
@@ -421,31 +391,29 @@ def tabulate_seeds(pages: dict[str, dict[str, Any]]) -> str:
     rows, figures = [], []
 
     def end_of(mean: list[float]) -> list[str]:
-        return [f"{mean[9]:.3f}", f"{mean[10]:.0f}"]
+        return [f"{mean[6]:.3f}", f"{mean[7]:.0f}"]
 
     for name, page in pages.items():
         runs = list(page["seeds"].values())
-        kinds = ("right", "right_chosen", "right_found", "right_by_map", "right_by_words")
-        # Files of before lack "right_chosen": where nothing was learned, it is what is found.
-        rights = [[run.get(key, run["right_found"]) for run in runs] for key in kinds]
+        rights = [[run[key] for run in runs] for key in ("right", "right_by_words")]
         mean = [
             *(sum(right) / len(right) for right in rights),
             *(page[key] for key in keys),
             *(sum(run[key] for run in runs) / len(runs) for key in measured),
         ]
         figures.append(mean)
-        seeds = (", ".join(map(str, right)) for right in rights[:3])
+        seeds = ", ".join(map(str, rights[0]))
         rows.append(
             [
                 name,
-                *seeds,
-                *(f"{each:.1f}" for each in mean[:5]),
-                *map(str, mean[5:9]),
+                seeds,
+                *(f"{each:.1f}" for each in mean[:2]),
+                *map(str, mean[2:6]),
                 *end_of(mean),
             ]
         )
     means = [sum(column) / len(column) for column in zip(*figures, strict=True)]
-    rows.append(["mean", *[""] * 3, *(f"{mean:.1f}" for mean in means[:9]), *end_of(means)])
+    rows.append(["mean", "", *(f"{mean:.1f}" for mean in means[:6]), *end_of(means)])
     return make_table(head, rows)
 
 

@@ -27,13 +27,12 @@ from locas_command import program as cli
 from locas_peft import LocasConfig, backbone, calibrate
 from locas_peft.app import sessions
 from locas_peft.app.sessions import ROUTED, Job, SharedModel, Visitors
-from locas_peft.library import Library, check_name, library
+from locas_peft.library import Library, check_name
 from locas_peft.memories import READING, describe_memory
 from locas_peft.memories import folder as archives
 from locas_peft.memories.folder import pack
-from locas_peft.selfstudy import Exchange, load_exchanges, save_exchanges
-from locas_peft.selfstudy.exchanges import EXCHANGES, PASSAGES
-from locas_peft.selfstudy.finding import measure_moments, save_moments
+from locas_peft.selfstudy import Exchange, save_exchanges
+from locas_peft.selfstudy.exchanges import EXCHANGES
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 TEXT = " ".join(
@@ -296,7 +295,8 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
     words = [chat("Once upon a time"), chat("Once upon a time")]
     expected = model.ask(two.shelf, "made", words).result()
-    assert expected[0][0] != expected[0][1] and expected[1:] == (("made",), "")
+    assert expected[0].text != expected[1].text
+    assert [answer.memories for answer in expected] == [(), ("made",)]
     quiet, busy = Job("quiet", TEXT[:450], 0), Job("busy", TEXT[:450], 0)
     model.read(quiet, one.shelf)
     wait(quiet)
@@ -314,7 +314,7 @@ def test_a_reading_is_the_same_while_others_ask_and_their_answers_too(
 
 
 def test_the_memory_that_a_question_is_about_answers_and_is_named(
-    model, loaded, visitors, made, monkeypatch
+    model, visitors, made, monkeypatch
 ):
     shelf = visitors.find(None).shelf
     monkeypatch.setattr(sessions, "ANSWER_TOKENS", 6)
@@ -324,22 +324,16 @@ def test_the_memory_that_a_question_is_about_answers_and_is_named(
     ):
         save_exchanges(put(shelf, made, name) / EXCHANGES, [Exchange(lamp, "Old Peder did.")])
     about, shown = [chat("Who swept the quay at Brine?")] * 2, []
-    monkeypatch.setattr(library, "LEAST_GAIN", -1e9)
-    answers, names, found = model.ask(shelf, ROUTED, about, shown.append).result()
-    assert (answers, names, found) == model.ask(shelf, "brine", about).result()
-    assert names == ("brine",) and found == ""
-    exchanges = load_exchanges(shelf.find("brine") / EXCHANGES)
-    save_moments(shelf.find("brine"), measure_moments(*loaded, exchanges), exchanges)
-    assert model.ask(shelf, "brine", about).result()[2] == "Old Peder did."
-    (shelf.find("brine") / PASSAGES).write_bytes(b"damaged")
-    assert model.ask(shelf, "brine", about).result() == (answers, ("brine",), ""), (
-        "an answer is not lost"
-    )
-    assert shown[-1] == answers and answers[0] != answers[1]
-    assert model.ask(shelf, ROUTED, [chat("Who wrote Hamlet?")] * 2).result()[1:] == ((), "")
-    monkeypatch.setattr(library, "LEAST_GAIN", 1e9)
-    unsure, names, found = model.ask(shelf, ROUTED, about).result()
-    assert unsure == [answers[0]] * 2 and names == () and found == ""
+    answers = model.ask(shelf, ROUTED, about, shown.append).result()
+    assert answers == model.ask(shelf, "brine", about).result()
+    assert [answer.memories for answer in answers] == [(), ("brine",)]
+    texts = [answer.text for answer in answers]
+    assert [text.strip() for text in shown[-1]] == texts and texts[0] != texts[1]
+    (alone,) = model.ask(shelf, None, about).result()
+    assert alone == answers[0]
+    others = model.ask(shelf, ROUTED, [chat("Who wrote Hamlet?")] * 2).result()
+    assert [answer.memories for answer in others] == [(), ()]
+    assert others[0].text == others[1].text
 
 
 def test_an_answer_is_no_part_of_the_reading_that_it_interrupts(
@@ -504,23 +498,12 @@ def test_without_gradio_one_line_says_what_to_install(monkeypatch, capsys):
     assert capsys.readouterr().err == line
 
 
-def test_the_page_shows_the_memory_that_gave_an_answer_and_what_is_found():
+def test_the_page_shows_the_memory_that_gave_an_answer():
     pytest.importorskip("gradio")
     from locas_peft.app.page import _show_chat
 
-    turns = [
-        *chat("Who?"),
-        {
-            "role": "assistant",
-            "content": "Peder.",
-            "head": "[brine]\n",
-            "tail": "\n\nFound: Peder.",
-        },
-    ]
-    assert _show_chat(turns) == [
-        *chat("Who?"),
-        {"role": "assistant", "content": "[brine]\nPeder.\n\nFound: Peder."},
-    ]
+    turns = [*chat("Who?"), {"role": "assistant", "content": "Peder.", "head": "[brine]\n"}]
+    assert _show_chat(turns) == [*chat("Who?"), {"role": "assistant", "content": "[brine]\nPeder."}]
 
 
 # ------------------------------------------------------------------------------------------------------ in a browser

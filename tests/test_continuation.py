@@ -8,7 +8,7 @@ from families import make_host, make_tokens
 from transformers import GenerationConfig
 
 from locas_peft.asking import (
-    answer,
+    answer_in_batches,
     begin_rows,
     continue_rows,
     continue_texts,
@@ -46,7 +46,7 @@ def make_prompts(shared: int) -> list[list[int]]:
 def answer_all(model, prompts, **options) -> list[str]:
     answers = dict(
         pair
-        for batch, texts in answer(model, WordTokenizer(), prompts, **options)
+        for batch, texts in answer_in_batches(model, WordTokenizer(), prompts, **options)
         for pair in zip(batch, texts, strict=True)
     )
     return [answers[number] for number in range(len(prompts))]
@@ -169,7 +169,7 @@ def test_only_the_likeliest_tokens_are_drawn():
 @pytest.mark.parametrize("shared", [0, 20])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_batched_answers_are_those_of_each_prompt_alone(family, shared, monkeypatch):
-    monkeypatch.setattr("locas_peft.asking.continuation._WORTH_KEEPING", 8)
+    monkeypatch.setattr("locas_peft.asking.continuation.LEAST_SHARED", 8)
     model, prompts = make_host(family), make_prompts(shared)
     together = answer_all(model, prompts, max_new_tokens=6, batch_size=3)
     alone = [answer_all(model, [prompt], max_new_tokens=6)[0] for prompt in prompts]
@@ -178,7 +178,7 @@ def test_batched_answers_are_those_of_each_prompt_alone(family, shared, monkeypa
 
 
 def test_a_common_beginning_goes_through_the_model_once(monkeypatch):
-    monkeypatch.setattr("locas_peft.asking.continuation._WORTH_KEEPING", 8)
+    monkeypatch.setattr("locas_peft.asking.continuation.LEAST_SHARED", 8)
     model, fed = make_host("llama"), []
     model.register_forward_pre_hook(
         lambda module, args, kwargs: fed.append(kwargs["input_ids"].numel()), with_kwargs=True
@@ -191,7 +191,9 @@ def test_batches_that_are_known_are_not_asked_again():
     model, prompts = make_host("llama"), make_prompts(0)
     every = answer_all(model, prompts, max_new_tokens=4, batch_size=2)
     batches = list(
-        answer(model, WordTokenizer(), prompts, max_new_tokens=4, batch_size=2, known={4, 3, 2})
+        answer_in_batches(
+            model, WordTokenizer(), prompts, max_new_tokens=4, batch_size=2, known={4, 3, 2}
+        )
     )
     assert [batch for batch, _ in batches] == [[2, 1], [0]], (
         "2 again: the batches are the same ones"
@@ -201,8 +203,8 @@ def test_batches_that_are_known_are_not_asked_again():
         for batch, texts in batches
         for number, text in zip(batch, texts, strict=True)
     )
-    assert list(answer(model, WordTokenizer(), prompts, known=range(5))) == []
-    assert list(answer(model, WordTokenizer(), [])) == []
+    assert list(answer_in_batches(model, WordTokenizer(), prompts, known=range(5))) == []
+    assert list(answer_in_batches(model, WordTokenizer(), [])) == []
 
 
 def test_prompts_without_room_are_one_line():

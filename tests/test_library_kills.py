@@ -1,4 +1,4 @@
-"""A library in which adding, forgetting or consolidating is killed, at any file operation or moment, stays whole.
+"""A library in which adding or forgetting is killed, at any file operation or moment, stays whole.
 
     LOCAS_KILLS=400 pytest tests/test_library_kills.py -m slow
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 SHORT = {"r": 2, "window": 64, "stride": 16, "max_tokens": 40, "anchor": 0.0}
 SETTINGS = ReadingSettings(**SHORT, study=True, passes=1)
 NAMES = ("one", "two", "three")
-CHANGED = {"add": "four", "beside": "five", "go on": "one", "forget": "two", "consolidate": "all"}
+CHANGED = {"add": "four", "go on": "one", "forget": "two"}
 """What is done, and the memory that it makes, replaces or deletes."""
 
 
@@ -57,14 +57,10 @@ def act(variant: str, folder: Path) -> None:
             add(name)
     elif variant == "add":
         add("four")
-    elif variant == "beside":
-        add("five", beside=["one"])
     elif variant == "go on":
         add("six", into="one", start=folder / "one")
     elif variant == "forget" and "two" in library.list():
         library.forget("two")
-    elif variant == "consolidate" and "all" not in library.list():
-        library.consolidate(base, tokenizer, NAMES, "all")
 
 
 class LibraryCampaign(Campaign):

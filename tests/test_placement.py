@@ -7,7 +7,7 @@ from accelerate.state import AcceleratorState, PartialState
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from locas_peft import backbone
-from locas_peft.asking import Question, ask
+from locas_peft.asking import Answerer, Question
 from locas_peft.bases import choose_device, load_base, placing
 from locas_peft.memories import load_memory, memory_attached
 from locas_peft.model import CausalLM
@@ -108,7 +108,8 @@ def test_a_split_base_studies_and_is_asked(folder, monkeypatch):
         base, torch.arange(5, 69), settings, tokenizer=tokenizer, exchanges=[exchange]
     )
     assert reading.studied["steps"] > 0 and reading.studied["skipped_steps"] == 0
-    assert len(ask(base, tokenizer, [Question(exchange.question)], max_new_tokens=4)) == 1
+    answerer = Answerer(base, tokenizer, max_new_tokens=4)
+    assert len(answerer.answer([Question(exchange.question)])) == 1
 
 
 def test_a_memory_is_loaded_onto_a_base_on_the_disk(folder, tmp_path, monkeypatch):

@@ -5,21 +5,18 @@ from __future__ import annotations
 import pytest
 
 from locas_peft import backbone, demo
+from locas_peft.asking import answers as answers_module
 from locas_peft.asking import (
-    SHORT_PROMPT,
+    Answer,
+    Answerer,
     Question,
-    ask,
-    ask_by_reciting,
-    encode_question,
+    continue_texts,
+    count_right,
     is_right,
     load_questions,
 )
-from locas_peft.asking import answer as answer_all
-from locas_peft.asking.answers import answer_from
-from locas_peft.memories import memory_attached
 from locas_peft.reading.settings import ReadingSettings
-from locas_peft.reading.teaching import memorize
-from locas_peft.selfstudy import Exchange, load_finder
+from locas_peft.selfstudy import Exchange
 from locas_peft.selfstudy.learning import BATCH, LEAST_STEPS
 from locas_peft.text import tokenize
 
@@ -77,52 +74,84 @@ def test_answers_come_in_the_order_of_the_questions():
         Question("What is the name of the keeper of the house?"),
         Question("When?"),
     ]
-    together = ask(model, tokenizer, questions, max_new_tokens=4)
-    assert together == [
-        ask(model, tokenizer, [question], max_new_tokens=4)[0] for question in questions
-    ]
-    assert (
-        ask(model, tokenizer, questions, context="The keeper was Anna.", max_new_tokens=4)
-        != together
-    )
+    answerer = Answerer(model, tokenizer, max_new_tokens=4)
+    together = answerer.answer(questions)
+    assert [answer.question for answer in together] == questions
+    assert together == [answerer.answer([question])[0] for question in questions]
+    informed = Answerer(model, tokenizer, context="The keeper was Anna.", max_new_tokens=4)
+    assert informed.answer(questions) != together
+
+
+def test_answers_are_counted_where_a_gold_answer_is_known():
+    known = Question("Who?", "the keeper")
+    answers = [Answer(known, "A keeper."), Answer(known, "It was the keeper"), Answer(known, "")]
+    assert [answer.right for answer in answers] == [True, True, False]
+    assert Answer(Question("Who?"), "A keeper.").right is None
+    assert count_right([*answers, Answer(Question("Who?"), "A keeper.")]) == 2
 
 
 def test_answers_are_the_likeliest_tokens_whatever_the_models_own_settings_say():
     model, tokenizer = backbone.load()
+    answerer = Answerer(model, tokenizer, max_new_tokens=12)
     questions = [Question("He said that he said that he said")]
-    expected = ask(model, tokenizer, questions, max_new_tokens=12)
+    expected = answerer.answer(questions)
     model.generation_config.update(
         repetition_penalty=3.0, no_repeat_ngram_size=1, do_sample=True, temperature=9.0
     )
-    assert ask(model, tokenizer, questions, max_new_tokens=12) == expected
+    assert answerer.answer(questions) == expected
 
 
-def test_the_base_answers_from_what_its_memory_recites(tmp_path):
-    base, tokenizer = backbone.load()
-    passage = "The keeper of the old house was Anna."
-    settings = ReadingSettings(
-        r=16, anchor=0.0, study=True, passes=60, learning_rate=1e-2
-    ).complete(base)
-    given = [Exchange("Who was the keeper?", passage)]
-    questions = [Question("Who was the keeper?")]
-    memorize(
-        base,
-        tokenize(tokenizer, passage),
-        settings,
-        out=tmp_path / "m",
-        tokenizer=tokenizer,
-        exchanges=given,
+@pytest.fixture
+def chat_base():
+    """The embedded model with a chat template."""
+    model, tokenizer = backbone.load()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
     )
-    with memory_attached(base, tmp_path / "m") as model:
-        find = load_finder(tmp_path / "m", model, tokenizer)
-        (answer,), (recited,) = ask_by_reciting(model, tokenizer, questions, find, max_new_tokens=8)
-    assert recited == [passage]
-    prompts = [encode_question(tokenizer, questions[0].question, SHORT_PROMPT, "\n".join(recited))]
-    assert [answer] == [
-        text
-        for _, texts in answer_all(base, tokenizer, prompts, max_new_tokens=8)
-        for text in texts
+    return model, tokenizer
+
+
+def test_a_conversation_is_continued_as_its_prompt_and_shown_while_it_is_written(chat_base):
+    model, tokenizer = chat_base
+    turns = [
+        {"role": "user", "content": "Once upon a time"},
+        {"role": "assistant", "content": "there was a king."},
+        {"role": "user", "content": "And then?"},
     ]
+    shown = []
+    answerer = Answerer(model, tokenizer, max_new_tokens=5)
+    one, other = answerer.reply([turns, turns[:1]], on_text=shown.append)
+    prompt = "user: Once upon a time\nassistant: there was a king.\nuser: And then?\nassistant:"
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    assert one.text == continue_texts(model, tokenizer, [ids], 5)[0].strip()
+    assert (one.question, other.question) == (Question("And then?"), Question("Once upon a time"))
+    assert [text.strip() for text in shown[-1]] == [one.text, other.text]
+    assert answerer.reply([turns[:1]]) == [other]
+
+
+def test_the_context_stands_before_the_last_message(chat_base, monkeypatch):
+    model, tokenizer = chat_base
+    seen = []
+    monkeypatch.setattr(
+        answers_module, "continue_texts", lambda *args, **_: seen.append(args[2][0]) or [""]
+    )
+    turns = [{"role": "user", "content": text} for text in ("Hello?", "Who lit it?")]
+    Answerer(model, tokenizer, context="Peder lit it.").reply([turns])
+    expected = "user: Hello?\nuser: Read this text.\n\nPeder lit it.\n\nWho lit it?\nassistant:"
+    assert tokenizer.decode(seen[0]) == expected
+
+
+def test_the_oldest_turns_are_left_out_and_a_message_that_does_not_fit_is_refused(chat_base):
+    model, tokenizer = chat_base
+    turns = [{"role": "user", "content": "word " * 900}] * 2
+    turns.insert(1, {"role": "assistant", "content": "Fine."})
+    answerer = Answerer(model, tokenizer, max_new_tokens=300)
+    assert answerer._encode(turns) == answerer._encode(turns[2:])
+    message = {"role": "user", "content": "word " * 2000}
+    with pytest.raises(
+        ValueError, match="^message and max_new_tokens must fit the model's 2048 positions, got "
+    ):
+        answerer.reply([[message]])
 
 
 def test_the_questions_about_the_page_are_answered_by_it_and_not_by_themselves():
@@ -162,48 +191,15 @@ def test_the_page_is_read_whole_and_studied_and_the_base_is_as_before(tmp_path):
 
 
 def test_each_method_of_the_demo_has_a_line_and_a_row():
-    recalls = [demo.Recall("none", ["a", "b"], 0), demo.Recall(demo.IN_CONTEXT, ["a", "b"], 1)]
-    recalls.append(demo.Recall(demo.FOUND, ["a", "b"], 2, seconds=1.0))
-    assert [demo.describe_recall(each) for each in recalls] == [
+    question = Question("Who?", "Anna")
+    answers = [Answer(question, "Anna"), Answer(question, "Ben")]
+    recalls = [demo.Recall("none", answers[1:] * 2), demo.Recall(demo.IN_CONTEXT, answers)]
+    assert [demo.describe_recall(recalled) for recalled in recalls] == [
         "none (no memory): 0 of 2 right",
         "in-context (the page before each question): 1 of 2 right",
-        "found (a sentence of the page; nothing is learned, prepared in 1 s): 2 of 2 right",
     ]
     assert demo.describe(recalls[1]) == {
         "method": "in-context",
         "recall_right": 1,
         "recall_asked": 2,
     }
-    assert demo.describe(recalls[2]) == {
-        "method": "found",
-        "seconds": 1.0,
-        "recall_right": 2,
-        "recall_asked": 2,
-    }
-
-
-def test_answers_come_from_the_passages_that_are_found():
-    model, tokenizer = backbone.load()
-    found = {
-        "The garden of the old house was small.": 0.4,
-        "The keeper of the old house was Anna.": 0.1,
-        "No.": -1.0,
-    }
-    asked = [
-        Question("What was small?"),
-        Question("Who was the keeper?"),
-        Question("Who wrote Hamlet?"),
-    ]
-
-    def find(questions):
-        assert list(questions) == [each.question for each in asked]
-        return [found, {"No.": 0.0}, {}]
-
-    best, passages = ask_by_reciting(model, tokenizer, asked, find, passage=True, max_new_tokens=8)
-    short, again = ask_by_reciting(model, tokenizer, asked, find, max_new_tokens=8)
-    assert passages == again == [list(found), ["No."], []]
-    assert short == answer_from(model, tokenizer, asked, passages, 8)
-    (alone,) = answer_from(model, tokenizer, asked[2:], [[]], 8)
-    assert best == ["The garden of the old house was small.", "No.", alone], (
-        "where nothing is found the base answers"
-    )

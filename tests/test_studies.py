@@ -14,7 +14,6 @@ from locomo_data import make_samples, write_samples
 from locas_command import program as cli
 from locas_peft import backbone
 from locas_peft.asking.prompts import encode_answer
-from locas_peft.asking.scoring import score_targets
 from locas_peft.evaluation import (
     Unit,
     load_column,
@@ -33,7 +32,6 @@ from locas_peft.memories import memory_attached
 from locas_peft.progress import follow
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import score
-from locas_peft.selfstudy import Exchange, Finder, load_finder, save_exchanges
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.ttt.chunks import Chunk
 
@@ -42,10 +40,6 @@ BOOK = "\n\n".join(
     f"The {word} of the house was old, and nobody went there."
     for word in ("door", "roof", "garden")
 )
-STUDIED = [
-    Exchange("Where did Ann move?", "Ann moved to Bergen."),
-    Exchange("Who sails?", "Ben sails on Sundays."),
-]
 RECORD = {"sample_id", "question", "category", "answer", "prediction", "f1"}
 
 
@@ -88,13 +82,11 @@ def locomo_run(tmp_path_factory):
         *FAST,
     ]
     args += ["--anchor", "0", "--setting"]
-    for settings in ("no-context", "no-context,recited,evidence,full-context"):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([*args, settings])
-        assert ended.value.code == 0
-        # One of the memories has studied; the others recite nothing.
-        save_exchanges(folder / "out/locomo/memories/locas-glu/talk-1/exchanges.jsonl", STUDIED)
-    return folder, [*args, settings]
+    args.append("no-context,evidence,full-context")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(args)
+    assert ended.value.code == 0
+    return folder, args
 
 
 def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
@@ -103,8 +95,8 @@ def test_locomo_writes_every_prediction_for_other_scorers(locomo_run):
         path.relative_to(folder / "out/locomo")
         for path in (folder / "out/locomo").rglob("*.memory-*.json")
     )
-    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 4 settings; the base recites nothing
-    assert len(files) == 2 * (1 + 2 * 2) * 4 - 2
+    # 2 conversations x (base + 2 methods with the right and the wrong memory) x 3 settings
+    assert len(files) == 2 * (1 + 2 * 2) * 3
     for path in files:
         records = read(folder / "out/locomo" / path)
         assert len(records) == 6
@@ -138,25 +130,7 @@ def test_gold_nats_are_those_of_the_gold_answer_after_the_prompt(locomo_run):
         assert record["gold_nats"] == pytest.approx(expected, rel=1e-4)
 
 
-def test_what_a_memory_recites_is_the_context_of_the_base(locomo_run):
-    folder, _ = locomo_run
-    base, tokenizer = backbone.load()
-    talk = load_locomo(folder / "talks.json")[0][0]
-    records = read(folder / "out/locomo/predictions/locas-glu/talk-1.recited.memory-talk-1.json")
-    recited = {record["index"]: record["recited"] for record in records}
-    with memory_attached(base, folder / "out/locomo/memories/locas-glu/talk-1") as model:
-        find = load_finder(folder / "out/locomo/memories/locas-glu/talk-1", model, tokenizer)
-        (ranked,) = find([talk.questions[3].question])
-    assert list(ranked) == recited[talk.questions[3].index] and len(ranked) == 2
-    prompts, _ = make_prompts(base, tokenizer, talk, "recited", recited=recited)
-    assert recited[talk.questions[3].index][0] in tokenizer.decode(prompts[3])
-    score = score_targets(base, [(prompts[3], encode_answer(tokenizer, talk.questions[3].answer))])[
-        0
-    ].per_token
-    assert records[3]["gold_nats"] == pytest.approx(score, rel=1e-3)
-
-
-def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp_path, monkeypatch):
+def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp_path):
     folder, args = locomo_run
     again = tmp_path / "again"
     shutil.copytree(folder / "out", again)
@@ -165,15 +139,6 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
     lost.unlink()
     lost.with_suffix(".unfinished").write_text(json.dumps(json.loads(expected)[:2]))
     shutil.rmtree(again / "locomo/memories/lora")
-    stopped = again / "locomo/predictions/locas-glu/talk-1.recited.memory-talk-1.json"
-    answered = stopped.read_bytes()
-    stopped.unlink()
-    stopped.with_suffix(".unfinished").write_text(json.dumps(json.loads(answered)[:2]))
-    ranked = []
-    find = Finder.__call__
-    monkeypatch.setattr(
-        Finder, "__call__", lambda self, asked: ranked.extend(asked) or find(self, asked)
-    )
     kept = again / "locomo/predictions/none/talk-1.no-context.memory-none.json"
     stamp = kept.stat().st_mtime_ns
     before = read(again / "locomo.json")
@@ -185,7 +150,6 @@ def test_predictions_come_from_the_seed_and_a_broken_run_goes_on(locomo_run, tmp
         cli.main([str(again) if arg == str(folder / "out") else arg for arg in args])
     assert ended.value.code == 0
     assert lost.read_bytes() == expected and not lost.with_suffix(".unfinished").exists()
-    assert stopped.read_bytes() == answered and len(ranked) == len(json.loads(answered)) - 2
     assert kept.stat().st_mtime_ns == stamp, "a result that exists is not made again"
     assert made.exists() and memory.stat().st_mtime_ns == memory_stamp, "nor is a memory"
     after = read(again / "locomo.json")
@@ -238,7 +202,7 @@ def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
         ),
         (
             ["locomo", "talks.json", "--setting", "half"],
-            "error: setting must be one of no-context, recited, ",
+            "error: setting must be one of no-context, evidence, ",
         ),
         (
             ["locomo", "talks.json", "--conversations", "talk-9"],

@@ -1,10 +1,8 @@
 """Commands on saved memories: merge, export, resize, sign, push, inspect; and on a library of them."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
-from . import options
 from .console import open_consoles, printable, warnings_as_lines, write_result
 from .options import (
     BASE_ON_CPU,
@@ -186,59 +184,6 @@ def forget(folder: Path, name: str, /) -> None:
     held = _open_library(folder)
     held.forget(name)
     stdout.print(f"{name} is forgotten: no file in {folder} holds what it learned", markup=False)
-    for other, reading in held.list_taught_beside(name).items():
-        given = {
-            field: value
-            for field, value in reading.settings.to_json().items()
-            if field in vars(options.READING)
-        }
-        given |= {
-            "lr": given.pop("learning_rate"),
-            "layers": given.pop("layers_to_transform"),
-            "overwrite": True,
-        }
-        given["beside"] = [each for each in reading.origin["beside"] if each != name] or None
-        words = [
-            "locas",
-            "memorize",
-            reading.title or "TEXT",
-            "--library",
-            str(folder),
-            "--name",
-            other,
-        ]
-        for field, value in given.items():
-            text = ",".join(map(str, value)) if isinstance(value, list) else value
-            words += [] if value is None else [f"--{field.replace('_', '-')}={text}"]
-        stdout.print(
-            f"{other} was taught beside {name}. To teach it again: {shlex.join(words)}",
-            markup=False,
-        )
-
-
-def consolidate(
-    folder: Path, /, *name: str, out: str, base: options.MemoryBase = options.BASE
-) -> None:
-    """Make one memory of several of a library: a fresh one studies all their exchanges. The others stay.
-
-    Args:
-        folder: the library.
-        name: of two or more memories that have studied.
-        out: the name of the new one.
-    """
-    from locas_peft.progress import follow_study
-
-    from .console import show_progress
-    from .running import open_library, show_study
-
-    stdout, stderr = open_consoles()
-    held, loaded = open_library(folder, base)
-    with show_progress(stderr) as progress:
-        reading = held.consolidate(
-            loaded.model, loaded.tokenizer, name, out, on_study=follow_study(progress)
-        )
-    show_study(reading.studied, stdout, stderr)
-    stdout.print(f"{out} holds what {', '.join(name)} hold: they can be forgotten", markup=False)
 
 
 def sign(memory: Memory, /, *, key: NamedPath, certificate: NamedPath | None = None) -> None:

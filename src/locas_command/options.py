@@ -76,7 +76,7 @@ class ReadingOptions:
         max_tokens: the first tokens of the text that are read; all where not given.
         study: after reading, the model asks itself about the text, and learns the answers without the text.
         exchanges: questions wanted about each sentence; by default 6, 12 for fewer than 8 or more than half of --r.
-        passes: the most times that each exchange is learned; 4, or more for few, by default; 0 for ask --passage.
+        passes: the most times that each exchange is learned; 4, or more for few, by default.
         seed: of torch, set before the adapter is made.
     """
 

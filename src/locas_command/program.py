@@ -23,7 +23,6 @@ from .demo import app as open_page
 from .demo import demo
 from .evaluate import forgetting, locomo, perplexity
 from .memories import (
-    consolidate,
     export,
     forget,
     inspect,
@@ -65,7 +64,6 @@ _COMMANDS = (
     generate,
     library,
     forget,
-    consolidate,
     merge,
     export,
     resize,

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from . import options
 from .console import open_consoles, write_result
-from .options import split_names
 
 FEW_CHUNKS = 4  # below, a reading is too short to be noticed in what the model writes
 
@@ -21,7 +20,6 @@ def memorize(
     library: options.NamedPath | None = None,
     name: str | None = None,
     start: options.Start | None = None,
-    beside: str | None = None,
     resume: bool = False,
     overwrite: options.Overwrite = False,
     checkpoint_seconds: options.AtLeastZero = 30.0,
@@ -43,7 +41,6 @@ def memorize(
         name: of the memory in the library; the text's file name where not given.
         start: a memory that goes on with this text, by its folder, or its name in the library. It is replaced where
             neither --out nor --name is given.
-        beside: memories of the library, separated by commas: the new one learns what they, frozen, do not say.
         resume: continue from the checkpoint in --out, if there is one.
         checkpoint_seconds: time between two checkpoints.
         exchanges_file: JSON Lines with question and answer, studied in place of exchanges that the model writes; for
@@ -69,18 +66,10 @@ def memorize(
     if ray and not manifest:
         raise ValueError("--ray needs --manifest, got one text: leave it out")
     if manifest:
-        if (
-            library is None
-            or out
-            or name
-            or start
-            or beside
-            or exchanges_file
-            or settings.method == "none"
-        ):
+        if library is None or out or name or start or exchanges_file or settings.method == "none":
             rule = "--manifest needs --library and a method that learns"
             raise ValueError(
-                f"{rule}, and no --out, --name, --from, --beside or --exchanges-file: leave these out"
+                f"{rule}, and no --out, --name, --from or --exchanges-file: leave these out"
             )
         from .table import teach_manifest
 
@@ -95,11 +84,10 @@ def memorize(
         )
     exchanges = None if exchanges_file is None else load_exchanges(exchanges_file)
     saves = settings.method != "none"
-    for option, given in (("--name", name), ("--beside", beside)):
-        if library is None and given is not None:
-            raise ValueError(
-                f"{option} names a memory of a library, got {given!r} without one: add --library DIR"
-            )
+    if library is None and name is not None:
+        raise ValueError(
+            f"--name names a memory of a library, got {name!r} without one: add --library DIR"
+        )
     content = load_text(text)
     if library is not None:
         if out is not None or not saves:
@@ -115,9 +103,6 @@ def memorize(
                 start, name = shelf.find(found), name or found
         out = shelf.choose_folder(name or Path(text).stem)
         base = replace(base, model=base.model or shelf.name_base())
-    others = (
-        [shelf.find(each) for each in split_names(beside, "--beside")] if beside is not None else []
-    )
     if start is not None:
         out, former = out or start, load_reading(start).settings
         method = (
@@ -152,7 +137,7 @@ def memorize(
     complete = make_settings(settings, loaded).complete(loaded.model, loaded.tokenizer)
     result = None
     if resume and saves and out != start:
-        result = find_finished(out, complete, input_ids, exchanges, describe_origin(start, others))
+        result = find_finished(out, complete, input_ids, exchanges, describe_origin(start))
     if result is not None:
         stderr.print(f"{out} holds the finished memory of this very reading: nothing is left to do")
     else:
@@ -161,7 +146,7 @@ def memorize(
                 loaded, input_ids, complete, stderr, out=out,
                 checkpoint_dir=folder, checkpoint_seconds=checkpoint_seconds, resume=resume, overwrite=overwrite,
                 exchanges=exchanges, title=title, sample=make_sample(content, start) if sampled else None,
-                start=start, beside=others,
+                start=start,
             )  # fmt: skip
         except KeyboardInterrupt:
             if saves and has_checkpoint(folder):
@@ -180,11 +165,7 @@ def memorize(
     show_study(result.studied, stdout, stderr)
     write_result(json_file, result.to_json())
     if saves:
-        asks = library is not None or not complete.teaches or can_chat(loaded.tokenizer)
-        then = (
-            "locas ask QUESTION" + " --passage" * (not complete.teaches)
-            if asks
-            else "locas generate PROMPT"
-        )
+        asks = library is not None or can_chat(loaded.tokenizer)
+        then = "locas ask QUESTION" if asks else "locas generate PROMPT"
         where = f"--memory {out}" if library is None else f"--library {library}"
         stdout.print(f"The memory is in {out}. Next: {then} {where}, or locas inspect {out}")

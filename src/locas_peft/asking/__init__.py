@@ -1,11 +1,12 @@
-"""Ask a model: prompts and chat templates, continuations in batches, answers, recitation.
+"""Ask a model: prompts and chat templates, continuations in batches, answers.
 
-`ask` and `ask_by_reciting` answer questions, `continue_texts` continues prompts, and `continue_rows` token ids.
+An `Answerer` answers questions and conversations, `continue_texts` continues prompts, and
+`continue_rows` token ids.
 """
 
-from .answers import Question, ask, ask_by_reciting, count_right, is_right, load_questions
+from .answers import Answer, Answerer, Question, count_right, is_right, load_questions
 from .continuation import (
-    answer,
+    answer_in_batches,
     begin_rows,
     check_room,
     continue_rows,
@@ -23,8 +24,13 @@ from .prompts import (
     fit_turns,
 )
 
-__all__ = ["SHORT_PROMPT", "Question", "answer", "ask", "ask_by_reciting", "begin_rows"]
-__all__ += [
+__all__ = [
+    "SHORT_PROMPT",
+    "Answer",
+    "Answerer",
+    "Question",
+    "answer_in_batches",
+    "begin_rows",
     "can_chat",
     "check_room",
     "continue_rows",
@@ -32,13 +38,11 @@ __all__ += [
     "count_right",
     "draw",
     "encode_answer",
-]
-__all__ += [
     "encode_prompt",
     "encode_question",
     "find_pad_token",
     "fit_turns",
     "is_right",
     "load_questions",
+    "share_prefixes",
 ]
-__all__ += ["share_prefixes"]

@@ -1,4 +1,4 @@
-"""Ask a model questions about a text, and count how many of its answers are right."""
+"""Ask a model: questions about a text, conversations, and how many answers are right."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,17 +9,14 @@ from typing import Any
 from torch import nn
 
 from ..files import load_json_lines
-from ..tuner import adapters_disabled
-from .continuation import answer
-from .prompts import SHORT_PROMPT, encode_answer, encode_question
-from .scoring import score_targets
+from ..model import count_positions
+from .continuation import answer_in_batches, check_room, continue_texts
+from .prompts import encode_question, fit_turns, put_before
 
-__all__ = ["Question", "answer_all", "answer_from", "ask", "ask_by_reciting", "count_right"]
-__all__ += ["is_right", "load_questions", "measure_gain"]
+__all__ = ["Answer", "Answerer", "Question", "Turns", "count_right", "is_right", "load_questions"]
 
-Find = Callable[
-    [Sequence[str]], list[dict[str, float]]
-]  # passages and scores, the best first: `selfstudy.Finder`
+Turns = Sequence[dict[str, str]]
+"""A conversation: dicts with `role` and `content`, the user's message last."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,113 @@ class Question:
     answer: str | None = None
 
 
+@dataclass(frozen=True)
+class Answer:
+    """An answer to a question.
+
+    Attributes:
+        memories: the names of the library's memories that gave it; none where the base answered
+            alone.
+    """
+
+    question: Question
+    text: str
+    memories: tuple[str, ...] = ()
+
+    @property
+    def right(self) -> bool | None:
+        """Whether the gold answer occurs in the text; None where there is no gold answer."""
+        if self.question.answer is None:
+            return None
+        return is_right(self.text, self.question.answer)
+
+
+class Answerer:
+    """Answers questions and continues conversations with one model, which is not changed.
+
+    Args:
+        model: a causal LM in evaluation mode, with or without a memory.
+        tokenizer: of the model. Its chat template is used where it has one.
+        context: a text that stands before each question or message; empty for none.
+        max_new_tokens: the most tokens of an answer.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, *, context: str = "", max_new_tokens: int = 64
+    ):
+        self._model = model
+        self._tokenizer = tokenizer
+        self._context = context
+        self._max_new_tokens = max_new_tokens
+
+    def answer(self, questions: Sequence[Question]) -> list[Answer]:
+        """Answer each question in one sentence; the likeliest tokens are taken.
+
+        Raises:
+            ValueError: a question with its context and its answer exceeds the model's positions.
+        """
+        prompts = [
+            encode_question(self._tokenizer, question.question, context=self._context)
+            for question in questions
+        ]
+        texts = [""] * len(prompts)
+        batches = answer_in_batches(
+            self._model, self._tokenizer, prompts, max_new_tokens=self._max_new_tokens
+        )
+        for numbers, batch_texts in batches:
+            for number, text in zip(numbers, batch_texts, strict=True):
+                texts[number] = text
+        return [Answer(question, text) for question, text in zip(questions, texts, strict=True)]
+
+    def reply(
+        self,
+        conversations: Sequence[Turns],
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        adapters: Sequence[str] | None = None,
+        on_text: Callable[[list[str]], None] | None = None,
+    ) -> list[Answer]:
+        """Reply to the last message of each conversation, in one batch.
+
+        The oldest messages are left out where a conversation exceeds the model's positions.
+
+        Args:
+            temperature: 0 takes the likeliest tokens; above 0, tokens are drawn.
+            seed: of the tokens that are drawn.
+            adapters: one adapter's name for each conversation (see `CausalLM.logits`).
+            on_text: is shown the replies so far, after each token.
+
+        Raises:
+            ValueError: a last message with its reply exceeds the model's positions.
+        """
+        prompts = [self._encode(turns) for turns in conversations]
+        texts = continue_texts(
+            self._model,
+            self._tokenizer,
+            prompts,
+            self._max_new_tokens,
+            temperature=temperature,
+            seed=seed,
+            adapters=adapters,
+            on_text=on_text,
+        )
+        replies = []
+        for turns, text in zip(conversations, texts, strict=True):
+            replies.append(Answer(Question(turns[-1]["content"]), text.strip()))
+        return replies
+
+    def _encode(self, turns: Turns) -> list[int]:
+        message = {**turns[-1], "content": put_before(self._context) + turns[-1]["content"]}
+        positions = count_positions(self._model)
+        most_tokens = None if positions is None else positions - self._max_new_tokens
+        prompt = fit_turns(self._tokenizer, [*turns[:-1], message], most_tokens)
+        check_room(self._model, prompt, self._max_new_tokens, "message")
+        return prompt
+
+
 def load_questions(path: str | Path) -> list[Question]:
-    """Load questions from a JSON Lines file: an object a line with `question` and, if known, `answer`.
+    """Load questions from JSON Lines: an object a line with `question` and maybe `answer`.
 
     Errors are those of `files.load_json_lines`.
     """
@@ -41,112 +143,23 @@ def load_questions(path: str | Path) -> list[Question]:
 
 
 def _parse_question(value: dict[str, Any]) -> Question:
-    found = Question(value["question"], value.get("answer"))
-    if not isinstance(found.question, str) or not isinstance(found.answer, str | None):
+    question = Question(value["question"], value.get("answer"))
+    if not isinstance(question.question, str) or not isinstance(question.answer, str | None):
         raise TypeError
-    return found
+    return question
 
 
-def ask(
-    model: nn.Module,
-    tokenizer,
-    questions: Sequence[Question],
-    *,
-    context: str | None = None,
-    max_new_tokens: int = 64,
-) -> list[str]:
-    """Ask a model questions, at least one, each for an answer in one sentence; answers are greedy.
+def count_right(answers: Sequence[Answer]) -> int:
+    """Return how many answers are right; a question without a gold answer does not count."""
+    return sum(answer.right is True for answer in answers)
 
-    `context` is a text that stands before each question. The tokenizer's chat template is used where it has one. The
-    model, with or without a memory, is only read. What is longer than its positions is a `ValueError`.
+
+def is_right(text: str, gold: str) -> bool:
+    """Return whether the gold phrase occurs in an answer's text as whole words.
+
+    Case, white space and the leading article of the gold phrase do not matter.
     """
-    prompts = [
-        encode_question(tokenizer, asked.question, context=context or "") for asked in questions
-    ]
-    return answer_all(model, tokenizer, prompts, max_new_tokens)
-
-
-def ask_by_reciting(
-    model: nn.Module,
-    tokenizer,
-    questions: Sequence[Question],
-    find: Find,
-    *,
-    passage=False,
-    max_new_tokens=64,
-) -> tuple[list[str], list[list[str]]]:
-    """Answer each question from the passages that `find` finds; return these too.
-
-    The base answers in a few words with the passages in its context (Sun et al., 2023, arXiv:2210.01296). With
-    `passage` the best one is the answer, where one is found.
-    """
-    found = [list(each) for each in find([asked.question for asked in questions])]
-    answers = [passages[0] if passages and passage else "" for passages in found]
-    left = [number for number, given in enumerate(answers) if not given]
-    asked, passages = ([each[number] for number in left] for each in (questions, found))
-    with adapters_disabled(model):
-        for number, given in zip(
-            left, answer_from(model, tokenizer, asked, passages, max_new_tokens), strict=True
-        ):
-            answers[number] = given
-    return answers, found
-
-
-def answer_from(
-    model: nn.Module,
-    tokenizer,
-    questions: Sequence[Question],
-    passages: Sequence[Sequence[str]],
-    max_new_tokens=32,
-) -> list[str]:
-    """Answer questions in a few words, each with its passages in the context."""
-    both = zip(questions, map("\n".join, passages), strict=True)
-    prompts = [
-        encode_question(tokenizer, asked.question, SHORT_PROMPT, context) for asked, context in both
-    ]
-    return answer_all(model, tokenizer, prompts, max_new_tokens)
-
-
-def measure_gain(
-    model: nn.Module, tokenizer, prompts: Sequence[Sequence[int]], answers: Sequence[str]
-) -> list[float]:
-    """Return by how many nats a token a memory makes its answers to prompts likelier than the base does.
-
-    What the base would say as well has about 0, what a studied memory recites 2 to 5, and an empty answer 0.
-    """
-    pairs = [
-        (prompt, encode_answer(tokenizer, given))
-        for prompt, given in zip(prompts, answers, strict=True)
-    ]
-    own = score_targets(model, pairs)
-    with adapters_disabled(model):
-        both = zip(score_targets(model, pairs), own, answers, strict=True)
-    return [
-        base.per_token - with_memory.per_token if given else 0.0
-        for base, with_memory, given in both
-    ]
-
-
-def answer_all(
-    model: nn.Module, tokenizer, prompts: Sequence[list[int]], max_new_tokens: int = 64
-) -> list[str]:
-    """Return the first line of a greedy answer to each prompt (see `continuation.answer`)."""
-    answers: dict[int, str] = {}
-    for batch, texts in answer(model, tokenizer, prompts, max_new_tokens=max_new_tokens):
-        answers.update(zip(batch, texts, strict=True))
-    return [answers[number] for number in range(len(prompts))]
-
-
-def count_right(answers: Sequence[str], questions: Sequence[Question]) -> int:
-    """Return how many answers are right; each question has a gold answer."""
-    return sum(
-        is_right(given, asked.answer) for given, asked in zip(answers, questions, strict=True)
-    )
-
-
-def is_right(given: str, gold: str) -> bool:
-    """Return whether the gold phrase occurs in an answer as whole words, case-folded, without its leading article."""
-    given, gold = (" ".join(each.casefold().split()) for each in (given, gold))
-    return (
-        re.search(rf"(?<!\w){re.escape(re.sub('^(a|an|the) ', '', gold))}(?!\w)", given) is not None
-    )
+    text = " ".join(text.casefold().split())
+    gold = " ".join(gold.casefold().split())
+    phrase = re.sub("^(a|an|the) ", "", gold)
+    return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None

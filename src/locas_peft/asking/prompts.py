@@ -1,6 +1,10 @@
-"""Prompts: a question, a conversation or the beginning of a text as token ids, by the tokenizer's chat template."""
+"""Prompts: a question, a conversation or the beginning of a text as token ids.
+
+The tokenizer's chat template is used where it has one.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = [
     "SENTENCE_PROMPT",
@@ -9,101 +13,114 @@ __all__ = [
     "can_chat",
     "decode_after",
     "encode_answer",
-]
-__all__ += [
     "encode_prompt",
     "encode_question",
     "encode_turns",
     "find_pad_token",
     "fit_turns",
     "list_stops",
+    "put_before",
 ]
-__all__ += ["put_before"]
 
 SENTENCE_PROMPT = "{context}{question} Answer in one sentence."
 SHORT_PROMPT = "{context}Answer the question in a few words.\n\nQuestion: {question}"
 """The forms of a question's prompt; `context` is empty, or a text and a blank line."""
-WRITE_PROMPT = "{passage}\n\nWrite a question about this text."  # a prompt whose reply is a question about a passage
+WRITE_PROMPT = "{passage}\n\nWrite a question about this text."
+"""A prompt whose reply is a question about a passage."""
 
 
-def can_chat(tokenizer) -> bool:
+def can_chat(tokenizer: Any) -> bool:
     """Return whether a tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def encode_prompt(tokenizer, prompt: str, begin: str = "") -> list[int]:
-    """Turn a prompt, and the first words of its reply, into token ids, by the chat template where there is one."""
-    if not can_chat(tokenizer):
-        return list(
-            tokenizer(f"{prompt}\n\n{begin}" if begin else prompt, verbose=False)["input_ids"]
-        )
-    return encode_turns(tokenizer, [{"role": "user", "content": prompt}], begin)
+def encode_prompt(tokenizer: Any, prompt: str, begin: str = "") -> list[int]:
+    """Turn a prompt, and the first words of its reply, into token ids."""
+    if can_chat(tokenizer):
+        return encode_turns(tokenizer, [{"role": "user", "content": prompt}], begin)
+    text = f"{prompt}\n\n{begin}" if begin else prompt
+    return list(tokenizer(text, verbose=False)["input_ids"])
 
 
 def encode_question(
-    tokenizer, question: str, form: str = SENTENCE_PROMPT, context: str = ""
+    tokenizer: Any, question: str, form: str = SENTENCE_PROMPT, context: str = ""
 ) -> list[int]:
     """Turn a question into the token ids of a prompt, which ends where the answer begins.
 
-    `form` has {question} and may have {context}: a text that stands before the question.
+    Args:
+        form: has {question} and may have {context}.
+        context: a text that stands before the question.
     """
     begin = "" if can_chat(tokenizer) else "Answer:"
-    return encode_prompt(
-        tokenizer, form.format(question=question, context=put_before(context)), begin
-    )
+    prompt = form.format(question=question, context=put_before(context))
+    return encode_prompt(tokenizer, prompt, begin)
 
 
 def put_before(context: str) -> str:
-    """Return a text as it stands before a question or a message in a prompt, and a blank line; "" for no text."""
-    return f"Read this text.\n\n{context.strip()}\n\n" if context.strip() else ""
+    """Return a text as it stands before a question in a prompt; "" for no text."""
+    if not context.strip():
+        return ""
+    return f"Read this text.\n\n{context.strip()}\n\n"
 
 
-def encode_answer(tokenizer, answer: str) -> list[int]:
-    """Turn an answer into token ids, as they follow its prompt: after a blank where there is no chat template."""
+def encode_answer(tokenizer: Any, answer: str) -> list[int]:
+    """Turn an answer into token ids, as they follow its prompt."""
     blank = "" if can_chat(tokenizer) else " "
-    return list(tokenizer(blank + answer, add_special_tokens=False, verbose=False)["input_ids"])
+    return _encode_plain(tokenizer, blank + answer)
 
 
-def decode_after(tokenizer, begin: str, ids: Sequence[int]) -> str:
+def decode_after(tokenizer: Any, begin: str, ids: Sequence[int]) -> str:
     """Return the beginning of a text and the tokens that continue it as one text."""
     # Decoded together, since some tokenizers leave out the blank before the first token.
-    own = tokenizer(begin, add_special_tokens=False, verbose=False)["input_ids"] if begin else []
-    return tokenizer.decode([*own, *ids], skip_special_tokens=True)
+    begin_ids = _encode_plain(tokenizer, begin) if begin else []
+    return tokenizer.decode([*begin_ids, *ids], skip_special_tokens=True)
 
 
-def find_turn_end(tokenizer) -> int | None:
-    """Return the special token that ends a reply in a tokenizer's chat template; None where it ends with none."""
+def find_turn_end(tokenizer: Any) -> int | None:
+    """Return the special token that ends a reply in a chat template; None where none does."""
     turns = [{"role": "user", "content": "Question"}, {"role": "assistant", "content": "Reply"}]
     rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-    end = tokenizer(
-        rendered.rpartition("Reply")[2].lstrip(), add_special_tokens=False, verbose=False
-    )["input_ids"]
-    token = tokenizer.added_tokens_decoder.get(end[0]) if end else None
-    return end[0] if token is not None and token.special else None
+    ids = _encode_plain(tokenizer, rendered.rpartition("Reply")[2].lstrip())
+    if not ids:
+        return None
+    token = tokenizer.added_tokens_decoder.get(ids[0])
+    return ids[0] if token is not None and token.special else None
 
 
-def list_stops(tokenizer) -> list[int]:
-    """Return the tokens that end an answer, first the chat template's own; for a base model also a line's end."""
+def list_stops(tokenizer: Any) -> list[int]:
+    """Return the tokens that end an answer, first that of the chat template.
+
+    For a base model the end of a line is one too.
+    """
     if can_chat(tokenizer):
-        ends = [find_turn_end(tokenizer), tokenizer.eos_token_id]
+        stops = [find_turn_end(tokenizer), tokenizer.eos_token_id]
     else:
-        lines = (tokenizer(end, add_special_tokens=False)["input_ids"] for end in ("\n", "\n\n"))
-        ends = [tokenizer.eos_token_id, *(ids[0] for ids in lines if len(ids) == 1)]
-    return [end for end in dict.fromkeys(ends) if end is not None]
+        stops = [tokenizer.eos_token_id]
+        for line_end in ("\n", "\n\n"):
+            ids = tokenizer(line_end, add_special_tokens=False)["input_ids"]
+            if len(ids) == 1:
+                stops.append(ids[0])
+    return [stop for stop in dict.fromkeys(stops) if stop is not None]
 
 
-def encode_turns(tokenizer, turns: list[dict[str, str]], begin: str = "") -> list[int]:
-    """Turn a conversation, dicts with `role` and `content`, into token ids by the chat template, up to its reply."""
+def encode_turns(tokenizer: Any, turns: list[dict[str, str]], begin: str = "") -> list[int]:
+    """Turn a conversation into token ids by the chat template, up to its reply.
+
+    Args:
+        turns: dicts with `role` and `content`.
+        begin: the first words of the reply.
+    """
     text = tokenizer.apply_chat_template(
         turns, add_generation_prompt=True, tokenize=False, enable_thinking=False
     )
-    return list(tokenizer(text + begin, add_special_tokens=False, verbose=False)["input_ids"])
+    return _encode_plain(tokenizer, text + begin)
 
 
-def fit_turns(tokenizer, turns: list[dict[str, str]], most_tokens: int | None) -> list[int]:
-    """Turn a conversation into at most `most_tokens` token ids, by leaving out the oldest messages and their replies.
+def fit_turns(tokenizer: Any, turns: list[dict[str, str]], most_tokens: int | None) -> list[int]:
+    """Turn a conversation into at most `most_tokens` token ids.
 
-    The last message always stays: alone it may have more tokens. It is all that a model without a chat template gets.
+    The oldest messages and their replies are left out. The last message always stays: alone it may
+    have more tokens. It is all that a model without a chat template gets.
     """
     if not can_chat(tokenizer):
         return encode_prompt(tokenizer, turns[-1]["content"])
@@ -114,10 +131,12 @@ def fit_turns(tokenizer, turns: list[dict[str, str]], most_tokens: int | None) -
     return ids
 
 
-def find_pad_token(tokenizer) -> int:
-    """Return the token that rows of a batch are padded with: any, where the tokenizer has none for it."""
-    return (
-        tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else (tokenizer.eos_token_id or 0)
-    )
+def find_pad_token(tokenizer: Any) -> int:
+    """Return the token that rows of a batch are padded with: any, where there is none for it."""
+    if tokenizer.pad_token_id is not None:
+        return tokenizer.pad_token_id
+    return tokenizer.eos_token_id or 0
+
+
+def _encode_plain(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -1,10 +1,13 @@
-"""Negative log-likelihood of targets after prompts, in batches; the model may have a memory and is not changed."""
+"""Negative log-likelihood of targets after prompts, in batches.
+
+The model may have a memory, and is not changed.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..model import CausalLM, token_losses
 
@@ -29,48 +32,63 @@ class Score(NamedTuple):
 def score_targets(
     model: nn.Module, pairs: Sequence[Pair], *, batch_tokens: int = 4096
 ) -> list[Score]:
-    """Score targets after their prompts under a model in evaluation mode, in batches of similar length.
+    """Score targets after their prompts under a model in evaluation mode.
 
-    The batches depend on `pairs` and `batch_tokens` alone, so that a model scored twice gives the same numbers.
+    The batches, of similar length, depend on `pairs` and `batch_tokens` alone, so that a model
+    scored twice gives the same numbers.
 
     Args:
-        pairs: (prompt ids, target ids). After an empty prompt the target's first token is not scored. A pair that is
-            longer than the model's positions is a `ValueError`.
-        batch_tokens: the most tokens of a batch, padding included; a longer pair is a batch of its own.
+        pairs: (prompt ids, target ids). After an empty prompt the target's first token is not
+            scored. A pair that is longer than the model's positions is a `ValueError`.
+        batch_tokens: the most tokens of a batch, padding included; a longer pair is a batch of its
+            own.
     """
     host = CausalLM(model)
     sequences = [torch.tensor([*prompt, *target], device=host.device) for prompt, target in pairs]
-    for number, tokens in enumerate(map(len, sequences)):
+    lengths = [len(sequence) for sequence in sequences]
+    for number, tokens in enumerate(lengths):
         if host.positions is not None and tokens - 1 > host.positions:
             rule = f"pair {number} must fit the model's {host.positions} positions"
             raise ValueError(f"{rule}, got {tokens} tokens: shorten its prompt")
-    firsts = [max(len(prompt), 1) for prompt, _ in pairs]  # each sequence's first scored token
+    # The first scored token of each sequence.
+    firsts = [max(len(prompt), 1) for prompt, _ in pairs]
     scores = [Score(0.0, 0)] * len(sequences)
-    for batch in _batches(list(map(len, sequences)), batch_tokens):
-        ids = nn.utils.rnn.pad_sequence(
-            [sequences[number] for number in batch], batch_first=True
-        )  # [B, T]
-        mask = nn.utils.rnn.pad_sequence(
-            [torch.ones_like(sequences[number]) for number in batch], batch_first=True
+    for batch in _list_batches(lengths, batch_tokens):
+        batch_scores = _score_batch(
+            host, [sequences[number] for number in batch], [firsts[number] for number in batch]
         )
-        begin, width = min(firsts[number] for number in batch), ids.shape[1]
-        if begin < width:
-            # logits[:, i] predicts token begin + i
-            logits = host.logits(
-                ids[:, :-1], width - begin, attention_mask=mask[:, :-1], use_cache=False
-            )
-            for row, number in enumerate(batch):
-                first, stop = firsts[number], len(sequences[number])
-                losses = token_losses(
-                    logits[row, first - begin : stop - begin], ids[row, first:stop]
-                )
-                scores[number] = Score(losses.double().sum().item(), stop - first)
+        for number, score in zip(batch, batch_scores, strict=True):
+            scores[number] = score
     return scores
 
 
-def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+def _score_batch(host: CausalLM, sequences: list[Tensor], firsts: list[int]) -> list[Score]:
+    """Return the scores of sequences [T], each from its first scored token on."""
+    # [B, T]
+    ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    ones = [torch.ones_like(sequence) for sequence in sequences]
+    mask = nn.utils.rnn.pad_sequence(ones, batch_first=True)
+    begin = min(firsts)
+    width = ids.shape[1]
+    if begin >= width:
+        return [Score(0.0, 0)] * len(sequences)
+    # logits[:, i] predicts token begin + i.
+    logits = host.logits(ids[:, :-1], width - begin, attention_mask=mask[:, :-1], use_cache=False)
+    scores = []
+    for number, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
+        stop = len(sequence)
+        predicted = logits[number, first - begin : stop - begin]
+        losses = token_losses(predicted, ids[number, first:stop])
+        scores.append(Score(losses.double().sum().item(), stop - first))
+    return scores
+
+
+def _list_batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
+    """Yield the numbers of each batch, the longest first.
+
+    The first of a batch sets its width, and a batch that is too large for a device fails early.
+    """
     batch: list[int] = []
-    # Longest first: the first of a batch sets its width, and a batch that is too large for a device fails early.
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > batch_tokens:
             yield batch

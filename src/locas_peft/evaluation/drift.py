@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
-from ..asking import answer, encode_prompt
+from ..asking import answer_in_batches, encode_prompt
 from ..model import CausalLM, divergences, token_losses
 from ..ttt.chunks import cut, perplexity
 
@@ -48,7 +48,7 @@ def write_own_answers(base: nn.Module, tokenizer, max_new_tokens: int = 48) -> l
     """
     prompts = [encode_prompt(tokenizer, question) for question in QUESTIONS]
     pieces = []
-    for batch, texts in answer(base, tokenizer, prompts, max_new_tokens=max_new_tokens):
+    for batch, texts in answer_in_batches(base, tokenizer, prompts, max_new_tokens=max_new_tokens):
         for number, text in zip(batch, texts, strict=True):
             reply = tokenizer(text, add_special_tokens=False)["input_ids"]
             if reply:

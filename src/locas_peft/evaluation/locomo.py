@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..asking import answer, encode_answer
+from ..asking import answer_in_batches, encode_answer
 from ..asking.scoring import score_targets
 from ..checks import check_choice
 from ..files import load_json, write_json
@@ -182,7 +182,9 @@ def _answer_questions(
     )
     known = {number for number, question in enumerate(questions) if question.index in records}
     advance(len(known))
-    batches = answer(model, run.tokenizer, prompts, known=known, max_new_tokens=plan.max_new_tokens)
+    batches = answer_in_batches(
+        model, run.tokenizer, prompts, known=known, max_new_tokens=plan.max_new_tokens
+    )
     for batch, texts in batches:
         targets = []
         for number in batch:

@@ -1,7 +1,10 @@
-"""A library of memories: add a text, ask with the memory that a question is about, forget. Extra `library`."""
+"""A library of memories: add a text, ask with the memory that a question is about, forget.
 
-from ..selfstudy.finding import score_by_words
-from .library import Library, RoutedAnswer, check_name
-from .routing import make_sample
+It needs the extra `library`.
+"""
 
-__all__ = ["Library", "RoutedAnswer", "check_name", "make_sample", "score_by_words"]
+from .answering import LibraryAnswerer
+from .library import Library, check_name
+from .routing import make_sample, score_by_words
+
+__all__ = ["Library", "LibraryAnswerer", "check_name", "make_sample", "score_by_words"]

@@ -29,7 +29,6 @@ from .signing import check_signature
 
 __all__ = [
     "LEAST_OTHERS",
-    "add_beside",
     "describe_memory",
     "find_unusual",
     "load_memory",
@@ -94,43 +93,19 @@ def load_memory(
     return _attach(base, *find_files(directory, require_signature), fields, trainable)
 
 
-def add_beside(
-    model: PeftModel, memories: Sequence[str | Path], require_signature: str | Path | None = None
-) -> None:
-    """Load saved memories of one type beside a model's own adapter, in place: all are active, the added ones frozen.
-
-    The model's own adapter stays `active_adapter`, trained or frozen as before. Errors are those of `load_memory`.
-    """
-    own, trained = model.active_adapter, [each for each in model.parameters() if each.requires_grad]
-    names = [f"beside {number}" for number, _ in enumerate(memories, 1)]
-    for name, memory in zip(names, memories, strict=True):
-        config, path = find_files(memory, require_signature)
-        if config.peft_type != model.peft_config[own].peft_type:
-            got = f"{config.peft_type.value} in {str(memory)!r}"
-            raise ValueError(f"memories side by side must be of one type, got {got}: leave it out")
-        _attach(model, config, path, {}, beside=name)
-    model.base_model.set_adapter([*names, own])  # which lets all be trained
-    model.requires_grad_(False)
-    for parameter in trained:
-        parameter.requires_grad_(True)
-
-
 @contextmanager
 def memory_attached(
     base: PreTrainedModel,
     directory: str | Path,
     require_signature: str | Path | None = None,
-    beside: Sequence = (),
 ) -> Iterator[PeftModel]:
     """Attach a saved memory to its base, a causal LM without adapters, within the context, frozen and for evaluation.
 
-    Others `beside` it are active too. The base is mutated, and restored at the end.
+    The base is mutated, and restored at the end.
     """
     restore = remember_modules(base)
     try:
         model = load_memory(base, directory, require_signature=require_signature)
-        if beside:
-            add_beside(model, beside, require_signature)
         yield model.requires_grad_(False).eval()
     finally:
         restore()
@@ -358,15 +333,13 @@ def find_files(directory: str | Path, key: str | Path | None = None) -> tuple[Pe
 
 
 def _attach(
-    model: nn.Module,
+    base: nn.Module,
     config: PeftConfig,
     path: Path,
     fields: dict[str, Any],
     trainable: bool = False,
-    beside: str = "",
 ) -> PeftModel:
-    """Put a memory onto its base, or beside others under a name, with fields of its config in place of saved ones."""
-    base = model.get_base_model() if beside else model
+    """Put a memory onto its base, with fields of its config in place of saved ones."""
     directory = str(path.parent)
     if config.peft_type != "LOCAS":
         _check_other_adapter(base, config, path)
@@ -383,8 +356,6 @@ def _attach(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            if beside:
-                return model.load_adapter(directory, beside)
             return PeftModel.from_pretrained(base, directory, config=config, is_trainable=trainable)
     except Exception as error:
         restore()

@@ -27,16 +27,12 @@ from ..memories.folder import (
 from ..memories.loading import find_files
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, PASSAGES, digest_exchanges
-from ..selfstudy.finding import Moments, save_moments
 from ..text import digest_ids, digest_json
 from ..ttt import perplexity
 from .settings import FIELDS, CompleteSettings, ReadingSettings
 
 __all__ = ["Reading", "describe_origin", "find_finished", "load_reading", "save_reading"]
 
-_FORMER = (("objective", "nll"), ("teacher_window", None), ("token_weighting", "uniform"))
-_FORMER += (("gradient", "full"), ("gradient", None))
-"""Settings that former versions had, with the values that are now the only ones."""
 _CARD_SETTINGS = (
     "preset",
     "r",
@@ -71,7 +67,7 @@ class Reading:
         final_nats, final_base_nats: the losses of adapter and base in the brake's last comparison, in nats a token.
         studied: of a self-study (see `SelfStudy.figures`), or None.
         stopped: whether a callback ended the reading before its end.
-        origin: SHA-256 of other memories' tensors: `start`, which went on under another name, and `beside`, by name.
+        origin: SHA-256 of another memory's tensors: `start`, which went on under another name.
     """
 
     settings: CompleteSettings
@@ -121,11 +117,7 @@ class Reading:
     def from_json(cls, value: dict[str, Any]) -> "Reading":
         """Undo `to_json`; a missing or unknown key is a `ValueError`. A figure that JSON cannot hold (null) is NaN."""
         derived = ("settings_sha256", "tokens_per_second")
-        value = {
-            name: item
-            for name, item in value.items()
-            if (name, item) not in _FORMER and name not in derived
-        }
+        value = {name: item for name, item in value.items() if name not in derived}
         settings = {name: value.pop(name) for name in list(value) if name in FIELDS}
         optional = {
             "peak_bytes",
@@ -166,16 +158,12 @@ def load_reading(directory: str | Path) -> Reading:
     return Reading.from_json(load_json(path))
 
 
-def describe_origin(start: str | Path | None, beside: Sequence[str | Path] = ()) -> dict[str, Any]:
-    """Return `Reading.origin` for a memory that goes on and memories beside it."""
-    files = {memory: find_files(memory)[1] for memory in (*beside, *([start] if start else ()))}
-    digests = {
-        memory: hashlib.sha256(file.read_bytes()).hexdigest() for memory, file in files.items()
-    }
-    return {
-        "start": digests.get(start),
-        "beside": {Path(each).name: digests[each] for each in beside} or None,
-    }
+def describe_origin(start: str | Path | None) -> dict[str, Any]:
+    """Return `Reading.origin` for a memory that goes on, if any."""
+    if start is None:
+        return {"start": None}
+    _, file = find_files(start)
+    return {"start": hashlib.sha256(file.read_bytes()).hexdigest()}
 
 
 def find_finished(
@@ -227,7 +215,6 @@ def save_reading(
     reading: Reading,
     exchanges: Sequence[Exchange] | None = None,
     sample: str | None = None,
-    moments: Moments | None = None,
 ) -> None:
     """Write a reading's memory into a folder, whole or not at all, with its record and what belongs to it."""
 
@@ -235,8 +222,6 @@ def save_reading(
         write_json(folder / READING, reading.to_json())
         if exchanges is not None:
             save_exchanges(folder / EXCHANGES, exchanges)
-            if moments is not None:
-                save_moments(folder, moments, exchanges)
         if sample is not None:
             (folder / SAMPLE).write_text(sample, encoding="utf-8")
 
@@ -244,7 +229,7 @@ def save_reading(
     save_memory(model, directory, reading.settings.model, card, add_files=add_files)
     written = {
         EXCHANGES: exchanges,
-        PASSAGES: moments,
+        PASSAGES: None,
         SAMPLE: sample,
         SIGNATURE: None,
         TEXT_SIGNATURE: None,
@@ -277,10 +262,6 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
         seconds = reading.studied["writing_seconds"] + reading.studied["learning_seconds"]
         rows["self-study"] = f"{reading.studied['kept']} exchanges in {seconds:,.0f} s"
     rows |= {name: f"`{value}`" for name in _CARD_SETTINGS if (value := given[name]) is not None}
-    made = (
-        "trained by reading one text"
-        if settings.teaches
-        else "made for finding passages of one text"
-    )
+    made = "trained by reading one text"
     note = f"The perplexities are of this text alone. All settings and figures are in `{READING}`."
     return make_card(settings.model, config.peft_type, title, made, rows, note)

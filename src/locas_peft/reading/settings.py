@@ -39,11 +39,11 @@ class StudySettings:
 
     Args:
         exchanges: questions wanted about each sentence; None for 6 or 12 (see `SelfStudy`).
-        passes: the most times that each exchange is learned; None for 4, or more for few; 0 for none.
+        passes: the most times that each exchange is learned; None for 4, or more for few.
     """
 
     exchanges: int | None = checked(_AT_LEAST_1, default=None)
-    passes: int | None = checked(partial(check_whole, least=0), default=None)
+    passes: int | None = checked(_AT_LEAST_1, default=None)
 
     def __post_init__(self) -> None:
         check_fields(StudySettings, vars(self))
@@ -85,11 +85,6 @@ class CompleteSettings:
         """Whether a fresh memory gets rows that tell passages apart, and no norm clip (`discriminants.py`)."""
         default = getattr(self.method, "init", None) == "topk" and self.method.max_slot_norm is None
         return default and self.study is not None
-
-    @property
-    def teaches(self) -> bool:
-        """Whether the adapter learns: a study of no passes makes what finds passages, and nothing else."""
-        return self.study is None or self.study.passes != 0
 
     def complete(
         self, base: PreTrainedModel | None = None, tokenizer: Any = None

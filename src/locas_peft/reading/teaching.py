@@ -1,6 +1,5 @@
 """One reading of a text, in the same loop for all methods: settings -> adapter -> trainer -> memory folder."""
 
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +15,10 @@ from transformers import PreTrainedModel
 from ..checks import describe_difference
 from ..memories import checkpoint
 from ..memories.folder import check_vacant
-from ..memories.loading import add_beside, load_memory
+from ..memories.loading import load_memory
 from ..model import fingerprint
 from ..selfstudy import Exchange, SelfStudy, StudyStep, load_exchanges
 from ..selfstudy.exchanges import EXCHANGES, correct
-from ..selfstudy.finding import measure_moments
 from ..text import digest_ids, digest_tokenizer
 from ..ttt import (
     Anchor,
@@ -69,7 +67,6 @@ def memorize(
     on_study: Callable[[StudyStep], None] | None = None,
     sample: str | None = None,
     start: str | Path | None = None,
-    beside: Sequence[str | Path] = (),
 ) -> Reading:
     """Read a text with one method, from a fresh adapter or a checkpoint to the figures and the saved memory.
 
@@ -95,8 +92,6 @@ def memorize(
         sample: of the text, saved beside the memory: a `Library` finds it by this.
         start: a saved memory to go on with, in place of a fresh adapter: its slots, a fresh optimizer, and its own
             exchanges, of which a study learns again what is lost. `out` may be its folder.
-        beside: saved memories of the same type that are active meanwhile, and frozen: the new one learns what they do
-            not say. Brake, anchor and teacher compare with the base and these. The new one is saved alone.
 
     A text that is too short, a method or a memory that does not fit the base, an `out` that is not vacant, and a
     checkpoint of another reading or in use (`InUse`) are `ValueError`s; a folder that cannot be written an `OSError`.
@@ -109,14 +104,6 @@ def memorize(
     input_ids = input_ids[: settings.max_tokens]
     if settings.method.name == "none":
         out = checkpoint_dir = None
-        if beside:
-            raise ValueError(
-                f"beside has no meaning for the method 'none', got {len(beside)} memories: leave it out"
-            )
-    if out is not None and os.path.abspath(out) in map(os.path.abspath, beside):
-        raise ValueError(
-            f"beside must be other memories than {str(out)!r}, which is written: leave it out"
-        )
     with ExitStack() as stack:
         folder = (
             None
@@ -124,7 +111,7 @@ def memorize(
             else stack.enter_context(checkpoint.locked(checkpoint_dir))
         )
         goes_on = None not in (start, out) and Path(out) == Path(start)
-        origin = describe_origin(None if goes_on else start, beside)
+        origin = describe_origin(None if goes_on else start)
         if out is not None:
             replaces = overwrite or goes_on
             with suppress(*[ValueError] * replaces):
@@ -141,7 +128,7 @@ def memorize(
             "tokenizer_sha256": digest_tokenizer(tokenizer),
         }
         earlier = [] if start is None else _load_earlier(start, settings)
-        model = stack.enter_context(attached(base, settings, start, beside))
+        model = stack.enter_context(attached(base, settings, start))
         peak = PeakMemory(base.device)
         trainer = make_trainer(model, settings)
         state = checkpoint.load(folder) if resume and folder is not None else None
@@ -181,12 +168,7 @@ def memorize(
         reading = _make_reading(trainer, settings, input_ids, **figures)
         if out is not None:
             known = correct(earlier, study.exchanges if study else []) or None
-            moments = (
-                measure_moments(model, tokenizer, known)
-                if known and tokenizer is not None
-                else None
-            )
-            save_reading(model, out, reading, known, sample, moments)
+            save_reading(model, out, reading, known, sample)
             if folder is not None:
                 checkpoint.remove(folder)
     return reading
@@ -197,12 +179,11 @@ def attached(
     base: PreTrainedModel,
     settings: CompleteSettings,
     start: str | Path | None = None,
-    beside: Sequence = (),
 ) -> Iterator[nn.Module]:
     """Attach a method's fresh adapter, or a saved memory, to a base within the context, after setting torch's seed.
 
-    The memories `beside` it are active and frozen. `base`, a causal LM without adapters, is mutated. Afterwards its
-    modules, weights, `requires_grad` flags and mode are as before. A method that does not fit is a `ValueError`.
+    `base`, a causal LM without adapters, is mutated. Afterwards its modules, weights, `requires_grad` flags and mode
+    are as before. A method that does not fit is a `ValueError`.
     """
     restore_modules = remember_modules(base)
     torch.manual_seed(settings.seed)
@@ -214,8 +195,6 @@ def attached(
             if settings.separates:
                 config.max_slot_norm = None
             model = base.requires_grad_(False) if config is None else get_peft_model(base, config)
-        if beside:
-            add_beside(model, beside)
         yield model
     finally:
         restore_modules()
@@ -299,12 +278,8 @@ def _make_study(
 
 
 def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTrainer:
-    """Return the trainer of a reading, with its writer and anchor; where nothing is taught, of a frozen `model`."""
+    """Return the trainer of a reading, with its writer and anchor."""
     method, training, anchor = settings.method, settings.training, None
-    if not settings.teaches:
-        return TestTimeTrainer(
-            model.requires_grad_(False), settings.for_base(readings=training.readings).training
-        )
     if method.anchor:
         texts = OwnText(
             model, tokens=max(min(training.stride, ANCHOR_TOKENS), 2), seed=settings.seed

@@ -22,7 +22,7 @@ __all__ += [
 ]
 
 EXCHANGES = "exchanges.jsonl"  # in a memory's folder: what was learned
-PASSAGES = "passages.safetensors"  # in a memory's folder: what finds the answers of its exchanges (`finding.Moments`)
+PASSAGES = "passages.safetensors"  # in the folder of a memory that version 0.2.0 wrote; not used
 LONGEST_PASSAGE = 64  # tokens: a memory learns passages as answers
 REPORTED = "said"  # the word after the speaker in a turn that is put as reported speech
 _FEWEST_WORDS = 5

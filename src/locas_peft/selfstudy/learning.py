@@ -107,7 +107,7 @@ class SelfStudy:
         input_ids: LongTensor [N], the text.
         per_passage: questions wanted about each passage; None for `EXCHANGES`.
         passes: the most times that each exchange is learned; None: `PASSES`, of few exchanges for `LEAST_STEPS` steps.
-            For n times as many the learning rate is divided by the square root of n. 0 writes exchanges alone.
+            For n times as many the learning rate is divided by the square root of n.
         learning_rate: of AdamW; it falls linearly to 0 with the share of the lessons of all passes that are left.
         window: of the reading, in tokens.
         seed: of the questions and of the order of learning.
@@ -221,8 +221,8 @@ class SelfStudy:
         least = LEAST_STEPS if apart else 2 * LEAST_STEPS
         usual = max(PASSES, math.ceil(least * BATCH / max(len(self._lessons), 1)))
         self._passes = usual if self._passes is None else self._passes
-        rate = min(1.0, (usual / max(self._passes, 1)) ** 0.5)
-        if apart and self._passes and not self._step:
+        rate = min(1.0, (usual / self._passes) ** 0.5)
+        if apart and not self._step:
             self._tell_apart()
         whole = len(self._lessons) * self._passes
         while (left := whole - sum(each.due for each in self._progress)) > 0:
