@@ -27,17 +27,15 @@ from torch import nn
 
 from locas_peft.asking.scoring import score_targets
 from locas_peft.bases import load_base
-from locas_peft.evaluation import Run, choose_conversations, load_locomo
+from locas_peft.evaluation import Run, Unit, choose_conversations, load_locomo
 from locas_peft.evaluation.conversations import Conversation, dialogue_lines
 from locas_peft.evaluation.f1 import ADVERSARIAL
 from locas_peft.evaluation.intervals import mean_interval
-from locas_peft.files import write_json
 from locas_peft.memories import memory_attached
 from locas_peft.reading import ReadingSettings
 from locas_peft.reading.settings import complete_all
 from locas_peft.tables import Sheet, format_mean, format_percent, to_number
 from locas_peft.text import digest_json, tokenize
-from locas_peft.units import Unit, run_units
 
 BASE = "none"
 OTHERS = 3
@@ -167,18 +165,17 @@ def run_cloze(run: Run, conversations: Sequence[Conversation]) -> dict[str, Any]
                 path = folder / method / f"{one.sample_id}.memory-{owner.sample_id}.json"
                 units.append(Unit(path, partial(score, one, reading.memory), needs=reading))
     units = [unit for row in scored.values() for unit in row]
-    head = run.open(
+    head = run.make(
         "cloze",
         units,
         conversations={one.sample_id: digest_json(asdict(one)) for one in conversations},
     )
-    run_units(units)
     records = {
         row: [record for unit in row_units for record in unit.load()]
         for row, row_units in scored.items()
     }
     figures = {**head, **summarize(records)}
-    write_json(run.out / "cloze.json", figures)
+    run.save("cloze", figures)
     return figures
 
 

@@ -36,6 +36,7 @@ from pg19_rows import BLOCKS, HEADLINE, NONE, NONE_RECOMPUTE, TABLES, TRAINING, 
 
 from locas_peft import backbone
 from locas_peft.bases import choose_device, load_base
+from locas_peft.evaluation import Unit, run_units
 from locas_peft.evaluation.documents import load_column, load_documents
 from locas_peft.files import check_output_directory, load_json, write_json
 from locas_peft.memories import memory_attached
@@ -43,7 +44,6 @@ from locas_peft.memories.checkpoint import has_checkpoint
 from locas_peft.model import count_positions
 from locas_peft.reading import CompleteSettings, ReadingSettings, memorize, score
 from locas_peft.text import digest_ids, tokenize, unwrap
-from locas_peft.units import Unit, run_units
 
 QUICK_TOKENS = 1_000
 TABLE_NAMES = [*TABLES, "timing", *BLOCKS]

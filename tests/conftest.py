@@ -13,12 +13,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     )
 
 
-@pytest.fixture(autouse=True)
-def nothing_of_bases_kept(monkeypatch):
-    """What a test's process computes of a base is not kept on disk, where a later run of the tests would find it."""
-    monkeypatch.setattr("locas_peft.model.base_weights.find_kept", lambda *names: None)
-
-
 @pytest.fixture(scope="session")
 def load_benchmark():
     """Return a function that loads a script of `benchmarks/`, which may import its neighbours, as a module."""

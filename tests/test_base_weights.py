@@ -6,10 +6,10 @@ from families import make_host, make_model
 from peft import get_peft_model
 from training import spoil
 
-from locas_peft import LocasConfig, backbone
+from locas_peft import LocasConfig
 from locas_peft.memories import share_weights
 from locas_peft.memories.loading import add_beside
-from locas_peft.model import base_weights, compute_once
+from locas_peft.model import compute_once
 from locas_peft.ttt import OwnText
 
 
@@ -74,64 +74,10 @@ def test_two_memories_of_a_base_have_the_same_own_text_and_it_is_written_once(mo
     )
 
 
-def count_letters(model, tokenizer, letters):
-    CALLS.append(letters)
-    return [(letters, torch.ones(len(letters)))]
-
-
-CALLS = []
-
-
-def test_a_named_bases_result_is_kept_on_disk_for_other_processes(tmp_path, monkeypatch, caplog):
-    host, tokenizer = make_host("llama"), backbone.load()[1]
-    monkeypatch.setattr(
-        base_weights, "find_kept", lambda kind, name: find_kept(kind, name, tmp_path)
-    )
-    CALLS.clear()
-
-    def ask(letters="abc", name="named"):
-        host.config.name_or_path = name
-        base_weights._KNOWN.clear()  # as in another process
-        return compute_once(host, count_letters, tokenizer, letters)
-
-    first, second = ask(), ask()
-    assert (
-        CALLS == ["abc"]
-        and first[0][0] == second[0][0] == "abc"
-        and torch.equal(first[0][1], second[0][1])
-    )
-    assert len(ask("ab")[0][1]) == 2 and CALLS == ["abc", "ab"]
-    for file in tmp_path.glob("*/result.pt"):
-        file.write_bytes(b"damaged")
-    assert len(ask()[0][1]) == 3 and CALLS == ["abc", "ab", "abc"] and ask() and len(CALLS) == 3
-    ask(name="")
-    ask(name="")
-    assert len(CALLS) == 5, "a base without a name is not kept"
-    spoil(host, 0)
-    ask()
-    assert len(CALLS) == 6, "other weights are another base"
-
-
-@pytest.mark.parametrize("fails", ["find_kept", "staged_file"])
-def test_where_nothing_can_be_kept_the_result_is_computed(fails, tmp_path, monkeypatch):
-    def full(path):
-        raise OSError(28, "No space left on device")
-
-    replaced = {"find_kept": lambda kind, name: None, "staged_file": full}
-    monkeypatch.setattr(
-        base_weights, "find_kept", lambda kind, name: find_kept(kind, name, tmp_path)
-    )
-    monkeypatch.setattr(base_weights, fails, replaced[fails])
-    host, tokenizer = make_host("llama"), backbone.load()[1]
+def test_nothing_is_kept_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_ASSETS_CACHE", str(tmp_path))
+    host, compute = make_host("llama"), count_calls()
     host.config.name_or_path = "named"
-    CALLS.clear()
-    for _ in range(2):
-        base_weights._KNOWN.clear()
-        assert len(compute_once(host, count_letters, tokenizer, "abc")[0][1]) == 3
-    assert len(CALLS) == 2 and not list(tmp_path.glob("*/*"))
-
-
-def find_kept(kind, name, folder):
-    assert kind == "bases"
-    (folder / name).mkdir(exist_ok=True)
-    return folder / name
+    assert [compute_once(host, compute, "a") for _ in range(2)] == [1, 1]
+    assert not list(tmp_path.iterdir())

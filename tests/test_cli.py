@@ -20,6 +20,7 @@ import pytest
 import torch
 from huggingface_hub import HfApi, ModelCard, RepoUrl
 from huggingface_hub.utils import filter_repo_objects
+from locomo_data import make_samples, write_samples
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
@@ -501,6 +502,48 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     before = names(tmp_path)
     assert refused(run, *shlex.split(command)).startswith(message)
     assert names(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            "memorize text.txt --out m --exchanges 3",
+            "exchanges has no meaning without study, got 3: ",
+        ),
+        (
+            "memorize text.txt --out m --epsilon 1",
+            "epsilon has no meaning for the method 'locas-glu'",
+        ),
+        ("memorize text.txt --out m --window 8 --stride 16", "stride must be at most window, "),
+        (
+            "eval perplexity text.txt --method lora --scaling 2",
+            "scaling has no meaning for the method",
+        ),
+        ("eval locomo talks.json --passes 2", "passes has no meaning without study, got 2: "),
+    ],
+)
+def test_contradictions_are_refused_before_a_base_is_loaded(
+    run, tmp_path, monkeypatch, command, message
+):
+    def fail(*arguments):
+        pytest.fail("a base was loaded")
+
+    monkeypatch.setattr("locas_peft.bases.loading.load_base", fail)
+    write_samples(tmp_path, make_samples())
+    assert refused(run, *command.split()).startswith(message)
+
+
+def test_a_stride_that_only_a_real_base_has_room_for_is_not_refused_before(run, monkeypatch):
+    class LoadedError(Exception):
+        pass
+
+    def load(*arguments):
+        raise LoadedError
+
+    monkeypatch.setattr("locas_peft.bases.loading.load_base", load)
+    with pytest.raises(LoadedError):
+        run("memorize", "text.txt", "--out", "m", "--stride", "1024")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ FLOORS = [
     ["evaluation"],
     ["library"],
     ["reading"],
-    ["units"],
     ["progress"],
     ["memories", "selfstudy"],
     ["ttt"],
@@ -21,7 +20,7 @@ FLOORS = [
     ["slots", "model"],
     ["bases"],
     ["tables"],
-    ["text", "files", "backbone", "registration"],
+    ["text", "files", "backbone", "registration", "processes"],
     ["checks"],
     ["tuner"],
 ]

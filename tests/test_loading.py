@@ -178,7 +178,7 @@ def test_a_cpu_that_is_slow_at_16_bits_gets_float32(
     device, fast, dtype, expected, half, monkeypatch
 ):
     monkeypatch.setattr(
-        placing, "PartialState", lambda: SimpleNamespace(device=torch.device("cpu"))
+        placing, "join_processes", lambda: SimpleNamespace(device=torch.device("cpu"))
     )
     monkeypatch.setattr(placing, "is_fast_in_bfloat16", lambda device: fast)
     assert loading.load_base(half, dtype, device)[0].dtype == expected

@@ -1,4 +1,4 @@
-"""Units and their sharing: each result is made once, by any number of processes, of which any may be killed."""
+"""Units and their sharing: each result is made once, by the processes of a launcher, of which any may be killed."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from filelock import FileLock
 
 from locas_command import program as cli
-from locas_peft import units as sharing
-from locas_peft.evaluation import Run
+from locas_peft import processes
+from locas_peft.evaluation import Run, Unit, run_units, runs
 from locas_peft.memories.checkpoint import InUse
 from locas_peft.reading.settings import ReadingSettings
-from locas_peft.units import Unit, run_units
 
 TEXTS = {
     "long": "The door of the house was old, and nobody went there. " * 12,
@@ -80,29 +81,75 @@ def test_an_error_frees_the_unit_and_leaves_what_was_made(tmp_path):
     assert made == [0, 1, 2]
 
 
-def test_a_unit_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
+def test_progress_tells_how_many_results_are_left(tmp_path):
     made, shown = [], []
-    units = make_units(tmp_path, 2, made)
-    lock = FileLock(tmp_path / "0.json.lock")
-    lock.acquire()
-
-    def other_process_ends(seconds: float) -> None:
-        assert seconds == sharing.POLL_SECONDS and made == [1]
-        units[0].path.write_text('{"number": "made by the other"}')
-        lock.release()
-
-    monkeypatch.setattr(sharing.time, "sleep", other_process_ends)
+    units = make_units(tmp_path, 3, made)
+    run_units(units[:1])
 
     def progress(description: str, total: int):
         assert (description, total) == ("2 results", 2)
         return lambda steps, note="": shown.append((steps, note))
 
     run_units(units, progress)
-    assert made == [1] and shown == [
-        (1, "1 left"),
-        (0, "1 left, in other processes"),
-        (1, "0 left"),
-    ]
+    assert made == [0, 1, 2] and shown == [(1, "1 left"), (1, "0 left")]
+
+
+@pytest.fixture
+def as_process(monkeypatch):
+    """Lets this process be one of several, which decide alike what each of them makes."""
+
+    def set_process(index: int, count: int) -> None:
+        state = SimpleNamespace(
+            is_main_process=True, num_processes=count, wait_for_everyone=lambda: None
+        )
+
+        @contextmanager
+        def split(inputs):
+            share, more = divmod(len(inputs), count)
+            start = index * share + min(index, more)
+            yield inputs[start : start + share + (index < more)]
+
+        state.split_between_processes = split
+        monkeypatch.setattr(processes, "join_processes", lambda: state)
+        monkeypatch.setattr(processes, "broadcast_object_list", lambda values: values)
+
+    return set_process
+
+
+def test_shares_are_whole_and_of_nearly_the_same_size(as_process):
+    sizes = [1, 9, 3, 1, 8, 2, 7]
+    shares = []
+    for index in range(3):
+        as_process(index, 3)
+        shares.append(processes.take_share(range(7), lambda piece: sizes[piece]))
+    assert sorted(piece for share in shares for piece in share) == list(range(7))
+    assert all(share == sorted(share) for share in shares)
+    assert sorted(sum(sizes[piece] for piece in share) for share in shares) == [8, 10, 13]
+    as_process(4, 5)
+    assert processes.take_share([1, 2], lambda piece: piece) == []
+
+
+def test_a_unit_is_made_by_the_process_that_makes_what_it_needs(tmp_path, as_process):
+    shares = []
+    for index in range(2):
+        made = []
+        units = make_units(tmp_path / str(index), 6, made)
+        for number in range(3):
+            units[number + 3] = dataclasses.replace(units[number + 3], needs=units[number])
+        as_process(index, 2)
+        run_units(units)
+        shares.append(sorted(made))
+    assert sorted(shares) == [[0, 2, 3, 5], [1, 4]]
+
+
+def test_an_error_of_the_first_process_is_raised_in_all(as_process):
+    def fail() -> None:
+        raise InUse("in use")
+
+    as_process(1, 2)
+    with pytest.raises(InUse, match="^in use$"):
+        processes.in_first_process(fail)
+    assert processes.in_first_process(lambda: 5) == 5
 
 
 def test_a_killed_process_does_not_block_the_others(tmp_path):
@@ -118,7 +165,7 @@ def test_a_killed_process_does_not_block_the_others(tmp_path):
         made = []
         units = make_units(tmp_path, 1, made)
         with pytest.raises(InUse, match="must have one holder"):
-            sharing._make(units[0])
+            run_units(units)
     finally:
         process.kill()
         process.wait()
@@ -143,9 +190,11 @@ def test_what_a_process_left_that_was_killed_after_its_result_is_removed(tmp_pat
 
 def open_as(folder, units, overwrite=False, common=None, **settings) -> None:
     methods = {"lora": ReadingSettings(method="lora", **settings)}
-    Run(None, None, methods, folder, {"model": "m", **(common or {})}, overwrite).open(
-        "work", units
-    )
+    run = Run(None, None, methods, folder, {"model": "m", **(common or {})}, overwrite)
+    with pytest.MonkeyPatch.context() as patch:
+        # The record alone: the tests below make the results themselves.
+        patch.setattr(runs, "run_units", lambda units, progress: None)
+        run.make("work", units)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
@@ -168,7 +217,7 @@ def test_a_folder_of_another_run_is_refused(tmp_path):
             open_as(tmp_path, units, **changed)
     methods = {"other": ReadingSettings(method="none")}
     more = [Unit(tmp_path / "work" / "3.json", dict)]
-    Run(None, None, methods, tmp_path, {"model": "m"}).open("work", more)
+    Run(None, None, methods, tmp_path, {"model": "m"}).make("work", more)
     run = json.loads((tmp_path / "work" / "run.json").read_text())
     assert run["methods"].keys() == {"lora", "other"}, "methods may be added"
     assert run["files"] == ["0.json", "1.json", "3.json"]
@@ -227,17 +276,16 @@ def test_a_record_cannot_name_files_outside_its_folder(tmp_path):
     assert all(file.exists() for file in outside)
 
 
-def test_overwrite_joins_a_run_that_is_at_work(tmp_path):
+@pytest.mark.parametrize("lock", ["run.lock", "1.json.lock"])
+def test_a_second_run_in_the_folder_is_refused(lock, tmp_path):
     units = make_units(tmp_path / "work", 2, [])
-    open_as(tmp_path, units, overwrite=True)
-    run_units(units[:1])
-    with FileLock(tmp_path / "work" / "1.json.lock"):
+    open_as(tmp_path, units)
+    run_units(units)
+    with FileLock(tmp_path / "work" / lock), pytest.raises(InUse, match="must have one holder"):
         open_as(tmp_path, units, overwrite=True)
-        assert units[0].path.exists(), "it was made by this run"
-        with pytest.raises(ValueError, match="^lora: r must be 64 as in the results in"):
-            open_as(tmp_path, units, overwrite=True, r=8)
+    assert units[1].path.exists()
     open_as(tmp_path, units, overwrite=True)
-    assert not units[0].path.exists()
+    assert not units[1].path.exists()
 
 
 # ---------------------------------------------------------------------- commands
@@ -250,8 +298,13 @@ def rank(number: int) -> dict[str, str]:
 
 def launch(*args, folder, **environment: str) -> subprocess.Popen:
     """Start `locas eval` in a process."""
+    return start("-m", "locas_peft", "eval", *args, folder=folder, **environment)
+
+
+def start(*args, folder, **environment: str) -> subprocess.Popen:
+    """Start Python in a process."""
     return subprocess.Popen(
-        [sys.executable, "-m", "locas_peft", "eval", *args],
+        [sys.executable, *args],
         cwd=folder,
         # Sums depend on the number of threads: as many as in this process.
         env={**os.environ, **environment, "OMP_NUM_THREADS": str(torch.get_num_threads())},
@@ -295,21 +348,12 @@ def test_two_processes_give_the_figures_of_one_bit_for_bit(tmp_path, monkeypatch
         (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
     arguments = ["perplexity", "long.txt", "short.txt", "--method", "none,lora,locas-glu", *FAST]
     monkeypatch.chdir(tmp_path)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
-    both = [
-        launch(
-            *arguments, "--out", "two", "--overwrite", folder=tmp_path, **rank(number), **address
-        )
-        for number in (0, 1)
-    ]
-    try:
-        (code, out, _), (other_code, other_out, other_err) = map(finish, both)
-    finally:
-        for process in both:
-            process.kill()
-    assert (code, other_code, other_out, other_err) == (0, 0, "", "") and out.count(
-        "all tokens"
-    ) == 1
+    launcher = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launcher += ["--main_process_port", str(find_free_port()), "-m", "locas_peft", "eval"]
+    code, out, err = finish(
+        start(*launcher, *arguments, "--out", "two", "--overwrite", folder=tmp_path)
+    )
+    assert code == 0 and out.count("all tokens") == 1, err
 
     assert run_here(*arguments, "--out", "one") == 0
     assert capsys.readouterr().out == out.replace("two", "one")

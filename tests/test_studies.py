@@ -12,9 +12,17 @@ import torch
 from locomo_data import make_samples, write_samples
 
 from locas_command import program as cli
-from locas_peft import backbone, units
+from locas_peft import backbone
 from locas_peft.asking.prompts import encode_answer
-from locas_peft.evaluation import load_column, load_documents, load_locomo, runs
+from locas_peft.evaluation import (
+    Unit,
+    load_column,
+    load_documents,
+    load_locomo,
+    run_units,
+    runs,
+    units,
+)
 from locas_peft.evaluation.f1 import answer_f1, load_stemmer
 from locas_peft.evaluation.intervals import mean_interval
 from locas_peft.evaluation.prompts import make_prompts
@@ -26,7 +34,6 @@ from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import score
 from locas_peft.selfstudy.exchanges import EXCHANGES
 from locas_peft.ttt.chunks import Chunk
-from locas_peft.units import Unit, run_units
 
 FAST = ["--window", "32", "--stride", "16", "--r", "4", "--device", "cpu"]
 BOOK = "\n\n".join(
@@ -545,8 +552,7 @@ def test_a_new_protocol_is_a_table_of_units_and_a_summary(tmp_path):
             units.append(
                 Unit(folder / f"{name}.json", partial(score_with, reading.memory), needs=reading)
             )
-        run.open("transfer", units, texts=list(texts))
-        run_units(units)
+        run.make("transfer", units, texts=list(texts))
         return mean_interval([unit.load()["perplexity"] for unit in units])
 
     base, tokenizer = backbone.load()

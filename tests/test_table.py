@@ -24,10 +24,16 @@ import locas_peft.library.library as library_module
 from locas_command import program as cli
 from locas_peft import backbone
 from locas_peft.library import Library
-from locas_peft.library.table import FAILURES, RETRIES, load_table, teach_on_ray, teach_table
-from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, locked
+from locas_peft.library.table import (
+    FAILURES,
+    LOCK,
+    RETRIES,
+    load_table,
+    teach_on_ray,
+    teach_table,
+)
+from locas_peft.memories.checkpoint import CHECKPOINT_FOLDER, InUse, held, locked
 from locas_peft.reading import ReadingSettings
-from locas_peft.units import share
 
 SETTINGS = ReadingSettings(r=4, window=32, stride=16, anchor=0.0)
 FAST = ["--r", "4", "--window", "32", "--stride", "16", "--anchor", "0", "--device", "cpu"]
@@ -296,21 +302,24 @@ def test_with_overwrite_the_checkpoint_of_another_reading_is_replaced(base, tmp_
     assert content(tmp_path / "made") == content(tmp_path / "whole")
 
 
-def test_a_document_that_another_process_holds_is_left_to_it(base, tmp_path, monkeypatch):
+def test_a_document_that_another_process_holds_is_listed_and_made_the_next_time(base, tmp_path):
     documents = load_table(str(write(tmp_path / "d.jsonl", count=2)), SETTINGS)
-    library, holder = (
-        Library(tmp_path / "made"),
-        locked(tmp_path / "made" / "note 0" / CHECKPOINT_FOLDER),
-    )
-    holder.__enter__()
+    with locked(tmp_path / "made" / "note 0" / CHECKPOINT_FOLDER):
+        (failure,) = teach(tmp_path / "made", base, documents)
+    assert failure["name"] == "note 0"
+    assert failure["error"].startswith("checkpoint folder must have one writer, got ")
+    assert Library(tmp_path / "made").list() == ["note 1"]
+    assert teach(tmp_path / "made", base, documents) == []
+    assert sorted(Library(tmp_path / "made").list()) == ["note 0", "note 1"]
 
-    def other_ends(seconds):
-        assert library.list() == ["note 1"]
-        holder.__exit__(None, None, None)
 
-    monkeypatch.setattr("locas_peft.units.time.sleep", other_ends)
+def test_a_second_command_in_the_library_is_refused(base, tmp_path):
+    documents = load_table(str(write(tmp_path / "d.jsonl", count=1)), SETTINGS)
+    library = Library(tmp_path / "made")
+    with held(library.folder / LOCK), pytest.raises(InUse, match="must have one holder"):
+        teach_table(library, *base, documents)
     assert teach_table(library, *base, documents) == []
-    assert sorted(library.list()) == ["note 0", "note 1"]
+    assert os.listdir(library.folder) == ["note 0"]
 
 
 def test_a_full_disk_ends_the_work_and_the_next_run_finishes_it(base, tmp_path, monkeypatch):
@@ -393,20 +402,6 @@ def test_failures_of_a_former_table_are_forgotten(base, tmp_path):
     assert os.listdir(tmp_path / "made") == ["note 0"]
 
 
-def test_pieces_are_shared_until_all_are_made(monkeypatch):
-    tries, slept = Counter(), []
-    monkeypatch.setattr("locas_peft.units.time.sleep", slept.append)
-
-    def make(piece):
-        tries[piece] += 1
-        if tries[piece] < piece:
-            raise InUse("held")
-
-    share([1, 2, 3], make)
-    assert tries == {1: 1, 2: 2, 3: 3} and slept == [], "something was made in each round"
-    share([], make)
-
-
 # ---------------------------------------------------------------------- the command
 
 
@@ -477,8 +472,8 @@ def test_a_single_text_is_taught_as_a_table_teaches_it(run, tmp_path):
     ("arguments", "message"),
     [
         (
-            ["text.txt", "--workers", "2", "--out", "made"],
-            "--workers and --ray need --manifest, got one text: leave them out",
+            ["text.txt", "--ray", "--out", "made"],
+            "--ray needs --manifest, got one text: leave it out",
         ),
         ([], "give either a TEXT or --manifest, one of the two"),
         (
@@ -527,27 +522,27 @@ def test_a_library_of_another_base_is_refused(run, tmp_path):
     assert (code, err) == (2, f"{rule}: use another\n")
 
 
-def launch(*args, folder: Path) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "locas_peft",
-        "memorize",
-        "--manifest",
-        "d.jsonl",
-        "--library",
-        "made",
-    ]
+def launch(*args, folder: Path, processes: int = 1) -> subprocess.Popen:
+    """Start `locas memorize --manifest`, with `accelerate launch` where there are several processes."""
+    command = [sys.executable]
+    if processes > 1:
+        command += ["-m", "accelerate.commands.launch", "--multi_gpu"]
+        command += ["--num_processes", str(processes), "--main_process_port", str(find_free_port())]
+    command += ["-m", "locas_peft", "memorize", "--manifest", "d.jsonl", "--library", "made"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*command, *FAST, *args], cwd=folder, env=environment, **pipes)
 
 
-def find_children(process: subprocess.Popen) -> list[int]:
-    return [
-        int(each)
-        for each in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ]
+def find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def find_workers(process: subprocess.Popen) -> list[psutil.Process]:
+    """The processes of the command that a launcher has started."""
+    children = psutil.Process(process.pid).children()
+    return [child for child in children if "locas_peft" in child.cmdline()]
 
 
 def wait_for(condition, process: subprocess.Popen | None = None) -> None:
@@ -562,58 +557,61 @@ linux = pytest.mark.skipif(
 )
 
 
-@linux
 @pytest.mark.slow
-def test_a_killed_worker_leaves_its_document_to_the_other(tmp_path, base):
-    documents = load_table(str(write(tmp_path / "d.jsonl", count=4, sentences=160)), SETTINGS)
-    process = launch("--workers", "2", folder=tmp_path)
-    try:
-        # A worker has its own lock: two are held.
-        wait_for(
-            lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2,
-            process,
-        )
-        (child,) = find_children(process)
-        os.kill(child, signal.SIGKILL)
-        out, err = process.communicate(timeout=200)
-    finally:
-        process.kill()
-    assert process.returncode == 0 and out.startswith("4 of 4 are in made"), err
-    assert err.count("documents 100%") == 1
-    assert not list((tmp_path / "made").rglob("*.lock")) and not list(
-        (tmp_path / "made").rglob(CHECKPOINT_FOLDER)
-    )
-    found = content(tmp_path / "made")
-    assert len(found) == 4 * len(documents)
-    unwrapped = teach(
-        tmp_path / "alone", base, [replace(documents[0], settings=SETTINGS)], unwrapped=True
-    )
-    assert unwrapped == []
-    alone = content(tmp_path / "alone")
-    assert {name: found[name] for name in alone} == alone
+def test_processes_of_a_launcher_share_a_table(tmp_path, base):
+    rows = [{"name": "broken", "path": "none.txt"}, "{broken"]
+    documents = load_table(str(write(tmp_path / "d.jsonl", *rows, count=3)), SETTINGS)
+    process = launch(folder=tmp_path, processes=2)
+    out, err = process.communicate(timeout=200)
+    # The launcher has its own exit code for processes that end with 3.
+    assert process.returncode == 1 and out.startswith("3 of 5 are in made"), err
+    assert err.count("2 failed: made/failures.jsonl lists them") == 1
+    teach(tmp_path / "alone", base, documents, unwrapped=True)
+    listed = [
+        [
+            (row["line"], row["name"])
+            for row in map(json.loads, (tmp_path / name / FAILURES).read_text().splitlines())
+        ]
+        for name in ("made", "alone")
+    ]
+    assert listed == [[(4, "broken"), (5, None)]] * 2
+    for name in ("made", "alone"):
+        (tmp_path / name / FAILURES).unlink()
+    assert content(tmp_path / "made") == content(tmp_path / "alone")
 
 
 @linux
 @pytest.mark.slow
-def test_after_the_command_and_its_worker_are_killed_the_same_command_finishes(tmp_path):
-    write(tmp_path / "d.jsonl", count=4, sentences=160)
-    process = launch("--workers", "2", folder=tmp_path)
+@pytest.mark.parametrize("killed", ["one", "all"])
+def test_after_a_kill_the_same_command_finishes(killed, tmp_path, base):
+    documents = load_table(str(write(tmp_path / "d.jsonl", count=4, sentences=80)), SETTINGS)
+    process = launch(folder=tmp_path, processes=2)
     try:
+        # Each process has the lock of its own document.
         wait_for(
             lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2,
             process,
         )
-        for each in (*find_children(process), process.pid):  # a worker would go on with the table
-            os.kill(each, signal.SIGKILL)
+        workers = find_workers(process)
+        assert len(workers) == 2
+        if killed == "all":
+            os.kill(process.pid, signal.SIGKILL)
+            workers[1].kill()
+        workers[0].kill()
+        process.communicate(timeout=200)
+        psutil.wait_procs(workers)
     finally:
         process.kill()
-        process.communicate()
-    begun = len(Library(tmp_path / "made").list())
-    assert begun < 4
-    code = launch(folder=tmp_path)
-    out, err = code.communicate(timeout=200)
-    assert code.returncode == 0 and out.startswith("4 of 4 are in made"), err
+    assert process.returncode != 0
+    assert len(Library(tmp_path / "made").list()) < 4
+    again = launch(folder=tmp_path, processes=2 if killed == "one" else 1)
+    out, err = again.communicate(timeout=200)
+    assert again.returncode == 0 and out.startswith("4 of 4 are in made"), err
     assert not list((tmp_path / "made").rglob("*.lock"))
+    assert not list((tmp_path / "made").rglob(CHECKPOINT_FOLDER))
+    teach(tmp_path / "alone", base, documents[:1], unwrapped=True)
+    made, alone = content(tmp_path / "made"), content(tmp_path / "alone")
+    assert {name: made[name] for name in alone} == alone
 
 
 @pytest.mark.slow
@@ -640,9 +638,15 @@ CLUSTER = Path(__file__).parents[1] / "examples" / "cluster"
 
 
 def check_command(words: list[str]) -> None:
-    """Check that `locas` takes a command's options."""
-    assert words[:2] == ["locas", "memorize"]
-    _, arguments, _ = cli.app.parse_args(words[1:], exit_on_error=False, print_error=False)
+    """Check that the module, which a launcher starts, takes a command's options."""
+    start = words.index("locas_peft")
+    assert words[:2] == ["accelerate", "launch"] and words[start - 1] == "-m"
+    check_options(words[start + 1 :])
+
+
+def check_options(words: list[str]) -> None:
+    assert words[0] == "memorize"
+    _, arguments, _ = cli.app.parse_args(words, exit_on_error=False, print_error=False)
     assert arguments.arguments["manifest"] and arguments.arguments["library"]
 
 
@@ -651,24 +655,24 @@ def test_the_recipes_for_clusters_call_the_command():
     yaml = pytest.importorskip("yaml")
     script = CLUSTER / "slurm.sh"
     subprocess.run(["bash", "-n", script], check=True)
-    assert re.search(
-        r'^exec locas memorize --manifest "\$1" --library "\$2" "\$\{@:3\}"$',
-        script.read_text(),
-        re.M,
-    )
-    job = yaml.safe_load((CLUSTER / "kubernetes.yaml").read_text())
+    assert '-m locas_peft memorize --manifest "$2" --library "$3" "${@:4}"' in script.read_text()
+    service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
     assert (job["apiVersion"], job["kind"], job["spec"]["completionMode"]) == (
         "batch/v1",
         "Job",
         "Indexed",
     )
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+    pods = job["spec"]["template"]["spec"]
+    assert service["metadata"]["name"] == pods["subdomain"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    (container,) = pods["containers"]
     check_command([*container["command"], *container["args"]])
     mounted = {each["name"] for each in container["volumeMounts"]}
-    assert mounted == {each["name"] for each in job["spec"]["template"]["spec"]["volumes"]}
+    assert mounted == {each["name"] for each in pods["volumes"]}
     task = yaml.safe_load((CLUSTER / "skypilot.yaml").read_text())
     assert task["num_nodes"] > 1 and list(task["volumes"]) == ["/shared"]
-    check_command(task["run"].splitlines()[-1].split())
+    command = task["run"].partition("accelerate launch")[2].replace("\\\n", " ")
+    check_command(["accelerate", "launch", *command.split()])
 
 
 def test_the_uv_script_calls_the_command(monkeypatch):
@@ -687,7 +691,7 @@ def test_the_uv_script_calls_the_command(monkeypatch):
     called = []
     monkeypatch.setattr("locas_command.main", lambda: called.append(sys.argv[1:]))
     exec(compile(source, "teach.py", "exec"), {"__name__": "__main__"})
-    check_command(["locas", *called[0]])
+    check_options(called[0])
 
 
 # ---------------------------------------------------------------------- on a Ray cluster
@@ -768,7 +772,7 @@ def on_ray(tmp_path, monkeypatch):
 
 def test_each_gpu_has_an_actor_and_each_other_node_as_many_as_are_asked_for(on_ray):
     nodes = [{}, {"CPU": 8.0, "GPU": 2.0}, {"CPU": 5.0}, {"CPU": 1.0}]
-    ray, failures = on_ray(lambda actor, name: None, nodes, workers=2)
+    ray, failures = on_ray(lambda actor, name: None, nodes, actors_per_node=2)
     assert ray.shares == [(4, 1), (4, 1), (2, 0), (2, 0), (0.5, 0), (0.5, 0)] and failures == []
 
 
@@ -786,7 +790,7 @@ def test_a_document_that_ends_its_actors_is_listed_and_an_actor_that_cannot_be_m
             raise ActorError("the actor is unavailable\nand more")
         taught.extend([name] if name else [])
 
-    _, (failure,) = on_ray(teach, [{"CPU": 2.0}], workers=2)
+    _, (failure,) = on_ray(teach, [{"CPU": 2.0}], actors_per_node=2)
     ended = f"its actor ended {RETRIES + 1} times: the actor is unavailable"
     assert failure == {"line": 2, "name": "note 1", "error": ended} and {*taught} == {
         "note 0",
@@ -796,7 +800,7 @@ def test_a_document_that_ends_its_actors_is_listed_and_an_actor_that_cannot_be_m
         ValueError,
         match="^no actor can be made: ModuleNotFoundError: No module named 'locas_peft'$",
     ):
-        on_ray(lambda actor, name: teach(1, name), [{"CPU": 2.0}], workers=2)
+        on_ray(lambda actor, name: teach(1, name), [{"CPU": 2.0}], actors_per_node=2)
 
 
 def test_documents_of_a_lost_node_are_taught_by_the_others(on_ray):
@@ -837,14 +841,14 @@ def test_on_ray_a_killed_actor_is_started_again_and_all_is_as_made_by_one_proces
     documents = load_table(
         str(write(tmp_path / "d.jsonl", *rows, {"name": "x", "path": "none.txt"})), SETTINGS
     )
-    process = launch("--ray", "--workers", "2", folder=tmp_path)
+    process = launch("--ray", folder=tmp_path)
     try:
         wait_for(
-            lambda: len(list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock"))) == 2,
+            lambda: list((tmp_path / "made").glob("*/checkpoint/checkpoint.lock")),
             process,
         )
-        first, second = find_teaching_actors(process)
-        first.kill()
+        (actor,) = find_teaching_actors(process)
+        actor.kill()
         out, err = process.communicate(timeout=400)
     finally:
         process.terminate()  # ends its Ray too

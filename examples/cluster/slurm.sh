@@ -1,15 +1,23 @@
 #!/usr/bin/env bash
-# Teach a table on a Slurm cluster: eight tasks share it, in a folder that all nodes see with file locks.
-# A task that is requeued goes on; the same command again finishes what is left.
+# Teach a table on a Slurm cluster: the nodes share it, in a folder that all of them see with file locks.
+# A job that is requeued goes on; the same command again finishes what is left.
 #     sbatch examples/cluster/slurm.sh notes.jsonl /shared/users --model smollm2 --study
 # Checked by shellcheck 0.11 and `bash -n`, not on a cluster.
 #SBATCH --job-name=locas
-#SBATCH --array=0-7
-#SBATCH --cpus-per-task=4
-#SBATCH --mem=8G
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --cpus-per-task=8
+#SBATCH --mem=16G
 #SBATCH --time=04:00:00
 #SBATCH --requeue
-#SBATCH --output=%x-%A-%a.log
+#SBATCH --output=%x-%j.log
 set -euo pipefail
-export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
-exec locas memorize --manifest "$1" --library "$2" "${@:3}"
+PROCESSES_PER_NODE=2
+export OMP_NUM_THREADS=$((SLURM_CPUS_PER_TASK / PROCESSES_PER_NODE))
+address="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+# Each node has its own number, which `srun` puts into SLURM_NODEID.
+# shellcheck disable=SC2016
+exec srun bash -c 'exec accelerate launch --multi_gpu --num_machines "$SLURM_NNODES" --machine_rank "$SLURM_NODEID" \
+    --num_processes "$((SLURM_NNODES * $0))" --main_process_ip "$1" --main_process_port 29500 \
+    -m locas_peft memorize --manifest "$2" --library "$3" "${@:4}"' \
+    "$PROCESSES_PER_NODE" "$address" "$1" "$2" "${@:3}"

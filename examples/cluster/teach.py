@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # locas_peft = { path = "../.." }
 # ///
-"""Teach a table on a machine with nothing but uv, which makes the environment. Several machines may share the folder.
+"""Teach a table on a machine with nothing but uv, which makes the environment.
 
 uv run examples/cluster/teach.py notes.jsonl users --model smollm2 --study
 """

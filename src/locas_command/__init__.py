@@ -1,5 +1,6 @@
-"""The `locas` command. It is beside `locas_peft`, whose import takes seconds, so that help is printed at once.
+"""The `locas` command.
 
+It is beside `locas_peft`, whose import takes seconds, so that help is printed at once.
 At their top, the modules of this package import neither torch nor `locas_peft`, but for `running`.
 """
 
@@ -26,7 +27,8 @@ def main() -> NoReturn:
 def handled(handlers: Mapping[int, Callable[[int, Any], None]]) -> Iterator[dict[int, Any]]:
     """Handle signals within the context, unless they are ignored; yield the former handlers."""
     former = {}
-    if threading.current_thread() is threading.main_thread():  # only there are signals handled
+    # Signals are handled in the main thread alone.
+    if threading.current_thread() is threading.main_thread():
         former = {number: signal.getsignal(number) for number in handlers}
     try:
         for number, handler in former.items():
@@ -39,10 +41,10 @@ def handled(handlers: Mapping[int, Callable[[int, Any], None]]) -> Iterator[dict
 
 
 def ended_at_once() -> AbstractContextManager:
-    """End the process with one line on Ctrl-C or SIGTERM within the context, in which modules are imported."""
+    """End the process with one line on Ctrl-C or SIGTERM, while modules are imported."""
 
     def end(number: int, frame: Any) -> NoReturn:
-        # No exception: code that is being imported could catch it, or report it as an import that failed.
+        # No exception: code that is imported could catch it, or report a failed import.
         os.write(2, _LINES[signal.Signals(number)])
         os._exit(128 + number)
 

@@ -1,4 +1,4 @@
-"""The terminal of a command: results and remarks, progress, JSON, and the processes that share it."""
+"""The terminal of a command: results, remarks, progress, JSON, and the processes that share it."""
 
 import logging
 import os
@@ -17,36 +17,49 @@ from rich.progress import Progress, TextColumn
 from . import handled
 
 PLAIN_SECONDS = 30.0
-_LAUNCHERS = (("LOCAS_WORKER", "LOCAS_WORKERS"), ("RANK", "WORLD_SIZE"))
-_LAUNCHERS += (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
+# What a launcher tells its processes: Accelerate and torchrun, and two kinds of MPI.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+)
 
 
 def open_consoles(json_file: Path | None = None) -> tuple[Console, Console]:
     """Return the consoles of results and of remarks; both are stderr where --json prints to stdout.
 
-    Of several processes all but the first have quiet ones. Texts are printed as they are, never as markup.
+    Of several processes all but the first have quiet ones. Texts are printed as they are, never as
+    markup.
     """
     if json_file is not None and str(json_file) != "-":
         from locas_peft.files import check_output_file
 
         check_output_file("--json", json_file)
     stderr = _make_console(sys.stderr)
-    return (stderr if str(json_file) == "-" else _make_console(sys.stdout)), stderr
+    stdout = stderr if str(json_file) == "-" else _make_console(sys.stdout)
+    return stdout, stderr
 
 
 def _make_console(stream: Any) -> Console:
-    width = (
-        None if stream.isatty() else 120
-    )  # 80, the default for a pipe or a file, would cut tables
-    plain = {"highlight": False, "markup": False, "emoji": False, "soft_wrap": True}
-    return Console(file=stream, width=width, quiet=find_process()[0] > 0, **plain)
+    index, _ = find_process()
+    # The default width of a pipe or a file, 80, would cut tables.
+    width = None if stream.isatty() else 120
+    return Console(
+        file=stream,
+        width=width,
+        quiet=index > 0,
+        highlight=False,
+        markup=False,
+        emoji=False,
+        soft_wrap=True,
+    )
 
 
 class ProgressLines:
-    """Opens lines of progress (see `locas_peft.progress.Progress`), each shown after its first step.
+    """Opens lines of progress (see `locas_peft.progress.Progress`), shown after their first step.
 
-    On a terminal they are bars. Elsewhere a plain line is printed at each one's end and, in between, about every
-    `PLAIN_SECONDS`. On a quiet console there are none.
+    On a terminal they are bars. Elsewhere a plain line is printed at each one's end and, in
+    between, about every `PLAIN_SECONDS`. On a quiet console there are none.
     """
 
     def __init__(self, console: Console) -> None:
@@ -59,25 +72,26 @@ class ProgressLines:
 
     def __call__(self, description: str, total: int) -> Callable[..., None]:
         task = self._bars.add_task(description, total=total, visible=False, note="")
-        done, latest = 0, ""
+        done = 0
+        latest = ""
 
         def advance(steps: int, note: str = "") -> None:
             nonlocal done, latest
-            done, latest = done + steps, note or latest
-            self._bars.start()  # not earlier: an error before the first step needs no empty line above it
+            done += steps
+            latest = note or latest
+            # Not earlier: an error before the first step needs no empty line above it.
+            self._bars.start()
             self._bars.update(task, completed=done, visible=True, note=latest)
-            if not self._console.is_terminal and (
-                done >= total or time.monotonic() > self._printed + PLAIN_SECONDS
-            ):
+            is_due = done >= total or time.monotonic() > self._printed + PLAIN_SECONDS
+            if is_due and not self._console.is_terminal:
                 self._printed = time.monotonic()
-                self._console.print(
-                    f"{description:10} {done / max(total, 1):4.0%} {latest}".rstrip()
-                )
+                share = done / max(total, 1)
+                self._console.print(f"{description:10} {share:4.0%} {latest}".rstrip())
 
         return advance
 
     def close(self) -> None:
-        """Leave the lines as they are and forget them, so that something else can be printed below."""
+        """Leave the lines as they are and forget them, so that more can be printed below."""
         if self._bars.live.is_started:
             self._bars.stop()
         for task in self._bars.task_ids:
@@ -91,9 +105,10 @@ def show_progress(console: Console) -> closing[ProgressLines]:
 
 @contextmanager
 def deferring_signals(console: Console) -> Iterator[Callable[[], None]]:
-    """Yield a function that ends the command where Ctrl-C or SIGTERM came meanwhile; a second one ends it at once.
+    """Yield a function that ends the command where Ctrl-C or SIGTERM came meanwhile.
 
-    A state that is saved between two steps is whole; within a step it is not.
+    A second signal ends it at once.     A state that is saved between two steps is whole; within a
+    step it is not.
     """
     received: list[int] = []
 
@@ -126,15 +141,27 @@ def write_result(json_file: Path | None, value: Any) -> None:
 
 
 def find_process() -> tuple[int, int]:
-    """Return this process's index and the number of processes that --workers, `torchrun` or MPI started."""
+    """Return this process's index and the number of processes, from a launcher's variables.
+
+    Torch, which knows them too, is imported later.
+    """
     for index, count in _LAUNCHERS:
         if count in os.environ:
             return int(os.environ.get(index, 0)), int(os.environ[count])
     return 0, 1
 
 
+def check_shared_device(device: str) -> None:
+    """Raise a `ValueError` for one device of several processes: a launcher gives each its own."""
+    _, count = find_process()
+    if count > 1 and device not in ("auto", "cpu"):
+        raise ValueError(
+            f"--device must be auto or cpu for {count} processes, got {device!r}: leave it out"
+        )
+
+
 def show_own_remarks() -> None:
-    """Print what our modules log from INFO on; hide the remarks and progress of transformers, and deprecations."""
+    """Print what our modules log from INFO on; hide what transformers prints, and deprecations."""
     from transformers.utils import logging as transformers_logging
 
     warnings.simplefilter("ignore", FutureWarning)
@@ -156,9 +183,10 @@ class _Remarks(logging.Handler):
 
 def printable(text: str) -> str:
     """Return a text on one line, with control characters and lone surrogates escaped."""
-    return "".join(
-        char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split())
-    )
+    characters = []
+    for character in " ".join(text.split()):
+        characters.append(character if character.isprintable() else repr(character)[1:-1])
+    return "".join(characters)
 
 
 @contextmanager

@@ -1,6 +1,11 @@
-"""`locas eval`: the protocols, which any number of processes share. The same command continues an interrupted run."""
+"""`locas eval`: the protocols, shared by the processes of a launcher.
+
+The same command continues an interrupted run.
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,27 +13,68 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from . import options
-from .console import find_process, open_consoles, show_progress
-from .options import BaseOptions, ReadingOptions, split_names
+from .console import check_shared_device, open_consoles, show_progress
+from .options import BaseOptions, ReadingOptions, check_settings, split_names
 
+METHODS = (
+    "separated by commas: none, lora, locas-glu, locas-mlp; "
+    "each also as NAME@WIDTH, NAME:RATE or both."
+)
 Out = Annotated[
     options.NamedPath, Parameter(help="folder for figures, single results and memories.")
 ]
-METHODS = "separated by commas: none, lora, locas-glu, locas-mlp; each also as NAME@WIDTH, NAME:RATE or both."
 Methods = Annotated[str, Parameter(help=METHODS)]
-DEFAULT_OUT = Path("locas-eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The methods of a run, and where its results go."""
+
+    method: Methods = "none,lora,locas-glu"
+    out: Out = Path("locas-eval")
+    overwrite: options.Overwrite = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRunOptions(RunOptions):
+    """A run of methods that learn."""
+
+    method: Methods = "lora,locas-glu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskingOptions:
+    """What is asked about a dialogue.
+
+    Args:
+        setting: no-context, evidence (the turns with the answer in context), full-context;
+            separated by commas.
+        wrong_memory: also ask each conversation with another one's memory.
+        max_new_tokens: the most tokens of an answer.
+    """
+
+    setting: str = "no-context,evidence,full-context"
+    wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True
+    max_new_tokens: options.Count = 32
+
+
+# The options of a dataclass stand beside those of the command.
+RunGroup = Annotated[RunOptions, Parameter(name="*")]
+LearningRunGroup = Annotated[LearningRunOptions, Parameter(name="*")]
+AskingGroup = Annotated[AskingOptions, Parameter(name="*")]
+RUN = RunOptions()
+LEARNING_RUN = LearningRunOptions()
+ASKING = AskingOptions()
 
 
 def perplexity(
     *texts: options.Text,
-    method: Methods = "none,lora,locas-glu",
     dataset: str | None = None,
     split: str = "test",
     column: str = "text",
     limit_documents: options.Count | None = None,
     unwrap: options.Unwrap = None,
-    out: Out = DEFAULT_OUT,
-    overwrite: options.Overwrite = False,
+    run: RunGroup = RUN,
     settings: options.ManyScored = options.READING,
     base: options.BaseGroup = options.BASE,
 ) -> None:
@@ -43,63 +89,64 @@ def perplexity(
     """
     from locas_peft.evaluation import load_column, load_documents, run_perplexity
 
-    consoles = _open(out, base)
+    consoles = _open(run.out, base)
     if bool(texts) == (dataset is not None):
         raise ValueError("give either TEXT files or --dataset NAME, one of the two")
-    source = dataset, split, column, limit_documents
-    documents = load_documents(texts, limit_documents) if dataset is None else load_column(*source)
-    loaded, methods = _load(base, settings, method)
-    ids = {
-        name: loaded.encode(text, settings.max_tokens, unwrap) for name, text in documents.items()
-    }
-    _run(run_perplexity, (ids,), loaded, methods, out, overwrite, consoles)
+    if dataset is None:
+        documents = load_documents(texts, limit_documents)
+    else:
+        documents = load_column(dataset, split, column, limit_documents)
+    loaded, methods = _load(base, settings, run.method)
+    ids = {}
+    for name, text in documents.items():
+        ids[name] = loaded.encode(text, settings.max_tokens, unwrap)
+    _run(partial(run_perplexity, documents=ids), loaded, methods, run, consoles)
 
 
 def locomo(
     data: Path,
     /,
     *,
-    setting: str = "no-context,evidence,full-context",
-    method: Methods = "none,lora,locas-glu",
     conversations: str | None = None,
     limit_sessions: options.Count | None = None,
-    wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True,
-    max_new_tokens: options.Count = 32,
-    out: Out = DEFAULT_OUT,
-    overwrite: options.Overwrite = False,
+    asking: AskingGroup = ASKING,
+    run: RunGroup = RUN,
     settings: options.ManyMethods = options.READING,
     base: options.BaseGroup = options.BASE,
 ) -> None:
-    """LoCoMo: questions about a dialogue, with its memory, without a memory, and with the memory of another dialogue.
+    """LoCoMo: questions about a dialogue, with its memory, another one's, and none.
 
     Args:
         data: LoCoMo's JSON.
-        setting: no-context, evidence (the turns with the answer in context), full-context; separated by commas.
         conversations: only these, by sample_id, separated by commas.
-        limit_sessions: the first sessions of each conversation, and the questions whose evidence lies in them.
-        wrong_memory: also ask each conversation with another one's memory.
-        max_new_tokens: the most tokens of an answer.
+        limit_sessions: the first sessions of each conversation, and the questions whose evidence
+            lies in them.
     """
     from locas_peft.evaluation.conversations import choose_conversations, keep_sessions, load_locomo
     from locas_peft.evaluation.locomo import LocomoPlan, run_locomo
 
-    consoles = _open(out, base)
-    names = split_names(setting, "--setting")
-    plan = LocomoPlan(names, max_new_tokens=max_new_tokens, wrong_memory=wrong_memory)
-    found, problems = load_locomo(data)
+    consoles = _open(run.out, base)
+    stderr = consoles[1]
+    plan = LocomoPlan(
+        split_names(asking.setting, "--setting"),
+        max_new_tokens=asking.max_new_tokens,
+        wrong_memory=asking.wrong_memory,
+    )
+    in_file, problems = load_locomo(data)
     for problem in problems:
-        consoles[1].print(problem)
+        stderr.print(problem)
     names = None if conversations is None else split_names(conversations, "--conversations")
-    chosen = choose_conversations(found, names)
+    chosen = choose_conversations(in_file, names)
     if limit_sessions is not None:
-        chosen = [keep_sessions(one, limit_sessions) for one in chosen]
-    if wrong_memory and len(chosen) < 2:
-        consoles[1].print(
+        chosen = [keep_sessions(conversation, limit_sessions) for conversation in chosen]
+    if asking.wrong_memory and len(chosen) < 2:
+        stderr.print(
             "no wrong-memory control: it needs a second conversation, whose memory is asked"
         )
-    loaded, methods = _load(base, settings, method)
+    loaded, methods = _load(base, settings, run.method)
+    protocol = partial(run_locomo, conversations=chosen, plan=plan)
     common = {"data": data.name, "left_out": problems}
-    _run(run_locomo, (chosen, plan), loaded, methods, out, overwrite, consoles, **common)
+    _run(protocol, loaded, methods, run, consoles, **common)
 
 
 def forgetting(
@@ -109,14 +156,12 @@ def forgetting(
     unread: tuple[str, ...] | None = None,
     unread_tokens: options.AtLeastTwo = 50_000,
     own_answers: bool = False,
-    method: Methods = "lora,locas-glu",
     unwrap: options.Unwrap = None,
-    out: Out = DEFAULT_OUT,
-    overwrite: options.Overwrite = False,
+    run: LearningRunGroup = LEARNING_RUN,
     settings: options.ManyMethods = options.READING,
     base: options.BaseGroup = options.BASE,
 ) -> None:
-    """Forgetting: unread text and drift from the base, before and after a book, and with the memory off.
+    """Forgetting: drift on unread text, before and after a book, and with the memory off.
 
     Args:
         book: a UTF-8 text file, or - for stdin: what the memory reads.
@@ -128,27 +173,26 @@ def forgetting(
     from locas_peft.evaluation.forgetting import ForgettingPlan, run_forgetting
     from locas_peft.text import load_text
 
-    consoles = _open(out, base)
+    consoles = _open(run.out, base)
     if not (unread or own_answers):
         raise ValueError("something must be measured: give --unread TEXT or --own-answers")
-    content, others = load_text(book), load_documents(unread or ())
-    loaded, methods = _load(base, settings, method)
-    texts = {name: loaded.encode(text, unread_tokens, unwrap) for name, text in others.items()}
-    plan = ForgettingPlan(texts, own_answers)
+    content = load_text(book)
+    documents = load_documents(unread or ())
+    loaded, methods = _load(base, settings, run.method)
+    texts = {}
+    for name, text in documents.items():
+        texts[name] = loaded.encode(text, unread_tokens, unwrap)
     ids = loaded.encode(content, settings.max_tokens, unwrap)
-    _run(run_forgetting, (ids, plan), loaded, methods, out, overwrite, consoles)
+    protocol = partial(run_forgetting, book=ids, plan=ForgettingPlan(texts, own_answers))
+    _run(protocol, loaded, methods, run, consoles)
 
 
 def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
-    """Check the options that all protocols share, and return the consoles of results and of remarks."""
+    """Check the options that all protocols share; return the consoles of results and remarks."""
     from locas_peft.files import check_output_directory
 
     check_output_directory("--out", out)
-    count = find_process()[1]
-    if count > 1 and base.device not in ("auto", "cpu"):
-        raise ValueError(
-            f"--device must be auto or cpu for {count} processes, got {base.device!r}: leave it out"
-        )
+    check_shared_device(base.device)
     return open_consoles()
 
 
@@ -158,33 +202,40 @@ def _load(base: BaseOptions, settings: ReadingOptions, method: str) -> tuple[Any
 
     from .running import load, make_settings
 
-    loaded, names = load(base), split_names(method, "--method")
-    return loaded, complete_all(
-        make_settings(settings, loaded), names, loaded.model, loaded.tokenizer
-    )
+    names = split_names(method, "--method")
+    check_settings(settings, names)
+    loaded = load(base)
+    given = make_settings(settings, loaded)
+    return loaded, complete_all(given, names, loaded.model, loaded.tokenizer)
 
 
 def _run(
     protocol: Callable,
-    given: tuple,
-    base,
-    methods: dict,
-    out: Path,
-    overwrite: bool,
-    consoles: tuple,
+    base: Any,
+    methods: dict[str, Any],
+    run: RunOptions,
+    consoles: tuple[Console, Console],
     **common: Any,
 ) -> None:
-    """Run a protocol with what is given, with values `common` to all of its results, and print its figures."""
-    from locas_peft.evaluation import tabulate_figures
-    from locas_peft.evaluation.runs import Run
+    """Run a protocol, with values `common` to all of its results, and print its figures."""
+    from locas_peft import evaluation
 
     stdout, stderr = consoles
-    common = {"model": base.name, "dtype": str(base.model.dtype).removeprefix("torch."), **common}
+    dtype = str(base.model.dtype).removeprefix("torch.")
+    common = {"model": base.name, "dtype": dtype, **common}
     with show_progress(stderr) as progress:
         figures = protocol(
-            Run(base.model, base.tokenizer, methods, out, common, overwrite, progress), *given
+            evaluation.Run(
+                base.model,
+                base.tokenizer,
+                methods,
+                run.out,
+                common=common,
+                overwrite=run.overwrite,
+                progress=progress,
+            )
         )
-    for sheet in tabulate_figures(figures):
+    for sheet in evaluation.tabulate_figures(figures):
         stdout.print(sheet.to_rich())
-    folder = out / figures["study"]
+    folder = run.out / figures["study"]
     stdout.print(f"Figures: {folder}.json; single results below {folder}.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -179,3 +180,21 @@ def split_names(names: str, option: str) -> tuple[str, ...]:
     if len(set(chosen)) < len(chosen):
         raise ValueError(f"{option} must name each once, got {names!r}: drop the second mention")
     return chosen
+
+
+def check_settings(options: ReadingOptions, methods: Sequence[str] | None = None) -> None:
+    """Raise a `ValueError` for values that contradict each other, before a base is loaded.
+
+    Args:
+        options: of a command.
+        methods: those of a command that has several; None for `options.method` alone.
+    """
+    from locas_peft.reading.settings import ReadingSettings, complete_all
+
+    settings = ReadingSettings(**vars(options))
+    # Without the base its window is not known: any stride may fit into it.
+    settings = replace(settings, window=settings.window or sys.maxsize)
+    if methods is None:
+        settings.complete()
+    else:
+        complete_all(settings, methods)

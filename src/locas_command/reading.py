@@ -15,7 +15,6 @@ def memorize(
     /,
     *,
     manifest: str | None = None,
-    workers: options.Count = 1,
     ray: bool | str = False,
     out: options.NamedPath | None = None,
     library: options.NamedPath | None = None,
@@ -36,7 +35,6 @@ def memorize(
         text: a UTF-8 text file, or - for stdin.
         manifest: a table in place of the text, for --library: JSON Lines with name, text or path, and settings of the
             line's own; or a .csv or .parquet file, or a dataset's name. The same command goes on with what is left.
-        workers: processes that share the table and this machine's cores or GPUs; with --ray, actors on each machine.
         ray: teach the table on a Ray cluster: its address, auto, or nothing for one on this machine.
         out: the memory's folder; this or --library is needed unless the method is none.
         library: a folder of memories that gets one more; its base is the model where none is given.
@@ -65,8 +63,8 @@ def memorize(
         raise ValueError(
             "give either a TEXT or --manifest, one of the two: see locas memorize --help"
         )
-    if (workers > 1 or ray) and not manifest:
-        raise ValueError("--workers and --ray need --manifest, got one text: leave them out")
+    if ray and not manifest:
+        raise ValueError("--ray needs --manifest, got one text: leave it out")
     if manifest:
         if library is None or out or name or start or exchanges_file or settings.method == "none":
             rule = "--manifest needs --library and a method that learns"
@@ -76,9 +74,7 @@ def memorize(
         from .table import teach_manifest
 
         given = {"overwrite": overwrite, "checkpoint_seconds": checkpoint_seconds}
-        return teach_manifest(
-            manifest, library, workers, ray, unwrap, json_file, settings, base, **given
-        )
+        return teach_manifest(manifest, library, ray, unwrap, json_file, settings, base, **given)
     stdout, stderr = open_consoles(json_file)
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other: continue, or start afresh")
@@ -133,6 +129,7 @@ def memorize(
         None if text == "-" else Path(text).name
     )  # its folder need not be known to who reads the record
     sampled = library is not None or (start is not None and (start / SAMPLE).is_file())
+    options.check_settings(settings)
     loaded = load(base)
     if library is not None:
         shelf.check_base(loaded.name)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from locas_peft import backbone, memories, text
 from locas_peft.bases import loading as base_models
 from locas_peft.library import Library
+from locas_peft.processes import join_processes
 from locas_peft.progress import follow, follow_study
 from locas_peft.reading import teaching
 from locas_peft.reading.record import Reading
@@ -52,6 +53,7 @@ class Base:
 def _prepare() -> None:
     """Set up what loading a model needs."""
     show_own_remarks()
+    join_processes()
     atexit.register(Accelerator().end_training)  # it takes over what a launcher has set
 
 

@@ -1,25 +1,23 @@
-"""`locas memorize --manifest`: a table of documents, taught into a library by any number of processes."""
+"""`locas memorize --manifest`: a table of documents, taught into a library."""
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from subprocess import DEVNULL, Popen
 from typing import Any
 
-import torch
+from rich.console import Console
 
 from locas_peft import backbone
 from locas_peft.files import check_output_directory
 from locas_peft.library import Library
-from locas_peft.library.table import FAILURES, load_table, teach_on_ray, teach_table
+from locas_peft.library.table import FAILURES, Document, load_table, teach_on_ray, teach_table
 from locas_peft.reading import ReadingSettings
 
 from .console import (
+    check_shared_device,
     deferring_signals,
-    find_process,
     open_consoles,
     printable,
     show_progress,
@@ -28,11 +26,12 @@ from .console import (
 from .options import BaseOptions, ReadingOptions
 from .running import load
 
+MOST_SHOWN = 20
+
 
 def teach_manifest(
     manifest: str,
     folder: Path,
-    workers: int,
     ray: bool | str,
     unwrap: bool | None,
     json_file: Path | None,
@@ -40,73 +39,89 @@ def teach_manifest(
     base: BaseOptions,
     **options: Any,
 ) -> int:
-    """Teach a table's documents, print what failed, and return the exit code: 3 where something did."""
+    """Teach a table, print what failed, and return the exit code: 3 where something did."""
     stdout, stderr = open_consoles(json_file)
+    check_shared_device(base.device)
     check_output_directory("--library", folder)
     documents = load_table(manifest, ReadingSettings(**vars(settings)))
-    library, (index, _) = Library(folder), find_process()
+    library = Library(folder)
     base = replace(base, model=base.model or library.name_base() or backbone.NAME)
     name = backbone.name_of(base.model)
     library.check_base(name)
-    documents = [replace(each, settings=replace(each.settings, model=name)) for each in documents]
+    documents = [_record_model(document, name) for document in documents]
     options["unwrapped"] = backbone.is_embedded(name) if unwrap is None else unwrap
     if ray:
-        model = (
-            os.path.abspath(base.model) if os.path.exists(base.model) else base.model
-        )  # actors have other folders
-        given = {
-            "name": model,
-            "dtype": base.dtype,
-            "device": base.device,
-            "quantize": base.quantize,
-        }
-        options |= {"address": None if ray is True else ray, "workers": workers}
-        with show_progress(stderr) as progress, redirect_stdout(sys.stderr):  # Ray prints there
-            failures = teach_on_ray(library, given, documents, progress=progress, **options)
+        failures = _teach_on_ray(library, base, documents, ray, stderr, options)
     else:
-        if workers > 1 and base.device == "auto" and torch.cuda.device_count() > 1:
-            base = replace(base, device=f"cuda:{index % torch.cuda.device_count()}")
-        with (
-            _started(workers, index),
-            show_progress(stderr) as progress,
-            deferring_signals(stderr) as check,
-        ):
-            loaded = load(base)
-            options |= {
-                "progress": progress,
-                "on_chunk": lambda step: check(),
-                "on_study": lambda step: check(),
-            }
-            failures = teach_table(library, loaded.model, loaded.tokenizer, documents, **options)
-    for each in failures[:20]:
-        where = f"line {each['line']}" + (f", {printable(each['name'])}" if each["name"] else "")
-        stderr.print(f"{where}: {each['error']}")
-    if failures:
-        stderr.print(
-            f"{len(failures)} failed: {folder / FAILURES} lists them. The same command tries them again"
-        )
+        failures = _teach_here(library, base, documents, stderr, options)
+    _show_failures(failures, folder, stderr)
     done = f"{len(documents) - len(failures)} of {len(documents)} are in {folder}"
     stdout.print(f"{done}. Next: locas ask QUESTION --library {folder}")
     write_result(json_file, {"documents": len(documents), "failures": failures})
     return 3 if failures else 0
 
 
-@contextmanager
-def _started(count: int, index: int) -> Iterator[None]:
-    """Share the cores out among `count` processes of this command; the first one starts the others, and ends them."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    threads, command = max(cores // count, 1), [sys.executable, "-m", "locas_peft", *sys.argv[1:]]
-    if count > 1:
-        torch.set_num_threads(threads)
-    with ExitStack() as stack:  # which waits for the processes
-        for number in range(1, 1 if index else count):
-            own = {
-                "OMP_NUM_THREADS": str(threads),
-                "LOCAS_WORKERS": str(count),
-                "LOCAS_WORKER": str(number),
-            }
-            process = stack.enter_context(Popen(command, env={**os.environ, **own}, stdout=DEVNULL))
-            stack.push(lambda kind, *_, process=process: kind and process.terminate())
-        yield
+def _record_model(document: Document, name: str) -> Document:
+    """Return a document whose settings name the base, for the memory's record."""
+    return replace(document, settings=replace(document.settings, model=name))
+
+
+def _teach_on_ray(
+    library: Library,
+    base: BaseOptions,
+    documents: list[Document],
+    ray: bool | str,
+    stderr: Console,
+    options: dict[str, Any],
+) -> list[dict[str, Any]]:
+    # The actors have other current folders.
+    model = os.path.abspath(base.model) if os.path.exists(base.model) else base.model
+    loading = {
+        "name": model,
+        "dtype": base.dtype,
+        "device": base.device,
+        "quantize": base.quantize,
+    }
+    address = None if ray is True else ray
+    # Ray prints to stdout, which is for results.
+    with show_progress(stderr) as progress, redirect_stdout(sys.stderr):
+        return teach_on_ray(
+            library, loading, documents, address=address, progress=progress, **options
+        )
+
+
+def _teach_here(
+    library: Library,
+    base: BaseOptions,
+    documents: list[Document],
+    stderr: Console,
+    options: dict[str, Any],
+) -> list[dict[str, Any]]:
+    with show_progress(stderr) as progress, deferring_signals(stderr) as check:
+
+        def after_step(step: Any) -> None:
+            check()
+
+        loaded = load(base)
+        return teach_table(
+            library,
+            loaded.model,
+            loaded.tokenizer,
+            documents,
+            progress=progress,
+            on_chunk=after_step,
+            on_study=after_step,
+            **options,
+        )
+
+
+def _show_failures(failures: list[dict[str, Any]], folder: Path, stderr: Console) -> None:
+    """Print the first failures, and where all of them are listed."""
+    for failure in failures[:MOST_SHOWN]:
+        where = f"line {failure['line']}"
+        if failure["name"]:
+            where += f", {printable(failure['name'])}"
+        stderr.print(f"{where}: {failure['error']}")
+    if failures:
+        listed = f"{len(failures)} failed: {folder / FAILURES} lists them"
+        stderr.print(f"{listed}. The same command tries them again")

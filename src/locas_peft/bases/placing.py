@@ -4,11 +4,12 @@ import importlib.util
 from typing import Any
 
 import torch
-from accelerate.state import AcceleratorState, PartialState, is_initialized
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import compute_module_sizes, get_max_memory
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..checks import check_choice, first_line, invalid
+from ..processes import join_processes
 
 __all__ = [
     "DTYPES",
@@ -31,7 +32,7 @@ _SHARE = 0.8
 def choose_device(device: str) -> torch.device:
     """Turn a device's name into a device; "auto" is the one that Accelerate gives the process."""
     if device == "auto":
-        return PartialState().device
+        return join_processes().device
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

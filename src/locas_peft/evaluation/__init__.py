@@ -1,4 +1,7 @@
-"""The protocols and their measures. Each protocol's module has its `NAME`, its units and `tabulate(figures)`."""
+"""The protocols and their measures.
+
+Each protocol's module has its `NAME`, its units and `tabulate(figures)`.
+"""
 
 from typing import Any
 
@@ -10,13 +13,15 @@ from .forgetting import run_forgetting
 from .locomo import run_locomo
 from .perplexity import run_perplexity
 from .runs import Run
+from .units import Unit, run_units
 
-__all__ = ["Run", "choose_conversations", "load_column", "load_documents", "load_locomo"]
-__all__ += ["run_forgetting", "run_locomo", "run_perplexity", "tabulate_figures"]
+__all__ = ["Run", "Unit", "choose_conversations", "load_column", "load_documents", "load_locomo"]
+__all__ += ["run_forgetting", "run_locomo", "run_perplexity", "run_units", "tabulate_figures"]
 
 PROTOCOLS = {module.NAME: module for module in (locomo, forgetting, perplexity)}
 
 
 def tabulate_figures(figures: dict[str, Any]) -> list[Sheet]:
-    """Return the tables of a protocol's figures (`perplexity.json`, `locomo.json`, `forgetting.json`)."""
-    return [sheet for sheet in PROTOCOLS[figures["study"]].tabulate(figures) if sheet.rows]
+    """Return the tables of a protocol's figures, such as those in `perplexity.json`."""
+    protocol = PROTOCOLS[figures["study"]]
+    return [sheet for sheet in protocol.tabulate(figures) if sheet.rows]

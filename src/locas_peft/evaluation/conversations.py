@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,10 @@ class Session:
 
 @dataclass(frozen=True)
 class LocomoQuestion:
-    """A question of category 1 to 5 (for 5 the answer is the trap); `evidence` names the turns with the answer."""
+    """A question of category 1 to 5; for 5 the answer is the trap.
+
+    `evidence` names the turns with the answer.
+    """
 
     index: int
     question: str
@@ -74,10 +76,10 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
     """
     lines = []
     for session in conversation.sessions:
-        lines += [""] if lines else []
-        lines.append(
-            f"Session {session.number}" + (f", {session.date_time}" if session.date_time else "")
-        )
+        if lines:
+            lines.append("")
+        date = f", {session.date_time}" if session.date_time else ""
+        lines.append(f"Session {session.number}{date}")
         for turn in session.turns:
             photo = f" [photo: {turn.caption}]" if turn.caption else ""
             lines.append(f"{turn.speaker}: {' '.join(turn.text.split())}{photo}")
@@ -86,61 +88,74 @@ def dialogue_lines(conversation: Conversation) -> list[str]:
 
 def keep_evidence(conversation: Conversation, question: LocomoQuestion) -> Conversation:
     """Return a conversation with no turns but those that a question names as its evidence."""
-    named = {
-        s: tuple(turn for turn in s.turns if turn.dia_id in question.evidence)
-        for s in conversation.sessions
-    }
-    sessions = tuple(replace(session, turns=turns) for session, turns in named.items() if turns)
-    return replace(conversation, sessions=sessions)
+    sessions = []
+    for session in conversation.sessions:
+        turns = tuple(turn for turn in session.turns if turn.dia_id in question.evidence)
+        if turns:
+            sessions.append(replace(session, turns=turns))
+    return replace(conversation, sessions=tuple(sessions))
 
 
 def keep_sessions(conversation: Conversation, sessions: int) -> Conversation:
-    """Return the first sessions of a conversation, with the questions whose evidence lies in them."""
+    """Return a conversation's first sessions, with the questions whose evidence lies in them."""
     kept = replace(conversation, sessions=conversation.sessions[:sessions])
-    turns = kept.turns
-    questions = (
-        q
-        for q in conversation.questions
-        if q.evidence and all(turn in turns for turn in q.evidence)
-    )
+    questions = []
+    for question in conversation.questions:
+        if question.evidence and kept.turns.keys() >= set(question.evidence):
+            questions.append(question)
     return replace(kept, questions=tuple(questions))
 
 
 def load_locomo(path: str | Path) -> tuple[list[Conversation], list[str]]:
-    """Load a LoCoMo file: JSON in the release's form, a list of samples with `sample_id`, `conversation` and `qa`.
+    """Load a LoCoMo file: JSON in the release's form.
 
-    Return the conversations that can be used, and one line for each record that cannot, with its index in the file. A
-    file that does not exist, is not LoCoMo, or holds nothing that can be used is a `ValueError`.
+    Args:
+        path: a list of samples with `sample_id`, `conversation` and `qa`.
+
+    Returns:
+        The conversations that can be used, and one line for each record that cannot, with its index
+        in the file.
+
+    Raises:
+        ValueError: the file does not exist, is not LoCoMo, or holds nothing that can be used.
     """
-    samples, problems = load_json(path), []
-    samples = samples if isinstance(samples, list) else [samples]
-    parse = partial(_parse_sample, problems=problems, known=set())
+    samples = load_json(path)
+    if not isinstance(samples, list):
+        samples = [samples]
+    problems: list[str] = []
+    known: set[str] = set()
+
+    def parse(sample: Any, name: str) -> Conversation:
+        conversation = _parse_sample(sample, name, problems, known)
+        known.add(conversation.sample_id)
+        return conversation
+
     conversations = _parse_each(parse, samples, Path(path).name, problems)
     if not conversations:
-        got = f"none in {str(path)!r}" + (f" ({problems[0]})" if problems else "")
+        reason = f" ({problems[0]})" if problems else ""
         remedy = "give the release's locomo10.json, or a file of the same form"
-        raise ValueError(f"LoCoMo data must hold a conversation, got {got}: {remedy}")
+        raise ValueError(
+            f"LoCoMo data must hold a conversation, got none in {str(path)!r}{reason}: {remedy}"
+        )
     return conversations, problems
 
 
 def choose_conversations(
     conversations: Sequence[Conversation], names: Sequence[str] | None
 ) -> list[Conversation]:
-    """Choose conversations by their ids, in the order of the file; all of them if `names` is None."""
+    """Choose conversations by their ids, in the order of the file; all if `names` is None."""
+    if names is None:
+        return list(conversations)
     known = [conversation.sample_id for conversation in conversations]
-    for name in names or ():
+    for name in names:
         check_choice("conversation", name, known)
-    return [
-        conversation
-        for conversation in conversations
-        if names is None or conversation.sample_id in names
-    ]
+    return [conversation for conversation in conversations if conversation.sample_id in names]
 
 
 def _parse_each(
     parse: Callable[[Any, str], Any], records: list[Any], name: str, problems: list[str]
 ) -> list[Any]:
-    """Parse the records of a list; one that raises a `ValueError` is left out, and its message kept in `problems`."""
+    """Parse a list's records; one that is a `ValueError` is left out and named in `problems`."""
     parsed = []
     for number, record in enumerate(records):
         try:
@@ -161,53 +176,73 @@ def _parse_sample(sample: Any, name: str, problems: list[str], known: set[str]) 
         isinstance(talk, dict), f"{name} must have a 'conversation', got none: sample left out"
     )
     sample_id = str(sample.get("sample_id") or name)
-    rule = f"{name}.sample_id must be letters, digits, - and _, got {sample_id!r}: sample left out, rename it"
-    _require(re.fullmatch(r"[\w\[\]-][\w.\[\]-]*", sample_id), rule)
+    got = f"got {sample_id!r}"
     _require(
-        sample_id not in known,
-        f"{name}.sample_id must be unique, got {sample_id!r} again: sample left out",
+        re.fullmatch(r"[\w\[\]-][\w.\[\]-]*", sample_id),
+        f"{name}.sample_id must be letters, digits, - and _, {got}: sample left out, rename it",
     )
-    sessions = []
-    for number in sorted(int(key[8:]) for key in talk if re.fullmatch(r"session_\d+", key)):
-        key = f"session_{number}"
-        turns, date_time, path = (
-            talk[key],
-            talk.get(f"{key}_date_time"),
-            f"{name}.conversation.{key}",
-        )
-        if not isinstance(turns, list):
-            problems.append(
-                f"{path} must be a list of turns, got {type(turns).__name__}: session left out"
-            )
-        elif parsed := _parse_each(_parse_turn, turns, path, problems):
-            sessions.append(
-                Session(number, date_time if isinstance(date_time, str) else None, tuple(parsed))
-            )
-    rule = f"{name}.conversation must have a session with turns, got none in {sample_id!r}: sample left out"
-    _require(sessions, rule)
-    found = list(dict.fromkeys(turn.speaker for session in sessions for turn in session.turns))
-    speakers = str(talk.get("speaker_a") or found[0]), str(talk.get("speaker_b") or found[-1])
+    _require(
+        sample_id not in known, f"{name}.sample_id must be unique, {got} again: sample left out"
+    )
+    sessions = _parse_sessions(talk, f"{name}.conversation", problems)
+    _require(
+        sessions,
+        f"{name}.conversation must have a session with turns, got none in {sample_id!r}: "
+        "sample left out",
+    )
+    in_order = dict.fromkeys(turn.speaker for session in sessions for turn in session.turns)
+    first_speaker = next(iter(in_order))
+    last_speaker = next(reversed(in_order))
+    speakers = (
+        str(talk.get("speaker_a") or first_speaker),
+        str(talk.get("speaker_b") or last_speaker),
+    )
     entries = sample.get("qa")
     if not isinstance(entries, list):
         problems.append(
-            f"{name}.qa must be a list of questions, got none in {sample_id!r}: no question is asked"
+            f"{name}.qa must be a list of questions, got none in {sample_id!r}: "
+            "no question is asked"
         )
         entries = []
     questions = _parse_each(_parse_question, list(enumerate(entries)), f"{name}.qa", problems)
-    known.add(sample_id)
     return Conversation(sample_id, speakers, tuple(sessions), tuple(questions))
 
 
+def _parse_sessions(talk: dict[str, Any], name: str, problems: list[str]) -> list[Session]:
+    """Return the sessions that have turns, in the order of their numbers."""
+    numbers = []
+    for key in talk:
+        match = re.fullmatch(r"session_(\d+)", key)
+        if match:
+            numbers.append(int(match[1]))
+    sessions = []
+    for number in sorted(numbers):
+        key = f"session_{number}"
+        records = talk[key]
+        if not isinstance(records, list):
+            kind = type(records).__name__
+            problems.append(f"{name}.{key} must be a list of turns, got {kind}: session left out")
+            continue
+        turns = _parse_each(_parse_turn, records, f"{name}.{key}", problems)
+        date_time = talk.get(f"{key}_date_time")
+        if turns:
+            date = date_time if isinstance(date_time, str) else None
+            sessions.append(Session(number, date, tuple(turns)))
+    return sessions
+
+
 def _parse_turn(turn: Any, name: str) -> Turn:
-    fields = (
-        [turn.get(key) for key in ("dia_id", "speaker", "text")]
-        if isinstance(turn, dict)
-        else [None]
+    fields = [None]
+    if isinstance(turn, dict):
+        fields = [turn.get("dia_id"), turn.get("speaker"), turn.get("text")]
+    _require(
+        all(isinstance(field, str) for field in fields),
+        f"{name} must have dia_id, speaker and text, got {turn!r:.60}: turn left out",
     )
-    rule = f"{name} must have dia_id, speaker and text, got {turn!r:.60}: turn left out"
-    _require(all(isinstance(field, str) for field in fields), rule)
     caption = turn.get("blip_caption")
-    return Turn(*fields, caption if isinstance(caption, str) and caption.strip() else None)
+    if not isinstance(caption, str) or not caption.strip():
+        caption = None
+    return Turn(*fields, caption)
 
 
 def _parse_question(numbered: tuple[int, Any], name: str) -> LocomoQuestion:
@@ -215,16 +250,17 @@ def _parse_question(numbered: tuple[int, Any], name: str) -> LocomoQuestion:
     asked = str(entry.get("question") or "").strip() if isinstance(entry, dict) else ""
     _require(asked, f"{name} must have a 'question', got {entry!r:.60}: left out")
     category = entry.get("category")
-    known = type(category) is int and category in CATEGORIES
-    _require(known, f"{name}.category must be 1 to 5, got {category!r}: question left out")
+    _require(
+        type(category) is int and category in CATEGORIES,
+        f"{name}.category must be 1 to 5, got {category!r}: question left out",
+    )
     key = "adversarial_answer" if category == ADVERSARIAL else "answer"
     gold = entry.get(key)
-    has_answer = isinstance(gold, (str, int, float)) and str(gold).strip()
     _require(
-        has_answer,
+        isinstance(gold, (str, int, float)) and str(gold).strip(),
         f"{name} must have an {key!r} (category {category}), got {gold!r}: question left out",
     )
     # Some of the release's entries hold two ids, or a colon or a zero too many.
-    found = re.findall(r"D:?(\d+):(\d+)", str(entry.get("evidence")))
-    evidence = tuple(dict.fromkeys(f"D{int(session)}:{int(turn)}" for session, turn in found))
-    return LocomoQuestion(index, asked, category, str(gold).strip(), evidence)
+    named = re.findall(r"D:?(\d+):(\d+)", str(entry.get("evidence")))
+    evidence = dict.fromkeys(f"D{int(session)}:{int(turn)}" for session, turn in named)
+    return LocomoQuestion(index, asked, category, str(gold).strip(), tuple(evidence))

@@ -11,22 +11,19 @@ __all__ = ["load_column", "load_documents"]
 
 
 def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str, str]:
-    """Load the first `limit` of text files (`-` is stdin), and of the `.txt` files of folders, by name without suffix.
+    """Load text files, and the `.txt` files of folders, by their names without suffix.
 
-    A folder without text, and two files with the same name, are a `ValueError`.
+    Args:
+        sources: files, folders, or "-" for stdin.
+        limit: how many are loaded; None for all.
+
+    Raises:
+        ValueError: a folder has no text, or two files have the same name.
     """
-    paths, texts = [], {}
+    paths: list[str | Path] = []
     for source in sources:
-        found = (
-            sorted(Path(source).glob("*.txt"))
-            if source != "-" and Path(source).is_dir()
-            else [source]
-        )
-        if not found:
-            raise ValueError(
-                f"folder must hold .txt files, got none in {source!r}: name another, or a file"
-            )
-        paths += found
+        paths += _list_files(source)
+    texts = {}
     for path in paths[:limit]:
         name = "stdin" if path == "-" else _as_name(Path(path).stem)
         if name in texts:
@@ -37,10 +34,29 @@ def load_documents(sources: Sequence[str], limit: int | None = None) -> dict[str
     return texts
 
 
-def load_column(dataset: str, split: str, column: str, limit: int | None = None) -> dict[str, str]:
-    """Load the first `limit` documents of a dataset's column (see `load_rows`), named "test-0", "test-1", ...
+def _list_files(source: str) -> list[str | Path]:
+    """Return the files that a source names."""
+    if source == "-" or not Path(source).is_dir():
+        return [source]
+    files = sorted(Path(source).glob("*.txt"))
+    if not files:
+        raise ValueError(
+            f"folder must hold .txt files, got none in {source!r}: name another, or a file"
+        )
+    return files
 
-    The names begin with the split. A column without texts is a `ValueError`.
+
+def load_column(dataset: str, split: str, column: str, limit: int | None = None) -> dict[str, str]:
+    """Load the texts of a dataset's column, named by split and row: "test-0", "test-1", ...
+
+    Args:
+        dataset: a folder, or a name on the hub (see `load_rows`).
+        split: of the dataset.
+        column: where the texts are.
+        limit: how many are loaded; None for all.
+
+    Raises:
+        ValueError: there is no such column, or it has no texts.
     """
     texts: dict[str, str] = {}
     for number, row in enumerate(load_rows(dataset, split)):
@@ -50,8 +66,9 @@ def load_column(dataset: str, split: str, column: str, limit: int | None = None)
             raise ValueError(
                 f"column must be one of {', '.join(row)}, got {column!r}: choose one of them"
             )
-        if isinstance(row[column], str) and row[column].strip():
-            texts[f"{_as_name(split)}-{number}"] = row[column]
+        text = row[column]
+        if isinstance(text, str) and text.strip():
+            texts[f"{_as_name(split)}-{number}"] = text
     if not texts:
         raise ValueError(
             f"dataset must hold texts, got none in {column!r} of {dataset!r}: choose another column"

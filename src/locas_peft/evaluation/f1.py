@@ -26,16 +26,19 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def answer_f1(prediction: str, reference: str, category: int) -> float:
-    """Compute an answer's F1 with the gold answer by the rules of its category: 0 to 1; for category 5 -1 to 0.
+    """Compute an answer's F1 with the gold answer by its category's rules: 0 to 1; for 5 -1 to 0.
 
-    Category 1: the reference is a comma-separated list; the mean over its items of the best F1 of any item of the
-    prediction. 3: only the reference before its first ";" counts. 5: the reference is the trap, its F1 negative.
+    Category 1: the reference is a comma-separated list; the mean over its items of the best F1 of
+    any item of the prediction. 3: only the reference before its first ";" counts. 5: the reference
+    is the trap, its F1 negative.
     """
     if category not in CATEGORIES:
         raise ValueError(f"category must be 1 to 5, got {category!r}: see the release's categories")
     if category == 1:
-        items, expected = prediction.split(","), reference.split(",")
-        return sum(max(token_f1(item, one) for item in items) for one in expected) / len(expected)
+        items = prediction.split(",")
+        expected = reference.split(",")
+        best = [max(token_f1(item, gold) for item in items) for gold in expected]
+        return sum(best) / len(expected)
     if category == 3:
         reference = reference.split(";")[0]
     f1 = token_f1(prediction, reference)
@@ -44,26 +47,29 @@ def answer_f1(prediction: str, reference: str, category: int) -> float:
 
 def abstains(prediction: str) -> bool:
     """Tell whether an answer declines, by the phrases of the official accuracy of category 5."""
-    return any(
-        phrase in prediction.lower() for phrase in ("no information available", "not mentioned")
-    )
+    text = prediction.lower()
+    return "no information available" in text or "not mentioned" in text
 
 
 def token_f1(prediction: str, reference: str) -> float:
     """Compute the F1 of the tokens that two texts share, with repetition; 0 if they share none."""
-    predicted, expected = Counter(tokens_of(prediction)), Counter(tokens_of(reference))
+    predicted = Counter(tokens_of(prediction))
+    expected = Counter(tokens_of(reference))
     shared = (predicted & expected).total()
+    if not shared:
+        return 0.0
     # 2PR / (P + R) with P = shared / predicted and R = shared / expected
-    return 2 * shared / (predicted.total() + expected.total()) if shared else 0.0
+    return 2 * shared / (predicted.total() + expected.total())
 
 
 def tokens_of(text: str) -> list[str]:
-    """Split a text into tokens: lower case, without punctuation, articles and "and", Porter-stemmed."""
+    """Split a text into Porter-stemmed tokens: lower case, no punctuation, articles or "and"."""
+    stem = load_stemmer()
     words = text.lower().translate(_NO_PUNCTUATION).split()
-    return [load_stemmer()(word) for word in words if word not in _DROPPED]
+    return [stem(word) for word in words if word not in _DROPPED]
 
 
 @cache
 def load_stemmer() -> Callable[[str], str]:
-    """Load nltk's Porter stemmer, with a cache of its words; raise a `ValueError` if nltk is not installed."""
+    """Load nltk's Porter stemmer, with a cache of its words; a `ValueError` without nltk."""
     return cache(import_extra("nltk.stem.porter").PorterStemmer().stem)

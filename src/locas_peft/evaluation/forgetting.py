@@ -1,24 +1,25 @@
 """The forgetting protocol: what the memory of a whole book costs on unread texts.
 
-The paper's section on general capabilities. Each measure is taken before, after, and with the memory disabled, which
-must equal before to the last bit.
+The paper's section on general capabilities. Each measure is taken before, after, and with the
+memory disabled, which must equal before to the last bit.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..files import write_json
 from ..memories.loading import memory_attached
+from ..reading.settings import CompleteSettings
 from ..tables import Sheet, format_figure, format_mean
-from ..units import Unit, run_units
 from .drift import OWN_ANSWERS, Piece, cut_text, measure_drift, write_own_answers
 from .intervals import mean_interval, rise_interval
 from .runs import Run, describe_text, summarize_reading
+from .units import Unit
 
 __all__ = ["NAME", "ForgettingPlan", "run_forgetting", "tabulate"]
 
@@ -30,8 +31,10 @@ BASE = "base"
 class ForgettingPlan:
     """The texts that are measured before and after, and that the memory does not read.
 
-    `unread` has a LongTensor [T] by name. With `own_answers` the base's answers to everyday questions are measured as
-    one more unread text (see `drift.write_own_answers`).
+    Args:
+        unread: LongTensor [T] by name.
+        own_answers: whether the base's answers to everyday questions are measured as one more
+            unread text (see `drift.write_own_answers`).
     """
 
     unread: dict[str, Tensor]
@@ -44,82 +47,114 @@ class ForgettingPlan:
 
 
 def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, Any]:
-    """Measure the base, and each method's memory of a book, LongTensor [T].
+    """Measure the base, and each method's memory of a book.
 
-    The run's folder gets memories in `forgetting/memories`, each state's measures in `forgetting/*.json`, and
-    `forgetting.json`. The methods' window and stride are also those of the frozen measures.
+    Args:
+        run: its folder gets memories in `forgetting/memories`, each state's measures in
+            `forgetting/*.json`, and the figures in `forgetting.json`. The methods' window and
+            stride are also those of the frozen measures.
+        book: LongTensor [T].
+        plan: what is measured.
 
-    Returns, raises: as for `perplexity.run_perplexity`; and a `ValueError` where the methods' windows differ.
+    Returns:
+        The figures.
+
+    Raises:
+        ValueError: as for `perplexity.run_perplexity`, or the methods' windows differ.
     """
-    windows = {
-        (settings.training.window, settings.training.stride) for settings in run.methods.values()
-    }
-    if len(windows) != 1:
-        raise ValueError(
-            f"methods must share window and stride, got {sorted(windows)}: give them the same"
-        )
-    (window, stride), folder = windows.pop(), run.out / NAME
+    window, stride = _find_window(run.methods)
+    folder = run.out / NAME
     # The base reads the book too: the memories' gain is measured against it.
     readers = {BASE: next(iter(run.methods.values())).for_base()}
-    readers |= {
-        name: settings for name, settings in run.methods.items() if settings.method.name != "none"
-    }
-    texts = {name: cut_text(ids, window, stride) for name, ids in plan.unread.items()}
+    for name, settings in run.methods.items():
+        if settings.method.name != "none":
+            readers[name] = settings
+    load_texts = cache(partial(_load_texts, run, plan, window, stride))
     readings, states = {}, {}
     for name, settings in readers.items():
-        taught, path = name != BASE, folder / "memories" / f"{name}.json"
-        readings[name] = run.reading(
-            book, settings, path, f"{name} reads the book", keep_memory=taught
+        is_base = name == BASE
+        reading = run.reading(
+            book,
+            settings,
+            folder / "memories" / f"{name}.json",
+            f"{name} reads the book",
+            keep_memory=not is_base,
         )
-        make = partial(_measure_state, run, texts, name, readings[name].memory if taught else None)
-        states[name] = Unit(
-            folder / (f"after-{name}.json" if taught else "before.json"), make, readings[name]
-        )
-    units = [*readings.values(), *states.values()]
+        memory = None if is_base else reading.memory
+        path = folder / ("before.json" if is_base else f"after-{name}.json")
+        make = partial(_measure_state, run, load_texts, name, memory)
+        readings[name] = reading
+        states[name] = Unit(path, make, needs=reading)
     shared = {
         "book": describe_text(book),
         "window": window,
         "stride": stride,
         "plan": plan.to_json(),
     }
-    head = run.open(NAME, units, **shared)
-    if plan.own_answers and not all(unit.path.exists() for unit in units):
-        texts[OWN_ANSWERS] = write_own_answers(run.base.eval(), run.tokenizer)
-    run_units(units, run.progress)
-    found = {
-        name: {"teaching": summarize_reading(readings[name].load()), **states[name].load()}
-        for name in readers
-    }
+    head = run.make(NAME, [*readings.values(), *states.values()], **shared)
+    found = {}
+    for name in readers:
+        found[name] = {"teaching": summarize_reading(readings[name].load()), **states[name].load()}
     before = found.pop(BASE)
-    after = {name: _describe_after(before, state) for name, state in found.items()}
-    unread = {name: drift["perplexity"] for name, drift in before["drift"].items()}
-    first = {"book_perplexity": before["teaching"]["perplexity"][0], "unread_perplexity": unread}
-    figures = {**head, "before": first, "after": after}
-    write_json(run.out / f"{NAME}.json", figures)
+    figures = {
+        **head,
+        "before": _describe_before(before),
+        "after": {name: _describe_after(before, state) for name, state in found.items()},
+    }
+    run.save(NAME, figures)
     return figures
 
 
+def _find_window(methods: dict[str, CompleteSettings]) -> tuple[int, int]:
+    """Return the window and the stride that all methods share."""
+    windows = set()
+    for settings in methods.values():
+        windows.add((settings.training.window, settings.training.stride))
+    if len(windows) != 1:
+        raise ValueError(
+            f"methods must share window and stride, got {sorted(windows)}: give them the same"
+        )
+    return windows.pop()
+
+
+def _load_texts(run: Run, plan: ForgettingPlan, window: int, stride: int) -> dict[str, list[Piece]]:
+    """Return the pieces of the unread texts; the base, without a memory, writes its own answers."""
+    texts = {name: cut_text(ids, window, stride) for name, ids in plan.unread.items()}
+    if plan.own_answers:
+        texts[OWN_ANSWERS] = write_own_answers(run.base.eval(), run.tokenizer)
+    return texts
+
+
 def _measure_state(
-    run: Run, texts: dict[str, list[Piece]], name: str, memory: Path | None
+    run: Run, load_texts: Callable[[], dict[str, list[Piece]]], name: str, memory: Path | None
 ) -> dict[str, Any]:
-    """Return the drift on each text: the base's own, or that of a memory, whose reference has the memory disabled."""
-    with memory_attached(run.base, memory) if memory else nullcontext(run.base) as model:
-        found = {}
+    """Return the drift of the base, or of a memory from itself disabled, on each text."""
+    texts = load_texts()
+    drifts = {}
+    attached = nullcontext(run.base) if memory is None else memory_attached(run.base, memory)
+    with attached as model:
         for text, pieces in texts.items():
-            advance = run.progress(f"{name}: {text}", sum(scored for _, scored in pieces))
-            found[text] = measure_drift(model, pieces, advance)
-    return {"drift": found}
+            tokens = sum(scored for _, scored in pieces)
+            advance = run.progress(f"{name}: {text}", tokens)
+            drifts[text] = measure_drift(model, pieces, advance)
+    return {"drift": drifts}
+
+
+def _describe_before(before: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of the base."""
+    return {
+        "book_perplexity": before["teaching"]["perplexity"][0],
+        "unread_perplexity": {name: drift["perplexity"] for name, drift in before["drift"].items()},
+    }
 
 
 def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a memory beside those of the base."""
     base, drifts = before["drift"], state["drift"]
-    # Logits that are equal to the last bit make the perplexity equal and the KL zero.
-    same = {
-        name: drift["reference_sha256"] == base[name]["reference_sha256"]
-        for name, drift in drifts.items()
-    }
-    rises, kls = {}, {}
+    unread, disabled, rises, kls, same = {}, {}, {}, {}, {}
     for name, drift in drifts.items():
+        unread[name] = drift["perplexity"]
+        disabled[name] = drift["reference_perplexity"]
         rises[name] = rise_interval(
             base[name]["chunk_nll_nats"], drift["chunk_nll_nats"], drift["chunk_tokens"]
         )
@@ -128,15 +163,16 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
             **mean_interval(drift["chunk_kl_nats"]),
             "mean_over_tokens": drift["kl_per_token"],
         }
+        # Logits that are equal to the last bit make the perplexity equal and the KL zero.
+        same[name] = drift["reference_sha256"] == base[name]["reference_sha256"]
+    teaching = state["teaching"]
     return {
-        "parameters": state["teaching"]["parameters"],
-        "book_perplexity": state["teaching"]["perplexity"],
-        "book_gain": before["teaching"]["perplexity"][0] - state["teaching"]["perplexity"][0],
-        "unread_perplexity": {name: drift["perplexity"] for name, drift in drifts.items()},
+        "parameters": teaching["parameters"],
+        "book_perplexity": teaching["perplexity"],
+        "book_gain": before["teaching"]["perplexity"][0] - teaching["perplexity"][0],
+        "unread_perplexity": unread,
         "unread_rise": rises,
-        "disabled_perplexity": {
-            name: drift["reference_perplexity"] for name, drift in drifts.items()
-        },
+        "disabled_perplexity": disabled,
         "kl_per_token": kls,
         "disabled_is_before": all(same.values()),
         "disabled_is_before_in": same,
@@ -145,37 +181,33 @@ def _describe_after(before: dict[str, Any], state: dict[str, Any]) -> dict[str, 
 
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
     """Return the tables: each measure before and after, and whether the memory can be disabled."""
-    before, after = figures["before"], figures["after"]
+    before = figures["before"]
     unread = list(before["unread_perplexity"])
-    headers = [
-        "",
-        "parameters",
-        "book ppl",
-        *(f"ppl of {name}" for name in unread),
-        *(f"KL on {n}" for n in unread),
-    ]
-    texts = [before["book_perplexity"], *before["unread_perplexity"].values()]
-    rows = [["before", "0", *map(format_figure, texts), *("0" for _ in unread)]]
+    headers = ["", "parameters", "book ppl"]
+    headers += [f"ppl of {name}" for name in unread]
+    headers += [f"KL on {name}" for name in unread]
+    perplexities = [before["book_perplexity"], *before["unread_perplexity"].values()]
+    rows = [["before", "0", *map(format_figure, perplexities), *("0" for _ in unread)]]
     disabled = []
-    for name, found in after.items():
-        row = [name, f"{found['parameters']:,}", format_figure(found["book_perplexity"][0])]
-        for text, rise in found["unread_rise"].items():
-            sign = "+" if rise["mean"] > 0 else ""
-            row.append(
-                f"{format_figure(found['unread_perplexity'][text])} ({sign}{format_mean(rise, 2)})"
-            )
-        row += [format_mean(kl, 4) for kl in found["kl_per_token"].values()]
-        rows.append(row)
-        unequal = [measure for measure, same in found["disabled_is_before_in"].items() if not same]
-        disabled.append(
-            [
-                name,
-                f"differs in {', '.join(unequal)}"
-                if unequal
-                else "equal to before, to the last bit",
-            ]
-        )
+    for name, after in figures["after"].items():
+        rows.append([name, *_describe_row(after)])
+        unequal = [text for text, same in after["disabled_is_before_in"].items() if not same]
+        verdict = "equal to before, to the last bit"
+        if unequal:
+            verdict = f"differs in {', '.join(unequal)}"
+        disabled.append([name, verdict])
     return [
         Sheet("After a whole book, measured on other texts", headers, rows),
         Sheet("With the memory disabled", ["memory", "measures"], disabled),
     ]
+
+
+def _describe_row(after: dict[str, Any]) -> list[str]:
+    """Return the cells of a memory's row."""
+    row = [f"{after['parameters']:,}", format_figure(after["book_perplexity"][0])]
+    for text, rise in after["unread_rise"].items():
+        sign = "+" if rise["mean"] > 0 else ""
+        perplexity = format_figure(after["unread_perplexity"][text])
+        row.append(f"{perplexity} ({sign}{format_mean(rise, 2)})")
+    row += [format_mean(kl, 4) for kl in after["kl_per_token"].values()]
+    return row

@@ -1,4 +1,7 @@
-"""Means and perplexity rises with 95% percentile bootstrap intervals (nan for fewer than two values), as JSON."""
+"""Means and perplexity rises with 95% percentile bootstrap intervals, as JSON.
+
+Of fewer than two values the ends of the interval are nan.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,16 +12,20 @@ __all__ = ["Interval", "mean_interval", "rise_interval"]
 
 Interval = dict[str, float | int]
 _TAIL = (1 - 0.95) / 2
-_MANY = 5_000  # of more values fewer resamples are drawn: the interval is narrow, and each resample costs more
+# Of more values fewer resamples are drawn: the interval is narrow, and each resample costs more.
+_MANY = 5_000
 
 
 def mean_interval(values: Sequence[float], seed: int = 0) -> Interval:
-    """Compute a mean (nan without values) with its interval; the values are resampled, drawn from the seed."""
+    """Compute a mean, nan without values, with its interval; the resamples follow from the seed."""
     array = np.asarray(values, dtype=np.float64)
     mean = math.fsum(array) / len(array) if len(array) else math.nan
-    return _interval(
-        mean, (array == array[:1]).all(), len(array), lambda rows: array[rows].mean(axis=-1), seed
-    )
+    all_same = (array == array[:1]).all()
+
+    def average(rows: np.ndarray) -> np.ndarray:
+        return array[rows].mean(axis=-1)
+
+    return _interval(mean, all_same, len(array), average, seed)
 
 
 def rise_interval(
@@ -26,11 +33,12 @@ def rise_interval(
 ) -> Interval:
     """Compute the rise of a text's perplexity with its paired interval; nan if there are no chunks.
 
-    The chunks are resampled, each with its summed nll before and after and its `tokens`: its difficulty cancels.
+    The chunks are resampled, each with its summed nll before and after and its `tokens`: its
+    difficulty cancels.
     """
-    before, after, counts = (
-        np.asarray(values, dtype=np.float64) for values in (before_nats, after_nats, tokens)
-    )
+    before = np.asarray(before_nats, dtype=np.float64)
+    after = np.asarray(after_nats, dtype=np.float64)
+    counts = np.asarray(tokens, dtype=np.float64)
 
     def rise(rows: np.ndarray) -> np.ndarray:
         total = counts[rows].sum(axis=-1)
@@ -43,19 +51,18 @@ def rise_interval(
 def _interval(
     mean: float, same: bool, n: int, statistic: Callable[[np.ndarray], np.ndarray], seed: int
 ) -> Interval:
-    """Add the ends of the 95% interval to a statistic: its own value where all `n` units are the same.
+    """Add the 95% interval's ends to a statistic: its own value where all `n` units are the same.
 
     `statistic` computes one number a row from the indices of the drawn units [rows, n].
     """
     low = high = mean if same and n > 1 else math.nan
     if n > 1 and not same:
         random = np.random.default_rng(seed)
-        resamples, rows = (
-            (999, 50) if n > _MANY else (9_999, 500)
-        )  # so many rows at once limit the memory used
-        sizes = [min(rows, resamples - start) for start in range(0, resamples, rows)]
-        values = np.concatenate(
-            [statistic(random.integers(0, n, size=(size, n))) for size in sizes]
-        )
-        low, high = np.quantile(values, (_TAIL, 1 - _TAIL)).tolist()
+        # So many rows at once limit the memory that is used.
+        resamples, rows = (999, 50) if n > _MANY else (9_999, 500)
+        values = []
+        for start in range(0, resamples, rows):
+            drawn = random.integers(0, n, size=(min(rows, resamples - start), n))
+            values.append(statistic(drawn))
+        low, high = np.quantile(np.concatenate(values), (_TAIL, 1 - _TAIL)).tolist()
     return {"mean": mean, "low": low, "high": high, "n": n}

@@ -1,5 +1,6 @@
-"""Perplexity as a metric of Hugging Face `evaluate`; made directly, not by `evaluate.load`, it needs no network.
+"""Perplexity as a metric of Hugging Face `evaluate`.
 
+Made directly, not by `evaluate.load`, it needs no network.
 The extra `eval` has `evaluate` and `datasets`.
 """
 
@@ -9,7 +10,8 @@ from typing import Any
 from ..checks import import_extra
 from ..ttt.chunks import perplexity
 
-evaluate, datasets = import_extra("evaluate"), import_extra("datasets")
+evaluate = import_extra("evaluate")
+datasets = import_extra("datasets")
 
 __all__ = ["Perplexity"]
 
@@ -30,7 +32,11 @@ class Perplexity(evaluate.Metric):
 
     def _info(self) -> Any:
         columns = {"predictions": datasets.Value("float64"), "references": datasets.Value("int64")}
-        text, source = self.__doc__ or "", "Locas, arXiv:2602.05085"
+        text = self.__doc__ or ""
         return evaluate.MetricInfo(
-            text, source, datasets.Features(columns), text, module_name="perplexity"
+            description=text,
+            citation="Locas, arXiv:2602.05085",
+            features=datasets.Features(columns),
+            inputs_description=text,
+            module_name="perplexity",
         )

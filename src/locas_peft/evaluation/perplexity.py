@@ -1,6 +1,7 @@
-"""The perplexity protocol: each method reads each document with a fresh memory, and scores each token, then learns it.
+"""The perplexity protocol: each method reads each document with a fresh memory.
 
-The paper's PG-19 protocol. Over documents the mean is weighted by tokens.
+Each token is scored, then learned. The paper's PG-19 protocol. Over documents the mean is weighted
+by tokens.
 """
 
 from collections.abc import Sequence
@@ -8,12 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..files import write_json
 from ..tables import Sheet, format_figure
 from ..ttt.chunks import perplexity
-from ..units import Unit, run_units
 from .intervals import mean_interval
 from .runs import Run, describe_text
+from .units import Unit
 
 __all__ = ["NAME", "run_perplexity", "tabulate"]
 
@@ -21,63 +21,78 @@ NAME = "perplexity"
 
 
 def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
-    """Read each document, LongTensor [T], with each method.
+    """Read each document with each method.
 
-    The run's folder gets `perplexity/METHOD/DOCUMENT.json`, one a reading, and the figures, which are returned, in
-    `perplexity.json`. A folder with another run, or a method that does not fit the base, is a `ValueError`.
+    Args:
+        run: its folder gets `perplexity/METHOD/DOCUMENT.json`, one a reading, and the figures in
+            `perplexity.json`.
+        documents: LongTensor [T] by name.
+
+    Returns:
+        The figures.
+
+    Raises:
+        ValueError: the folder has another run, or a method does not fit the base.
     """
-    units: dict[str, dict[str, Unit]] = {method: {} for method in run.methods}
+    units: dict[str, dict[str, Unit]] = {}
     for method, settings in run.methods.items():
+        units[method] = {}
         for name, ids in documents.items():
             path = run.out / NAME / method / f"{name}.json"
-            units[method][name] = run.reading(
-                ids, settings, path, f"{method}: {name}", keep_memory=False
-            )
-    table = [unit for row in units.values() for unit in row.values()]
-    head = run.open(
-        NAME, table, documents={name: describe_text(ids) for name, ids in documents.items()}
-    )
-    run_units(table, run.progress)
-    readings = {
-        method: {name: unit.load() for name, unit in row.items()} for method, row in units.items()
-    }
-    means = {method: _average(list(row.values())) for method, row in readings.items()}
+            label = f"{method}: {name}"
+            units[method][name] = run.reading(ids, settings, path, label, keep_memory=False)
+    every_unit = [unit for row in units.values() for unit in row.values()]
+    described = {name: describe_text(ids) for name, ids in documents.items()}
+    head = run.make(NAME, every_unit, documents=described)
+    readings, means = {}, {}
+    for method, row in units.items():
+        readings[method] = {name: unit.load() for name, unit in row.items()}
+        means[method] = _average(list(readings[method].values()))
     figures = {**head, "readings": readings, "means": means}
-    write_json(run.out / f"{NAME}.json", figures)
+    run.save(NAME, figures)
     return figures
 
 
 def _average(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    nats, tokens = ([reading[key] for reading in readings] for key in ("nll_nats", "scored_tokens"))
-    per_token = mean_interval([nll / count for nll, count in zip(nats, tokens, strict=True)])
-    means = {"perplexity": perplexity(sum(nats), sum(tokens)), "scored_tokens": sum(tokens)}
-    return {**means, "documents": len(readings), "nll_per_token": per_token}
+    """Return the figures of several readings together."""
+    nats = sum(reading["nll_nats"] for reading in readings)
+    tokens = sum(reading["scored_tokens"] for reading in readings)
+    per_token = [reading["nll_nats"] / reading["scored_tokens"] for reading in readings]
+    return {
+        "perplexity": perplexity(nats, tokens),
+        "scored_tokens": tokens,
+        "documents": len(readings),
+        "nll_per_token": mean_interval(per_token),
+    }
 
 
 def tabulate(figures: dict[str, Any]) -> list[Sheet]:
-    """Return the tables: the perplexity of each document, so far at some numbers of tokens, and between them."""
-    readings, documents = figures["readings"], list(figures["documents"])
+    """Return the tables: the perplexity of each document, so far at marks, and between them."""
+    documents = list(figures["documents"])
     rows = []
-    for method, found in readings.items():
-        values = [
-            *(found[name]["perplexity"] for name in documents),
-            figures["means"][method]["perplexity"],
-        ]
+    for method, readings in figures["readings"].items():
+        values = [readings[name]["perplexity"] for name in documents]
+        values.append(figures["means"][method]["perplexity"])
         rows.append([method, *map(format_figure, values)])
-    sheets = [
-        Sheet(
-            "Perplexity, each token scored before it was learned",
-            ["", *documents, "all tokens"],
-            rows,
-        )
-    ]
+    title = "Perplexity, each token scored before it was learned"
+    sheets = [Sheet(title, ["", *documents, "all tokens"], rows)]
     for name in documents:
         for key, title in (("perplexity_at", "so far, at"), ("perplexity_between", "between")):
-            values = {method: found[name][key] for method, found in readings.items()}
-            marks = list(dict.fromkeys(mark for row in values.values() for mark in row))
-            rows = [
-                [method, *(format_figure(row.get(mark)) for mark in marks)]
-                for method, row in values.items()
-            ]
-            sheets += [Sheet(f"{name}: perplexity {title}", ["", *marks], rows)] if marks else []
+            sheet = _tabulate_marks(figures["readings"], name, key, title)
+            if sheet is not None:
+                sheets.append(sheet)
     return sheets
+
+
+def _tabulate_marks(
+    readings: dict[str, dict[str, Any]], document: str, key: str, title: str
+) -> Sheet | None:
+    """Return the table of a document's perplexities at marks; None where it has no marks."""
+    values = {method: row[document][key] for method, row in readings.items()}
+    marks = list(dict.fromkeys(mark for row in values.values() for mark in row))
+    if not marks:
+        return None
+    rows = []
+    for method, row in values.items():
+        rows.append([method, *(format_figure(row.get(mark)) for mark in marks)])
+    return Sheet(f"{document}: perplexity {title}", ["", *marks], rows)

@@ -1,6 +1,5 @@
-"""The prompts of the LoCoMo protocol: a question alone, or after evidence or the whole dialogue."""
+"""The prompts of the LoCoMo protocol: a question alone, or after evidence or the dialogue."""
 
-import math
 from bisect import bisect_right
 from pathlib import Path
 
@@ -17,11 +16,9 @@ __all__ = ["ANSWERED", "PROMPTS", "make_prompt", "make_prompts"]
 
 ANSWERED = ("no-context", "evidence", "full-context")
 PROMPTS: dict[str, str] = load_json(Path(__file__).with_suffix(".json"))
-"""The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace `{hint}`.
-
-The setting "evidence" has the prompt of "full-context". Its dialogue is then the turns that the
-question names.
-"""
+"""The prompts, by setting, and hints by category number (`hint-1` to `hint-5`), which replace
+`{hint}`. The setting "evidence" has the prompt of "full-context", and its dialogue is the turns
+that the question names."""
 
 
 def make_prompts(
@@ -32,32 +29,42 @@ def make_prompts(
     *,
     max_new_tokens: int = 32,
 ) -> tuple[list[list[int]], int]:
-    """Make the prompts of a conversation's questions, as token ids; `setting` is one of `ANSWERED`.
+    """Make the prompts of a conversation's questions.
 
     If the whole dialogue exceeds the model's positions, its newest lines are in context: as many as
-    leave room for the longest question and its answer. Return the prompts, and the number of the
-    dialogue's lines that were left out.
+    leave room for the longest question and its answer.
+
+    Args:
+        model: the one that answers.
+        tokenizer: of the model.
+        conversation: with its questions.
+        setting: one of `ANSWERED`.
+        max_new_tokens: the room for an answer.
+
+    Returns:
+        The prompts as token ids, and the number of the dialogue's lines that were left out.
     """
     lines = dialogue_lines(conversation)
 
-    def encode(question: LocomoQuestion, kept: int = len(lines)) -> list[int]:
+    def encode(question: LocomoQuestion, kept: int) -> list[int]:
         shown = lines[len(lines) - kept :]
         if setting == "evidence":
             shown = dialogue_lines(keep_evidence(conversation, question))
-        return encode_prompt(
-            tokenizer, make_prompt(conversation, question, setting, "\n".join(shown))
-        )
+        prompt = make_prompt(conversation, question, setting, "\n".join(shown))
+        return encode_prompt(tokenizer, prompt)
 
-    encoded = [encode(question) for question in conversation.questions]
+    prompts = [encode(question, len(lines)) for question in conversation.questions]
     positions = count_positions(model)
-    room = math.inf if positions is None else positions - max_new_tokens
-    if setting != "full-context" or max(map(len, encoded), default=0) <= room:
-        return encoded, 0
-    longest = conversation.questions[
-        max(range(len(encoded)), key=lambda number: len(encoded[number]))
-    ]
+    if setting != "full-context" or positions is None or not prompts:
+        return prompts, 0
+    room = positions - max_new_tokens
+    lengths = [len(prompt) for prompt in prompts]
+    if max(lengths) <= room:
+        return prompts, 0
+    longest = conversation.questions[lengths.index(max(lengths))]
+    # 0 even if that does not fit: `answer` refuses the question then.
     fitting = bisect_right(range(len(lines) + 1), room, key=lambda kept: len(encode(longest, kept)))
-    kept = max(0, fitting - 1)  # 0 even if that does not fit: `answer` refuses the question then
+    kept = max(0, fitting - 1)
     return [encode(question, kept) for question in conversation.questions], len(lines) - kept
 
 
@@ -66,7 +73,12 @@ def make_prompt(
 ) -> str:
     """Make a question's prompt in a setting of `ANSWERED`; `text` is the dialogue in context."""
     check_choice("setting", setting, ANSWERED)
-    form = PROMPTS["full-context" if setting == "evidence" else setting]
-    names = dict(zip(("speaker_a", "speaker_b"), conversation.speakers, strict=True))
-    hint = PROMPTS.get(f"hint-{question.category}", "")
-    return form.format(question=question.question, hint=hint, dialogue=text, **names)
+    template = PROMPTS["full-context" if setting == "evidence" else setting]
+    speaker_a, speaker_b = conversation.speakers
+    return template.format(
+        question=question.question,
+        hint=PROMPTS.get(f"hint-{question.category}", ""),
+        dialogue=text,
+        speaker_a=speaker_a,
+        speaker_b=speaker_b,
+    )

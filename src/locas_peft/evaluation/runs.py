@@ -1,7 +1,8 @@
-"""Runs of the protocols: where a run's results are, which run they are of, and the unit of a reading."""
+"""Runs of the protocols: where a run's results are, and which run they are of."""
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,27 +14,33 @@ from ..checks import describe_difference
 from ..files import load_json, write_json
 from ..memories.checkpoint import has_checkpoint, held
 from ..memories.folder import FILES
+from ..processes import in_first_process
 from ..progress import Progress, follow, follow_study, silent
 from ..reading.record import Reading
 from ..reading.settings import AnySettings, CompleteSettings
 from ..reading.teaching import memorize
 from ..text import digest_ids
-from ..units import Unit, add_needed, is_locked, lock_path, remove_unit
+from .units import Unit, add_needed, remove_unit, run_units
 
 __all__ = ["Run", "describe_text", "summarize_reading"]
+
+LOCK = "run.lock"
 
 
 @dataclass
 class Run:
-    """What a protocol runs on and where its results go; the same arguments continue an interrupted run.
+    """What a protocol runs on and where its results go.
+
+    The same arguments continue an interrupted run.
 
     Args:
         base: a causal LM without adapters; mutated while a unit is made, and restored.
+        tokenizer: of the base.
         methods: each method's settings, by its name in tables; completed for the base.
         out: the folder; made if it does not exist. It may hold runs of several protocols.
         common: more fields for the record of the run, as JSON values.
-        overwrite: remove the results of an earlier run, and no other file. If another process is at work in the
-            folder, its results stay, so that processes that are all started with `overwrite` share one run.
+        overwrite: remove the results of an earlier run, and no other file.
+        progress: opens lines of progress.
     """
 
     base: PreTrainedModel
@@ -45,28 +52,47 @@ class Run:
     progress: Progress = silent
 
     def __post_init__(self) -> None:
-        self.methods = {
-            name: settings.complete(self.base, self.tokenizer)
-            for name, settings in self.methods.items()
-        }
+        completed = {}
+        for name, settings in self.methods.items():
+            completed[name] = settings.complete(self.base, self.tokenizer)
+        self.methods = completed
 
-    def open(self, name: str, units: Sequence[Unit], **shared: Any) -> dict[str, Any]:
-        """Record in `out/NAME/run.json` which run its results are of; return the fields that its figures begin with.
+    def make(self, name: str, units: Sequence[Unit], **shared: Any) -> dict[str, Any]:
+        """Make a protocol's results, and record in `out/NAME/run.json` which run they are of.
 
-        Results of a different run are a `ValueError`: later runs may add methods, and the fields in `common` and
-        `shared`, JSON values, must stay the same. A record without results, of a run that failed at once, is replaced.
-        `units` is the protocol's table, with paths in `out / name`.
+        Args:
+            name: of the protocol.
+            units: what is made, with paths in `out / name`.
+            shared: fields that are the same for all of the protocol's runs in one folder, as JSON
+                values.
+
+        Returns:
+            The fields that the protocol's figures begin with.
+
+        Raises:
+            ValueError: the folder has results of a different run, or another command is at work in
+                it (`InUse`). A later run may add methods. The fields in `common` and `shared` must
+                stay the same. A record without results, of a run that failed at once, is replaced.
         """
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
-        path, common = folder / "run.json", {**self.common, **shared}
-        settings = {method: values.to_json() for method, values in self.methods.items()}
+        common = {**self.common, **shared}
+        methods = {method: settings.to_json() for method, settings in self.methods.items()}
         files = [unit.path.relative_to(folder).as_posix() for unit in add_needed(units)]
-        record = {"study": name, "common": common, "methods": settings, "files": files}
-        with held(lock_path(path), wait=True):
-            before = load_json(path) if path.exists() else {}
-            write_json(path, _join(folder, before, json.loads(json.dumps(record)), self.overwrite))
-        return {"study": name, **common, "methods": settings}
+        record = {"study": name, "common": common, "methods": methods, "files": files}
+        with ExitStack() as stack:
+
+            def begin() -> None:
+                stack.enter_context(held(folder / LOCK))
+                self._write_record(folder, json.loads(json.dumps(record)))
+
+            in_first_process(begin)
+            run_units(units, self.progress)
+        return {"study": name, **common, "methods": methods}
+
+    def save(self, name: str, figures: dict[str, Any]) -> None:
+        """Write a protocol's figures into `out/NAME.json`, in the first process."""
+        in_first_process(lambda: write_json(self.out / f"{name}.json", figures))
 
     def reading(
         self,
@@ -77,70 +103,87 @@ class Run:
         *,
         keep_memory: bool = True,
     ) -> Unit:
-        """Return the unit of one reading of a LongTensor [T], whose result is a `Reading` as JSON.
+        """Return the unit of one reading, whose result is a `Reading` as JSON.
 
-        If interrupted, it continues inside its text. With `keep_memory` the memory is saved in the unit's `memory`.
+        Args:
+            input_ids: LongTensor [T].
+            settings: how the text is read.
+            path: the file of the result.
+            label: of the line of progress.
+            keep_memory: whether the memory is saved in the unit's `memory`.
+
+        A reading that was interrupted goes on inside its text.
         """
+        tokens = len(input_ids) * settings.training.readings
 
         def make() -> dict[str, Any]:
-            options = {
-                "out": unit.memory if keep_memory else None,
-                "checkpoint_dir": unit.checkpoint,
-                "resume": True,
-            }
-            options["on_chunk"] = follow(
-                self.progress(label, len(input_ids) * settings.training.readings)
+            reading = memorize(
+                self.base,
+                input_ids,
+                settings,
+                tokenizer=self.tokenizer,
+                out=unit.memory if keep_memory else None,
+                checkpoint_dir=unit.checkpoint,
+                resume=True,
+                on_chunk=follow(self.progress(label, tokens)),
+                on_study=follow_study(self.progress),
             )
-            options |= {"tokenizer": self.tokenizer, "on_study": follow_study(self.progress)}
-            return memorize(self.base, input_ids, settings, **options).to_json()
+            return reading.to_json()
 
-        unit = Unit(path, make)
+        unit = Unit(path, make, size=tokens)
         return unit
 
+    def _write_record(self, folder: Path, record: dict[str, Any]) -> None:
+        """Write a run's record; check it against the earlier one, or remove the earlier results."""
+        path = folder / "run.json"
+        earlier = load_json(path) if path.exists() else {}
+        files = {*record["files"]}
+        for file in map(Path, earlier.get("files", ())):
+            # The record may come from strangers: no file outside the folder is touched.
+            if not file.is_absolute() and ".." not in file.parts:
+                files.add(file.as_posix())
+        units = [Unit(folder / file, dict) for file in sorted(files)]
+        if self.overwrite:
+            for unit in units:
+                remove_unit(unit, folder, FILES)
+        elif any(unit.path.exists() or has_checkpoint(unit.checkpoint) for unit in units):
+            _check_same_run(record, earlier, self.out)
+            methods = {**earlier.get("methods", {}), **record["methods"]}
+            record = {**record, "methods": methods, "files": sorted(files)}
+        write_json(path, record)
 
-def _join(
-    folder: Path, before: dict[str, Any], record: dict[str, Any], overwrite: bool
-) -> dict[str, Any]:
-    """Return a run's record together with the one before it; check that they agree, or remove the earlier results."""
-    own = [
-        file
-        for file in before.get("files", ())
-        if not Path(file).is_absolute() and ".." not in Path(file).parts
-    ]
-    files = sorted({*own, *record["files"]})
-    units = [Unit(folder / file, dict) for file in files]
-    if overwrite and not any(map(is_locked, units)):
-        for unit in units:
-            remove_unit(unit, folder, FILES)
-    elif any(unit.path.exists() or has_checkpoint(unit.checkpoint) for unit in units):
-        ours, theirs = record["methods"], before.get("methods", {})
-        pairs = [(record["common"], before.get("common", {}), "")]
-        pairs += [(ours[name], theirs[name], f"{name}: ") for name in ours if name in theirs]
-        where, remedy = (
-            f"the results in {str(folder.parent)!r}",
-            "choose another folder, or give --overwrite",
-        )
-        for here, there, prefix in pairs:
-            if difference := describe_difference(here, there, where, remedy, prefix):
-                raise ValueError(difference)
-        return {**record, "methods": {**theirs, **ours}, "files": files}
-    return record
+
+def _check_same_run(record: dict[str, Any], earlier: dict[str, Any], out: Path) -> None:
+    """Raise a `ValueError` where a run's record differs from that of the folder's results."""
+    where = f"the results in {str(out)!r}"
+    remedy = "choose another folder, or give --overwrite"
+    compared = [(record["common"], earlier.get("common", {}), "")]
+    earlier_methods = earlier.get("methods", {})
+    for name, settings in record["methods"].items():
+        if name in earlier_methods:
+            compared.append((settings, earlier_methods[name], f"{name}: "))
+    for ours, theirs, prefix in compared:
+        difference = describe_difference(ours, theirs, where, remedy, prefix)
+        if difference is not None:
+            raise ValueError(difference)
 
 
 def describe_text(input_ids: Tensor) -> dict[str, Any]:
-    """Return the identity of a text [T] for the record of a run: its number of tokens and their SHA-256."""
+    """Return what names a text [T] in a record: its number of tokens and their SHA-256."""
     return {"tokens": len(input_ids), "sha256": digest_ids(input_ids)}
 
 
 def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
-    """Return figures of a `Reading`, as JSON, that taught a memory; `perplexity` has one value a reading."""
+    """Return figures of a `Reading`, as JSON; `perplexity` has a value for each pass."""
     reading = Reading.from_json(record)
-    return {
+    summary = {
         "parameters": reading.extra_parameters,
         "perplexity": reading.perplexities,
         "scored_tokens": reading.scored_tokens * reading.settings.training.readings,
         "seconds": reading.seconds,
         "skipped_chunks": reading.skipped_chunks,
         "taken_back": reading.taken_back,
-        **({} if reading.studied is None else {"studied": reading.studied}),
     }
+    if reading.studied is not None:
+        summary["studied"] = reading.studied
+    return summary
