@@ -135,7 +135,7 @@ def test_a_question_about_other_names_finds_nothing(base):
 
 def test_a_memory_does_not_change_what_is_found(base):
     model, tokenizer = backbone.load()
-    model = get_peft_model(model, LocasConfig(r=4, init_strategy="random"))
+    model = get_peft_model(model, LocasConfig(r=4, init_weights="random"))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -145,7 +145,7 @@ def test_a_memory_does_not_change_what_is_found(base):
 
 def test_one_memory_that_has_learned_chooses_among_what_is_found(tmp_path, base):
     model, tokenizer = backbone.load()
-    model = get_peft_model(model, LocasConfig(r=4, init_strategy="random")).eval()
+    model = get_peft_model(model, LocasConfig(r=4, init_weights="random")).eval()
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         save_exchanges(tmp_path / name / "exchanges.jsonl", EXCHANGES)
@@ -180,8 +180,8 @@ def test_one_memory_that_has_learned_chooses_among_what_is_found(tmp_path, base)
 
 def test_a_memory_chooses_where_it_is_active_and_the_question_leaves_room(tmp_path, base):
     model, tokenizer = backbone.load()
-    model = get_peft_model(model, LocasConfig(r=4, init_strategy="random")).eval()
-    model.add_adapter("other", LocasConfig(r=4, init_strategy="random"))
+    model = get_peft_model(model, LocasConfig(r=4, init_weights="random")).eval()
+    model.add_adapter("other", LocasConfig(r=4, init_weights="random"))
     save_exchanges(tmp_path / "exchanges.jsonl", EXCHANGES)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -169,7 +169,7 @@ def test_a_changed_memory_is_refused_in_one_line_before_a_tensor_is_read(
 ):
     change(memory)
     key = keys / "key.pub"
-    monkeypatch.setattr(loading, "find_memory_file", refuse_tensors)
+    monkeypatch.setattr(loading, "find_tensor_file", refuse_tensors)
     with pytest.raises(ValueError) as raised:
         load_memory(base[0], memory, require_signature=key)
     message = str(raised.value)
@@ -281,7 +281,7 @@ def test_a_library_refuses_what_is_not_signed(made, base, keys, tmp_path, monkey
     asked = [Question("Who lit the lamp at Skarn?")]
     assert library.ask(*base, asked, max_new_tokens=4)[0].memories == ("lamp",)
     flip_bit(library.folder / "lamp" / "adapter_model.safetensors")
-    monkeypatch.setattr(loading, "find_memory_file", refuse_tensors)
+    monkeypatch.setattr(loading, "find_tensor_file", refuse_tensors)
     for use in (lambda: library.ask(*base, asked, max_new_tokens=4), library.name_base):
         with pytest.raises(
             ValueError, match=r"signed it \(Hash mismatch for 'adapter_model.safetensors'\): get it"

@@ -16,11 +16,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..files import staged
 from ..memories import MEMORY_CONFIG
+from ..memories.base_sample import may_be_same_weights
+from ..memories.guards import load_memory_file
 from ..memories.loading import find_files
 from ..memories.signing import check_signature
+from ..memories.tensor_file import find_tensor_file
 from ..slots.lora_export import tensors_to_lora
-from ..tuner.load_checks import load_memory_file, may_be_same_weights
-from ..tuner.memory_file import find_memory_file
 from .library import ADAPTERS, Library
 
 __all__ = ["Adapters"]
@@ -57,7 +58,9 @@ class Adapters:
             check_signature(memory, self._library.key)
         if not adapter.is_dir():
             config, path = find_files(memory)
-            own, host = dict(getattr(config, "host", None) or {}), widened["host"]
+            record = getattr(config, "record", None) or {}
+            own = dict(record.get("host") or {})
+            host = widened["host"]
             weights = own.pop("weights", None)
             if own | {"weights": host["weights"]} != host or not may_be_same_weights(
                 weights, host["weights"]
@@ -65,7 +68,7 @@ class Adapters:
                 raise ValueError(
                     f"memory must be of the base that is served, got {name!r} of another: export its own"
                 )
-            tensors, _ = load_memory_file(str(path), config)
+            tensors = load_memory_file(path, config)
             lora, tensors = tensors_to_lora(tensors, config, self._base, widened["neurons"])
             with staged(adapter) as new:
                 lora.save_pretrained(str(new))
@@ -87,7 +90,7 @@ class Adapters:
         memory = self._library.find(name)
         files = (
             memory / MEMORY_CONFIG,
-            find_memory_file(str(memory)) or "",
+            find_tensor_file(memory) or "",
             f"{self._base.name_or_path}/config.json",
         )
         states = [(file.st_ino, file.st_size, file.st_ctime_ns) for file in map(os.stat, files)]

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..files import staged
 from ..slots import to_lora, widen_base
 from ..tuner import list_layers
+from .base_sample import sample_weights
 from .folder import escape, make_card, save_memory
 from .loading import load_memory, memory_attached
 
@@ -64,6 +65,7 @@ def export_memory(
         neurons = neurons or max(widths, default=1)
         config, tensors = to_lora(model, neurons=neurons)
         made_for = model.peft_config["default"]
+        host = {**made_for.get_record("host"), "weights": sample_weights(model)}
     with staged(out) as folder:
         if with_adapter:
             # An adapter alone names no base: which copy of the widened base it will be served with is not known.
@@ -76,7 +78,7 @@ def export_memory(
             widen_base(base, neurons, made_for.ffn_parts)
             base.config.locas_widened = {
                 "neurons": neurons,
-                "host": made_for.host,
+                "host": host,
             }  # for `library.adapters`
             base.save_pretrained(folder / "base")
             tokenizer.save_pretrained(folder / "base")

@@ -21,11 +21,14 @@ from ..bases import load_base
 from ..checks import first_line, one_line
 from ..files import finish_replacement, is_out_of_memory, load_json
 from ..tables import Sheet, format_figure
-from ..tuner.load_checks import load_memory_file
-from ..tuner.memory_file import PREFIX, SCALES, find_memory_file, load_tensors, split_tensors
+from ..tuner import LocasConfig
+from ..tuner.memory_file import PREFIX, SCALES, split_tensors
 from ..tuner.modules import remember_modules
+from .base_sample import may_be_same_weights, sample_weights
 from .folder import MEMORY_CONFIG, READING
+from .guards import guard_memory, load_memory_file
 from .signing import check_signature
+from .tensor_file import find_tensor_file, load_tensors
 
 __all__ = [
     "LEAST_OTHERS",
@@ -189,9 +192,10 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     """
     config, path = find_files(directory)
     is_memory = config.peft_type == "LOCAS"
-    tensors = load_memory_file(str(path), config)[0] if is_memory else _load_other_tensors(path)
+    tensors = load_memory_file(path, config) if is_memory else _load_other_tensors(path)
     parts, others = split_tensors(tensors) if is_memory else ({}, [])
-    slots, layers = getattr(config, "slots", None) or {}, []
+    record_of_config = getattr(config, "record", None) or {}
+    slots, layers = record_of_config.get("slots") or {}, []
     record = load_json(path.with_name(READING)) if path.with_name(READING).is_file() else {}
     if not isinstance(record, dict):
         raise ValueError(
@@ -216,14 +220,14 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         "base": config.base_model_name_or_path,
         "peft_type": str(config.peft_type.value),
         "r": getattr(config, "r", None),
-        "init": getattr(config, "init_strategy", None),
+        "init": getattr(config, "strategy", None),
         "scaling": getattr(config, "scaling", None),
         "dtype": ", ".join(
             sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
         ),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": path.stat().st_size,
-        "host": getattr(config, "host", None),
+        "host": record_of_config.get("host"),
         "digests": {key: value for key, value in record.items() if key.endswith("_sha256")},
         "replaces": [key.removeprefix(PREFIX) for key in others],
         "learned": any(layer["down"]["max"] > 0 for layer in layers) if is_memory else None,
@@ -308,7 +312,7 @@ def tabulate_memory(memory: dict[str, Any]) -> Sheet:
 
 def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Load the tensors of another adapter, or raise a `ValueError` where one of them is not finite."""
-    tensors, _ = load_tensors(str(path))
+    tensors, _ = load_tensors(path)
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise ValueError(
@@ -336,7 +340,7 @@ def _check_other_adapter(base: PreTrainedModel, config: PeftConfig, path: Path) 
 def find_files(directory: str | Path, key: str | Path | None = None) -> tuple[PeftConfig, Path]:
     """Parse the config of a memory's folder, and find its tensors' file: safetensors, or a pickle of tensors alone."""
     peft_type = load_memory_config(directory, key)["peft_type"]
-    path = find_memory_file(str(directory))
+    path = find_tensor_file(directory)
     if path is None:
         raise ValueError(
             f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: copy or save the memory again"
@@ -349,12 +353,14 @@ def find_files(directory: str | Path, key: str | Path | None = None) -> tuple[Pe
         ) from None
     try:
         config = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
-    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+    except ValueError as error:
+        raise ValueError(one_line(str(error))) from error
+    except (TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:
         what = (
             f"{Path(directory) / MEMORY_CONFIG} has fields that a {peft_type} config does not have"
         )
         raise ValueError(f"{what} ({first_line(error)}): copy or save the memory again") from error
-    return config, Path(path)
+    return config, path
 
 
 def _attach(
@@ -368,15 +374,20 @@ def _attach(
     """Put a memory onto its base, or beside others under a name, with fields of its config in place of saved ones."""
     base = model.get_base_model() if beside else model
     directory = str(path.parent)
-    if config.peft_type != "LOCAS":
-        _check_other_adapter(base, config, path)
     for name, value in fields.items():
         if not hasattr(config, name):
             what = f"a memory of type {config.peft_type.value}"
             raise ValueError(f"{name} has no meaning for {what}, got {value!r}: leave it out")
-        dataclasses.replace(config, **{name: value})  # for its checks
+        # A new config checks its fields.
+        dataclasses.replace(config, **{name: value})
         setattr(config, name, value)
-    restore = remember_modules(base)
+    former_sample = None
+    if isinstance(config, LocasConfig):
+        guard_memory(path, config, base)
+        former_sample = (config.get_record("host") or {}).get("weights")
+    else:
+        _check_other_adapter(base, config, path)
+    restore = remember_modules(model)
     device_map = vars(base).pop(
         "hf_device_map", None
     )  # PEFT would fail with it (docs/upstream/peft-disk-offload.md)
@@ -384,21 +395,41 @@ def _attach(
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
             if beside:
-                return model.load_adapter(directory, beside)
-            return PeftModel.from_pretrained(base, directory, config=config, is_trainable=trainable)
+                # With the config that was checked: PEFT would read the file's again.
+                config.inference_mode = True
+                model.add_adapter(beside, config)
+                model.load_adapter(directory, beside)
+                loaded = model
+            else:
+                loaded = PeftModel.from_pretrained(
+                    base, directory, config=config, is_trainable=trainable
+                )
     except Exception as error:
         restore()
         names_modules = isinstance(error, ValueError) and str(error).startswith("Target module")
         is_one_line = isinstance(error, ValueError) and not names_modules and "\n" not in str(error)
         if is_one_line or isinstance(error, OSError) or is_out_of_memory(error):
             raise
-        # PEFT's message lists every module.
-        reason = "it has other modules" if names_modules else first_line(error)
+        if names_modules:
+            # PEFT's message lists every module.
+            reason = "it has other modules"
+        elif isinstance(error, KeyError):
+            # PEFT looks for each tensor of a module that is trained in full.
+            reason = f"the file has no {one_line(str(error.args[0]))}"
+        else:
+            reason = first_line(error)
         what = f"memory {directory!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason})"
         raise ValueError(f"{what}: load the base that it was made for") from error
     finally:
         if device_map is not None:
             base.hf_device_map = device_map
+    if not may_be_same_weights(former_sample, sample_weights(base)):
+        warnings.warn(
+            "this memory was made for a base of the same shapes with other weights: "
+            "its output is not what was learned; load the base that it was made for.",
+            stacklevel=3,
+        )
+    return loaded
 
 
 def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -30,7 +31,6 @@ from ..asking import begin_rows, encode_answer, encode_question
 from ..checks import import_extra
 from ..model import CausalLM, token_losses
 from ..tuner import adapters_disabled, evaluating
-from ..tuner.memory_file import load_tensors
 from .exchanges import (
     EXCHANGES,
     PASSAGES,
@@ -189,6 +189,14 @@ def save_moments(folder: Path, moments: Moments, exchanges: Sequence[Exchange]) 
     save_file(tensors, folder / PASSAGES, {"exchanges": digest_exchanges(exchanges)})
 
 
+def _load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file ({error}): copy it again.") from None
+
+
 def _load_moments(folder: Path, exchanges: Sequence[Exchange], model: nn.Module) -> Moments | None:
     """Return the saved moments of some exchanges, or None where the file has none, or others."""
     passages, d = (
@@ -196,7 +204,7 @@ def _load_moments(folder: Path, exchanges: Sequence[Exchange], model: nn.Module)
         model.config.get_text_config().hidden_size,
     )
     tensors, metadata = (
-        load_tensors(str(folder / PASSAGES)) if (folder / PASSAGES).is_file() else ({}, {})
+        _load_tensors(folder / PASSAGES) if (folder / PASSAGES).is_file() else ({}, {})
     )
     shapes = {
         "gram": (len(DEPTHS), d * (d + 1) // 2),
