@@ -379,7 +379,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             way_out = (
                 ""
                 if isinstance(self.ffn, HostMixture)
-                else "; or export it as a LoRA (to_lora, `locas export`)"
+                else "; or use the memory without merging it"
             )
             raise ValueError(f"cannot merge into {self.name}: {obstacle}{way_out}.")
 
