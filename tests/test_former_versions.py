@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from locas_peft import LocasConfig, backbone
 from locas_peft.library import Library
 from locas_peft.memories import describe_memory, load_memory
+from locas_peft.reading.record import load_reading
 from locas_peft.tuner import find_ffns
 
 FORMER = Path(__file__).parent / "fixtures" / "0.2.0"
@@ -120,6 +121,16 @@ def test_another_adapter_of_0_2_0_loads(bases):
 def test_a_library_of_0_2_0_opens(tmp_path):
     shutil.copytree(FORMER / "library", tmp_path / "library")
     assert set(Library(tmp_path / "library").list()) == {"notes", "plain"}
+
+
+@pytest.mark.parametrize("folder", MEMORIES, ids=name_of)
+def test_the_record_of_a_reading_of_0_2_0_loads(folder):
+    former = json.loads((folder / "reading.json").read_text())
+    reading = load_reading(folder)
+    assert (reading.settings.method.name, reading.perplexity) == (
+        former["method"],
+        former["perplexity"],
+    )
 
 
 def write_former_config(folder: Path, **fields) -> None:

@@ -35,7 +35,7 @@ from .settings import FIELDS, CompleteSettings, ReadingSettings
 __all__ = ["Reading", "describe_origin", "find_finished", "load_reading", "save_reading"]
 
 _FORMER = (("objective", "nll"), ("teacher_window", None), ("token_weighting", "uniform"))
-_FORMER += (("gradient", "full"), ("gradient", None))
+_FORMER += (("gradient", "full"), ("gradient", None), ("row_norm", None), ("row_norm", 1.0))
 """Settings that former versions had, with the values that are now the only ones."""
 _CARD_SETTINGS = (
     "preset",
