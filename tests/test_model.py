@@ -809,6 +809,15 @@ def test_the_same_memory_is_the_same_bytes(tmp_path):
         assert file.metadata().keys() == {"format", "locas_digest"}
 
 
+def test_saving_over_a_damaged_file(memory):
+    (memory / "adapter_model.safetensors").write_bytes(b"no memory")
+    host = make_host("llama")
+    host.add_adapter(LocasConfig(r=4, init_weights="random"))
+    teach(host, seed=3)
+    host.save_pretrained(memory)
+    assert torch.equal(logits(load_memory(make_host("llama"), memory)), logits(host))
+
+
 def test_saving_over_an_older_memory_leaves_no_wrong_digest(memory):
     host = make_host("llama")
     host.add_adapter(LocasConfig(r=4, init_weights="random"))

@@ -374,13 +374,7 @@ def _attach(
     """Put a memory onto its base, or beside others under a name, with fields of its config in place of saved ones."""
     base = model.get_base_model() if beside else model
     directory = str(path.parent)
-    for name, value in fields.items():
-        if not hasattr(config, name):
-            what = f"a memory of type {config.peft_type.value}"
-            raise ValueError(f"{name} has no meaning for {what}, got {value!r}: leave it out")
-        # A new config checks its fields.
-        dataclasses.replace(config, **{name: value})
-        setattr(config, name, value)
+    _set_fields(config, fields)
     former_sample = None
     if isinstance(config, LocasConfig):
         guard_memory(path, config, base)
@@ -406,30 +400,48 @@ def _attach(
                 )
     except Exception as error:
         restore()
-        names_modules = isinstance(error, ValueError) and str(error).startswith("Target module")
-        is_one_line = isinstance(error, ValueError) and not names_modules and "\n" not in str(error)
-        if is_one_line or isinstance(error, OSError) or is_out_of_memory(error):
+        reason = _find_reason(error)
+        if reason is None:
             raise
-        if names_modules:
-            # PEFT's message lists every module.
-            reason = "it has other modules"
-        elif isinstance(error, KeyError):
-            # PEFT looks for each tensor of a module that is trained in full.
-            reason = f"the file has no {one_line(str(error.args[0]))}"
-        else:
-            reason = first_line(error)
-        what = f"memory {directory!r} does not fit {type(base).__name__} {base.name_or_path!r} ({reason})"
-        raise ValueError(f"{what}: load the base that it was made for") from error
+        what = f"memory {directory!r} does not fit {type(base).__name__} {base.name_or_path!r}"
+        raise ValueError(f"{what} ({reason}): load the base that it was made for") from error
     finally:
         if device_map is not None:
             base.hf_device_map = device_map
-    if not may_be_same_weights(former_sample, sample_weights(base)):
+    if former_sample is not None and not may_be_same_weights(former_sample, sample_weights(base)):
         warnings.warn(
             "this memory was made for a base of the same shapes with other weights: "
             "its output is not what was learned; load the base that it was made for.",
             stacklevel=3,
         )
     return loaded
+
+
+def _set_fields(config: PeftConfig, fields: dict[str, Any]) -> None:
+    """Set fields of a saved config, or raise the error of their values."""
+    for name, value in fields.items():
+        if not hasattr(config, name):
+            what = f"a memory of type {config.peft_type.value}"
+            raise ValueError(f"{name} has no meaning for {what}, got {value!r}: leave it out")
+        # A new config checks its fields.
+        dataclasses.replace(config, **{name: value})
+        setattr(config, name, value)
+
+
+def _find_reason(error: Exception) -> str | None:
+    """Return why a memory does not fit its base; None for an error that says so in one line."""
+    if isinstance(error, OSError) or is_out_of_memory(error):
+        return None
+    if isinstance(error, KeyError):
+        # PEFT looks for each tensor of a module that is trained in full.
+        return f"the file has no {one_line(str(error.args[0]))}"
+    if isinstance(error, ValueError):
+        if str(error).startswith("Target module"):
+            # PEFT's message lists every module.
+            return "it has other modules"
+        if "\n" not in str(error):
+            return None
+    return first_line(error)
 
 
 def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from peft.config import PeftConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
 from peft.utils.other import get_pattern_key
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from .initialization import STRATEGIES
 from .memory_file import LARGEST, PREFIX, split_keys
@@ -187,8 +187,7 @@ class LocasConfig(PeftConfig):
 
     @staticmethod
     def _may_be_none(name: str) -> bool:
-        # A field of PEFT's own is not among the annotations of this class. All of these may be
-        # None.
+        # The fields of PEFT's own class are not among these annotations. All of them may be None.
         annotation = LocasConfig.__annotations__.get(name, "None")
         return "None" in annotation
 
@@ -227,20 +226,15 @@ class LocasConfig(PeftConfig):
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
         """Save the config as PEFT does, and record which of the base's tensors are in the file."""
-        path = os.path.join(save_directory, SAFETENSORS_WEIGHTS_NAME)
-        if os.path.isfile(path):
-            self.set_record("saved_embeddings", self._list_saved_embeddings(path))
+        memory, others = split_keys(_list_keys(save_directory))
+        if memory:
+            trained = ("modules_to_save", "trainable_token_indices")
+            embeddings = []
+            for key in sorted(others):
+                if self.field_that_names(key) not in trained:
+                    embeddings.append(key.removeprefix(PREFIX))
+            self.set_record("saved_embeddings", embeddings or None)
         super().save_pretrained(save_directory, **kwargs)
-
-    def _list_saved_embeddings(self, path: str) -> list[str] | None:
-        with safe_open(path, framework="pt") as file:
-            keys = list(file.keys())
-        _, others = split_keys(keys)
-        trained = ("modules_to_save", "trainable_token_indices")
-        embeddings = [
-            key.removeprefix(PREFIX) for key in others if self.field_that_names(key) not in trained
-        ]
-        return sorted(embeddings) or None
 
     def field_that_names(self, key: str) -> str | None:
         """Return the field that names a tensor beside the memory's own; None where none does."""
@@ -253,6 +247,19 @@ class LocasConfig(PeftConfig):
             if f".{module}." in f".{name}":
                 return "modules_to_save"
         return None
+
+
+def _list_keys(folder: str) -> list[str]:
+    """Return the names of the tensors in a folder's safetensors file; none without a sound one."""
+    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
+    if not os.path.isfile(path):
+        return []
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError:
+        # A damaged older file, which is about to be replaced: transformers saves the config first.
+        return []
 
 
 def translate_former_fields(fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,9 @@
-"""Errors that users can cause, each in one line."""
+"""The one form of an error message about a value that a user has given."""
 
 
-def invalid(field: str, rule: str, got: object, remedy: str) -> ValueError:
-    """Return the error "FIELD must RULE, got GOT: REMEDY"."""
-    return ValueError(f"{field} must {rule}, got {got}: {remedy}")
+def invalid(field: str, rule: str, got: object, remedy: str = "") -> ValueError:
+    """Return a `ValueError` that names a field, the rule that its value breaks, the value and the remedy."""
+    message = f"{field} must {rule}, got {got}"
+    if remedy:
+        message = f"{message}: {remedy}"
+    return ValueError(f"{message}.")

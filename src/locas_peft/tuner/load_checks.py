@@ -175,4 +175,4 @@ def _check_ids(name: str, module: nn.Module, ids: list[int]) -> None:
     largest = max(ids, default=0)
     if largest >= weight.shape[0]:
         rule = f"be below the {weight.shape[0]} rows of {name}"
-        raise invalid("trainable_token_indices", rule, largest, "use ids of this vocabulary.")
+        raise invalid("trainable_token_indices", rule, largest, "use ids of this vocabulary")

@@ -340,17 +340,13 @@ class LocasModel(BaseTuner):
     ) -> None:
         are_memories = all(isinstance(self.peft_config.get(name), LocasConfig) for name in adapters)
         if not adapters or not are_memories or len(set(adapters)) < len(adapters):
-            raise ValueError(
-                f"adapters must name different memories of the model, got {list(adapters)}."
-            )
+            raise invalid("adapters", "name different memories of the model", list(adapters))
         if adapter_name in self.peft_config:
             raise invalid(
-                "adapter_name", "be new to the model", repr(adapter_name), "choose another."
+                "adapter_name", "be new to the model", repr(adapter_name), "choose another"
             )
         if combination_type != "cat":
-            raise ValueError(
-                f"combination_type must be 'cat' for memories, got {combination_type!r}."
-            )
+            raise invalid("combination_type", "be 'cat' for memories", repr(combination_type))
 
     # ------------------------------------------------------- saving and loading
 
