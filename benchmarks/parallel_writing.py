@@ -94,7 +94,7 @@ def main() -> None:
     none, rows, maps = score(base, after), {}, {}
     for number in range(arguments.rounds + 1):  # the first round warms up
         for way, run in ways.items():
-            model = get_peft_model(base, LocasConfig(r=64, init_strategy="write"))
+            model = get_peft_model(base, LocasConfig(r=64, init_weights="write"))
             wall, processor = time.perf_counter(), time.process_time()
             run(model)
             seconds = time.perf_counter() - wall, time.process_time() - processor

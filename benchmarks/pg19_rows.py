@@ -143,7 +143,7 @@ def lora(r: int, rate: float | None = None, **given: Any) -> Row:
 
 _NAMES = {
     **{"context": "{}", "layers_to_transform": "{} layers", "init": "{}"},
-    **{"scaling": "scaling {:g}", "row_norm": "row norm {:g}, no clip"},
+    **{"scaling": "scaling {:g}", "max_slot_norm": "no clip"},
     **{"anchor": "anchor {:g}", "anchor_every": "every {}", "decay_steps": "decay {}"},
 }
 """How a setting appears in a row's name."""
@@ -164,7 +164,6 @@ PUBLISHED = {"epochs": 2, "context": "recompute"}
 TEMPLORA = lora(64, **PUBLISHED)
 UPPER = {"layers_to_transform": "upper"}
 ANCHOR = {"anchor": 1.0}
-SHARP = {"row_norm": 4.0, "max_slot_norm": 0.0}
 FALLING = {"decay_steps": 100}
 ANCHORED = locas(64, 4e-3, anchor=0.3)
 
@@ -210,7 +209,6 @@ _CURVES_ROWS = (
     *_sweep(locas, 64, 2e-3, 4e-3, 8e-3, **ANCHOR),
     *_sweep(lora, 64, 2.5e-4, 5e-4, 1e-3),
     *_sweep(locas, 64, 1e-3, 2e-3, 4e-3),
-    *(locas(64, 2e-3, **SHARP), locas(64, 2e-3, **SHARP, **ANCHOR)),
     *_sweep(lora, 64, 5e-4, 1e-3, **ANCHOR),
     *(
         locas(64, 2e-3, scaling=256.0, **ANCHOR),

@@ -99,7 +99,7 @@ def follow_dynamic(
     """As `follow`, by dynamic evaluation of all weights, which are restored; the pass over `other` is not timed."""
     state = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     model = get_peft_model(
-        base, LocasConfig(r=1, init_strategy="gaussian")
+        base, LocasConfig(r=1, init_weights="gaussian")
     )  # of values 0, frozen: it says nothing
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("locas_" not in name)

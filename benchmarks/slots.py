@@ -74,7 +74,7 @@ def compression(load: Load) -> list[dict[str, Any]]:
 def gradients(load: Load, tokens: int = 128) -> list[dict[str, Any]]:
     """Compare the G_t that share one backward pass with those of one backward pass for each token."""
     base, _ = load_base(backbone.MLP_NAME)
-    model = get_peft_model(base, LocasConfig(r=2, init_strategy="write"))
+    model = get_peft_model(base, LocasConfig(r=2, init_weights="write"))
     layers = list_layers(model)
     text = load(backbone.MLP_NAME, tokens + 1)
     outputs: list[torch.Tensor] = []

@@ -123,7 +123,7 @@ def weights_in(layer: LocasLayer, name: str = "default") -> list[torch.Tensor]:
 
 def make_model(family: str = "llama", name: str = "default", **kwargs) -> PeftModel:
     """A model with one memory that says something else than the base."""
-    config = LocasConfig(**{"r": 4, "init_strategy": "random", **kwargs})
+    config = LocasConfig(**{"r": 4, "init_weights": "random", **kwargs})
     model = get_peft_model(make_host(family), config, adapter_name=name)
     teach(model, name)
     return model

@@ -208,7 +208,7 @@ def test_a_pull_that_is_not_finite_skips_the_chunk(monkeypatch):
 def test_a_writer_records_the_chunk_and_not_the_anchor():
     written = []
     for anchor in (None, make_anchor(every=1)):
-        model = make_model(family="gpt2", r=16, init_strategy="write")
+        model = make_model(family="gpt2", r=16, init_weights="write")
         read(
             TestTimeTrainer(
                 model, **SETTINGS, writer=SlotWriter(model, slots_per_chunk=4), anchor=anchor
@@ -318,7 +318,7 @@ def test_bad_anchors_are_refused(make, error, message):
 
 
 def test_a_memory_that_is_only_written_has_no_anchor():
-    model = make_model(family="gpt2", r=16, init_strategy="write")
+    model = make_model(family="gpt2", r=16, init_weights="write")
     settings = SETTINGS | {"learning_rate": None}
     with pytest.raises(
         ValueError,

@@ -140,7 +140,7 @@ def test_every_command_has_help(run, command):
 def test_each_setting_is_an_option_with_help(run):
     stdout = run("memorize", "--help")[1]
     options = (
-        "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling --row-norm "
+        "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling "
         "--max-slot-norm "
         "--update --epsilon --tokens --slots-per-chunk --normalization --anchor --anchor-every "
         "--window --stride --context --epochs "
@@ -927,7 +927,7 @@ def test_memories_are_resized(run, memory, tmp_path):
             20,
             "--out",
             "x",
-        ): "batches must be given for init_strategy='topk': give a text",
+        ): "batches must be given for init_weights='topk': give a text",
         (
             "resize",
             memory,

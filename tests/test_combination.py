@@ -18,7 +18,7 @@ def make_two(family: str = "llama", second: dict | None = None) -> PeftModel:
     model = get_peft_model(make_host(family), LocasConfig(r=4, scaling=SCALING), adapter_name="one")
     model.add_adapter(
         "two",
-        LocasConfig(**{"r": 3, "init_strategy": "random", "scaling": SCALING / 2} | (second or {})),
+        LocasConfig(**{"r": 3, "init_weights": "random", "scaling": SCALING / 2} | (second or {})),
     )
     for seed, name in enumerate(["one", "two"]):
         model.set_adapter(name)

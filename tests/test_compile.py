@@ -29,7 +29,7 @@ def memories(tmp_path_factory):
     folders = []
     for seed in (0, 1):
         model = get_peft_model(
-            backbone.load()[0], LocasConfig(r=8, init_strategy="random", seed=seed)
+            backbone.load()[0], LocasConfig(r=8, init_weights="random", seed=seed)
         )
         calibrate(model, [IDS + seed])
         generator = torch.Generator().manual_seed(seed)
@@ -126,7 +126,7 @@ def test_a_memory_of_the_same_width_takes_the_place_of_another(memories, compile
 
 
 def test_a_memory_of_another_width_does_not_take_its_place(memories, tmp_path):
-    model = get_peft_model(backbone.load()[0], LocasConfig(r=4, init_strategy="random"))
+    model = get_peft_model(backbone.load()[0], LocasConfig(r=4, init_weights="random"))
     model.save_pretrained(tmp_path)
     other = load(memories[0]).eval()
     before = logits(other)

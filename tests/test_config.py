@@ -1,4 +1,5 @@
-import json
+import copy
+import dataclasses
 
 import pytest
 from peft import PeftConfig, PeftType
@@ -9,7 +10,7 @@ from locas_peft.tuner import STRATEGIES
 
 def test_round_trip(tmp_path):
     config = LocasConfig(
-        r=8, init_strategy="gaussian", output_scale="paper", scaling=2.5, max_slot_norm=None,
+        r=8, init_weights="gaussian", output_scale="paper", scaling=2.5, max_slot_norm=None,
         rank_pattern={"0.mlp": 2}, seed=3, target_modules=["mlp"], pad_to_multiple_of=64, task_type="CAUSAL_LM",
     )  # fmt: skip
     config.save_pretrained(tmp_path)
@@ -28,7 +29,13 @@ def test_lists_become_sets():
 REFUSED = [
     ("r", ValueError, "be at least 1", 0, -3),
     ("r", TypeError, "be an integer", 2.0, True),
-    ("init_strategy", ValueError, f"be one of {', '.join(map(repr, STRATEGIES))}", "best", [1]),
+    (
+        "init_weights",
+        ValueError,
+        f"be True, False or one of {', '.join(map(repr, STRATEGIES))}",
+        "best",
+    ),
+    ("init_weights", TypeError, "be True, False or the name of a strategy", [1], None, 1),
     ("output_scale", ValueError, "be one of 'measured', 'paper'", "mine"),
     ("rank_pattern", TypeError, "be a dictionary", None, ["x"]),
     ("rank_pattern", ValueError, "have regular expressions as keys", {"(": 4}),
@@ -45,13 +52,10 @@ REFUSED = [
         0,
         {"wte": [-1]},
     ),
-    ("host", TypeError, "be a dictionary", 5),
-    ("slots", TypeError, "be a dictionary of lists of indices", [1]),
+    ("record", TypeError, "be a dictionary", 5),
     ("ffn_parts", TypeError, "be a dictionary of names", "up", {"up": 1, "down": "x"}),
     ("scaling", TypeError, "be a number", "r"),
     ("scaling", ValueError, "be finite, at most 1e12 in size", float("nan"), 10**30, -1e308),
-    ("row_norm", TypeError, "be a number", "4"),
-    ("row_norm", ValueError, "be a finite number above 0", 0),
     ("max_slot_norm", TypeError, "be a number, or None for no clip", "1"),
     ("max_slot_norm", ValueError, "be finite and above 0, or None for no clip", 0, float("inf")),
     ("pad_to_multiple_of", ValueError, "be from 1 to 65536", 0, 10**11),
@@ -75,10 +79,6 @@ def test_bad_values_are_named(field, error, rule, value):
     [
         ({"rank_pattern": {"x": 0}}, "rank_pattern['x'] must be at least 1, got 0."),
         (
-            {"row_norm": 4.0},
-            "row_norm must be at most max_slot_norm (1.0), got 4.0: the first step would clip the rows",
-        ),
-        (
             {"target_modules": ".*mlp", "layers_to_transform": [0]},
             "layers_to_transform cannot be used when target_mo",
         ),
@@ -96,20 +96,69 @@ def test_fields_that_do_not_go_together_are_named(fields, message):
 
 def test_strategies_are_those_of_the_table(monkeypatch):
     monkeypatch.setitem(STRATEGIES, "mine", STRATEGIES["random"])
-    assert LocasConfig(init_strategy="mine").init_strategy == "mine"
+    assert LocasConfig(init_weights="mine").strategy == "mine"
+
+
+@pytest.mark.parametrize(
+    ("init_weights", "strategy"), [(True, "topk"), (False, "gaussian"), ("write", "write")]
+)
+def test_init_weights_names_the_strategy(init_weights, strategy):
+    assert LocasConfig(init_weights=init_weights).strategy == strategy
+
+
+def test_each_field_has_a_help_text():
+    fields = {field.name: field for field in dataclasses.fields(LocasConfig)}
+    assert all(field.metadata["help"] for field in fields.values())
+    ours = LocasConfig.__annotations__.keys()
+    assert list(ours) == [
+        "r",
+        "target_modules",
+        "exclude_modules",
+        "init_weights",
+        "output_scale",
+        "scaling",
+        "max_slot_norm",
+        "pad_to_multiple_of",
+        "rank_pattern",
+        "layers_to_transform",
+        "layers_pattern",
+        "ffn_parts",
+        "seed",
+        "modules_to_save",
+        "trainable_token_indices",
+        "record",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"host": 5}, "record['host'] must be a dictionary, got 5."),
+        ({"slots": [1]}, "record['slots'] must be a dictionary of lists of indices, got [1]."),
+        (
+            {"slots": {"mlp": "0"}},
+            "record['slots'] must be a dictionary of lists of indices, got {'mlp': '0'}.",
+        ),
+        (
+            {"saved_embeddings": "lm_head"},
+            "record['saved_embeddings'] must be a list of names, got 'lm_head'.",
+        ),
+    ],
+)
+def test_bad_records_are_named(record, message):
+    with pytest.raises(TypeError) as caught:
+        LocasConfig(record=record)
+    assert str(caught.value) == message
+
+
+def test_copies_of_a_config_keep_their_records():
+    config = LocasConfig(record={"slots": {"mlp": [1]}})
+    copied = copy.copy(config)
+    copied.set_record("slots", {"mlp": [2]})
+    assert config.get_record("slots") == {"mlp": [1]}
+    assert config.copy_for_new_memory().get_record("slots") is None
 
 
 def test_unknown_fields_are_not_swallowed():
     with pytest.raises(TypeError):
         LocasConfig(rank=4)
-
-
-def test_the_fields_that_a_former_version_saved_are_left_out(tmp_path):
-    LocasConfig(r=3, target_modules=["mlp"]).save_pretrained(tmp_path)
-    path = tmp_path / "adapter_config.json"
-    path.write_text(
-        json.dumps(
-            {**json.loads(path.read_text()), "gated_host_experiment": False, "variant": "auto"}
-        )
-    )
-    assert LocasConfig.from_pretrained(tmp_path).r == 3

@@ -90,7 +90,7 @@ def test_topk_clones_the_most_active_slots(family):
     logits(host)
     model = make_memory(family)
     for expected, slots in zip(
-        activity.values(), model.peft_config["default"].slots.values(), strict=True
+        activity.values(), model.peft_config["default"].get_record("slots").values(), strict=True
     ):
         assert slots == expected.topk(R).indices.tolist()
 
@@ -99,7 +99,7 @@ def test_rows_are_unit_clones_and_values_zero(family):
     model = make_memory(family)
     for layer in model.modules():
         if isinstance(layer, LocasLayer):
-            slots = torch.tensor(model.peft_config["default"].slots[layer.name])
+            slots = torch.tensor(model.peft_config["default"].get_record("slots")[layer.name])
             *rows, down = weights_in(layer)
             host_rows = [host for host in layer.ffn.gate_and_up_rows(slots) if host is not None]
             for weight, host in zip(rows, host_rows, strict=True):
@@ -190,7 +190,7 @@ def test_memories_of_encoder_and_decoder_merge_into_a_plain_checkpoint(activatio
     torch.manual_seed(0)
     model = get_peft_model(
         T5ForConditionalGeneration(config).eval(),
-        LocasConfig(r=R, init_strategy="random", scaling=SCALING),
+        LocasConfig(r=R, init_weights="random", scaling=SCALING),
     )
     inputs = {"input_ids": make_tokens(), "labels": make_tokens(seed=2)}
 

@@ -59,7 +59,7 @@ class OddLlama(LlamaForCausalLM):
 def test_a_host_whose_parts_the_user_names_is_unloaded_merged_and_widened():
     config = make_host("llama").config
     model = get_peft_model(
-        OddLlama(config).eval(), LocasConfig(r=4, init_strategy="random", ffn_parts=ODD_PARTS)
+        OddLlama(config).eval(), LocasConfig(r=4, init_weights="random", ffn_parts=ODD_PARTS)
     )
     for layer in list_layers(model):
         torch.nn.init.normal_(layer.locas_down["default"].weight)

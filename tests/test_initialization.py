@@ -53,7 +53,7 @@ def test_several_memories_are_calibrated_from_one_generator():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("strategy", CALIBRATED + AT_ONCE)
 def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family, output_scale):
-    model = make_model(family, init_strategy=strategy, output_scale=output_scale)
+    model = make_model(family, init_weights=strategy, output_scale=output_scale)
     waits = strategy in CALIBRATED or output_scale == "measured"
     assert empty_memories(model) == (["default"] if waits else [])
     if waits:
@@ -66,36 +66,26 @@ def test_every_strategy_gives_unit_rows_and_zero_values(strategy, family, output
         assert not down.any()
 
 
-@pytest.mark.parametrize("strategy", [*CALIBRATED, *AT_ONCE])
-def test_row_norm_makes_the_same_rows_longer(strategy):
-    unit, long = (
-        make_model(init_strategy=strategy, **norms)
-        for norms in ({}, {"row_norm": 4, "max_slot_norm": None})
-    )
-    for model in (unit, long):
-        if empty_memories(model):
-            calibrate(model, [make_tokens()])
-    assert torch.equal(weights_of(long), 4 * weights_of(unit)) and weights_of(unit).any()
-
-
 def test_bottomk_is_the_other_end_of_topk():
-    top, bottom = make_model(r=24), make_model(r=24, init_strategy="bottomk")
+    top, bottom = make_model(r=24), make_model(r=24, init_weights="bottomk")
     for model in (top, bottom):
         calibrate(model, [make_tokens()])
-    for name, slots in top.peft_config["default"].slots.items():
-        assert slots == bottom.peft_config["default"].slots[name][::-1]
+    for name, slots in top.peft_config["default"].get_record("slots").items():
+        assert slots == bottom.peft_config["default"].get_record("slots")[name][::-1]
 
 
 def test_random_clones_different_slots_in_each_layer_and_the_same_again():
-    slots = make_model(init_strategy="random").peft_config["default"].slots
-    assert slots == make_model(init_strategy="random").peft_config["default"].slots
-    assert slots != make_model(init_strategy="random", seed=1).peft_config["default"].slots
+    slots = make_model(init_weights="random").peft_config["default"].get_record("slots")
+    assert slots == make_model(init_weights="random").peft_config["default"].get_record("slots")
+    assert slots != make_model(init_weights="random", seed=1).peft_config["default"].get_record(
+        "slots"
+    )
     first, second = slots.values()
     assert first != second and all(len(set(s)) == 4 for s in slots.values())
 
 
 def test_activation_rows_are_normalised_ffn_inputs_of_the_same_tokens():
-    model = make_model(init_strategy="activation")
+    model = make_model(init_weights="activation")
     seen = {}
     for layer in list_layers(model):
         layer.base_layer.register_forward_pre_hook(
@@ -284,7 +274,7 @@ def _calibrate_in_a_process(rank: int, port: int, folder: str) -> None:
         "gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=LIMIT
     )
     for strategy in CALIBRATED + AT_ONCE:
-        model = make_model(init_strategy=strategy)
+        model = make_model(init_weights=strategy)
         calibrate(model, [make_tokens()[2 * rank : 2 * rank + 2]])
         torch.save((weights_of(model), scales_of(model)), f"{folder}/{strategy}-{rank}.pt")
     torch.distributed.destroy_process_group()
@@ -306,7 +296,7 @@ def test_processes_choose_the_same_slots_as_one(tmp_path):
         first, second = (torch.load(tmp_path / f"{strategy}-{rank}.pt") for rank in range(2))
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
         if strategy != "activation":  # which draws its tokens
-            model = make_model(init_strategy=strategy)
+            model = make_model(init_weights=strategy)
             calibrate(model, [make_tokens()])
             assert torch.equal(weights_of(model), first[0])
             torch.testing.assert_close(scales_of(model), first[1], rtol=1e-5, atol=0)
@@ -317,8 +307,10 @@ def test_a_strategy_from_outside_is_one_function_and_one_row(monkeypatch, tmp_pa
         return clone_slots(ffn, torch.arange(r))
 
     monkeypatch.setitem(STRATEGIES, "first", Strategy(clone_first, needs_calibration=False))
-    model = make_model(init_strategy="first", output_scale="paper")
-    assert set(map(tuple, model.peft_config["default"].slots.values())) == {(0, 1, 2, 3)}
+    model = make_model(init_weights="first", output_scale="paper")
+    assert set(map(tuple, model.peft_config["default"].get_record("slots").values())) == {
+        (0, 1, 2, 3)
+    }
     assert empty_memories(model) == []
     gate, up, down = weights_in(list_layers(model)[0])
     assert gate.any() and up.any() and not down.any()

@@ -116,8 +116,8 @@ def test_each_setting_means_what_it_means_alone(settings):
 @pytest.mark.parametrize(
     "options",
     [
-        {"init_strategy": "gaussian"},
-        {"init_strategy": "activation"},
+        {"init_weights": "gaussian"},
+        {"init_weights": "activation"},
         {"layers_to_transform": [1]},
         {"rank_pattern": {"layers.0.mlp": 2}},
         {"max_slot_norm": None},
@@ -277,7 +277,7 @@ def test_a_finished_row_is_not_touched_again():
 def test_a_row_that_is_not_finite_skips_that_chunk_alone(chunk, settings):
     def make() -> PeftModel:
         # Its embedding is not tied to the head: a token that is fed matters, one that could be predicted does not.
-        model = make_model("gpt_neox", init_strategy="gaussian")
+        model = make_model("gpt_neox", init_weights="gaussian")
         spoil(model, 1)
         return model
 
@@ -337,7 +337,11 @@ def test_each_memory_is_saved_and_loaded_as_any_other(tmp_path):
             make_host("qwen3", torch.float64), tmp_path / name
         ).eval()
         assert torch.equal(loaded(ids.unsqueeze(0)).logits, logits)
-        assert loaded.peft_config["default"].slots == model.peft_config[name].slots is not None
+        assert (
+            loaded.peft_config["default"].get_record("slots")
+            == model.peft_config[name].get_record("slots")
+            is not None
+        )
     merged = loaded.merge_and_unload()
     torch.testing.assert_close(merged(ids.unsqueeze(0)).logits, logits)
 
@@ -478,7 +482,7 @@ UNREADABLE = {
         lambda: make_model(modules_to_save=["lm_head"]), "have LOCAS memories alone, got a layer of peft.utils.other."
     ),
     "merged": (
-        lambda: changed(lambda model: model.merge_adapter(), init_strategy="gaussian"),
+        lambda: changed(lambda model: model.merge_adapter(), init_weights="gaussian"),
         "not have a memory merged into the base: call unmerge_adapter() first",
     ),
     "disabled": (
@@ -496,8 +500,8 @@ def test_models_that_cannot_be_read_are_named(make, message):
 
 
 def test_a_memory_that_is_written_cannot_be_one_of_many():
-    message = "init_strategy must be one that makes rows, got 'write', whose slots are written one document at a time"
-    assert_refused(make_model("gpt2", init_strategy="write"), make_documents(), ValueError, message)
+    message = "init_weights must be one that makes rows, got 'write', whose slots are written one document at a time"
+    assert_refused(make_model("gpt2", init_weights="write"), make_documents(), ValueError, message)
 
 
 def test_a_calibration_that_fails_leaves_the_model_as_it_was():

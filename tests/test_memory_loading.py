@@ -115,7 +115,7 @@ def test_a_memory_of_another_base_is_refused(memory, tmp_path):
 def test_a_description_names_what_replaces_weights_of_the_base(memory, tmp_path):
     found = loading.describe_memory(memory)
     assert (found["replaces"], found["learned"]) == ([], False)
-    config = LocasConfig(r=4, init_strategy="random", modules_to_save=["model.norm"])
+    config = LocasConfig(r=4, init_weights="random", modules_to_save=["model.norm"])
     model = get_peft_model(backbone.load()[0], config)
     model.get_base_model().model.layers[3].mlp.locas_down["default"].weight.data[0, 0] = 0.5
     model.save_pretrained(tmp_path)

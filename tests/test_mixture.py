@@ -36,7 +36,7 @@ def test_topk_clones_the_neurons_that_are_most_active_by_their_routing(family):
             lambda module, args, name=block.name: given.__setitem__(name, args), with_kwargs=False
         )
     logits(host)
-    slots = make_memory(family).peft_config["default"].slots
+    slots = make_memory(family).peft_config["default"].get_record("slots")
     for block in blocks:
         inputs, chosen, weights = given[block.name]
         activity = torch.zeros(block.slots)
@@ -78,7 +78,7 @@ def test_config_of_the_merged_checkpoint(family, expected):
 def test_two_merged_memories_are_removed_and_one_is_merged_again(family):
     model = make_memory(family)
     learn(model)
-    model.add_adapter("second", LocasConfig(r=3, init_strategy="gaussian", scaling=500.0))
+    model.add_adapter("second", LocasConfig(r=3, init_weights="gaussian", scaling=500.0))
     model.set_adapter("second")
     learn(model)
     expected = logits(model)
@@ -153,7 +153,7 @@ def test_padding_does_not_count():
     for inputs in ({"input_ids": tokens, "attention_mask": mask}, {"input_ids": tokens[:, :24]}):
         model = get_peft_model(make_host("qwen2_moe"), LocasConfig(r=R)).train()
         model(**inputs)
-        counted.append(model.peft_config["default"].slots)
+        counted.append(model.peft_config["default"].get_record("slots"))
     assert counted[0] == counted[1]
 
 

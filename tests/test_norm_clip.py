@@ -150,7 +150,7 @@ def test_layers_that_are_gone_are_forgotten():
 
 def test_parameters_that_an_optimizer_gains_or_loses_are_followed():
     model = make_model()
-    model.add_adapter("second", LocasConfig(r=4, scaling=400.0, init_strategy="gaussian"))
+    model.add_adapter("second", LocasConfig(r=4, scaling=400.0, init_weights="gaussian"))
     first, second = (
         [p for n, p in model.named_parameters() if f".{name}." in n]
         for name in ("default", "second")
@@ -192,7 +192,7 @@ def test_weights_that_were_replaced_are_followed():
 
 
 def test_only_weights_that_the_step_changed_are_clipped():
-    model = make_model(init_strategy="gaussian")
+    model = make_model(init_weights="gaussian")
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=50.0)
     with torch.no_grad():
@@ -211,7 +211,7 @@ def test_optimizers_without_gradients_are_clipped():
             for weight in self.param_groups[0]["params"]:
                 weight.add_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
 
-    model = make_model(init_strategy="gaussian")
+    model = make_model(init_weights="gaussian")
     Random([p for p in model.parameters() if p.requires_grad], {}).step()
     assert_clipped(model)
 

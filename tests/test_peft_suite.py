@@ -13,7 +13,7 @@ randomly initialised models of five families, made here and read from disk, so t
 - What runs: every test whose matrix names a config class. A test that does not apply is listed in `NOT_APPLICABLE`
   with its reason. A test that is in neither list fails, and so does one that PEFT's own code skips for a reason that
   is not listed: nothing is left out without a word.
-- With what: `init_strategy="random"`, which is ready at creation, for everything, and the default `topk`, which
+- With what: `init_weights="random"`, which is ready at creation, for everything, and the default `topk`, which
   looks at text first, on a few families. No test is expected to fail.
 - Tests that build PEFT's own toy models by name (`MLP()`, `DeepMLP()`) get a toy model whose `lin0` is an FFN.
 """
@@ -419,11 +419,11 @@ SKIPPED_BY_PEFT = {
 class ReadyConfig(LocasConfig):
     """For the tests that construct the config class themselves: its default memory needs no calibration."""
 
-    init_strategy: str = "random"
+    init_weights: bool | str = "random"
     r: int = 4
 
 
-READY = {"r": 4, "init_strategy": "random"}
+READY = {"r": 4, "init_weights": "random"}
 TOPK = {"r": 4}
 
 
@@ -468,7 +468,7 @@ TOY_CASES = [
 
 def trained(**fields) -> LocasConfig:
     """A config whose memory changes the output, as a trained one does."""
-    return LocasConfig(**READY, **fields, init_weights=False)
+    return LocasConfig(r=4, **fields, init_weights=False)
 
 
 _one = {**READY, "target_modules": ["lin0"], "init_weights": False}

@@ -365,13 +365,13 @@ def test_scoring_needs_a_frozen_model(input_ids):
 
 def test_norms_of_the_settings_reach_the_memory(base):
     for given, expected in (
-        ({}, (1.0, 1.0)),
-        ({"row_norm": 4.0, "max_slot_norm": 0.0}, (4.0, None)),
-        ({"row_norm": 0.5, "max_slot_norm": 2.0}, (0.5, 2.0)),
+        ({}, 1.0),
+        ({"max_slot_norm": 0.0}, None),
+        ({"max_slot_norm": 2.0}, 2.0),
     ):
         with attached(base, small(**given)) as model:
             config = model.peft_config["default"]
-            assert (config.row_norm, config.max_slot_norm) == expected
+            assert config.max_slot_norm == expected
 
 
 @pytest.mark.parametrize(

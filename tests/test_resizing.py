@@ -14,7 +14,7 @@ from locas_peft.tuner.scale import KAPPA
 
 def make_memory(family, r=8, seed=0, **kwargs):
     model = get_peft_model(
-        make_host(family), LocasConfig(r=r, init_strategy="gaussian", scaling=50.0, **kwargs)
+        make_host(family), LocasConfig(r=r, init_weights="gaussian", scaling=50.0, **kwargs)
     )
     calibrate(model, [make_tokens()])
     generator = torch.Generator().manual_seed(seed)
@@ -166,7 +166,7 @@ def test_bad_input_leaves_the_memory_as_it_was():
 
 def test_memories_that_cannot_be_compressed_are_refused():
     with pytest.raises(ValueError, match="the memory 'default' is empty: train or write it before"):
-        compress(get_peft_model(make_host("gpt2"), LocasConfig(r=4, init_strategy="gaussian")), 2)
+        compress(get_peft_model(make_host("gpt2"), LocasConfig(r=4, init_weights="gaussian")), 2)
     broken = make_memory("gpt2")
     with torch.no_grad():
         list_layers(broken)[1].locas_down["default"].weight[0, 0] = float("nan")
@@ -188,9 +188,7 @@ def test_memories_that_cannot_be_compressed_are_refused():
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox", "opt", "gpt2"])
 @pytest.mark.parametrize("strategy", ["topk", "bottomk", "random", "gaussian", "activation"])
 def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp_path):
-    model = get_peft_model(
-        make_host(family), LocasConfig(r=4, init_strategy=strategy, row_norm=0.5)
-    )
+    model = get_peft_model(make_host(family), LocasConfig(r=4, init_weights=strategy))
     ids = make_tokens()
     calibrate(model, [ids])
     teach(model, ids)
@@ -202,7 +200,7 @@ def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp
         assert all(torch.equal(new[:4], old) for new, old in zip(rows, weights, strict=False))
         assert torch.equal(down[:, :4], weights[-1]) and not down[:, 4:].any()
         for new in rows:
-            torch.testing.assert_close(new[4:].norm(dim=1), torch.full((3,), 0.5))
+            torch.testing.assert_close(new[4:].norm(dim=1), torch.ones(3))
             assert (torch.cdist(new[4:], new[:4]) > 1e-3).all() and (
                 torch.cdist(new[4:], new[4:]) > 1e-3
             ).sum() == 6
@@ -213,11 +211,14 @@ def test_growing_changes_no_output_and_the_new_slots_learn(family, strategy, tmp
     torch.testing.assert_close(logits(loaded, ids), logits(model, ids))
     assert loaded.peft_config["default"].r == 7
     if strategy in ("topk", "bottomk", "random"):
-        assert all(len(set(slots)) == 7 for slots in loaded.peft_config["default"].slots.values())
+        assert all(
+            len(set(slots)) == 7
+            for slots in loaded.peft_config["default"].get_record("slots").values()
+        )
 
 
 def test_every_new_row_of_a_wide_memory_is_another_token():
-    model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="activation"))
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_weights="activation"))
     calibrate(model, [make_tokens(8, 40)])
     grow(model, 300, batches=[make_tokens(8, 40, seed=5)])
     for layer in list_layers(model):
@@ -257,10 +258,10 @@ def teach(model, ids):
             "^rank must be at most the host's width 24 where slots are cloned, got 25",
         ),
         ({}, "8", [], TypeError, "^rank must be an int, got str"),
-        ({}, 8, None, ValueError, "^batches must be given for init_strategy='topk': give a text"),
+        ({}, 8, None, ValueError, "^batches must be given for init_weights='topk': give a text"),
         ({}, 8, [], ValueError, "^calibration saw no tokens"),
         (
-            {"init_strategy": "write"},
+            {"init_weights": "write"},
             8,
             None,
             ValueError,

@@ -93,7 +93,7 @@ def test_another_activation_and_other_slots_are_refused():
 
 
 def make_gated(family="llama", **fields):
-    return get_peft_model(make_host(family), LocasConfig(r=6, init_strategy="gaussian", **fields))
+    return get_peft_model(make_host(family), LocasConfig(r=6, init_weights="gaussian", **fields))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
@@ -235,7 +235,7 @@ def test_a_text_that_nothing_can_be_learned_from_stays_finite_and_no_worse(kind,
     plain = TestTimeTrainer(base, **settings)
     list(plain.read(ids))
     model = get_peft_model(
-        base, LocasConfig(r=16, init_strategy="write" if rule is RidgeWriter else "topk")
+        base, LocasConfig(r=16, init_weights="write" if rule is RidgeWriter else "topk")
     )
     layer, writer = list_layers(model)[2], rule(model)
     if kind == "overflow":  # finite inputs whose squares are not

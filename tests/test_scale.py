@@ -61,7 +61,7 @@ def permute_neurons(host):
 def perplexity_while_learning(host, strategy="topk", ids=None, window=16, rate=0.02, **kwargs):
     """Read a text, by default one that repeats itself, so that there is something to learn."""
     model = get_peft_model(
-        host, LocasConfig(**{"r": 8, "init_strategy": strategy, "scaling": 100.0, **kwargs})
+        host, LocasConfig(**{"r": 8, "init_weights": strategy, "scaling": 100.0, **kwargs})
     )
     writer = SlotWriter(model, epsilon=0.5, slots_per_chunk=1) if strategy == "write" else None
     trainer = TestTimeTrainer(
@@ -134,11 +134,9 @@ def test_the_backbone_and_its_twins_learn_the_same():
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
-@pytest.mark.parametrize(("row_norm", "r"), [(1.0, 8), (3.0, 8), (1.0, 2)])
-def test_slots_together_add_a_share_of_the_elements(family, row_norm, r):
-    model = get_peft_model(
-        make_host(family), LocasConfig(r=r, row_norm=row_norm, max_slot_norm=None)
-    )
+@pytest.mark.parametrize("r", [8, 2])
+def test_slots_together_add_a_share_of_the_elements(family, r):
+    model = get_peft_model(make_host(family), LocasConfig(r=r, max_slot_norm=None))
     seen = {}
     for layer in list_layers(model):
         layer.ffn.inlet.register_forward_pre_hook(
@@ -168,7 +166,7 @@ def test_one_token_with_a_huge_output_does_not_matter():
 
 
 def test_an_unmeasured_memory_is_silent_saved_and_loaded_and_measured_later(tmp_path):
-    model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="gaussian"))
+    model = get_peft_model(make_host("llama"), LocasConfig(r=4, init_weights="gaussian"))
     model.save_pretrained(tmp_path)
     loaded = PeftModel.from_pretrained(make_host("llama"), tmp_path, is_trainable=True)
     assert empty_memories(loaded) == ["default"]
@@ -187,7 +185,7 @@ def test_an_unmeasured_memory_is_silent_saved_and_loaded_and_measured_later(tmp_
 
 def test_files_from_before_the_measured_scale_load_as_the_papers(tmp_path):
     model = get_peft_model(
-        make_host("llama"), LocasConfig(r=4, init_strategy="random", output_scale="paper")
+        make_host("llama"), LocasConfig(r=4, init_weights="random", output_scale="paper")
     )
     for layer in list_layers(model):
         layer.locas_down["default"].weight.data.normal_(generator=torch.Generator().manual_seed(0))

@@ -83,7 +83,7 @@ READING = [
     ("r", ValueError, "be at least 1, got {got}: raise it", 0),
     ("max_tokens", ValueError, "be at least 2, got {got}: raise it", 1),
     (
-        "row_norm",
+        "scaling",
         ValueError,
         "be a finite number above 0, got {got}: leave it out for the preset's",
         -1.0,
@@ -123,7 +123,7 @@ def test_a_readings_values_out_of_range_are_named(field, value, error, message):
     ("method", "preset", "given", "reason"),
     [
         ("lora", "tuned", {"init": "topk"}, "for the method 'lora'"),
-        ("lora", "tuned", {"row_norm": 2.0}, "for the method 'lora'"),
+        ("lora", "tuned", {"scaling": 2.0}, "for the method 'lora'"),
         ("none", "tuned", {"r": 8}, "for the method 'none'"),
         ("none", "tuned", {"anchor": 1.0}, "for the method 'none'"),
         ("none", "tuned", {"layers_to_transform": "upper"}, "for the method 'none'"),

@@ -311,7 +311,7 @@ def test_the_rate_falls_with_the_root_of_the_steps_also_after_the_memory_was_tak
 
 def test_an_optimizer_trains_a_written_memory_without_a_rate():
     def read_written(**options) -> dict[str, torch.Tensor]:
-        model = make_model(family="gpt2", r=16, init_strategy="write")
+        model = make_model(family="gpt2", r=16, init_weights="write")
         settings = SETTINGS | {"learning_rate": None, "writer": SlotWriter(model)}
         read(TestTimeTrainer(model, **settings, **options), make_ids(16))
         return trained_weights(model)
@@ -602,8 +602,8 @@ def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_never_stopped(
         assert_same(weights_of(resumed.model), weights_of(whole.model))
         if kind == "locas":
             assert (
-                resumed.model.peft_config["default"].slots
-                == whole.model.peft_config["default"].slots
+                resumed.model.peft_config["default"].get_record("slots")
+                == whole.model.peft_config["default"].get_record("slots")
                 is not None
             )
 

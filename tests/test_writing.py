@@ -19,7 +19,7 @@ TWO_LAYER = [family for family in FAMILIES if family not in GATED]
 
 def make_model(family="gpt_neox", r=16, **kwargs):
     host = make_host(family)
-    return get_peft_model(host, LocasConfig(r=r, init_strategy="write", scaling=float(r), **kwargs))
+    return get_peft_model(host, LocasConfig(r=r, init_weights="write", scaling=float(r), **kwargs))
 
 
 def write_tokens(model, ids, **arguments):
@@ -337,7 +337,7 @@ def test_a_gated_host_is_refused():
     with pytest.raises(ValueError) as error:
         make_model("llama")
     assert str(error.value) == (
-        "init_strategy='write' needs a two-layer memory, got the gated FFN model.layers.0.mlp: use 'topk', or a base "
+        "init_weights='write' needs a two-layer memory, got the gated FFN model.layers.0.mlp: use 'topk', or a base "
         "with two-layer FFNs."
     )
 
@@ -365,7 +365,7 @@ def test_bad_arguments_are_named(kwargs, message):
 
 
 def test_memories_that_cannot_be_written_are_refused():
-    gated = get_peft_model(make_host("llama"), LocasConfig(r=4, init_strategy="gaussian"))
+    gated = get_peft_model(make_host("llama"), LocasConfig(r=4, init_weights="gaussian"))
     with pytest.raises(ValueError, match="must have two layers to be written, got gates beside"):
         SlotWriter(gated)
     with pytest.raises(ValueError, match="must have one width, got"):
@@ -379,7 +379,7 @@ def test_memories_that_cannot_be_written_are_refused():
     ):
         SlotWriter(make_host("gpt_neox"))
     silent = get_peft_model(
-        make_host("gpt_neox"), LocasConfig(r=4, init_strategy="write", scaling=0.0)
+        make_host("gpt_neox"), LocasConfig(r=4, init_weights="write", scaling=0.0)
     )
     with pytest.raises(ValueError, match="output scale above 0"):
         SlotWriter(silent)

@@ -50,7 +50,6 @@ class ReadingOptions:
         learning_rate: of AdamW, after the warm-up.
         output_scale: measured: from the calibration text, so that one rate serves all hosts; paper: tau divided by r.
         scaling: multiplies the output scale.
-        row_norm: norm of a memory's rows at the start; above 1 its slots are sharper.
         max_slot_norm: radius of the norm clip; 0 for no clip.
         update: bp trains a memory, ridge writes it in closed form: the values of locas-glu, whose rows a learning rate
             trains beside, or with init "write" a linear map. With init "write", bp also writes slots, nlsvd only that.
@@ -97,7 +96,6 @@ class ReadingOptions:
     init: str | None = None
     output_scale: str | None = None
     scaling: float | None = None
-    row_norm: float | None = None
     max_slot_norm: float | None = None
     update: str | None = None
     epsilon: float | None = None

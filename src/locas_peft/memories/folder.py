@@ -22,7 +22,10 @@ from ..bases.gguf import is_gguf
 from ..checks import invalid, one_line
 from ..files import finish_replacement, staged, staged_file
 from ..selfstudy.exchanges import EXCHANGES, PASSAGES
+from ..tuner import LocasConfig
+from .base_sample import sample_weights
 from .checkpoint import CHECKPOINT_FOLDER, has_checkpoint
+from .tensor_file import seal_tensor_file
 
 __all__ = [
     "FILES",
@@ -110,12 +113,19 @@ def save_memory(
 ) -> None:
     """Write PEFT's files of a memory and its model card into a folder, whole or not at all.
 
+    A LOCAS memory's record gets a sample of the base's weights, and its file a digest of its
+    tensors.
+
     Args:
         base_name: the base's name on other machines too, for the memory's config.
         card: the text of the model card.
         add_files: writes more files into the folder that it is given, which are part of the whole.
     """
     config = model.peft_config[adapter_name]
+    is_memory = isinstance(config, LocasConfig)
+    if is_memory:
+        host = config.get_record("host") or {}
+        config.set_record("host", {**host, "weights": sample_weights(model)})
     former_name = config.base_model_name_or_path
     config.base_model_name_or_path = base_name
     try:
@@ -129,6 +139,8 @@ def save_memory(
                 for file in (folder / adapter_name).iterdir():
                     file.rename(folder / file.name)
                 (folder / adapter_name).rmdir()
+            if is_memory:
+                seal_tensor_file(folder)
             (folder / CARD).write_text(card, encoding="utf-8")
             if add_files is not None:
                 add_files(folder)

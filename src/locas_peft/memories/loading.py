@@ -19,10 +19,13 @@ from ..bases import load_base
 from ..checks import first_line, invalid, one_line
 from ..files import finish_replacement, is_out_of_memory, load_json
 from ..tables import Sheet, format_figure
-from ..tuner.load_checks import load_memory_file
-from ..tuner.memory_file import PREFIX, SCALES, find_memory_file, load_tensors, split_tensors
+from ..tuner import LocasConfig
+from ..tuner.memory_file import PREFIX, SCALES, split_tensors
 from ..tuner.modules import remember_modules
+from .base_sample import may_be_same_weights, sample_weights
 from .folder import MEMORY_CONFIG, READING
+from .guards import guard_memory, load_memory_file
+from .tensor_file import find_tensor_file, load_tensors
 
 __all__ = [
     "describe_memory",
@@ -135,7 +138,7 @@ def find_files(directory: str | Path) -> tuple[PeftConfig, Path]:
     The file is safetensors, or a pickle of tensors alone.
     """
     peft_type = load_memory_config(directory)["peft_type"]
-    path = find_memory_file(str(directory))
+    path = find_tensor_file(directory)
     if path is None:
         raise ValueError(
             f"memory {str(directory)!r} has no {SAFETENSORS_WEIGHTS_NAME}: {_SAVE_AGAIN}"
@@ -148,11 +151,13 @@ def find_files(directory: str | Path) -> tuple[PeftConfig, Path]:
         ) from None
     try:
         config = PEFT_TYPE_TO_CONFIG_MAPPING[peft_type].from_pretrained(str(directory))
-    except (TypeError, AttributeError, KeyError, RecursionError) as error:
+    except ValueError as error:
+        raise ValueError(one_line(str(error))) from error
+    except (TypeError, AttributeError, KeyError, RecursionError, OverflowError) as error:
         config_path = Path(directory) / MEMORY_CONFIG
         problem = f"has fields that a {peft_type} config does not have ({first_line(error)})"
         raise ValueError(f"{config_path} {problem}: {_SAVE_AGAIN}") from error
-    return config, Path(path)
+    return config, path
 
 
 def describe_memory(directory: str | Path) -> dict[str, Any]:
@@ -175,15 +180,17 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
     layers = []
     others = []
     learned = None
+    host = None
     if config.peft_type == "LOCAS":
-        tensors, _ = load_memory_file(str(path), config)
+        tensors = load_memory_file(path, config)
         parts, others = split_tensors(tensors)
-        slots = config.slots or {}
+        slots = config.get_record("slots") or {}
         layers = [
             _describe_layer(name, parts[name], slots.get(name))
             for name in sorted(parts, key=_list_numbers)
         ]
         learned = any(layer["down"]["max"] > 0 for layer in layers)
+        host = config.get_record("host")
     else:
         tensors = _load_other_tensors(path)
     dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
@@ -192,12 +199,12 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         "base": config.base_model_name_or_path,
         "peft_type": str(config.peft_type.value),
         "r": getattr(config, "r", None),
-        "init": getattr(config, "init_strategy", None),
+        "init": getattr(config, "strategy", None),
         "scaling": getattr(config, "scaling", None),
         "dtype": ", ".join(sorted(dtypes)),
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": path.stat().st_size,
-        "host": getattr(config, "host", None),
+        "host": host,
         "digests": {key: value for key, value in reading.items() if key.endswith("_sha256")},
         "replaces": [key.removeprefix(PREFIX) for key in others],
         "learned": learned,
@@ -278,7 +285,7 @@ def _shorten(names: Sequence[str]) -> tuple[str, list[str]]:
 
 def _load_other_tensors(path: Path) -> dict[str, torch.Tensor]:
     """Load the tensors of another adapter; a `ValueError` where one of them is not finite."""
-    tensors, _ = load_tensors(str(path))
+    tensors, _ = load_tensors(path)
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.float().isfinite().all():
             raise ValueError(
@@ -325,16 +332,22 @@ def _attach(
     After an error the base is as it was.
     """
     directory = str(path.parent)
-    if config.peft_type != "LOCAS":
-        _check_other_adapter(base, config, path)
     _set_fields(config, fields)
+    former_sample = None
+    if isinstance(config, LocasConfig):
+        guard_memory(path, config, base)
+        former_sample = (config.get_record("host") or {}).get("weights")
+    else:
+        _check_other_adapter(base, config, path)
     restore = remember_modules(base)
     # PEFT would fail with it (docs/upstream/peft-disk-offload.md).
     device_map = vars(base).pop("hf_device_map", None)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            return PeftModel.from_pretrained(base, directory, config=config, is_trainable=trainable)
+            model = PeftModel.from_pretrained(
+                base, directory, config=config, is_trainable=trainable
+            )
     except Exception as error:
         restore()
         problem = _explain_misfit(error)
@@ -346,12 +359,28 @@ def _attach(
     finally:
         if device_map is not None:
             base.hf_device_map = device_map
+    _warn_of_other_weights(base, former_sample)
+    return model
+
+
+def _warn_of_other_weights(base: nn.Module, former_sample: str | None) -> None:
+    """Warn where the sample of weights that a memory was made for is not that of the base."""
+    if former_sample is None or may_be_same_weights(former_sample, sample_weights(base)):
+        return
+    warnings.warn(
+        "this memory was made for a base of the same shapes with other weights: "
+        "its output is not what was learned; load the base that it was made for.",
+        stacklevel=4,
+    )
 
 
 def _explain_misfit(error: Exception) -> str | None:
     """Return why a memory does not fit a base; None for an error that needs no other message."""
     if isinstance(error, OSError) or is_out_of_memory(error):
         return None
+    if isinstance(error, KeyError):
+        # PEFT looks for each tensor of a module that is trained in full.
+        return f"the file has no {one_line(str(error.args[0]))}"
     if isinstance(error, ValueError):
         # This message of PEFT lists every module.
         if str(error).startswith("Target module"):

@@ -42,7 +42,6 @@ SHAPE = (
     "init",
     "output_scale",
     "scaling",
-    "row_norm",
     "max_slot_norm",
 )
 """The settings that a memory keeps when it goes on with another text."""
@@ -213,7 +212,6 @@ class Memory(Adapter):
     init: str = checked(partial(check_choice, choices=STRATEGIES))
     output_scale: str
     scaling: float = checked(check_number)
-    row_norm: float | None = checked(check_number)
     max_slot_norm: float | None = checked(partial(check_number, may_be_0=True))
     update: str | None = checked(partial(check_choice, choices=UPDATES))
 
@@ -224,11 +222,10 @@ class Memory(Adapter):
             raise ValueError(f"{rule}: use {self.other!r}")
         fields = {
             "r": self.r,
-            "init_strategy": self.init,
+            "init_weights": self.init,
             "output_scale": self.output_scale,
             "scaling": self.scaling,
         }
-        fields |= {} if self.row_norm is None else {"row_norm": self.row_norm}
         fields |= (
             {} if self.max_slot_norm is None else {"max_slot_norm": self.max_slot_norm or None}
         )
@@ -246,7 +243,6 @@ class LocasGlu(Memory):
         "r": 64,
         "init": "topk",
         "scaling": 1.0,
-        "row_norm": None,
         "max_slot_norm": None,
         "learning_rate": 4e-3,
     }
@@ -296,7 +292,6 @@ class LocasMlp(Memory):
         "learning_rate": 8e-3,
     }
     _ROWS = {
-        "row_norm": None,
         "max_slot_norm": None,
         "update": "bp",
         "epsilon": 0.01,

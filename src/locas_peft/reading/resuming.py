@@ -18,16 +18,16 @@ from ..ttt.model_state import active_configs
 __all__ = ["Checkpoints", "restore"]
 
 _logger = logging.getLogger(__name__)
-# "host" describes the base, which is compared by its fingerprint; calibration fills in "slots".
+# "record" describes the base, which is compared by its fingerprint, and the slots that calibration chose.
 _NO_ARITHMETIC = {
     "auto_mapping",
     "base_model_name_or_path",
-    "host",
+    "record",
     "inference_mode",
     "peft_version",
     "revision",
 }
-_NO_ARITHMETIC |= {"slots", "task_type"}
+_NO_ARITHMETIC |= {"task_type"}
 
 
 @dataclass

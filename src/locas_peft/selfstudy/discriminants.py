@@ -86,7 +86,8 @@ def place_discriminants(
         for weight, new in zip(weights, (found[numbers], found[count]), strict=False):
             weight[chosen] = new.to(weight)
         down[:, chosen] = 0
-        layer.locas_config[name].slots = None  # which neurons of the host the rows are clones of
+        # The rows are no longer clones of neurons of the host.
+        layer.locas_config[name].set_record("slots", None)
 
 
 def _regress(inputs: Tensor, own: Tensor, count: int, inside: bool) -> Tensor:

@@ -59,7 +59,8 @@ def compress(
     for layer, weights in zip(layers, reduced, strict=True):
         _replace_weights(layer, name, weights)
     config = layers[0].locas_config[name]
-    config.r, config.rank_pattern, config.slots = rank, {}, None
+    config.r, config.rank_pattern = rank, {}
+    config.set_record("slots", None)
 
 
 @torch.no_grad()
@@ -80,7 +81,7 @@ def grow(
     """
     name, layers = find_memory(model, adapter_name, "grow")
     config = layers[0].locas_config[name]
-    strategy = STRATEGIES[config.init_strategy]
+    strategy = STRATEGIES[config.strategy]
     widest = max(layer.locas_up[name].out_features for layer in layers)
     check_whole("rank", rank, 1)
     if rank <= widest:
@@ -103,7 +104,7 @@ def grow(
         )
     if batches is None and strategy.needs_calibration:
         raise ValueError(
-            f"batches must be given for init_strategy={config.init_strategy!r}: give a text."
+            f"batches must be given for init_weights={config.strategy!r}: give a text."
         )
     statistics = (
         [None] * len(layers)
@@ -114,7 +115,7 @@ def grow(
     if (
         strategy.takes_tokens and tokens < rank
     ):  # the same token in two slots with values of zero: they stay equal
-        what = f"batches must have at least {rank} tokens for init_strategy={config.init_strategy!r}, got {tokens}"
+        what = f"batches must have at least {rank} tokens for init_weights={config.strategy!r}, got {tokens}"
         raise ValueError(f"{what}: give a longer text, or lower rank.")
     grown = [
         _grow_layer(layer, name, rank, seen) for layer, seen in zip(layers, statistics, strict=True)
@@ -122,7 +123,8 @@ def grow(
     for layer, (weights, slots) in zip(layers, grown, strict=True):
         _replace_weights(layer, name, weights)
         if slots is not None:
-            config.slots[layer.name] = slots
+            known = config.get_record("slots")
+            config.set_record("slots", {**known, layer.name: slots})
     config.r, config.rank_pattern = rank, {}
 
 
@@ -134,16 +136,13 @@ def _grow_layer(
     *own, down = (module.weight.detach() for module in layer.projections(name))
     new = rank - down.shape[1]
     generator = make_generator(config.seed, f"{layer.name} grows to {rank}")
-    rows = STRATEGIES[config.init_strategy].make(layer.ffn, statistics, rank, generator)
-    known = (config.slots or {}).get(layer.name)
+    rows = STRATEGIES[config.strategy].make(layer.ffn, statistics, rank, generator)
+    known = (config.get_record("slots") or {}).get(layer.name)
     chosen = torch.arange(rank - new, rank)
     if rows.slots is not None and known is not None:
         chosen = (~torch.isin(rows.slots.cpu(), torch.tensor(known))).nonzero()[:new, 0]
     made = [rows.up] if rows.gate is None else [rows.gate, rows.up]
-    added = [
-        (part[chosen.to(part.device)] * config.row_norm).to(up)
-        for part, up in zip(made, own, strict=True)
-    ]
+    added = [part[chosen.to(part.device)].to(up) for part, up in zip(made, own, strict=True)]
     weights = [torch.cat(both) for both in zip(own, added, strict=True)]
     slots = (
         None

@@ -36,7 +36,7 @@ class RidgeWriter(Writer):
     A `TestTimeTrainer` with it and no `learning_rate` learns without an optimizer. It holds 3 L D^2 float32 numbers.
 
     Args:
-        model: a model with a two-layer LOCAS memory of `init_strategy="write"`, empty or with a map that this rule
+        model: a model with a two-layer LOCAS memory of `init_weights="write"`, empty or with a map that this rule
             has written before, to which the text's is added.
         rate: of the map; see above.
         ridge: what is added to the diagonal of A'A, relative to its mean.

@@ -43,7 +43,7 @@ class SlotWriter(Writer):
     pass of its own. A window and stride of the text's length write a whole text at once.
 
     Args:
-        model: a model with a two-layer LOCAS memory, usually of `init_strategy="write"`.
+        model: a model with a two-layer LOCAS memory, usually of `init_weights="write"`.
         epsilon: the length of a written value over all layers together, at the FFNs' outputs.
         tokens: which tokens of a chunk are written: `slots_per_chunk` with the "highest-loss", or "all".
         normalization: how |G| is computed: of each "token" (the paper), or the root mean square over a "chunk".

@@ -204,10 +204,10 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(
                 "model must not have its adapters disabled, got disabled ones: enable them first"
             )
-    if STRATEGIES[config.init_strategy].written:
-        got = f"{config.init_strategy!r}, whose slots are written one document at a time"
+    if STRATEGIES[config.strategy].written:
+        got = f"{config.strategy!r}, whose slots are written one document at a time"
         remedy = "choose 'topk', or read one after the other with TestTimeTrainer"
-        raise ValueError(f"init_strategy must be one that makes rows, got {got}: {remedy}")
+        raise ValueError(f"init_weights must be one that makes rows, got {got}: {remedy}")
 
 
 def _check_documents(

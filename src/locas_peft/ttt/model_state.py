@@ -36,7 +36,7 @@ def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, 
         },
         "buffers": buffers,
         "filled": {
-            name: {"slots": one.slots} for name, one in active.items() if hasattr(one, "slots")
+            name: {"record": one.record} for name, one in active.items() if hasattr(one, "record")
         },
     }
 

@@ -136,7 +136,7 @@ class TestTimeTrainer:
         trained = self._list_trained()
         if trained and self._loop.writer is None and (unwritten := unwritten_memories(self.model)):
             rule = f"writer must be given for the memory {unwritten[0]!r}, which has no slots to be trained"
-            raise ValueError(f"{rule}: give writer=SlotWriter(model), or another init_strategy")
+            raise ValueError(f"{rule}: give writer=SlotWriter(model), or another init_weights")
         if trained and any(
             module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer)
         ):

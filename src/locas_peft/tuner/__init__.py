@@ -1,4 +1,4 @@
-"""The PEFT tuner: config, layer, model and their parts. Nothing here imports from outside this folder."""
+"""The PEFT tuner: config, layer, model and their parts. It imports nothing of this package."""
 
 from .attached import empty_memories, list_layers, rescale, unwritten_memories
 from .calibration import calibrate
@@ -11,7 +11,21 @@ from .model import LocasModel
 from .modules import adapters_disabled, evaluating, trained_parameters
 
 __all__ = [
-    "KNOWN_PARTS", "STRATEGIES", "FFNParts", "LocasConfig", "LocasLayer", "LocasModel", "Rows", "Strategy",
-    "adapters_disabled", "calibrate", "empty_memories", "evaluating", "find_ffns", "list_layers", "rescale",
-    "trained_parameters", "unwritten_memories",
-]  # fmt: skip
+    "KNOWN_PARTS",
+    "STRATEGIES",
+    "FFNParts",
+    "LocasConfig",
+    "LocasLayer",
+    "LocasModel",
+    "Rows",
+    "Strategy",
+    "adapters_disabled",
+    "calibrate",
+    "empty_memories",
+    "evaluating",
+    "find_ffns",
+    "list_layers",
+    "rescale",
+    "trained_parameters",
+    "unwritten_memories",
+]

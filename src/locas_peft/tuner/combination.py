@@ -44,11 +44,11 @@ def combined_config(
     combined.r = max(widths.values())
     combined.rank_pattern = {name: width for name, width in widths.items() if width != combined.r}
     combined.scaling = 1.0
-    combined.slots = None
-    if all(config.slots for config in configs.values()):
-        combined.slots = {
-            name: sum((config.slots[name] for config in configs.values()), []) for name in names
-        }
+    slots = [config.get_record("slots") for config in configs.values()]
+    combined.set_record("slots", None)
+    if all(slots):
+        side_by_side = {name: sum((own[name] for own in slots), []) for name in names}
+        combined.set_record("slots", side_by_side)
     return combined
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import re
 from collections.abc import Callable
@@ -11,221 +10,292 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from peft.config import PeftConfig
-from peft.utils import CONFIG_NAME, PeftType
+from peft.utils import SAFETENSORS_WEIGHTS_NAME, PeftType
 from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
 
 from .initialization import STRATEGIES
-from .memory_file import (
-    LARGEST,
-    PREFIX,
-    find_memory_file,
-    one_line,
-    seal_memory_file,
-    split_tensors,
-)
+from .memory_file import LARGEST, PREFIX, split_keys
+
+DEFAULT_STRATEGY = "topk"
+# Random numbers need a strategy that uses neither a text nor slots of the host.
+STRATEGY_OF_RANDOM_NUMBERS = "gaussian"
+# What a memory's record can hold.
+RECORDS = ("host", "slots", "saved_embeddings")
+# Fields of former versions that have no meaning any more. `row_norm` only scaled initial rows.
+FORMER_FIELDS = ("gated_host_experiment", "variant", "row_norm")
 
 
 @dataclass
 class LocasConfig(PeftConfig):
     """Configuration of a LOCAS memory: a narrow FFN of width `r` beside each FFN of the host.
 
-    Args:
-        r: the width R of the memory, in slots. A slot is one gate row (if gated), one up row and one down column.
-        target_modules: the FFNs that get a memory: names, suffixes of names, or a regular expression. `None` (and
-            "all-linear") finds every FFN of the language model by its structure, a mixture of experts as one.
-        exclude_modules, layers_to_transform, layers_pattern, modules_to_save, trainable_token_indices: as in PEFT's
-            other methods.
-        init_strategy: how gate and up rows are initialised, a row of `STRATEGIES` (the paper's table on
-            initialisation). "write" leaves the slots of a two-layer memory free for a `SlotWriter` or `RidgeWriter`.
-        output_scale: "measured" sets the scales of the memory's input and output by what calibration sees, so that
-            one learning rate suits every host (`scale.py`). "paper" leaves the input alone and scales the output by
-            tau, the mean norm of the host's down columns divided by R.
-        scaling: multiplies the output scale. With output_scale="paper", `r` cancels the division.
-        row_norm: the initial norm of gate and up rows; 1.0 is the paper's value. A larger norm makes a slot respond
-            to fewer inputs, and more strongly. Above 1 it must not exceed `max_slot_norm`.
-        max_slot_norm: the radius of the norm clip, 1.0 in the paper; `None` switches the clip off.
-        pad_to_multiple_of: merged FFNs are padded with zero neurons to a multiple of this width.
-        rank_pattern: other widths for some FFNs, from names or regular expressions to `r`.
-        ffn_parts: the attribute names of the parts of an unknown FFN, `{"gate": "w_gate", "up": "w_in", "down":
-            "w_out", "activation": "act"}`; see `FFNParts`.
-        seed: the seed of everything that is drawn at random.
-        init_weights: `False` fills gate, up and down with random numbers, which change the output; for tests only.
-        saved_embeddings: names of the base's own tensors that were saved with the memory (`save_embedding_layers`)
-            and replace the base's when it is loaded. Filled in by `save_pretrained`; others in a file are refused.
-        host: properties of the base and a sample of its weights. Filled in automatically and compared when the memory
-            is loaded: other weights give a warning, any other difference is refused.
-        slots: the host slots that each FFN's memory was cloned from. Filled in automatically.
+    A slot is one gate row (if the host is gated), one up row and one down column.
+    `exclude_modules`, `layers_to_transform`, `layers_pattern`, `modules_to_save` and
+    `trainable_token_indices` are as in PEFT's other methods.
 
-    A field with an invalid value is a `TypeError` or `ValueError`, in one line.
+    Raises:
+        TypeError: a field has a value of a wrong type. The message is one line.
+        ValueError: a field has another invalid value. The message is one line.
     """
 
-    r: int = 64
-    target_modules: list[str] | set[str] | str | None = None
-    exclude_modules: list[str] | set[str] | str | None = None
-    init_strategy: str = "topk"
-    output_scale: Literal["measured", "paper"] = "measured"
-    scaling: float = 1.0
-    row_norm: float = 1.0
-    max_slot_norm: float | None = 1.0
-    pad_to_multiple_of: int | None = None
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    layers_to_transform: list[int] | int | None = None
-    layers_pattern: list[str] | str | None = None
-    ffn_parts: dict[str, str] | None = None
-    seed: int = 0
-    init_weights: bool = True
-    modules_to_save: list[str] | None = None
-    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-    saved_embeddings: list[str] | None = None
-    host: dict | None = None
-    slots: dict[str, list[int]] | None = None
+    r: int = field(default=64, metadata={"help": "The width of the memory, in slots."})
+    target_modules: list[str] | set[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "The FFNs that get a memory: names, suffixes of names, or a regular expression. "
+                "None and 'all-linear' find every FFN of the language model by its structure, a "
+                "mixture of experts as one."
+            )
+        },
+    )
+    exclude_modules: list[str] | set[str] | str | None = field(
+        default=None,
+        metadata={"help": "The FFNs that get no memory: names, or a regular expression."},
+    )
+    init_weights: bool | str = field(
+        default=True,
+        metadata={
+            "help": (
+                "How gate and up rows are initialised. True is 'topk', the paper's strategy: the "
+                "host slots that a text activates most. The name of a row of `STRATEGIES` selects "
+                "another strategy. False fills all weights with random numbers, which change the "
+                "output; for tests only."
+            )
+        },
+    )
+    output_scale: Literal["measured", "paper"] = field(
+        default="measured",
+        metadata={
+            "help": (
+                "'measured' sets the scales of the memory's input and output by what calibration "
+                "sees, so that one learning rate suits every host. 'paper' leaves the input alone "
+                "and scales the output by tau, the mean norm of the host's down columns divided "
+                "by `r`."
+            )
+        },
+    )
+    scaling: float = field(
+        default=1.0,
+        metadata={
+            "help": (
+                "Multiplies the output scale. With output_scale='paper', scaling=r cancels the "
+                "division by `r`."
+            )
+        },
+    )
+    max_slot_norm: float | None = field(
+        default=1.0,
+        metadata={
+            "help": "The radius of the norm clip, 1.0 in the paper. None switches the clip off."
+        },
+    )
+    pad_to_multiple_of: int | None = field(
+        default=None,
+        metadata={"help": "Merged FFNs are padded with zero neurons to a multiple of this width."},
+    )
+    rank_pattern: dict[str, int] = field(
+        default_factory=dict,
+        metadata={"help": "Other widths for some FFNs: from names or regular expressions to `r`."},
+    )
+    layers_to_transform: list[int] | int | None = field(
+        default=None,
+        metadata={"help": "The indices of the layers that get a memory. None is all layers."},
+    )
+    layers_pattern: list[str] | str | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "The name of the list of layers that `layers_to_transform` counts, if it is not a "
+                "common one."
+            )
+        },
+    )
+    ffn_parts: dict[str, str] | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "The attribute names of the parts of an unknown FFN, such as {'gate': 'w_gate', "
+                "'up': 'w_in', 'down': 'w_out', 'activation': 'act'}."
+            )
+        },
+    )
+    seed: int = field(
+        default=0, metadata={"help": "The seed of everything that is drawn at random."}
+    )
+    modules_to_save: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "The names of modules that are trained in full and saved with the memory."
+        },
+    )
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "The ids of tokens whose embeddings are trained, as a list, or as lists by the "
+                "name of an embedding."
+            )
+        },
+    )
+    record: dict | None = field(
+        default=None,
+        metadata={
+            "help": (
+                "Filled in automatically. 'host': properties of the base, which are compared when "
+                "the memory is loaded. 'slots': the host slots that each FFN's memory was cloned "
+                "from. 'saved_embeddings': names of the base's own tensors that are in the "
+                "memory's file and replace the base's when it is loaded."
+            )
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.peft_type = PeftType.LOCAS
-        for name in _TYPES | _VALUES:
-            _check(name, getattr(self, name))
+        self._check_fields()
+        self._check_fields_together()
+        if isinstance(self.target_modules, list | tuple):
+            self.target_modules = set(self.target_modules)
+        if isinstance(self.exclude_modules, list | tuple):
+            self.exclude_modules = set(self.exclude_modules)
+        # A host that is given at construction comes from a memory's file, so the model must match
+        # it. A host that is filled in later describes this memory and must not bind the config
+        # object to that model.
+        self._expected_host: dict | None = self.get_record("host")
+
+    def _check_fields(self) -> None:
+        for name, rules in RULES.items():
+            _check(name, rules, getattr(self, name), self._may_be_none(name))
         for pattern, r in self.rank_pattern.items():
-            _check("r", r, f"rank_pattern[{pattern!r}]")
-        if self.row_norm > max(1.0, self.max_slot_norm or math.inf):
-            what = f"row_norm must be at most max_slot_norm ({self.max_slot_norm}), got {self.row_norm}"
-            raise ValueError(
-                f"{what}: the first step would clip the rows; raise max_slot_norm, or set it to None."
-            )
-        for name in ("layers_to_transform", "layers_pattern"):
-            if isinstance(self.target_modules, str) and getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} cannot be used when target_modules is a regular expression."
-                )
+            _check(f"rank_pattern[{pattern!r}]", RULES["r"], r)
+        for name in RECORDS:
+            _check(f"record[{name!r}]", RECORD_RULES[name], self.get_record(name), True)
+
+    def _check_fields_together(self) -> None:
+        if isinstance(self.target_modules, str):
+            for name in ("layers_to_transform", "layers_pattern"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name} cannot be used when target_modules is a regular expression."
+                    )
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError(
                 "layers_pattern needs layers_to_transform: set the layers that it counts."
             )
-        for name in ("target_modules", "exclude_modules"):
-            value = getattr(self, name)
-            setattr(self, name, set(value) if isinstance(value, list | tuple) else value)
-        # A host given at construction comes from a memory's file, so the model must match it. One filled in later
-        # describes this memory and must not bind the config object to that model.
-        self._expected_host = self.host
-        self._file: str | None = None
-        self._fields_of_file: list[Any] = []
+
+    @staticmethod
+    def _may_be_none(name: str) -> bool:
+        # The fields of PEFT's own class are not among these annotations. All of them may be None.
+        annotation = LocasConfig.__annotations__.get(name, "None")
+        return "None" in annotation
+
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy that makes the initial rows, a key of `STRATEGIES`."""
+        if isinstance(self.init_weights, str):
+            return self.init_weights
+        return DEFAULT_STRATEGY if self.init_weights else STRATEGY_OF_RANDOM_NUMBERS
+
+    def get_record(self, name: str) -> Any:
+        """Return "host", "slots" or "saved_embeddings" of the record; None where there is none."""
+        return (self.record or {}).get(name)
+
+    def set_record(self, name: str, value: Any) -> None:
+        """Replace an entry of the record. Copies of the config keep theirs."""
+        self.record = {**(self.record or {}), name: value}
 
     def width_of(self, name: str) -> int:
         """Return R of the memory at the FFN of that name: from `rank_pattern`, or else `r`."""
-        return self.rank_pattern.get(get_pattern_key(self.rank_pattern, name), self.r)
+        pattern = get_pattern_key(self.rank_pattern, name)
+        return self.rank_pattern.get(pattern, self.r)
 
-    def field_that_names(self, key: str) -> str | None:
-        """Return the field that names a tensor of a file which is no part of the memory; None where none does."""
-        name = key.removeprefix(PREFIX)
-        if name in (self.saved_embeddings or ()):
-            return "saved_embeddings"
-        if self.trainable_token_indices and name.endswith(".trainable_tokens_delta"):
-            return "trainable_token_indices"
-        if any(f".{module}." in f".{name}" for module in self.modules_to_save or ()):
-            return "modules_to_save"
-        return None
+    def copy_for_new_memory(self) -> LocasConfig:
+        """Return a copy that is bound to no base, for a new memory that is trained."""
+        new = copy.deepcopy(self)
+        new.set_record("slots", None)
+        new.inference_mode = False
+        new._expected_host = None
+        return new
 
     @classmethod
     def check_kwargs(cls, **kwargs: Any) -> dict[str, Any]:
-        """Leave out the fields that former versions saved: what a memory's structure is, its tensors tell."""
-        return {
-            name: value
-            for name, value in kwargs.items()
-            if name not in ("gated_host_experiment", "variant")
-        }
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: str, subfolder: str | None = None, **kwargs
-    ):
-        """Load a memory's config from a folder or the hub, or raise a `ValueError` if it is damaged."""
-        try:
-            config = super().from_pretrained(
-                pretrained_model_name_or_path, subfolder=subfolder, **kwargs
-            )
-        except ValueError as error:
-            raise ValueError(one_line(str(error))) from error
-        except (TypeError, AttributeError, RecursionError, OverflowError) as error:
-            folder = os.path.join(pretrained_model_name_or_path, subfolder or "")
-            if find_memory_file(folder) is None:  # a config alone: PEFT's own errors
-                raise
-            path, reason = os.path.join(folder, CONFIG_NAME), one_line(str(error))
-            raise ValueError(
-                f"{path} is no config of a memory ({reason}): copy or save the memory again"
-            ) from error
-        if isinstance(config, LocasConfig):
-            config._file = find_memory_file(
-                pretrained_model_name_or_path, subfolder, **cls._split_kwargs(kwargs)[0]
-            )
-            config._fields_of_file = config._list_fields_of_file()
-        return config
+        """Translate the fields of a config that a former version saved."""
+        return translate_former_fields(kwargs)
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Save the config as PEFT does. If the tensors are there, add their digest and replace patterns by names."""
-        layers, others = split_tensors(seal_memory_file(save_directory))
-        saved = copy.copy(self)
-        if layers:
+        """Save the config as PEFT does, and record which of the base's tensors are in the file."""
+        memory, others = split_keys(_list_keys(save_directory))
+        if memory:
             trained = ("modules_to_save", "trainable_token_indices")
-            embeddings = [
-                key.removeprefix(PREFIX)
-                for key in others
-                if self.field_that_names(key) not in trained
-            ]
-            self.saved_embeddings = saved.saved_embeddings = embeddings or None
-            saved.name_modules(
-                {
-                    name: len(parts["locas_up"])
-                    for name, parts in layers.items()
-                    if "locas_up" in parts
-                }
-            )
-        super(LocasConfig, saved).save_pretrained(save_directory, **kwargs)
+            embeddings = []
+            for key in sorted(others):
+                if self.field_that_names(key) not in trained:
+                    embeddings.append(key.removeprefix(PREFIX))
+            self.set_record("saved_embeddings", embeddings or None)
+        super().save_pretrained(save_directory, **kwargs)
 
-    def name_modules(self, widths: dict[str, int]) -> None:
-        """Replace all regular expressions by the names of FFNs that have a memory, each with its width R."""
-        patterns = (self.target_modules, self.exclude_modules)
-        if any(isinstance(pattern, str) for pattern in patterns) or self.layers_pattern:
-            self.target_modules, self.exclude_modules = set(widths), None
-            self.layers_to_transform = self.layers_pattern = None
-        longest_first = sorted(
-            widths.items(), key=lambda item: -len(item[0])
-        )  # a name may end with another
-        ranks = {re.escape(name): r for name, r in longest_first}
-        self.rank_pattern = ranks if set(ranks.values()) != {self.r} else {}
-        self._fields_of_file = self._list_fields_of_file()
-
-    @property
-    def file(self) -> str | None:
-        """The file of the memory that the config was loaded with; None where a field that it fixes has changed."""
-        return self._file if self._list_fields_of_file() == self._fields_of_file else None
-
-    def _list_fields_of_file(self) -> list[Any]:
-        # Heads of some tasks are added by PEFT after the config was loaded.
-        names = (
-            set(self.target_modules or ()),
-            set(self.modules_to_save or ()) - {"classifier", "score", "qa_outputs"},
-        )
-        tensors = self.trainable_token_indices, self.saved_embeddings
-        return [self.r, self.rank_pattern, self.exclude_modules, *names, *tensors]
-
-    def copy_for_new_memory(self) -> LocasConfig:
-        """Return a copy that is bound to no base and no file, for a new memory that is trained."""
-        new = copy.deepcopy(self)
-        new.slots, new.inference_mode, new._expected_host, new._file = None, False, None, None
-        return new
+    def field_that_names(self, key: str) -> str | None:
+        """Return the field that names a tensor beside the memory's own; None where none does."""
+        name = key.removeprefix(PREFIX)
+        if name in (self.get_record("saved_embeddings") or ()):
+            return "saved_embeddings"
+        if self.trainable_token_indices and name.endswith(".trainable_tokens_delta"):
+            return "trainable_token_indices"
+        for module in self.modules_to_save or ():
+            if f".{module}." in f".{name}":
+                return "modules_to_save"
+        return None
 
 
-def _holds(values: object, kind: type) -> bool:
-    return isinstance(values, list | tuple | set) and all(
-        isinstance(value, kind) for value in values
-    )
+def _list_keys(folder: str) -> list[str]:
+    """Return the names of the tensors in a folder's safetensors file; none without a sound one."""
+    path = os.path.join(folder, SAFETENSORS_WEIGHTS_NAME)
+    if not os.path.isfile(path):
+        return []
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError:
+        # A damaged older file, which is about to be replaced: transformers saves the config first.
+        return []
 
 
-def _maps(values: object, is_valid: Callable[[Any], bool]) -> bool:
-    return isinstance(values, dict) and all(map(is_valid, values.values()))
+def translate_former_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a saved config, those of LOCAS 0.2.0 and before translated to today's.
+
+    `init_strategy` became a value of `init_weights`. `host`, `slots` and `saved_embeddings` moved
+    into `record`.
+    """
+    translated = {name: value for name, value in fields.items() if name not in FORMER_FIELDS}
+    strategy = translated.pop("init_strategy", None)
+    if strategy is not None and translated.get("init_weights", True) is True:
+        is_default = strategy == DEFAULT_STRATEGY
+        translated["init_weights"] = True if is_default else strategy
+    former_record = {}
+    for name in RECORDS:
+        if name in translated:
+            former_record[name] = translated.pop(name)
+    if former_record and translated.get("record") is None:
+        translated["record"] = former_record
+    return translated
 
 
-def _is_whole(value: object) -> bool:
+@dataclass(frozen=True)
+class Rule:
+    """What a value must be: a text for the message, a function that checks it, and the error."""
+
+    text: str
+    is_kept: Callable[[Any], bool]
+    error: type[Exception] = ValueError
+
+
+def _is_string(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -233,100 +303,152 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _is_dictionary(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_list_of(values: object, kind: type) -> bool:
+    if not isinstance(values, list | tuple | set):
+        return False
+    return all(isinstance(value, kind) for value in values)
+
+
+def _are_names(values: object) -> bool:
+    return _is_list_of(values, str)
+
+
 def _is_name_or_names(value: object) -> bool:
-    return isinstance(value, str) or _holds(value, str)
+    return isinstance(value, str) or _are_names(value)
+
+
+def _is_index_or_indices(value: object) -> bool:
+    return _is_integer(value) or _is_list_of(value, int)
+
+
+def _is_dictionary_of_names(value: object) -> bool:
+    return isinstance(value, dict) and _are_names(list(value.values()))
+
+
+def _is_dictionary_of_indices(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return all(_is_list_of(indices, int) for indices in value.values())
+
+
+def _are_token_indices(value: object) -> bool:
+    lists = list(value.values()) if isinstance(value, dict) else [value]
+    return all(_is_list_of(ids, int) and min(ids, default=0) >= 0 for ids in lists)
+
+
+def _is_bool_or_string(value: object) -> bool:
+    return isinstance(value, bool | str)
+
+
+def _is_strategy(value: bool | str) -> bool:
+    return isinstance(value, bool) or value in STRATEGIES
+
+
+def _is_output_scale(value: object) -> bool:
+    return value in ("measured", "paper")
+
+
+def _is_at_least_1(value: int) -> bool:
+    return value >= 1
+
+
+def _is_multiple(value: int) -> bool:
+    return 1 <= value <= 65536
+
+
+def _is_seed(value: int) -> bool:
+    return abs(value) < 2**63
+
+
+def _is_finite(value: float) -> bool:
+    # Not a number is not below it either.
+    return abs(value) <= LARGEST
+
+
+def _is_positive(value: float) -> bool:
+    return 0 < value <= LARGEST
 
 
 def _is_pattern(value: Any) -> bool:
     try:
-        return bool(re.compile(value))
+        re.compile(value)
     except (re.error, TypeError, RecursionError, OverflowError):
         return False
+    return True
 
 
-def _is_target(value: object) -> bool:
+def _are_names_or_pattern(value: object) -> bool:
     return not isinstance(value, str) or _is_pattern(value)
 
 
-def _is_token_indices(value: Any) -> bool:
-    lists = value.values() if isinstance(value, dict) else [value]
-    return all(_holds(indices, int) and min(indices, default=0) >= 0 for indices in lists)
+def _is_target(value: object) -> bool:
+    return bool(value) and _are_names_or_pattern(value)
 
 
-# From a field to its rule and whether a value follows it. None is checked by the field's annotation.
-_TYPES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "base_model_name_or_path": ("be a string", lambda value: isinstance(value, str)),
-    "r": ("be an integer", _is_whole),
-    "pad_to_multiple_of": ("be an integer", _is_whole),
-    "target_modules": ("be names, or one name or regular expression", _is_name_or_names),
-    "exclude_modules": ("be names, or one name or regular expression", _is_name_or_names),
-    "modules_to_save": ("be a list of names", lambda value: _holds(value, str)),
-    "trainable_token_indices": (
-        "be a list of token ids, or lists by module name",
-        _is_token_indices,
-    ),
-    "saved_embeddings": ("be a list of names", lambda value: _holds(value, str)),
-    "layers_pattern": ("be a name or names", _is_name_or_names),
-    "seed": ("be an integer", _is_whole),
-    "init_weights": ("be True or False", lambda value: isinstance(value, bool)),
-    "layers_to_transform": (
-        "be an index or a list of them",
-        lambda value: _is_whole(value) or _holds(value, int),
-    ),
-    "scaling": ("be a number", _is_number),
-    "row_norm": ("be a number", _is_number),
-    "max_slot_norm": ("be a number, or None for no clip", _is_number),
-    "rank_pattern": ("be a dictionary", lambda value: isinstance(value, dict)),
-    "ffn_parts": (
-        "be a dictionary of names",
-        lambda value: _maps(value, lambda name: isinstance(name, str)),
-    ),
-    "host": ("be a dictionary", lambda value: isinstance(value, dict)),
-    "slots": (
-        "be a dictionary of lists of indices",
-        lambda value: _maps(value, lambda slots: _holds(slots, int)),
-    ),
-}
-_VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "r": ("be at least 1", lambda value: value >= 1),
-    "pad_to_multiple_of": ("be from 1 to 65536", lambda value: 1 <= value <= 65536),
+def _has_patterns_as_keys(value: dict) -> bool:
+    return all(_is_pattern(key) for key in value)
+
+
+def _are_plain_names(values: list[str]) -> bool:
     # PEFT matches them as regular expressions and as ends of names.
-    "modules_to_save": (
-        "be names",
-        lambda value: all(re.fullmatch(r"[\w.-]+", name) for name in value),
-    ),
-    "seed": ("have at most 63 bits", lambda value: abs(value) < 2**63),
-    "target_modules": (
-        "be a regular expression, or at least one name",
-        lambda value: value and _is_target(value),
-    ),
-    "exclude_modules": ("be a regular expression", _is_target),
-    "rank_pattern": (
-        "have regular expressions as keys",
-        lambda value: all(map(_is_pattern, value)),
-    ),
-    "init_strategy": (
-        "be one of {strategies}",
-        lambda value: isinstance(value, str) and value in STRATEGIES,
-    ),
-    "output_scale": ("be one of 'measured', 'paper'", lambda value: value in ("measured", "paper")),
-    "scaling": ("be finite, at most 1e12 in size", lambda value: abs(value) <= LARGEST),
-    "row_norm": ("be a finite number above 0", lambda value: 0 < value <= LARGEST),
-    "max_slot_norm": (
-        "be finite and above 0, or None for no clip",
-        lambda value: 0 < value <= LARGEST,
-    ),
+    return all(re.fullmatch(r"[\w.-]+", value) for value in values)
+
+
+A_STRING = Rule("be a string", _is_string, TypeError)
+AN_INTEGER = Rule("be an integer", _is_integer, TypeError)
+A_NUMBER = Rule("be a number", _is_number, TypeError)
+A_DICTIONARY = Rule("be a dictionary", _is_dictionary, TypeError)
+NAMES = Rule("be a list of names", _are_names, TypeError)
+MODULES = Rule("be names, or one name or regular expression", _is_name_or_names, TypeError)
+
+# The rules of a field, in the order of checking.
+RULES: dict[str, list[Rule]] = {
+    "base_model_name_or_path": [A_STRING],
+    "r": [AN_INTEGER, Rule("be at least 1", _is_at_least_1)],
+    "target_modules": [MODULES, Rule("be a regular expression, or at least one name", _is_target)],
+    "exclude_modules": [MODULES, Rule("be a regular expression", _are_names_or_pattern)],
+    "init_weights": [
+        Rule("be True, False or the name of a strategy", _is_bool_or_string, TypeError),
+        Rule("be True, False or one of {strategies}", _is_strategy),
+    ],
+    "output_scale": [Rule("be one of 'measured', 'paper'", _is_output_scale)],
+    "scaling": [A_NUMBER, Rule("be finite, at most 1e12 in size", _is_finite)],
+    "max_slot_norm": [
+        Rule("be a number, or None for no clip", _is_number, TypeError),
+        Rule("be finite and above 0, or None for no clip", _is_positive),
+    ],
+    "pad_to_multiple_of": [AN_INTEGER, Rule("be from 1 to 65536", _is_multiple)],
+    "rank_pattern": [
+        A_DICTIONARY,
+        Rule("have regular expressions as keys", _has_patterns_as_keys),
+    ],
+    "layers_to_transform": [Rule("be an index or a list of them", _is_index_or_indices, TypeError)],
+    "layers_pattern": [Rule("be a name or names", _is_name_or_names, TypeError)],
+    "ffn_parts": [Rule("be a dictionary of names", _is_dictionary_of_names, TypeError)],
+    "seed": [AN_INTEGER, Rule("have at most 63 bits", _is_seed)],
+    "modules_to_save": [NAMES, Rule("be names", _are_plain_names)],
+    "trainable_token_indices": [
+        Rule("be a list of token ids, or lists by module name", _are_token_indices, TypeError)
+    ],
+    "record": [A_DICTIONARY],
+}
+RECORD_RULES: dict[str, list[Rule]] = {
+    "host": [A_DICTIONARY],
+    "slots": [Rule("be a dictionary of lists of indices", _is_dictionary_of_indices, TypeError)],
+    "saved_embeddings": [NAMES],
 }
 
 
-def _check(field_name: str, value: Any, name: str | None = None) -> None:
-    """Check a value by a field's rules; `name` stands for it in the message."""
-    if value is None and "None" in LocasConfig.__annotations__.get(field_name, "None"):
+def _check(name: str, rules: list[Rule], value: Any, may_be_none: bool = False) -> None:
+    """Raise the error of the first rule that a value breaks."""
+    if value is None and may_be_none:
         return
-    for rules, error in ((_TYPES, TypeError), (_VALUES, ValueError)):
-        rule, is_valid = rules.get(field_name, ("", lambda value: True))
-        if not is_valid(value):
-            rule = rule.format(
-                strategies=", ".join(map(repr, STRATEGIES))
-            )  # the table may have grown
-            raise error(f"{name or field_name} must {rule}, got {value!r}.")
+    for rule in rules:
+        if not rule.is_kept(value):
+            # The table of strategies may have grown since the import.
+            text = rule.text.format(strategies=", ".join(map(repr, STRATEGIES)))
+            raise rule.error(f"{name} must {text}, got {value!r}.")

@@ -116,7 +116,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         if not weights[-1].is_meta:  # low_cpu_mem_usage: the weights are loaded from a file
             for weight in weights:
                 nn.init.zeros_(weight) if config.init_weights else nn.init.normal_(weight)
-            if config.init_weights and not STRATEGIES[config.init_strategy].needs_calibration:
+            if config.init_weights and not STRATEGIES[config.strategy].needs_calibration:
                 self.initialize(adapter_name, self.make_rows(adapter_name))
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
@@ -133,7 +133,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
 
     def is_written(self, adapter_name: str) -> bool:
         """Return whether a memory's slots are written in closed form (`SlotWriter`) instead of calibrated."""
-        return STRATEGIES[self.locas_config[adapter_name].init_strategy].written
+        return STRATEGIES[self.locas_config[adapter_name].strategy].written
 
     def has_learned(self, adapter_name: str) -> bool:
         """Return whether a memory's value matrix is no longer zero."""
@@ -161,24 +161,25 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         config = self.locas_config[adapter_name]
         generator = make_generator(config.seed, self.name)
         r = self.locas_up[adapter_name].out_features
-        return STRATEGIES[config.init_strategy].make(self.ffn, statistics, r, generator)
+        return STRATEGIES[config.strategy].make(self.ffn, statistics, r, generator)
 
     @torch.no_grad()
     def initialize(
         self, adapter_name: str, rows: Rows | None, statistics: Statistics | None = None
     ) -> None:
-        """Fill an empty memory: load its rows, times `row_norm`, zero its values, and measure its scale.
+        """Fill an empty memory: load its rows, zero its values, and measure its scale.
 
         Without rows, rows and values stay as they are. The scale is measured on the statistics; without, it stays.
         """
         config, up = self.locas_config[adapter_name], self.locas_up[adapter_name].weight
         if rows is not None:
             if adapter_name in self.locas_gate:
-                self.locas_gate[adapter_name].weight.copy_(rows.gate * config.row_norm)
-            up.copy_(rows.up * config.row_norm)
+                self.locas_gate[adapter_name].weight.copy_(rows.gate)
+            up.copy_(rows.up)
             self.locas_down[adapter_name].weight.zero_()
             if rows.slots is not None:
-                config.slots = {**(config.slots or {}), self.name: rows.slots.tolist()}
+                slots = config.get_record("slots") or {}
+                config.set_record("slots", {**slots, self.name: rows.slots.tolist()})
         if statistics is not None and config.output_scale == "measured":
             tau = self.locas_tau[adapter_name]
             self.locas_input_scale[adapter_name].copy_(measure_input_scale(statistics.inputs))
@@ -378,7 +379,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             way_out = (
                 ""
                 if isinstance(self.ffn, HostMixture)
-                else "; or export it as a LoRA (to_lora, `locas export`)"
+                else "; or use the memory without merging it"
             )
             raise ValueError(f"cannot merge into {self.name}: {obstacle}{way_out}.")
 

@@ -1,4 +1,4 @@
-"""LocasModel: the tuner that injects memories into a model and merges them into plain checkpoints."""
+"""LocasModel: the tuner that adds memories to a model and merges them into checkpoints."""
 
 import copy
 import math
@@ -17,133 +17,141 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from . import load_checks
 from .attached import list_layers
 from .combination import combined_config, fill_combined
 from .config import LocasConfig
+from .errors import invalid
 from .ffn import describe_children, forbid_packing
 from .finding import AnyFFN, find_ffns, find_unknown_experts
 from .initialization import STRATEGIES
 from .layer import LocasLayer
+from .load_checks import check_tensors, check_tokens, find_problem
 from .memory_file import one_line
 from .modules import remember_modules
 from .widths import WidthGroup, widen_to, widened_config, width_step
 
+HOST_PROPERTIES = ("model_type", "ffns", "hidden_size", "gated", "activation")
+
 
 class LocasModel(BaseTuner):
-    """Add a memory beside each targeted FFN of a model. Made by `get_peft_model(model, LocasConfig(...))`.
+    """Add a memory beside each targeted FFN of a model.
 
-    Merging appends the memories to the host's FFNs as neurons. `merge_and_unload` also pads all FFNs of the model to
-    one width and writes it into the model's config, so that `save_pretrained` gives a checkpoint that loads without
-    PEFT and without this package.
+    `get_peft_model(model, LocasConfig(...))` makes it. Merging appends the memories to the host's
+    FFNs as neurons. `merge_and_unload` also pads all FFNs of the model to one width and writes it
+    into the model's config, so that `save_pretrained` gives a checkpoint that loads without PEFT
+    and without this package.
     """
 
     prefix: str = "locas_"
     tuner_layer_cls = LocasLayer
     target_module_mapping: dict[str, list[str]] = {}
 
-    _ffns: dict[str, AnyFFN] = {}  # the model's FFNs, found at the start of an injection
+    # The model's FFNs, found at the start of an injection.
+    _ffns: dict[str, AnyFFN] = {}
     _mask_hook = None
 
     # ---------------------------------------------------------------- injection
+
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Add a memory to the model, or raise and leave the model as it was.
+
+        See `BaseTuner.inject_adapter`.
+        """
+        self._give_own_config(adapter_name)
+        restore = remember_modules(self)
+        try:
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        except Exception:
+            restore()
+            raise
+        if self._mask_hook is None:
+            self._mask_hook = model.register_forward_pre_hook(_set_token_mask, with_kwargs=True)
+
+    def _give_own_config(self, adapter_name: str) -> None:
+        """Copy a config that another memory has too: each memory needs its own record of slots."""
+        config = self.peft_config[adapter_name]
+        for name, other in self.peft_config.items():
+            if name != adapter_name and other is config:
+                config = copy.copy(config)
+                config.set_record("slots", None)
+                self.peft_config[adapter_name] = config
+                return
 
     def _prepare_adapter_config(self, peft_config: LocasConfig, model_config: dict) -> LocasConfig:
         forbid_packing(self.model)
         self._ffns = find_ffns(self.model, peft_config.ffn_parts)
         targets = peft_config.target_modules
-        if targets is None or (
+        is_all_linear = (
             isinstance(targets, str) and targets.lower() == INCLUDE_LINEAR_LAYERS_SHORTHAND
-        ):
+        )
+        if targets is None or is_all_linear:
             self._check_all_are_found()
             peft_config.target_modules = _to_suffixes(self._ffns, self.model)
-        host, expected = _describe_host(self.model, self._ffns), peft_config._expected_host
-        if expected is not None:
-            keys = [
-                key
-                for key in {**host, **expected}
-                if key != "weights" and expected.get(key) != host.get(key)
-            ]
-            if keys:
-                found = ", ".join(
-                    f"{key} {expected.get(key)!r}, this base has {host.get(key)!r}" for key in keys
-                )
-                problem = f"this memory was made for another base ({one_line(found)})"
-                raise ValueError(
-                    f"{problem}: load the base that it was made for, or make a new memory."
-                )
-            if not load_checks.may_be_same_weights(expected.get("weights"), host["weights"]):
-                what = "this memory was made for a base of the same shapes with other weights"
-                remedy = "its output is not what was learned; load the base that it was made for."
-                warnings.warn(f"{what}: {remedy}", stacklevel=2)
-        peft_config.host = host
+        host = _describe_host(self.model, self._ffns)
+        if peft_config._expected_host is not None:
+            _check_host(peft_config._expected_host, host)
+        peft_config.set_record("host", host)
         return peft_config
 
     def _check_all_are_found(self) -> None:
-        experts, kind = find_unknown_experts(self.model, self._ffns), type(self.model).__name__
+        kind = type(self.model).__name__
+        experts = find_unknown_experts(self.model, self._ffns)
         if experts:
-            what = f"{kind} has mixtures of experts of an unknown structure ({experts[0]} and {len(experts) - 1} more)"
             raise ValueError(
-                f"{what}: set target_modules to FFNs that get a memory (found: {self._list_found()})."
+                f"{kind} has mixtures of experts of an unknown structure "
+                f"({experts[0]} and {len(experts) - 1} more): "
+                f"set target_modules to FFNs that get a memory (found: {self._list_found()})."
             )
-        if not self._ffns:
-            layers = next(
-                (
-                    one
-                    for one in self.model.modules()
-                    if isinstance(one, nn.ModuleList) and len(one)
-                ),
-                None,
-            )
-            parts = describe_children(self.model if layers is None else layers[0])
-            what = f"{kind} has no FFN of a known structure; a layer of it has {parts}"
-            raise ValueError(
-                f"{what}. Set target_modules to its FFNs and ffn_parts to their parts."
-            )
+        if self._ffns:
+            return
+        part = self.model
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList) and len(module):
+                part = module[0]
+                break
+        raise ValueError(
+            f"{kind} has no FFN of a known structure; a layer of it has {describe_children(part)}. "
+            "Set target_modules to its FFNs and ffn_parts to their parts."
+        )
 
     def _list_found(self) -> str:
-        return ", ".join(map(repr, sorted(_to_suffixes(self._ffns, self.model)))) or "none"
+        suffixes = sorted(_to_suffixes(self._ffns, self.model))
+        return ", ".join(map(repr, suffixes)) or "none"
 
     def _prepare_model(self, peft_config: LocasConfig, model: nn.Module) -> None:
         # All checks run here, before a module is replaced.
-        load_checks.check_tokens(peft_config, model)
+        check_tokens(peft_config, model)
         for name, module in model.named_modules():
-            if (
-                not name
-                or isinstance(module, BaseTunerLayer)
-                or re.search(r"\.base_layer(\.|$)", name)
-            ):
-                continue
-            matched = self._check_target_module_exists(peft_config, name)
-            if not matched or isinstance(matched, _ExcludedModule):
-                continue
-            ffn, r = self._find_ffn(name, module), peft_config.width_of(name)
-            strategy = STRATEGIES[peft_config.init_strategy]
-            if ffn.gated and strategy.written:
-                what = f"init_strategy={peft_config.init_strategy!r} needs a two-layer memory"
-                raise ValueError(
-                    f"{what}, got the gated FFN {name}: use 'topk', or a base with two-layer FFNs."
-                )
-            if strategy.clones and r > ffn.slots:
-                what = f"r must be at most the host's width where slots are cloned, got r={r} for {name}"
-                raise ValueError(
-                    f"{what} with {ffn.slots} slots: lower r, or set init_strategy='gaussian'."
-                )
+            if self._is_targeted(peft_config, name, module):
+                ffn = self._find_ffn(name, module)
+                _check_strategy(peft_config, name, ffn)
+
+    def _is_targeted(self, peft_config: LocasConfig, name: str, module: nn.Module) -> bool:
+        if not name or isinstance(module, BaseTunerLayer):
+            return False
+        if re.search(r"\.base_layer(\.|$)", name):
+            return False
+        matched = self._check_target_module_exists(peft_config, name)
+        return bool(matched) and not isinstance(matched, _ExcludedModule)
 
     def _find_ffn(self, name: str, module: nn.Module) -> AnyFFN:
         if name in self._ffns:
             return self._ffns[name]
-        what = f"target_modules matches {name} ({type(module).__name__}), which is no FFN of a known structure"
         raise ValueError(
-            f"{what}: name FFNs (found: {self._list_found()}), or the parts of this one in ffn_parts."
+            f"target_modules matches {name} ({type(module).__name__}), "
+            "which is no FFN of a known structure: "
+            f"name FFNs (found: {self._list_found()}), or the parts of this one in ffn_parts."
         )
 
     def _create_and_replace(
         self,
         peft_config: LocasConfig,
         adapter_name: str,
-        target,
-        target_name,
-        parent,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
         current_key: str,
         **kwargs: Any,
     ) -> None:
@@ -151,9 +159,8 @@ class LocasModel(BaseTuner):
         if isinstance(target, LocasLayer):
             target.update_layer(adapter_name, peft_config, r)
             return
-        layer = LocasLayer(
-            target, self._find_ffn(current_key, target), current_key, adapter_name, peft_config, r
-        )
+        ffn = self._find_ffn(current_key, target)
+        layer = LocasLayer(target, ffn, current_key, adapter_name, peft_config, r)
         if adapter_name not in self.active_adapters:
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
@@ -161,43 +168,11 @@ class LocasModel(BaseTuner):
     def _replace_module(
         self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module
     ) -> None:
-        # PEFT's method copies a Linear's weight, which an FFN does not have. The layer handles devices itself.
+        # PEFT's method copies a Linear's weight, which an FFN does not have. The layer handles
+        # devices itself.
         setattr(parent, child_name, new_module)
         if isinstance(child, LocasLayer):
             child.release()
-
-    def inject_adapter(
-        self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Add a memory to the model; where its config or its file does not fit, raise and leave the model as it was.
-
-        See `BaseTuner.inject_adapter`.
-        """
-        config = self.peft_config[adapter_name]
-        if any(other is config for name, other in self.peft_config.items() if name != adapter_name):
-            # One config object was given for two memories: each needs its own record of slots.
-            config = self.peft_config[adapter_name] = copy.copy(config)
-            config.slots = None
-        restore, file = remember_modules(self), config.file
-        try:
-            if file is not None:
-                tensors, widths = load_checks.load_memory_file(file, config)
-                config.name_modules(widths)  # no regular expression of a file is ever matched
-                load_checks.check_task(config, model)
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
-            if file is not None:  # before PEFT copies a tensor of it into the model
-                tensors = {key: tensor.to("meta") for key, tensor in tensors.items()}
-                tensors = load_checks.rename_trained_modules(model, adapter_name, tensors)
-                self._remap_adapter_state_dict_for_load(model, config, adapter_name, tensors)
-        except Exception as error:
-            restore()
-            if file is None or isinstance(error, ValueError):
-                raise
-            reason = one_line(f"{type(error).__name__}: {error}")
-            what = f"the memory does not fit the model ({reason})"
-            raise ValueError(f"{what}: load the base that it was made for.") from error
-        if self._mask_hook is None:
-            self._mask_hook = model.register_forward_pre_hook(_set_token_mask, with_kwargs=True)
 
     # ------------------------------------------------------------- mixed batches
 
@@ -207,26 +182,32 @@ class LocasModel(BaseTuner):
         if adapter_names is None:
             yield
             return
-        if self.training:
-            raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
-        known = {name for layer in list_layers(self) for name in layer.locas_up}
-        unknown = sorted(set(adapter_names) - known - {"__base__"})
-        if unknown:
-            raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
+        self._check_adapter_names(adapter_names)
         # Beam search repeats each row; an encoder still sees every row once.
         beams = kwargs.get("num_beams") or 1
         repeated = [name for name in adapter_names for _ in range(beams)]
-        encoder = (
-            self.model.get_encoder() if beams > 1 and self.model.config.is_encoder_decoder else None
-        )
-        inside_encoder = set() if encoder is None else set(encoder.modules())
+        encoder_modules: set[nn.Module] = set()
+        if beams > 1 and self.model.config.is_encoder_decoder:
+            encoder_modules = set(self.model.get_encoder().modules())
         with ExitStack() as hooks:
             for module in self.modules():
-                if isinstance(module, LocasLayer | AuxiliaryTrainingWrapper):
-                    names = adapter_names if module in inside_encoder else repeated
-                    hook = partial(_pass_adapter_names, adapter_names=names)
-                    hooks.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+                if not isinstance(module, LocasLayer | AuxiliaryTrainingWrapper):
+                    continue
+                names = adapter_names if module in encoder_modules else repeated
+                pass_names = partial(_pass_adapter_names, adapter_names=names)
+                hook = module.register_forward_pre_hook(pass_names, with_kwargs=True)
+                hooks.enter_context(hook)
             yield
+
+    def _check_adapter_names(self, adapter_names: list[str]) -> None:
+        if self.training:
+            raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
+        known = {"__base__"}
+        for layer in list_layers(self):
+            known.update(layer.locas_up)
+        unknown = sorted(set(adapter_names) - known)
+        if unknown:
+            raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
 
     # ------------------------------------------------------------------- merging
 
@@ -234,8 +215,32 @@ class LocasModel(BaseTuner):
         self, adapter_names: list[str] | None = None, safe_merge: bool = False
     ) -> None:
         """Merge memories into the host's FFNs, in all layers or in none. See `LocasLayer.merge`."""
-        with self._all_or_none(adapter_names):
+        self._check_mergeable(adapter_names)
+        with self._merges_undone_on_failure():
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+
+    def _check_mergeable(self, adapter_names: list[str] | None) -> None:
+        for layer in list_layers(self.model):
+            names = layer.active_adapters if adapter_names is None else adapter_names
+            for name in names:
+                if name in layer.locas_up and name not in layer.merged_adapters:
+                    layer.check_mergeable(name)
+
+    @contextmanager
+    def _merges_undone_on_failure(self) -> Iterator[None]:
+        # The memories, and the trained tokens that PEFT merges with them.
+        layers = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer)]
+        merged_before = {layer: list(layer.merged_adapters) for layer in layers}
+        try:
+            yield
+        except Exception:
+            for layer, names in merged_before.items():
+                if layer.merged_adapters == names:
+                    continue
+                layer.unmerge()
+                if names:
+                    layer.merge(adapter_names=names)
+            raise
 
     def _unload_and_optionally_merge(
         self,
@@ -244,14 +249,19 @@ class LocasModel(BaseTuner):
         adapter_names: list[str] | None = None,
         **kwargs: Any,
     ) -> nn.Module:
-        # Merge and check everything before the memories are removed, so that a failure leaves the model unchanged.
-        with self._all_or_none(adapter_names if merge else []):
+        # Merge and check everything before the memories are removed, so that a failure leaves the
+        # model unchanged.
+        if merge:
+            self._check_mergeable(adapter_names)
+        config = None
+        with self._merges_undone_on_failure():
             if merge:
                 super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
-            groups, parts = self._plan_widths()
-            has_config = groups and isinstance(self.model, PreTrainedModel)
-            config = widened_config(self.model, groups, parts) if has_config else None
+            groups, ffn_parts = self._plan_widths()
+            if groups and isinstance(self.model, PreTrainedModel):
+                config = widened_config(self.model, groups, ffn_parts)
         with warnings.catch_warnings():
+            # They are merged above.
             warnings.filterwarnings("ignore", message="All adapters are already merged")
             model = super()._unload_and_optionally_merge(
                 merge=merge, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs
@@ -262,54 +272,31 @@ class LocasModel(BaseTuner):
         return model
 
     def _plan_widths(self) -> tuple[list[WidthGroup], dict[str, str] | None]:
-        """Group the FFNs that must be padded to one width, for a merge; also return the `ffn_parts` they have."""
+        """Return the groups of FFNs that a merge must pad to one width, and their `ffn_parts`."""
         layers = {layer.name: layer for layer in list_layers(self.model)}
-        merged = {name for layer in layers.values() for name in layer.merged_adapters}
-        configs = [self.peft_config[name] for name in sorted(merged)]
-        multiple = math.lcm(*(config.pad_to_multiple_of or 1 for config in configs))
-        groups: dict[tuple, WidthGroup] = {}
-        parts = next((config.ffn_parts for config in configs if config.ffn_parts), None)
-        for name, ffn in find_ffns(self.model, parts).items() if merged else ():
+        merged: set[str] = set()
+        for layer in layers.values():
+            merged.update(layer.merged_adapters)
+        if not merged:
+            return [], None
+        multiple = 1
+        ffn_parts = None
+        for name in sorted(merged):
+            config = self.peft_config[name]
+            multiple = math.lcm(multiple, config.pad_to_multiple_of or 1)
+            ffn_parts = ffn_parts or config.ffn_parts
+        groups: dict[tuple[type, int], WidthGroup] = {}
+        for name, ffn in find_ffns(self.model, ffn_parts).items():
             width = layers[name].base_width if name in layers else ffn.width
             group = groups.setdefault((type(ffn), width), WidthGroup(width, 0, {}))
             group.ffns[name] = ffn
             step = math.lcm(multiple, width_step(self.model, ffn))
-            group.new_width = max(group.new_width, math.ceil(ffn.width / step) * step)
-        widened = [
-            group
-            for group in groups.values()
-            if any(f.width != group.width for f in group.ffns.values())
-        ]
+            padded_width = math.ceil(ffn.width / step) * step
+            group.new_width = max(group.new_width, padded_width)
+        widened = [group for group in groups.values() if _is_widened(group)]
         for group in widened:
-            for name, ffn in group.ffns.items():
-                obstacle = ffn.width < group.new_width and ffn.find_obstacle()
-                if obstacle:
-                    raise ValueError(
-                        f"cannot bring {name} to the width {group.new_width} of the others: {obstacle}."
-                    )
-        return widened, parts
-
-    @contextmanager
-    def _all_or_none(self, adapter_names: list[str] | None) -> Iterator[None]:
-        """Check that memories can be merged, and undo the merges of a failed merge."""
-        # The memories, and the trained tokens that PEFT merges with them.
-        mergeable = [
-            module for module in self.model.modules() if isinstance(module, BaseTunerLayer)
-        ]
-        before = {layer: list(layer.merged_adapters) for layer in mergeable}
-        try:
-            for layer in list_layers(self.model):
-                for name in layer.active_adapters if adapter_names is None else adapter_names:
-                    if name in layer.locas_up and name not in layer.merged_adapters:
-                        layer.check_mergeable(name)
-            yield
-        except Exception:
-            for layer, merged in before.items():
-                if layer.merged_adapters != merged:
-                    layer.unmerge()
-                    if merged:
-                        layer.merge(adapter_names=merged)
-            raise
+            _check_can_be_padded(group)
+        return widened, ffn_parts
 
     # ----------------------------------------------------------------- combining
 
@@ -320,26 +307,21 @@ class LocasModel(BaseTuner):
         adapter_name: str,
         combination_type: str = "cat",
     ) -> None:
-        """Add a memory that adds what the weighted sum of others adds, exactly: all their slots side by side.
+        """Add a memory with the exact output of a weighted sum of others: their slots side by side.
 
-        The others, beside the same FFNs and none of them empty or merged, stay; the new one is not active. `weights`
-        has one finite number for each. A broken rule is a `ValueError`, and the model is unchanged.
+        The others stay. The new memory is not active.
+
+        Args:
+            adapters: the names of different memories beside the same FFNs, none of them empty or
+                merged.
+            weights: one finite number for each of them.
+            adapter_name: the name of the new memory.
+            combination_type: "cat"; other types of PEFT's methods have no meaning here.
+
+        Raises:
+            ValueError: a rule is broken; the model is unchanged.
         """
-        unknown = [
-            name for name in adapters if not isinstance(self.peft_config.get(name), LocasConfig)
-        ]
-        if unknown or not adapters or len(set(adapters)) < len(adapters):
-            raise ValueError(
-                f"adapters must name different memories of the model, got {list(adapters)}."
-            )
-        if adapter_name in self.peft_config:
-            raise ValueError(
-                f"adapter_name must be new to the model, got {adapter_name!r}: choose another."
-            )
-        if combination_type != "cat":
-            raise ValueError(
-                f"combination_type must be 'cat' for memories, got {combination_type!r}."
-            )
+        self._check_combination(adapters, adapter_name, combination_type)
         configs = {name: self.peft_config[name] for name in adapters}
         self.peft_config[adapter_name] = combined_config(list_layers(self.model), configs, weights)
         try:
@@ -347,10 +329,24 @@ class LocasModel(BaseTuner):
         except Exception:
             del self.peft_config[adapter_name]
             raise
+        weight_of = dict(zip(adapters, weights, strict=True))
         for layer in list_layers(self.model, adapter_name):
-            fill_combined(layer, adapter_name, dict(zip(adapters, weights, strict=True)))
+            fill_combined(layer, adapter_name, weight_of)
             for projection in layer.projections(adapter_name):
                 projection.weight.requires_grad_(False)
+
+    def _check_combination(
+        self, adapters: list[str], adapter_name: str, combination_type: str
+    ) -> None:
+        are_memories = all(isinstance(self.peft_config.get(name), LocasConfig) for name in adapters)
+        if not adapters or not are_memories or len(set(adapters)) < len(adapters):
+            raise invalid("adapters", "name different memories of the model", list(adapters))
+        if adapter_name in self.peft_config:
+            raise invalid(
+                "adapter_name", "be new to the model", repr(adapter_name), "choose another"
+            )
+        if combination_type != "cat":
+            raise invalid("combination_type", "be 'cat' for memories", repr(combination_type))
 
     # ------------------------------------------------------- saving and loading
 
@@ -358,32 +354,31 @@ class LocasModel(BaseTuner):
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: LocasConfig, adapter_name: str, *args: Any, **kwargs: Any
     ) -> dict[str, Tensor]:
-        selected = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
+        state = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
         # Leave out other tuners' weights under the same adapter name.
-        selected = {key: tensor for key, tensor in selected.items() if f".{cls.prefix}" in key}
-        if any(isinstance(tensor, DTensor) for tensor in selected.values()):
-            remedy = "with the whole state of get_model_state_dict or accelerator.get_state_dict"
-            what = f"the memory '{adapter_name}' is sharded across processes"
-            raise ValueError(f"{what}: save_pretrained(folder, state_dict=state), {remedy}.")
-        named = {
-            cls._remove_adapter_name_from_key(key, adapter_name): tensor
-            for key, tensor in selected.items()
-        }
-        problem = load_checks.find_divergence(named, config)
-        if problem:
+        state = {key: tensor for key, tensor in state.items() if f".{cls.prefix}" in key}
+        if any(isinstance(tensor, DTensor) for tensor in state.values()):
+            raise ValueError(
+                f"the memory '{adapter_name}' is sharded across processes: "
+                "save_pretrained(folder, state_dict=state), "
+                "with the whole state of get_model_state_dict or accelerator.get_state_dict."
+            )
+        named = {}
+        for key, tensor in state.items():
+            named[cls._remove_adapter_name_from_key(key, adapter_name)] = tensor
+        # What could not be loaded again is not saved.
+        problem = find_problem(named, expected=named, config=config)
+        if problem is not None:
             raise ValueError(
                 f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}."
             )
-        if not any(
-            tensor.is_meta or tensor.any()
-            for key, tensor in selected.items()
-            if ".locas_up." in key
-        ):
-            what = f"the memory '{adapter_name}' is saved empty: it has learned nothing yet"
+        if not _has_rows(state):
             warnings.warn(
-                f"{what}, and calibrates itself at its first training step.", stacklevel=2
+                f"the memory '{adapter_name}' is saved empty: it has learned nothing yet, "
+                "and calibrates itself at its first training step.",
+                stacklevel=2,
             )
-        return selected
+        return state
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -392,55 +387,112 @@ class LocasModel(BaseTuner):
         remapped = super()._remap_adapter_state_dict_for_load(
             model, config, adapter_name, state_dict
         )
-        taus = [key for key in remapped if ".locas_tau." in key]
-        if taus and not any(
-            ".locas_input_scale." in key for key in remapped
-        ):  # from before there was such a scale
-            remapped.update(
-                {
-                    key.replace(".locas_tau.", ".locas_input_scale."): torch.tensor(1.0)
-                    for key in taus
-                }
-            )
-            config.output_scale = "paper"
-        problem = load_checks.find_misfit(model, adapter_name, config, remapped)
-        if problem:
-            raise ValueError(f"the memory does not fit the model: {problem}.")
+        _add_input_scales(remapped, config)
+        check_tensors(model, adapter_name, config, remapped)
         return remapped
 
 
-def _set_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Give the memories the padding mask before a training-mode forward of the host, which may calibrate them."""
-    if module.training:
-        two_texts = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-        for layer in list_layers(module):
-            decoding = two_texts and "decoder" in layer.name.split(".")
-            layer.token_mask = kwargs.get(
-                "decoder_attention_mask" if decoding else "attention_mask"
+def _check_host(expected: dict[str, Any], host: dict[str, Any]) -> None:
+    """Raise a `ValueError` if a base is not like the one that a memory was made for."""
+    differences = []
+    for key in HOST_PROPERTIES:
+        if expected.get(key) != host[key]:
+            differences.append(f"{key} {expected.get(key)!r}, this base has {host[key]!r}")
+    if differences:
+        raise ValueError(
+            f"this memory was made for another base ({one_line(', '.join(differences))}): "
+            "load the base that it was made for, or make a new memory."
+        )
+
+
+def _describe_host(model: nn.Module, ffns: dict[str, AnyFFN]) -> dict[str, Any]:
+    """Return the properties of the base that a memory depends on.
+
+    The width is none of them: merging changes it.
+    """
+    host = dict.fromkeys(HOST_PROPERTIES)
+    host["model_type"] = getattr(getattr(model, "config", None), "model_type", None)
+    host["ffns"] = len(ffns)
+    if ffns:
+        ffn = next(iter(ffns.values()))
+        host["hidden_size"] = ffn.hidden_size
+        host["gated"] = ffn.gated
+        # A function has a name; a module's type has one.
+        host["activation"] = getattr(ffn.act, "__name__", None) or type(ffn.act).__name__
+    return host
+
+
+def _check_strategy(config: LocasConfig, name: str, ffn: AnyFFN) -> None:
+    """Raise a `ValueError` if a strategy cannot make rows for an FFN."""
+    strategy = STRATEGIES[config.strategy]
+    if ffn.gated and strategy.written:
+        raise ValueError(
+            f"init_weights={config.strategy!r} needs a two-layer memory, got the gated FFN {name}: "
+            "use 'topk', or a base with two-layer FFNs."
+        )
+    r = config.width_of(name)
+    if strategy.clones and r > ffn.slots:
+        raise ValueError(
+            f"r must be at most the host's width where slots are cloned, got r={r} for {name} "
+            f"with {ffn.slots} slots: lower r, or set init_weights='gaussian'."
+        )
+
+
+def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
+    """Return names that match these FFNs and no other module: suffixes, or else full names."""
+    suffixes = {name.rpartition(".")[2] for name in ffns}
+    for name, _ in model.named_modules():
+        if name not in ffns and name.rpartition(".")[2] in suffixes:
+            return set(ffns)
+    return suffixes
+
+
+def _is_widened(group: WidthGroup) -> bool:
+    return any(ffn.width != group.width for ffn in group.ffns.values())
+
+
+def _check_can_be_padded(group: WidthGroup) -> None:
+    for name, ffn in group.ffns.items():
+        if ffn.width == group.new_width:
+            continue
+        obstacle = ffn.find_obstacle()
+        if obstacle:
+            raise ValueError(
+                f"cannot bring {name} to the width {group.new_width} of the others: {obstacle}."
             )
+
+
+def _has_rows(state: dict[str, Tensor]) -> bool:
+    for key, tensor in state.items():
+        if ".locas_up." in key and (tensor.is_meta or tensor.any()):
+            return True
+    return False
+
+
+def _add_input_scales(state: dict[str, Tensor], config: LocasConfig) -> None:
+    """Add k = 1 to a memory from before there was an input scale: it has the paper's scales."""
+    if any(".locas_input_scale." in key for key in state):
+        return
+    taus = [key for key in state if ".locas_tau." in key]
+    if not taus:
+        return
+    for key in taus:
+        state[key.replace(".locas_tau.", ".locas_input_scale.")] = torch.tensor(1.0)
+    config.output_scale = "paper"
+
+
+def _set_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Give the memories the padding mask before a forward that may calibrate them."""
+    if not module.training:
+        return
+    two_texts = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
+    for layer in list_layers(module):
+        is_decoder = two_texts and "decoder" in layer.name.split(".")
+        mask_name = "decoder_attention_mask" if is_decoder else "attention_mask"
+        layer.token_mask = kwargs.get(mask_name)
 
 
 def _pass_adapter_names(
     module: nn.Module, args: tuple, kwargs: dict, adapter_names: list[str]
 ) -> tuple:
     return args, {**kwargs, "adapter_names": adapter_names}
-
-
-def _to_suffixes(ffns: dict[str, AnyFFN], model: nn.Module) -> set[str]:
-    """Return names that match these FFNs and no other module: suffixes such as {"mlp"}, or else full names."""
-    suffixes = {name.rpartition(".")[2] for name in ffns}
-    taken = {name.rpartition(".")[2] for name, _ in model.named_modules() if name not in ffns}
-    return suffixes if suffixes.isdisjoint(taken) else set(ffns)
-
-
-def _describe_host(model: nn.Module, ffns: dict[str, AnyFFN]) -> dict[str, Any]:
-    """Return the properties of the base that a memory depends on. The width is none of them: merging changes it."""
-    ffn = next(iter(ffns.values()), None)
-    return {
-        "model_type": getattr(getattr(model, "config", None), "model_type", None),
-        "ffns": len(ffns),
-        "hidden_size": ffn and ffn.hidden_size,
-        "gated": ffn and ffn.gated,
-        "activation": ffn and (getattr(ffn.act, "__name__", None) or type(ffn.act).__name__),
-        "weights": load_checks.sample_weights(model),
-    }

@@ -1,0 +1,192 @@
+"""Memories, libraries and configs that former versions wrote: they load, and say what their tensors say."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from families import make_host, make_model
+from peft import PeftConfig, PeftModel
+from safetensors.torch import load_file
+
+from locas_peft import LocasConfig, backbone
+from locas_peft.library import Library
+from locas_peft.memories import describe_memory, load_memory
+from locas_peft.reading.record import load_reading
+from locas_peft.tuner import find_ffns
+
+FORMER = Path(__file__).parent / "fixtures" / "0.2.0"
+PREFIX = "base_model.model."
+MEMORIES = sorted(path.parent for path in FORMER.rglob("adapter_config.json"))
+LOCAS = [folder for folder in MEMORIES if folder.name != "lora"]
+
+
+def name_of(folder: Path) -> str:
+    return str(folder.relative_to(FORMER))
+
+
+def load_config(folder: Path) -> dict:
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def bases() -> dict[str, torch.nn.Module]:
+    names = {load_config(folder)["base_model_name_or_path"] for folder in MEMORIES}
+    return {name: backbone.load(name=name)[0] for name in names}
+
+
+def make_tokens() -> torch.Tensor:
+    return torch.arange(40, 72).reshape(1, 32)
+
+
+@contextmanager
+def added(base: torch.nn.Module, folder: Path):
+    """Add a memory to its base by the paper's formulas, from the tensors of its file alone."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+    scaling = load_config(folder)["scaling"]
+    with ExitStack() as stack:
+        for name, ffn in find_ffns(base).items():
+            own = {
+                key.removeprefix(f"{PREFIX}{name}.locas_").removesuffix(".weight"): tensor
+                for key, tensor in tensors.items()
+                if key.startswith(f"{PREFIX}{name}.")
+            }
+
+            def add(module, args, output, own=own, act=ffn.act):
+                inputs = args[0]
+                slots = own["input_scale"] * (inputs @ own["up"].T)
+                if "gate" in own:
+                    slots = act(own["input_scale"] * (inputs @ own["gate"].T)) * slots
+                else:
+                    slots = act(slots)
+                return output + scaling * own["tau"] * (slots @ own["down"].T)
+
+            stack.enter_context(base.get_submodule(name).register_forward_hook(add))
+        yield
+
+
+@torch.no_grad()
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    return model(input_ids=make_tokens()).logits
+
+
+@pytest.mark.parametrize("folder", LOCAS, ids=name_of)
+@pytest.mark.parametrize("load", [load_memory, PeftModel.from_pretrained])
+def test_a_memory_of_0_2_0_says_what_its_tensors_say(folder, load, bases):
+    base = copy.deepcopy(bases[load_config(folder)["base_model_name_or_path"]])
+    plain = logits(base)
+    with added(base, folder):
+        expected = logits(base)
+    assert not torch.allclose(expected, plain, atol=1e-3)
+    model = load(base, folder).eval()
+    torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("folder", LOCAS, ids=name_of)
+def test_the_config_of_0_2_0_is_translated(folder):
+    former = load_config(folder)
+    config = LocasConfig.from_pretrained(folder)
+    assert config.strategy == former["init_strategy"]
+    assert config.init_weights is True or config.init_weights == former["init_strategy"]
+    for name in ("host", "slots", "saved_embeddings"):
+        assert config.get_record(name) == former[name]
+    for name in ("r", "scaling", "output_scale", "max_slot_norm", "seed"):
+        assert getattr(config, name) == former[name]
+
+
+@pytest.mark.parametrize("folder", MEMORIES, ids=name_of)
+def test_a_memory_of_0_2_0_is_described(folder):
+    found = describe_memory(folder)
+    former = load_config(folder)
+    assert found["r"] == former["r"]
+    if folder.name == "lora":
+        return
+    assert found["learned"] and found["init"] == former["init_strategy"]
+    slots = {layer["name"]: layer["slots"] for layer in found["layers"]}
+    assert slots == (former["slots"] or dict.fromkeys(slots))
+
+
+def test_another_adapter_of_0_2_0_loads(bases):
+    folder = FORMER / "lora"
+    base = copy.deepcopy(bases[load_config(folder)["base_model_name_or_path"]])
+    plain = logits(base)
+    assert not torch.allclose(logits(load_memory(base, folder).eval()), plain, atol=1e-3)
+
+
+def test_a_library_of_0_2_0_opens(tmp_path):
+    shutil.copytree(FORMER / "library", tmp_path / "library")
+    assert set(Library(tmp_path / "library").list()) == {"notes", "plain"}
+
+
+@pytest.mark.parametrize("folder", MEMORIES, ids=name_of)
+def test_the_record_of_a_reading_of_0_2_0_loads(folder):
+    former = json.loads((folder / "reading.json").read_text())
+    reading = load_reading(folder)
+    assert (reading.settings.method.name, reading.perplexity) == (
+        former["method"],
+        former["perplexity"],
+    )
+
+
+def write_former_config(folder: Path, **fields) -> None:
+    """Rewrite the config of a saved memory as 0.2.0 would have written it."""
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    record = config.pop("record")
+    config |= {"row_norm": 1.0, "init_strategy": "random", "init_weights": True}
+    config |= {name: record.get(name) for name in ("host", "slots", "saved_embeddings")}
+    path.write_text(json.dumps(config | fields))
+
+
+# The fields of the config in the file, and those of the config that is loaded.
+HAND_MADE = [
+    ({"row_norm": 4.0, "max_slot_norm": None}, {"max_slot_norm": None, "strategy": "random"}),
+    ({"init_strategy": "topk"}, {"init_weights": True, "strategy": "topk"}),
+    ({"init_strategy": "write", "init_weights": False}, {"init_weights": False}),
+    ({"gated_host_experiment": False, "variant": "auto"}, {"r": 4}),
+    ({"saved_embeddings": None, "slots": None, "host": None}, {"r": 4}),
+]
+
+
+@pytest.mark.parametrize(("fields", "expected"), HAND_MADE, ids=lambda value: str(value)[:40])
+def test_configs_of_former_versions_load(fields, expected, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    write_former_config(tmp_path, **fields)
+    config = LocasConfig.from_pretrained(tmp_path)
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert logits_of(load_memory(make_host("llama"), tmp_path)) == logits_of(make_model())
+
+
+def test_a_former_config_that_peft_itself_reads_loads_with_a_warning(tmp_path):
+    make_model().save_pretrained(tmp_path)
+    write_former_config(tmp_path)
+    # PEFT asks the base class to translate the fields, which knows none of ours.
+    with pytest.warns(UserWarning, match="Unexpected keyword arguments"):
+        config = PeftConfig.from_pretrained(tmp_path)
+    assert (config.r, config.record) == (4, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"init_strategy": "best"}, "init_weights must be True, False or one of 'topk', "),
+        ({"host": 5}, r"record\['host'\] must be a dictionary, got 5"),
+        ({"slots": [1]}, r"record\['slots'\] must be a dictionary of lists of indices, got"),
+    ],
+)
+def test_a_damaged_former_config_is_refused_in_one_line(fields, message, tmp_path):
+    make_model().save_pretrained(tmp_path)
+    write_former_config(tmp_path, **fields)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_memory(make_host("llama"), tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@torch.no_grad()
+def logits_of(model: torch.nn.Module) -> list[float]:
+    return model.eval()(input_ids=make_tokens() % 64).logits.flatten().tolist()
