@@ -61,7 +61,7 @@ def demo(
         check_vacant(out / method, overwrite=own)
     base = load(BaseOptions(model=name, device=device))
     options = replace(options, window=min(512, count_positions(base.model) or 512), context="cache")
-    settings = complete_all(make_settings(options, base), METHODS, base.model, base.tokenizer)
+    settings = complete_all(make_settings(options, base), METHODS, base.model)
     if can_chat(base.tokenizer):
         import_extra("bm25s", "library", "what is found by words")  # before anything is written
     if not own:

@@ -46,7 +46,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self.methods = {
-            name: settings.complete(self.base, self.tokenizer)
+            name: settings.complete(self.base)
             for name, settings in self.methods.items()
         }
 
@@ -141,6 +141,5 @@ def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
         "scored_tokens": reading.scored_tokens * reading.settings.training.readings,
         "seconds": reading.seconds,
         "skipped_chunks": reading.skipped_chunks,
-        "taken_back": reading.taken_back,
         **({} if reading.studied is None else {"studied": reading.studied}),
     }

@@ -214,7 +214,7 @@ class Library:
         `start` may be the folder of a memory here, whose name may stay the same; `beside` has names of memories here.
         """
         folder = self.choose_folder(name)
-        settings = settings.complete(base, tokenizer)
+        settings = settings.complete(base)
         self.check_base(settings.model)
         input_ids = tokenize(tokenizer, text, settings.max_tokens)
         sample = make_sample(text, options.get("start"))

@@ -31,7 +31,7 @@ CHECKPOINT_FOLDER = "checkpoint"  # in a memory's folder: an unfinished reading
 CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
-_KIND, _VERSION = "locas-checkpoint", 9
+_KIND, _VERSION = "locas-checkpoint", 10
 
 
 def has_checkpoint(directory: str | Path) -> bool:

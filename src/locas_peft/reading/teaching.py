@@ -25,7 +25,9 @@ from ..text import digest_ids, digest_tokenizer
 from ..ttt import (
     Anchor,
     Chunk,
+    MeanOfReadings,
     OwnText,
+    Step,
     TestTimeTrainer,
     at_marks,
     choose_marks,
@@ -96,7 +98,7 @@ def memorize(
         start: a saved memory to go on with, in place of a fresh adapter: its slots, a fresh optimizer, and its own
             exchanges, of which a study learns again what is lost. `out` may be its folder.
         beside: saved memories of the same type that are active meanwhile, and frozen: the new one learns what they do
-            not say. Brake, anchor and teacher compare with the base and these. The new one is saved alone.
+            not say. Anchor and teacher compare with the base and these. The new one is saved alone.
 
     A text that is too short, a method or a memory that does not fit the base, an `out` that is not vacant, and a
     checkpoint of another reading or in use (`InUse`) are `ValueError`s; a folder that cannot be written an `OSError`.
@@ -105,7 +107,7 @@ def memorize(
         raise ValueError(
             f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text"
         )
-    settings = settings.complete(base, tokenizer)
+    settings = settings.complete(base)
     input_ids = input_ids[: settings.max_tokens]
     if settings.method.name == "none":
         out = checkpoint_dir = None
@@ -299,18 +301,23 @@ def _make_study(
 
 
 def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTrainer:
-    """Return the trainer of a reading, with its writer and anchor; where nothing is taught, of a frozen `model`."""
-    method, training, anchor = settings.method, settings.training, None
+    """Return the trainer of a reading, with its steps; where nothing is taught, of a frozen `model`."""
+    method = settings.method
+    training = settings.training
     if not settings.teaches:
-        return TestTimeTrainer(
-            model.requires_grad_(False), settings.for_base(readings=training.readings).training
-        )
+        alone = settings.for_base(readings=training.readings).training
+        return TestTimeTrainer(model.requires_grad_(False), alone)
+    steps: list[Step] = []
     if method.anchor:
-        texts = OwnText(
-            model, tokens=max(min(training.stride, ANCHOR_TOKENS), 2), seed=settings.seed
-        )
-        anchor = Anchor(texts, weight=method.anchor, every=method.anchor_every)
-    return TestTimeTrainer(model, training, writer=method.make_writer(model), anchor=anchor)
+        tokens = max(min(training.stride, ANCHOR_TOKENS), 2)
+        texts = OwnText(model, tokens=tokens, seed=settings.seed)
+        steps.append(Anchor(texts, weight=method.anchor, every=method.anchor_every))
+    writer = method.make_writer(model)
+    if writer is not None:
+        steps.append(writer)
+    elif training.readings > 1 and method.name != "none":
+        steps.append(MeanOfReadings())
+    return TestTimeTrainer(model, training, steps=steps)
 
 
 def _make_reading(
@@ -327,7 +334,6 @@ def _make_reading(
     nlls = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
     counts = [sum(chunk.tokens for chunk in chunks) for chunks in readings]
     marks = choose_marks(len(input_ids))
-    final, final_base = trainer.final or (None, None)
     return Reading(
         settings=settings,
         text_sha256=digest_ids(input_ids),
@@ -343,9 +349,6 @@ def _make_reading(
         ),
         seconds=trainer.seconds,
         skipped_chunks=trainer.skipped_chunks,
-        taken_back=trainer.taken_back,
-        final_nats=final,
-        final_base_nats=final_base,
         **figures,
     )
 
