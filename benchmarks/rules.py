@@ -113,7 +113,6 @@ def follow_dynamic(
         **CHUNKS,
         "learning_rate": None,
         "warmup_steps": 0,
-        "brake": False,
         "optimizer": make,
     }
     for _ in TestTimeTrainer(model, **options).read(other):

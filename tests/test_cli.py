@@ -51,7 +51,7 @@ CHANGED = (
     "perplexities",
     "curve",
 )
-CHANGED += ("perplexity_at", "perplexity_between", "final_nats", "final_base_nats")
+CHANGED += ("perplexity_at", "perplexity_between")
 COMMANDS = [
     "demo",
     "memorize",
@@ -140,8 +140,8 @@ def test_each_setting_is_an_option_with_help(run):
     options = (
         "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling --row-norm "
         "--max-slot-norm "
-        "--update --epsilon --tokens --slots-per-chunk --normalization --anchor --anchor-every "
-        "--window --stride --context --epochs "
+        "--update --epsilon --slots-per-chunk --anchor --anchor-every "
+        "--window --stride --context "
         "--seed --readings --warmup-steps --decay-steps --model "
         "--dtype --device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
     )
@@ -154,7 +154,7 @@ def test_the_options_of_a_reading_are_its_settings_and_list_their_choices():
         {field.name: field.default for field in fields(cls)}
         for cls in (ReadingOptions, ReadingSettings)
     )
-    shown = ("epochs", "readings", "sinks", "warmup_steps")  # no preset has them
+    shown = ("readings", "warmup_steps")  # no preset has them
     from_base = {"model": None, "dtype": None}
     assert given | from_base == needed | {name: getattr(TrainingSettings, name) for name in shown}
     lines = re.findall(
@@ -538,7 +538,6 @@ def test_each_shared_option_arrives_in_the_settings(run):
         "--window": ("window", 64),
         "--stride": ("stride", 32),
         "--context": ("context", "recompute"),
-        "--epochs": ("epochs", 2),
         "--seed": ("seed", 3),
         "--max-tokens": ("max_tokens", 40),
         "--readings": ("readings", 2),
@@ -1184,7 +1183,7 @@ def test_a_library_gets_memories_routes_questions_and_forgets(run, tmp_path):
 def test_memories_taught_beside_a_forgotten_one_are_named_with_their_command(run, tmp_path):
     for name in ("lamp", "bread", "boat trip"):
         (tmp_path / f"{name}.txt").write_text(f"The {name} at Skarn was there in winter. " * 8)
-    made = ("--r", 4, "--layers", "3,4", "--no-brake", *FAST, *NO_ANCHOR)
+    made = ("--r", 4, "--layers", "3,4", *FAST, *NO_ANCHOR)
     assert run("memorize", "lamp.txt", "--library", "notes", *made)[0] == 0
     assert run("memorize", "bread.txt", "--library", "notes", *made, "--beside", "lamp")[0] == 0
     assert (
@@ -1305,7 +1304,7 @@ def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory,
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--lr", "1e38", "--max-slot-norm", "0", "--no-brake"], ["--max-slot-norm", "inf"]],
+    [["--lr", "1e38", "--max-slot-norm", "0"], ["--max-slot-norm", "inf"]],
     ids=str,
 )
 def test_a_diverged_memory_is_not_saved(run, tmp_path, arguments):

@@ -20,7 +20,7 @@ from locas_peft.selfstudy.discriminants import (
     place_discriminants,
     upper_layers_trained,
 )
-from locas_peft.ttt.loop import calibrate_empty
+from locas_peft.ttt.active import calibrate_empty
 from locas_peft.tuner.attached import list_layers
 
 TEXT = "The house on the hill was built by the old man with a stone from the river."

@@ -33,7 +33,7 @@ def memories(tmp_path_factory):
     """The folders of two memories of SmolLM2 of different widths."""
     home = tmp_path_factory.mktemp("memories")
     for name, (folder, r) in PAGES.items():
-        options = f"--model smollm2 --dtype float32 --device cpu --r {r} --window 128 --readings 4 --anchor 0 --no-brake"
+        options = f"--model smollm2 --dtype float32 --device cpu --r {r} --window 128 --readings 4 --anchor 0"
         command = [
             sys.executable,
             "-m",
@@ -73,7 +73,7 @@ def test_vllm_serves_a_library_by_name(tmp_path):
     for name in ("lighthouse", "bee", "forgotten"):
         text = PAGES.get(name, PAGES["bee"])[0] / f"{'bee' if name == 'forgotten' else name}.txt"
         options = (
-            "--r 8 --window 64 --stride 32 --anchor 0 --no-brake --readings 4 --device cpu".split()
+            "--r 8 --window 64 --stride 32 --anchor 0 --readings 4 --device cpu".split()
         )
         command = [
             *locas,

@@ -124,10 +124,9 @@ def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[
     size = weighted.flatten(-2).norm(dim=-1)[..., None, None]
     unit = weighted / size.clamp(min=limits.tiny)
     wide = width > hidden_size
-    if wide:
-        gram = unit @ unit.mT
-    else:
-        gram = unit.mT @ unit
+    # The smaller one of the two Gram matrices.
+    thin = unit.mT if wide else unit
+    gram = thin.mT @ thin
     with _one_thread(gram.device):
         squares, vectors = torch.linalg.eigh(gram)
     vectors = vectors.flip(-1)[..., :directions]

@@ -92,7 +92,7 @@ class Writer(Step):
                 layer.recorder = None
 
     def is_finite(self) -> bool:
-        """Return whether the recorded passes are complete and finite, so that they can be written."""
+        """Return whether the recorded passes are complete and finite and can be written."""
         if self._finite is None:
             self._finite = self._is_complete() and all_finite(self._inputs + self._gradients)
         return self._finite

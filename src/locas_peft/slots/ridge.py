@@ -257,8 +257,9 @@ class RidgeWriter(Regression):
         tokens = sums["tokens"]
         tiny = torch.finfo(gram.dtype).tiny
         factor, target = self._normal_equations(sums)
-        # The right singular vectors of C^(1/2) M are the eigenvectors of M'C M = target' C^-1 target. Two steps of
-        # subspace iteration from the values that are written already: the sums change little from chunk to chunk.
+        # The right singular vectors of C^(1/2) M are the eigenvectors of M'C M, which is
+        # target' C^-1 target. Two steps of subspace iteration from the values that are written
+        # already: the sums change little from chunk to chunk.
         columns = [down.float()[:, : self._terms].to(gram) for _, _, down in self._weights()]
         former = torch.stack(columns)
         if not former.any():

@@ -95,7 +95,7 @@ class SlotWriter(Writer):
 
     @torch.no_grad()
     def write(self, losses: Tensor) -> Moves:
-        """Write tokens of the recorded passes. Fold the memory first if it has too few free slots."""
+        """Write tokens of the recorded passes; fold the memory first where slots are missing."""
         self._check_recorded()
         count = min(self.slots_per_chunk, self.capacity - self._folded, len(losses))
         chosen = losses.topk(count).indices.sort().values
@@ -163,7 +163,7 @@ class SlotWriter(Writer):
         return moved
 
     def _reduce(self, keys: Tensor, values: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys `[L, D, n]` and values `[L, n, D]` that NL-SVD leaves (paper, appendix)."""
+        """Return keys `[L, D, n]` and values `[L, n, D]` after NL-SVD (paper, appendix)."""
         scales = [layer.locas_input_scale[self.adapter_name] for layer in self._layers]
         k = torch.stack([scale.to(inputs.device) for scale in scales])
         probe_norm = float((k[:, None] * inputs.norm(dim=-1)).mean())

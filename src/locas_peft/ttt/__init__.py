@@ -20,6 +20,20 @@ from .steps.mean import MeanOfReadings
 from .trainer import TestTimeTrainer
 
 __all__ = [
-    "Anchor", "Chunk", "ChunkBounds", "MeanOfReadings", "OwnText", "Step", "TestTimeTrainer", "TrainingSettings",
-    "at_marks", "choose_marks", "cumulative", "cut", "per_segment", "perplexity", "perplexity_of", "write_own_text",
-]  # fmt: skip
+    "Anchor",
+    "Chunk",
+    "ChunkBounds",
+    "MeanOfReadings",
+    "OwnText",
+    "Step",
+    "TestTimeTrainer",
+    "TrainingSettings",
+    "at_marks",
+    "choose_marks",
+    "cumulative",
+    "cut",
+    "per_segment",
+    "perplexity",
+    "perplexity_of",
+    "write_own_text",
+]

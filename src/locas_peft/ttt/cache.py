@@ -58,7 +58,7 @@ class SlidingCache:
         return self._feed(ids[:, -count:], count)
 
     def advance(self) -> None:
-        """Add the tokens that were fed last to the context, and drop those that are no longer kept."""
+        """Add the tokens that were fed last to the context; drop those that are not kept."""
         if self._fed is None:
             return
         layers, position = self._fed

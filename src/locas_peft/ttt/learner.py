@@ -88,7 +88,7 @@ class Learner:
                     entry.copy_(gathered.index_fill_(dim, fresh, 0.0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps and the optimizer's state; the parameters are not part of it."""
+        """Return the number of steps and the optimizer's state, without the parameters."""
         optimizer = None
         if self.optimizer is not None:
             optimizer = self.optimizer.state_dict()
@@ -112,7 +112,7 @@ class Learner:
         self._rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def _make_adamw(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        # One fused kernel: unfused, a step over many small matrices takes a tenth of a chunk's time on a CPU.
+        # One fused kernel: unfused, a step over many small matrices takes a tenth of a chunk.
         fused = all(parameter.device.type in ("cpu", "cuda") for parameter in parameters)
         return torch.optim.AdamW(
             parameters,

@@ -26,7 +26,7 @@ def active_configs(model: nn.Module) -> dict[str, Any]:
 
 
 def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """Return the trained parameters, the active adapters' buffers, and what calibration fills in."""
+    """Return trained parameters, active adapters' buffers, and what calibration fills in."""
     trained_ids = {id(parameter) for parameter in trained}
     parameters = {
         name: value for name, value in model.named_parameters() if id(value) in trained_ids
@@ -64,7 +64,7 @@ def _configs_of(model: nn.Module) -> dict[str, Any]:
 
 
 def _list_buffers(model: nn.Module, inactive: Iterable[str]) -> dict[str, Tensor]:
-    """Return the buffers of adapter layers, without the base's own and those of inactive adapters."""
+    """Return the adapter layers' buffers, without the base's and those of inactive adapters."""
     buffers: dict[str, Tensor] = {}
     for prefix, layer in model.named_modules():
         if not isinstance(layer, ADAPTER_LAYERS):

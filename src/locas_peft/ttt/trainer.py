@@ -1,7 +1,8 @@
 """Test-time training on one document, with any adapter in a model's layers.
 
-Paper, section "Test-Time Training", the online setting: for each chunk of the document, score it,
-learn it, go on.
+Paper, section "Memory Accumulation over Context": the model learns the document while it reads it,
+chunk by chunk; for whole books see the section "Whole-Book Online Language Modeling on PG-19".
+
 Axes: T tokens of the document, N tokens scored in a chunk, V vocabulary.
 """
 
@@ -98,8 +99,7 @@ class TestTimeTrainer:
     # ------------------------------------------------------------------ the loop
 
     def read(self, input_ids: Tensor) -> Iterator[Chunk]:
-        """Read a document from `position` on, and yield the record of each chunk after it was
-        learned.
+        """Read a document from `position` on, and yield each chunk's record after it was learned.
 
         The caller may stop at any record: adapter, optimizer and position are then as after that
         chunk, and another `read` of the same document goes on with the next one.
@@ -118,7 +118,7 @@ class TestTimeTrainer:
         return self._read(ids.to(self.host.device))
 
     def _read(self, ids: Tensor) -> Iterator[Chunk]:
-        # The state tells what comes next, so that another `read` or a loaded state goes on exactly here.
+        # The state tells what comes next: another `read`, or a loaded state, goes on here.
         while self._reading < self.settings.readings:
             start = self._start_of_next_chunk
             if start < len(ids):
@@ -243,7 +243,7 @@ class TestTimeTrainer:
             self._cache = self._make_cache()
 
     def _find_start_token(self, ids: Tensor) -> int | None:
-        """Return the document's first token, where it is the one that the model's texts begin with."""
+        """Return the document's first token where it is the model's start token, else None."""
         settings = self.settings
         # A window of all positions without context has no room for it.
         if settings.stride == settings.window == self.host.positions:
@@ -327,7 +327,8 @@ class TestTimeTrainer:
         host = self.host
         if self._optimizer is not None and not callable(self._optimizer):
             rule = "optimizer must be a callable that takes the parameters"
-            remedy = "give one, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1), or None for AdamW"
+            example = "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+            remedy = f"give one, such as {example}, or None for AdamW"
             raise TypeError(f"{rule}, got {self._optimizer!r}: {remedy}")
         check_window(settings.window, host.positions)
         if settings.context == "recompute":
@@ -359,9 +360,10 @@ class TestTimeTrainer:
             return
         unwritten = unwritten_memories(self.model)
         if unwritten and not any(step.learns for step in self.steps):
-            rule = f"steps must have a writer for the memory {unwritten[0]!r}, which has no slots to be trained"
+            rule = f"steps must have a writer for the memory {unwritten[0]!r}"
+            reason = "which has no slots to be trained"
             remedy = "give steps=[SlotWriter(model)], or another init_strategy"
-            raise ValueError(f"{rule}: {remedy}")
+            raise ValueError(f"{rule}, {reason}: {remedy}")
         if self._active.merged:
             rule = "model must not have its adapter merged into the base"
             got = "got a merged one, which cannot learn"
@@ -370,7 +372,7 @@ class TestTimeTrainer:
     # ------------------------------------------------------------------ the state
 
     def describe(self) -> dict[str, Any]:
-        """Return, as plain values, what a trainer must share with this one to go on with its state."""
+        """Return, as plain values, what a trainer must share to go on with this one's state."""
         optimizer = None
         if self._optimizer is not None:
             named = self._optimizer

@@ -201,7 +201,7 @@ def _write_batch(model: nn.Module, texts: int, tokens: int, seed: int, level: in
 
 
 def _find_first_token(host: CausalLM) -> int:
-    """Return the token that begins a text: its start token or, where there is none, its end token."""
+    """Return the token that begins a text: a start token or, without one, an end token."""
     for config in (host.base.config.get_text_config(), host.base.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             token = getattr(config, name, None)

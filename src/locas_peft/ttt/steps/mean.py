@@ -53,7 +53,7 @@ class MeanOfReadings(Step):
         else:
             share = 1 / (reading + 1)
             pairs = zip(self._mean, weights, strict=True)
-            self._mean = [mean.lerp(weight, share) for mean, weight in pairs]
+            self._mean = [mean.to(weight).lerp(weight, share) for mean, weight in pairs]
         if reading + 1 == trainer.settings.readings:
             for parameter, mean in zip(parameters, self._mean, strict=True):
                 parameter.copy_(mean)
