@@ -283,7 +283,7 @@ def main() -> None:
         **{name: parse(value) for name, value in given.items()}, model=arguments.model
     )
     base, tokenizer = load_base(arguments.model)
-    methods = complete_all(settings, arguments.methods.split(","), base, tokenizer)
+    methods = complete_all(settings, arguments.methods.split(","), base)
     figures = run_cloze(
         Run(base, tokenizer, methods, arguments.out, {"model": arguments.model}), conversations
     )

@@ -39,8 +39,6 @@ fi
 dtype=$([ "$device" = cpu ] && echo float32 || echo bfloat16)
 
 # Fast parts first: what the last ones lack of the 40 minutes, the next call gives them.
-part batches 4 python "$here/read_many.py" --shape "$shape" --device "$device" --dtype "$dtype" --rounds "$rounds" \
-    --documents "$([ -n "$tiny" ] && echo 2 || echo 8)" "${small[@]}"
 part study_batches 3 python "$here/study_batches.py" --device "$device" --rounds "$([ -n "$tiny" ] && echo 1 || echo 20)"
 part overhead 3 python "$here/overhead.py" --shapes "$shape" --device "$device" --dtype "$dtype" --rounds "$rounds"
 part memories 3 python "$here/many_memories.py" --shape "$shape" --device "$device" --dtype "$dtype" --rounds "$rounds" \

@@ -76,7 +76,7 @@ def measure(model: PeftModel, names: list[str], ids: torch.Tensor, steps: int) -
 
     text = ids[0].repeat(NOT_COUNTED + steps)
     window = {"window": 2 * ids.shape[1], "stride": ids.shape[1]}
-    chunks = TestTimeTrainer(model, **window, learning_rate=1e-3, brake=False).read(text)
+    chunks = TestTimeTrainer(model, **window, learning_rate=1e-3).read(text)
 
     def read(number: int) -> None:
         next(chunks)

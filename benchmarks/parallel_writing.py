@@ -51,7 +51,7 @@ def write(
 
 
 def read(model: PeftModel, ids: torch.Tensor) -> None:
-    for _ in TestTimeTrainer(model, **CHUNKS, writer=RidgeWriter(model)).read(ids):
+    for _ in TestTimeTrainer(model, **CHUNKS, steps=[RidgeWriter(model)]).read(ids):
         pass
 
 

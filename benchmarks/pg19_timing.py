@@ -44,9 +44,6 @@ BLOCK_MARKS = (10_000, 20_000, 30_000, 50_000)
 class TimedReading:
     """A row's reading in progress, on a model that shares the base's weights.
 
-    Wall time leaves out the copies that the trainer makes with several epochs, which are no part of the method.
-    Processor time includes them.
-
     Attributes:
         parameters: how many are trained.
         start: seconds before the first chunk, by the keys "time" and "processor_time".
@@ -63,18 +60,21 @@ class TimedReading:
     ):
         settings, clock, self._device = row.settings(common), Clock(base.device), base.device
         model = stack.enter_context(attached(share_weights(base), settings))
-        anchor = None
+        steps = []
         if settings.method.anchor:
             texts = write_own_text(model, tokens=settings.training.stride, seed=settings.seed)
             anchor = Anchor(
                 texts, weight=settings.method.anchor, every=settings.method.anchor_every
             )
+            steps.append(anchor)
         self.writer = (
             settings.method.make_writer(model)
             if row.writer is None
             else SlotWriter(model, **row.writer)
         )
-        self.trainer = TestTimeTrainer(model, settings.training, writer=self.writer, anchor=anchor)
+        if self.writer is not None:
+            steps.append(self.writer)
+        self.trainer = TestTimeTrainer(model, settings.training, steps=steps)
         self._chunks = stack.enter_context(closing(self.trainer.read(ids)))
         self.parameters = sum(
             parameter.numel() for parameter in model.parameters() if parameter.requires_grad

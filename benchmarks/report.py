@@ -59,7 +59,7 @@ def write_report(folders: Sequence[Path], path: Path) -> list[Path]:
 
 def _describe(figures: dict[str, Any]) -> str:
     """Return a paragraph with the model and the settings of a run."""
-    form = "window {window}, stride {stride}, {context}, epochs {epochs}, readings {readings}"
+    form = "window {window}, stride {stride}, {context}, readings {readings}"
     windows = sorted({form.format_map(settings) for settings in figures["methods"].values()})
     parts = [f"Model {figures.get('model', 'unknown')}, {'; '.join(windows)}."]
     for method, settings in figures["methods"].items():

@@ -113,7 +113,6 @@ def follow_dynamic(
         **CHUNKS,
         "learning_rate": None,
         "warmup_steps": 0,
-        "brake": False,
         "optimizer": make,
     }
     for _ in TestTimeTrainer(model, **options).read(other):
@@ -134,7 +133,7 @@ def measure(
     ids, other = (tokenize(tokenizer, unwrap(text), tokens) for text in (book, statistics))
     rows = {"none": follow(TestTimeTrainer(base, learning_rate=None, **CHUNKS), ids)}
     for rule, given in RULES[name].items():
-        complete = ReadingSettings(**CHUNKS, **given).complete(base, tokenizer)
+        complete = ReadingSettings(**CHUNKS, **given).complete(base)
         with attached(base, complete) as model:
             rows[rule] = follow(make_trainer(model, complete), ids)
         print_row(name, rule, rows)

@@ -60,7 +60,7 @@ def main() -> None:
         method=arguments.method, window=window, stride=window // 2, readings=2
     )
     gains: dict[str, float] = {}
-    complete = settings.complete(base, tokenizer)
+    complete = settings.complete(base)
     with attached(base, complete) as model:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ends: list[list[torch.Tensor]] = []

@@ -106,15 +106,16 @@ def test_texts_are_written_when_they_are_needed_and_then_kept(caplog):
 def test_a_short_reading_writes_no_text_and_a_longer_one_the_same_as_in_advance():
     trainer = make_trainer()
     options = {"texts": 3, "tokens": 12, "batch_size": 3}
-    lazy = make_trainer(anchor=Anchor(OwnText(trainer.model, **options), every=3))
-    lazy.anchor.texts._model = lazy.model
+    texts = OwnText(trainer.model, **options)
+    lazy = make_trainer(steps=[Anchor(texts, every=3)])
+    texts._model = lazy.model
     ids = make_ids(64)
     chunks = lazy.read(ids)
     for _ in range(2):
         next(chunks)
-    assert not len(lazy.anchor.texts.written)
+    assert not len(texts.written)
     list(chunks)
-    ready = make_trainer(anchor=Anchor(write_own_text(trainer.model, 3, 12), every=3))
+    ready = make_trainer(steps=[Anchor(write_own_text(trainer.model, 3, 12), every=3)])
     assert read(ready, ids) == [chunk.nll_nats for chunk in lazy.chunks]
     assert_same(weights_of(ready.model), weights_of(lazy.model))
 
@@ -136,7 +137,7 @@ def test_a_step_follows_the_chunk_and_the_divergence_from_the_base(kind):
     ids, anchor = make_ids(16), make_anchor(weight=0.5, every=2)
     model = make_model(kind)
     settings = SETTINGS | {"learning_rate": None, "optimizer": sgd(0.1), "warmup_steps": 0}
-    chunks = TestTimeTrainer(model, **settings, anchor=anchor).read(ids)
+    chunks = TestTimeTrainer(model, **settings, steps=[anchor]).read(ids)
     next(chunks)
     before = trained_weights(model)
     parameters = {name: model.get_parameter(name) for name in before}
@@ -158,7 +159,7 @@ def test_a_step_follows_the_chunk_and_the_divergence_from_the_base(kind):
 
 def test_scores_before_the_first_pull_are_those_without_an_anchor():
     free, held = (
-        read(make_trainer(anchor=anchor), make_ids(48)) for anchor in (None, make_anchor(every=3))
+        read(make_trainer(steps=steps), make_ids(48)) for steps in ([], [make_anchor(every=3)])
     )
     assert held[:3] == free[:3] and held[3:] != free[3:]
 
@@ -173,13 +174,13 @@ def test_an_anchored_memory_learns_the_text_and_leaves_another_alone():
     plain = ReadingSettings(method="none").complete()
     untouched, unread = score(base, other, plain), score(base, book, plain)
     found = {}
-    for name, anchor in (
-        ("free", None),
-        ("held", Anchor(write_own_text(base, texts=16, tokens=64), weight=1.0, every=1)),
+    for name, steps in (
+        ("free", []),
+        ("held", [Anchor(write_own_text(base, texts=16, tokens=64), weight=1.0, every=1)]),
     ):
         model = get_peft_model(backbone.load()[0], LocasConfig(r=32, scaling=21.0))
         trainer = TestTimeTrainer(
-            model, window=256, stride=128, learning_rate=4e-3, context="cache", anchor=anchor
+            model, window=256, stride=128, learning_rate=4e-3, context="cache", steps=steps
         )
         read(trainer, book)
         model.requires_grad_(False)
@@ -191,12 +192,12 @@ def test_an_anchored_memory_learns_the_text_and_leaves_another_alone():
 
 
 def test_a_pull_that_is_not_finite_skips_the_chunk(monkeypatch):
-    trainer = make_trainer(anchor=make_anchor(every=2))
+    trainer = make_trainer(steps=[make_anchor(every=2)])
     chunks = trainer.read(make_ids(24))
     next(chunks)
     before = weights_of(trainer.model)
     monkeypatch.setattr(
-        "locas_peft.ttt.anchor.divergences",
+        "locas_peft.ttt.steps.anchor.divergences",
         lambda student, teacher: divergences(student, teacher) * torch.nan,
     )
     assert not next(chunks).learned and trainer.skipped_chunks == 1
@@ -207,14 +208,10 @@ def test_a_pull_that_is_not_finite_skips_the_chunk(monkeypatch):
 
 def test_a_writer_records_the_chunk_and_not_the_anchor():
     written = []
-    for anchor in (None, make_anchor(every=1)):
+    for anchor in ([], [make_anchor(every=1)]):
         model = make_model(family="gpt2", r=16, init_weights="write")
-        read(
-            TestTimeTrainer(
-                model, **SETTINGS, writer=SlotWriter(model, slots_per_chunk=4), anchor=anchor
-            ),
-            make_ids(8),
-        )
+        steps = [*anchor, SlotWriter(model, slots_per_chunk=4)]
+        read(TestTimeTrainer(model, **SETTINGS, steps=steps), make_ids(8))
         written.append(trained_weights(model))
     assert_same(*written)
     assert any(value.any() for name, value in written[0].items() if "locas_up" in name)
@@ -224,13 +221,13 @@ def test_a_writer_records_the_chunk_and_not_the_anchor():
 
 
 def test_resuming_is_bit_identical_and_keeps_to_the_anchor(tmp_path):
-    ids, whole = make_ids(64), make_trainer(anchor=make_anchor(every=3))
+    ids, whole = make_ids(64), make_trainer(steps=[make_anchor(every=3)])
     chunks = whole.read(ids)
     for _ in range(4):
         next(chunks)
     save(whole, tmp_path)
     list(chunks)
-    resumed = make_trainer(anchor=make_anchor(every=3))
+    resumed = make_trainer(steps=[make_anchor(every=3)])
     resume(resumed, tmp_path)
     read(resumed, ids)
     assert [chunk.nll_nats for chunk in resumed.chunks] == [
@@ -240,16 +237,16 @@ def test_resuming_is_bit_identical_and_keeps_to_the_anchor(tmp_path):
     with pytest.raises(
         ValueError, match="^anchor: every must be 3 as in the checkpoint in .*, got 2: "
     ):
-        resume(make_trainer(anchor=make_anchor(every=2)), tmp_path)
+        resume(make_trainer(steps=[make_anchor(every=2)]), tmp_path)
     with pytest.raises(
         ValueError, match="^anchor: texts: sha256 must be .* as in the checkpoint in "
     ):
-        resume(make_trainer(anchor=make_anchor((8, 9, 10), every=3)), tmp_path)
+        resume(make_trainer(steps=[make_anchor((8, 9, 10), every=3)]), tmp_path)
 
 
 def test_resuming_writes_the_same_texts_again(tmp_path, monkeypatch):
     def make_lazy():
-        return make_trainer(anchor=Anchor(OwnText(make_model(), 4, 12, batch_size=2), every=2))
+        return make_trainer(steps=[Anchor(OwnText(make_model(), 4, 12, batch_size=2), every=2)])
 
     ids, whole = make_ids(64), make_lazy()
     chunks = whole.read(ids)
@@ -265,8 +262,9 @@ def test_resuming_writes_the_same_texts_again(tmp_path, monkeypatch):
         chunk.nll_nats for chunk in whole.chunks
     ]
     assert_same(weights_of(resumed.model), weights_of(whole.model))
-    assert torch.equal(resumed.anchor.texts.written, whole.anchor.texts.written)
-    other = make_trainer(anchor=Anchor(OwnText(make_model(), 4, 12, seed=1, batch_size=2), every=2))
+    assert torch.equal(resumed.steps[0].texts.written, whole.steps[0].texts.written)
+    texts = OwnText(make_model(), 4, 12, seed=1, batch_size=2)
+    other = make_trainer(steps=[Anchor(texts, every=2)])
     with pytest.raises(
         ValueError, match="^anchor: texts: seed must be 0 as in the checkpoint in .*, got 1: "
     ):
@@ -301,12 +299,12 @@ def test_resuming_writes_the_same_texts_again(tmp_path, monkeypatch):
         ),
         (lambda: make_anchor(every=0), ValueError, r"every must be at least 1, got 0: raise it"),
         (
-            lambda: make_trainer(anchor=Anchor(torch.full((1, 4), VOCABULARY))),
+            lambda: make_trainer(steps=[Anchor(torch.full((1, 4), VOCABULARY))]),
             ValueError,
             r"texts must lie in \[0, 64\), the model's vocabulary, got 64: write them with this model",
         ),
         (
-            lambda: make_trainer(anchor=Anchor(torch.ones(1, 5000, dtype=torch.long))),
+            lambda: make_trainer(steps=[Anchor(torch.ones(1, 5000, dtype=torch.long))]),
             ValueError,
             r"texts must be within the model's 64 positions, got 5000 tokens: write shorter ones",
         ),
@@ -322,6 +320,6 @@ def test_a_memory_that_is_only_written_has_no_anchor():
     settings = SETTINGS | {"learning_rate": None}
     with pytest.raises(
         ValueError,
-        match="^anchor must be None for a memory that is written and not trained, got one",
+        match="^steps must not have an Anchor for a memory that is written and not trained, got one",
     ):
-        TestTimeTrainer(model, **settings, writer=SlotWriter(model), anchor=make_anchor())
+        TestTimeTrainer(model, **settings, steps=[SlotWriter(model), make_anchor()])

@@ -58,7 +58,7 @@ def test_a_frozen_memory_that_stays_on_is_no_part_of_what_is_kept(tmp_path):
 def test_two_memories_of_a_base_have_the_same_own_text_and_it_is_written_once(monkeypatch):
     host, written = make_host("llama"), []
     monkeypatch.setattr(
-        "locas_peft.ttt.anchor.write_own_text",
+        "locas_peft.ttt.steps.anchor.write_own_text",
         lambda *given: written.append(given) or torch.ones(2, 8),
     )
     texts = [

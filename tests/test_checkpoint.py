@@ -135,7 +135,7 @@ TAMPERED = {
     "foreign": (write(), "be written by locas_peft, got '{}': choose another folder"),
     "version": (
         write(2, {}),
-        "be of version 9, got 2 in '{}': load it with the locas_peft that wrote it, *afresh",
+        "be of version 10, got 2 in '{}': load it with the locas_peft that wrote it, *afresh",
     ),
     "folder": (
         lambda path: (path.unlink(), path.mkdir()),

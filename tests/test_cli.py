@@ -53,7 +53,7 @@ CHANGED = (
     "perplexities",
     "curve",
 )
-CHANGED += ("perplexity_at", "perplexity_between", "final_nats", "final_base_nats")
+CHANGED += ("perplexity_at", "perplexity_between")
 COMMANDS = [
     "demo",
     "memorize",
@@ -142,8 +142,8 @@ def test_each_setting_is_an_option_with_help(run):
     options = (
         "--lr --r --width --layers --max-tokens --method --preset --init --output-scale --scaling "
         "--max-slot-norm "
-        "--update --epsilon --tokens --slots-per-chunk --normalization --anchor --anchor-every "
-        "--window --stride --context --epochs "
+        "--update --epsilon --slots-per-chunk --anchor --anchor-every "
+        "--window --stride --context "
         "--seed --readings --warmup-steps --decay-steps --model "
         "--dtype --device --unwrap --no-unwrap --json --out --resume --overwrite --checkpoint-seconds"
     )
@@ -156,7 +156,7 @@ def test_the_options_of_a_reading_are_its_settings_and_list_their_choices():
         {field.name: field.default for field in fields(cls)}
         for cls in (ReadingOptions, ReadingSettings)
     )
-    shown = ("epochs", "readings", "sinks", "warmup_steps")  # no preset has them
+    shown = ("readings", "warmup_steps")  # no preset has them
     from_base = {"model": None, "dtype": None}
     assert given | from_base == needed | {name: getattr(TrainingSettings, name) for name in shown}
     lines = re.findall(
@@ -578,7 +578,6 @@ def test_each_shared_option_arrives_in_the_settings(run):
         "--window": ("window", 64),
         "--stride": ("stride", 32),
         "--context": ("context", "recompute"),
-        "--epochs": ("epochs", 2),
         "--seed": ("seed", 3),
         "--max-tokens": ("max_tokens", 40),
         "--readings": ("readings", 2),
@@ -1221,7 +1220,7 @@ def test_a_memory_of_another_base_of_the_same_shapes_gives_one_line(run, memory,
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--lr", "1e38", "--max-slot-norm", "0", "--no-brake"], ["--max-slot-norm", "inf"]],
+    [["--lr", "1e38", "--max-slot-norm", "0"], ["--max-slot-norm", "inf"]],
     ids=str,
 )
 def test_a_diverged_memory_is_not_saved(run, tmp_path, arguments):

@@ -20,7 +20,7 @@ from locas_peft.selfstudy.discriminants import (
     place_discriminants,
     upper_layers_trained,
 )
-from locas_peft.ttt.loop import calibrate_empty
+from locas_peft.ttt.active import calibrate_empty
 from locas_peft.tuner.attached import list_layers
 
 TEXT = "The house on the hill was built by the old man with a stone from the river."
@@ -42,7 +42,7 @@ def loaded():
 @pytest.fixture
 def model(loaded):
     base, tokenizer = loaded
-    settings = ReadingSettings(r=8).complete(base, tokenizer)
+    settings = ReadingSettings(r=8).complete(base)
     with attached(base, settings) as model:
         calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
         yield model
@@ -137,13 +137,13 @@ def test_lower_layers_are_not_trained_meanwhile(model):
 
 def test_each_passage_needs_a_slot_in_each_layer(loaded):
     base, tokenizer = loaded
-    with attached(base, ReadingSettings(r=16).complete(base, tokenizer)) as model:
+    with attached(base, ReadingSettings(r=16).complete(base)) as model:
         assert [can_tell_apart(model, passages) for passages in (7, 8, 9)] == [False, True, False]
 
 
 def test_a_passage_has_at_most_three_slots_of_a_layer(loaded):
     base, tokenizer = loaded
-    with attached(base, ReadingSettings(r=16).complete(base, tokenizer)) as model:
+    with attached(base, ReadingSettings(r=16).complete(base)) as model:
         calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
         layer = list_layers(model)[-1]
         before = layer.locas_gate["default"].weight.clone()
@@ -204,7 +204,7 @@ def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
 
 def test_the_trained_memory_gets_them_where_others_are_active_beside_it(loaded):
     base, tokenizer = loaded
-    with attached(base, ReadingSettings(r=8).complete(base, tokenizer)) as model:
+    with attached(base, ReadingSettings(r=8).complete(base)) as model:
         calibrate_empty(model, text.tokenize(tokenizer, TEXT)[None])
         model.add_adapter("other", LocasConfig(r=8, task_type="CAUSAL_LM"))
         model.base_model.set_adapter(["other", "default"])

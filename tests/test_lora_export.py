@@ -185,7 +185,7 @@ def save_lora_of_backbone(folder):
 
 
 def save_with_a_trained_norm(folder):
-    config = LocasConfig(r=2, init_strategy="random", modules_to_save=["model.norm"])
+    config = LocasConfig(r=2, init_weights="random", modules_to_save=["model.norm"])
     save_memory(get_peft_model(backbone.load()[0], config), folder, backbone.NAME, "card")
 
 
@@ -247,7 +247,7 @@ def test_a_memory_beside_a_mixture_is_refused_before_anything_is_written(tmp_pat
 
 
 def test_a_memory_that_changes_more_than_ffns_is_no_lora():
-    config = LocasConfig(r=2, init_strategy="random", modules_to_save=["model.norm"])
+    config = LocasConfig(r=2, init_weights="random", modules_to_save=["model.norm"])
     model = get_peft_model(make_host("llama"), config)
     message = "the memory must change FFNs alone, got one with modules_to_save: merge it"
     with pytest.raises(ValueError, match=message):

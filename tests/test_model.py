@@ -139,7 +139,7 @@ def test_modules_in_use_are_all_modules_but_those_of_inactive_memories():
 def test_a_step_does_no_more_work_where_more_memories_are_attached():
     model = make_model().train()
     ids = make_tokens(1, 128)
-    chunks = TestTimeTrainer(model, window=16, stride=8, learning_rate=1e-3, brake=False).read(ids)
+    chunks = TestTimeTrainer(model, window=16, stride=8, learning_rate=1e-3).read(ids)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
     def step():

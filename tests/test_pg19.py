@@ -3,8 +3,6 @@
 import importlib
 import json
 import sys
-import time
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +12,6 @@ import torch
 from locas_peft import backbone, text
 from locas_peft.reading.settings import ReadingSettings
 from locas_peft.reading.teaching import score
-from locas_peft.ttt.learner import Learner
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 SMALL = ["--window", "32", "--stride", "16"]
@@ -148,24 +145,6 @@ def test_operations_are_counted_over_a_whole_cycle_of_the_cache(pg19):
     assert count("locas-glu", anchor=0.3, anchor_every=4) == 12
     assert count(window=2048) == 1  # the model's positions end before two windows
     assert count(window=32, stride=16) == 3
-
-
-def test_the_copies_of_several_epochs_are_not_timed(pg19, monkeypatch):
-    timing, rows = sys.modules["pg19_timing"], sys.modules["pg19_rows"]
-    base = sys.modules["measuring"].load_shape("tiny")
-    ids = sys.modules["measuring"].draw_tokens(base, 80)
-    common = ReadingSettings(method="none", window=32, stride=16)
-    take_snapshot = Learner.take_snapshot
-
-    def slow(self):
-        time.sleep(0.2)
-        take_snapshot(self)
-
-    monkeypatch.setattr(Learner, "take_snapshot", slow)
-    with ExitStack() as stack:
-        reading = timing.TimedReading(stack, base, rows.lora(16, **rows.PUBLISHED), common, ids)
-        reading.take_turn()
-    assert 0 < reading.turns["time"][0] < 0.2 * timing.TURN_CHUNKS
 
 
 def test_a_folder_of_other_settings_or_texts_is_refused(call, fail, pg19, books, tmp_path, capsys):
@@ -319,12 +298,8 @@ def test_rows_are_read_with_the_settings_that_they_name(pg19):
         "recompute",
         "cache",
     ]
-    published = found["lora@64, 2 epochs, recompute"]
-    assert (published.training.epochs, published.training.context, published.method.r) == (
-        2,
-        "recompute",
-        64,
-    )
+    published = found["lora@64, recompute"]
+    assert (published.training.context, published.method.r) == ("recompute", 64)
     assert found["locas-glu@64, upper layers"].method.layers_to_transform == "upper"
     assert [found[name].method.scaling for name in ("locas-glu@64, paper", "locas-glu@64")] == [
         1.0,

@@ -73,7 +73,7 @@ def test_a_base_that_fits_is_on_one_device(folder):
 
 def test_a_split_base_reads_saves_loads_and_answers_as_a_whole_one(folder, tmp_path, monkeypatch):
     ids = torch.randint(5, 500, (96,), generator=torch.Generator().manual_seed(0))
-    settings = ReadingSettings(r=4, window=32, stride=16, anchor=0.0, brake=True)
+    settings = ReadingSettings(r=4, window=32, stride=16, anchor=0.0)
     readings, scores = {}, {}
     whole, _ = load_base(str(folder))
     for name, base in (("whole", whole), ("split", split(folder, monkeypatch))):

@@ -187,7 +187,7 @@ def test_a_tampered_checkpoint_is_refused_and_changes_nothing(tmp_path, tamper):
     )
     assert_same(weights_of(fresh.model), before)
     assert fresh.model.peft_config["default"].to_dict() == config
-    assert (fresh.position, fresh.chunks, fresh._learner.optimizer) == (0, [], None)
+    assert (fresh.position, fresh.chunks, fresh.learner.optimizer) == (0, [], None)
     assert torch.equal(torch.get_rng_state(), random)
     assert os.listdir(tmp_path) == [checkpoint.CHECKPOINT]
     assert read(fresh, ids) == read(make_trainer(context="cache"), ids)

@@ -63,9 +63,9 @@ def perplexity_while_learning(host, strategy="topk", ids=None, window=16, rate=0
     model = get_peft_model(
         host, LocasConfig(**{"r": 8, "init_weights": strategy, "scaling": 100.0, **kwargs})
     )
-    writer = SlotWriter(model, epsilon=0.5, slots_per_chunk=1) if strategy == "write" else None
+    steps = [SlotWriter(model, epsilon=0.5, slots_per_chunk=1)] if strategy == "write" else []
     trainer = TestTimeTrainer(
-        model, window=window, stride=window // 2, learning_rate=rate, writer=writer
+        model, window=window, stride=window // 2, learning_rate=rate, steps=steps
     )
     for _ in trainer.read(make_ids(16).repeat(6) if ids is None else ids):
         pass

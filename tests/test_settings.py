@@ -37,7 +37,7 @@ WHOLE = "be an int, got {}: give a whole number"
 TRAINING = [
     *(
         (name, ValueError, "be at least 1, got {got}: raise it", 0)
-        for name in ("stride", "epochs", "readings")
+        for name in ("stride", "readings")
     ),
     *(
         (name, ValueError, "be at least 0, got {got}: raise it", -1)
@@ -45,7 +45,7 @@ TRAINING = [
     ),
     ("stride", TypeError, WHOLE.format("float"), 8.0),
     ("window", TypeError, WHOLE.format("bool"), True),
-    ("epochs", TypeError, WHOLE.format("NoneType"), None),
+    ("readings", TypeError, WHOLE.format("NoneType"), None),
     ("decay_steps", TypeError, WHOLE.format("float"), 0.5),
     (
         "stride",
@@ -78,8 +78,6 @@ READING = [
         "zero",
     ),
     ("update", ValueError, "be one of bp, nlsvd, ridge, got {got}: choose one of them", "sgd"),
-    ("tokens", ValueError, "be one of highest-loss, all, got {got}: choose one of them", "best"),
-    ("normalization", ValueError, "be one of token, chunk, got {got}: choose one of them", "layer"),
     ("r", ValueError, "be at least 1, got {got}: raise it", 0),
     ("max_tokens", ValueError, "be at least 2, got {got}: raise it", 1),
     (
@@ -107,7 +105,7 @@ def test_values_out_of_range_are_named_also_where_they_are_given(field, value, e
         assert str(caught.value) == message
     if value is None:  # not given
         assert (
-            ReadingSettings(**given, epochs=None).complete().training
+            ReadingSettings(**given, readings=None).complete().training
             == ReadingSettings(**given).complete().training
         )
 
@@ -138,7 +136,6 @@ def test_a_readings_values_out_of_range_are_named(field, value, error, message):
             "with update='ridge'",
         ),
         ("locas-mlp", "tuned", {"init": "topk", "epsilon": 0.1}, "with init='topk'"),
-        ("locas-mlp", "paper", {"tokens": "all", "slots_per_chunk": 4}, "with tokens='all'"),
         ("lora", "tuned", {"anchor_every": 2}, "with anchor=None"),
         ("lora", "tuned", {"anchor": 0.0, "anchor_every": 2}, "with anchor=0.0"),
     ],
@@ -177,7 +174,6 @@ def test_presets_fill_in_what_is_not_given():
     assert (tuned.method.output_scale, paper.method.output_scale) == ("measured", "paper")
     decay_steps = [each.training.decay_steps for each in (tuned, paper, complete("lora"))]
     assert decay_steps == [100, 0, 100]
-    assert [each.training.brake for each in (tuned, paper)] == [True, False]
     assert complete("locas-glu", decay_steps=0).training.decay_steps == 0
     assert complete("locas-mlp", "paper", r=16).method.scaling == 16.0
     assert complete("locas-glu", scaling=2.5).method.scaling == 2.5
@@ -194,7 +190,7 @@ def test_the_record_has_every_setting_and_null_where_one_has_no_meaning():
     )
     assert tuple(lora) == tuple(none) == FIELDS
     assert (lora["method"], lora["r"], lora["init"], lora["scaling"]) == ("lora", 64, None, None)
-    without_meaning = ("r", "learning_rate", "decay_steps", "init", "scaling", "brake")
+    without_meaning = ("r", "learning_rate", "decay_steps", "init", "scaling")
     assert {none[name] for name in without_meaning} == {None}
     assert (
         lora["study"],
@@ -328,19 +324,12 @@ def test_the_settings_of_the_base_have_the_same_windows_and_no_adapter():
         window=64,
         stride=16,
         context="cache",
-        sinks=2,
-        start_token=7,
         readings=2,
         study=True,
     ).complete()
     base = settings.for_base(window=128)
     training = base.training
-    assert (training.window, training.stride, training.sinks, training.start_token) == (
-        128,
-        16,
-        2,
-        7,
-    )
+    assert (training.window, training.stride, training.context) == (128, 16, "cache")
     assert (base.method.name, training.learning_rate, training.readings, base.study) == (
         "none",
         None,

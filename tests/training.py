@@ -15,7 +15,7 @@ from locas_peft.reading.resuming import Checkpoints, restore
 from locas_peft.ttt import Chunk
 
 CONTEXTS = ("recompute", "cache")
-SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02, "brake": False}
+SETTINGS = {"window": 16, "stride": 8, "learning_rate": 0.02}
 
 
 def make_ids(length: int, seed: int = 0) -> torch.Tensor:

@@ -54,21 +54,14 @@ class ReadingOptions:
         update: bp trains a memory, ridge writes it in closed form: the values of locas-glu, whose rows a learning rate
             trains beside, or with init "write" a linear map. With init "write", bp also writes slots, nlsvd only that.
         epsilon: length of a written value.
-        tokens: which tokens of a chunk are written: highest-loss or all.
-        slots_per_chunk: how many tokens with the highest loss.
-        normalization: whether each token's value gets the length epsilon (token), or they do on average (chunk).
+        slots_per_chunk: how many tokens of a chunk are written, those with the highest loss.
         layers_to_transform: the layers that get an adapter: upper, or indices such as 3,4,5; all where not given.
         anchor: weight of the KL to the base on text, and in a study on answers, that the base wrote; 0 for none.
         anchor_every: every n-th optimizer step pulls to the base.
-        brake: compare with the base now and then, and go back where the text became worse.
         window: tokens that the model sees at once, context and chunk.
         stride: tokens between two learning steps; half the window where not given.
         context: cache, the default where the base can use it, keeps the context's keys and values; recompute feeds it
             again.
-        sinks: how many of its first tokens the cache keeps beside the last ones; trained attention needs them.
-        start_token: id of the token that each window and the cache begin with; where not given, the one that the
-            base's tokenizer puts at the start of a text, if any.
-        epochs: optimizer steps on each chunk.
         readings: how often the text is read; from 6 chunks on a trained memory is the mean of those after each.
         warmup_steps: optimizer steps with a smaller rate at the start.
         decay_steps: the rate is divided by the root of 1 + steps / this; 0 for a constant rate.
@@ -82,14 +75,10 @@ class ReadingOptions:
     window: int | None = None
     stride: int | None = None
     learning_rate: Annotated[float | None, Parameter(name="--lr")] = None
-    epochs: int = 1
     readings: int = 1
     context: str | None = None
-    sinks: int = 4
-    start_token: int | None = None
     warmup_steps: int = 2
     decay_steps: int | None = None
-    brake: Annotated[bool | None, Parameter(negative="--no-brake")] = None
     method: str = "locas-glu"
     preset: str = "tuned"
     r: Annotated[int | None, Parameter(alias="--width")] = None
@@ -99,9 +88,7 @@ class ReadingOptions:
     max_slot_norm: float | None = None
     update: str | None = None
     epsilon: float | None = None
-    tokens: str | None = None
     slots_per_chunk: int | None = None
-    normalization: str | None = None
     layers_to_transform: Annotated[Any, Parameter(name="--layers", converter=_parse_layers)] = (
         None  # str, list[int]
     )

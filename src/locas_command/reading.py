@@ -134,7 +134,7 @@ def memorize(
     if library is not None:
         shelf.check_base(loaded.name)
     input_ids = loaded.encode(content, settings.max_tokens, unwrap)
-    complete = make_settings(settings, loaded).complete(loaded.model, loaded.tokenizer)
+    complete = make_settings(settings, loaded).complete(loaded.model)
     result = None
     if resume and saves and out != start:
         result = find_finished(out, complete, input_ids, exchanges, describe_origin(start))

@@ -148,11 +148,6 @@ def show_readings(
         stderr.print(
             f"{skipped} chunks were scored but not learned: their loss or gradient was not finite"
         )
-    for each in readings:
-        if each.taken_back:
-            where = ", ".join(f"{tokens:,}" for tokens in each.taken_back)
-            what = f"{each.method} made the text worse than no memory and was taken back to an earlier state"
-            stderr.print(f"{what}, after {where} tokens: a lower --lr may learn more")
 
 
 def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:

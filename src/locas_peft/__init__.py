@@ -8,10 +8,10 @@ from .slots import RidgeWriter, SlotWriter, ValueWriter, compress, grow, to_lora
 from .ttt import (
     Anchor,
     Chunk,
+    MeanOfReadings,
     OwnText,
     TestTimeTrainer,
     TrainingSettings,
-    read_many,
     write_own_text,
 )
 from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
@@ -26,6 +26,7 @@ __all__ = [
     "LocasConfig",
     "LocasLayer",
     "LocasModel",
+    "MeanOfReadings",
     "OwnText",
     "RidgeWriter",
     "SlotWriter",
@@ -39,4 +40,4 @@ __all__ += [
     "empty_memories",
     "grow",
 ]
-__all__ += ["read_many", "rescale", "to_lora", "widen_base", "write_own_text"]
+__all__ += ["rescale", "to_lora", "widen_base", "write_own_text"]

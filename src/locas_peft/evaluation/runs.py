@@ -182,7 +182,6 @@ def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
         "scored_tokens": reading.scored_tokens * reading.settings.training.readings,
         "seconds": reading.seconds,
         "skipped_chunks": reading.skipped_chunks,
-        "taken_back": reading.taken_back,
     }
     if reading.studied is not None:
         summary["studied"] = reading.studied

@@ -37,7 +37,7 @@ CHECKPOINT = "checkpoint.pt"
 UNFINISHED = "checkpoint.tmp"
 LOCK = "checkpoint.lock"
 _KIND = "locas-checkpoint"
-_VERSION = 9
+_VERSION = 10
 
 
 def has_checkpoint(directory: str | Path) -> bool:

@@ -5,7 +5,8 @@ Axes: B rows of a batch, n tokens, T tokens of a document, V vocabulary.
 
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -14,11 +15,21 @@ from torch import Tensor, nn
 from ..tuner.modules import ADAPTER_LAYERS
 from .cpu_attention import CpuAttention
 
+__all__ = ["CausalLM", "check_window", "count_positions"]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+_SLIDING = {"full_attention", "sliding_attention"}
+"""Layers whose context is nothing but keys and values."""
+_RELATIVE = ("bloom", "mpt")
+"""Models with ALiBi, which take distances instead of positions."""
+
 
 def count_positions(model: nn.Module) -> int | None:
-    """Return how many positions a causal language model has; None where its config has no limit."""
+    """Return how many positions a causal language model has; None without a limit in its config."""
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    return positions
 
 
 def check_window(window: int, positions: int | None) -> None:
@@ -29,134 +40,160 @@ def check_window(window: int, positions: int | None) -> None:
 
 
 class CausalLM:
-    """A causal language model, plain or with adapters, and its `base`, whose class is `kind`, with its `positions`.
+    """A causal language model, plain or with adapters.
 
-    With `cpu_attention`, attention in bfloat16 on a CPU is computed by `CpuAttention`, which is faster for learning.
-    torch's own kernel rounds differently: answers are then those of transformers' `generate`. A model that is no
-    transformers language model is a `TypeError`, and an adapter without weights in the layers a `ValueError`.
+    Args:
+        model: a transformers model, or PEFT's model of one.
+        cpu_attention: whether attention in bfloat16 on a CPU is computed by `CpuAttention`, which
+            is faster for learning. torch's own kernel rounds differently: answers are then those of
+            transformers' `generate`.
+
+    Attributes:
+        base: the model without PEFT's wrapper, whose class is named `kind`.
+        positions: how many it has; None for no limit.
+        rope_positions: the positions beyond which a model with LongRoPE (Phi-3, Phi-4) changes its
+            frequencies; None for other models.
+
+    Raises:
+        TypeError: for a model that is no transformers language model.
+        ValueError: for an adapter without weights in the layers.
     """
 
     def __init__(self, model: nn.Module, cpu_attention: bool = True):
-        if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
-            rule = f"model must be a transformers causal language model, got {type(model).__name__}"
-            raise TypeError(f"{rule}: load one with AutoModelForCausalLM")
-        if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
-            method = model.active_peft_config.peft_type.value
-            rule = f"model's adapter must lie in its layers, got the prompt method {method}"
-            raise ValueError(f"{rule}: use LOCAS, LoRA or another adapter made of weights")
-        self.model, self._cpu_attention = model, cpu_attention
-        self.base = base = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.kind = type(base).__name__
-        self.positions = count_positions(base)
-        self._config = base.config.get_text_config()
-        # With LongRoPE (Phi-3, Phi-4) the frequencies change where a text goes beyond these positions.
+        _check_model(model)
+        self.model = model
+        self.base = model
+        if isinstance(model, PeftModel):
+            self.base = model.get_base_model()
+        self.kind = type(self.base).__name__
+        self.positions = count_positions(self.base)
+        self.rope_positions: int | None = None
+        self._cpu_attention = cpu_attention
+        self._config = self.base.config.get_text_config()
+        self._accepts = inspect.signature(self.base.forward).parameters.keys()
         rope = getattr(self._config, "rope_parameters", None) or {}
-        longrope = rope.get("rope_type") == "longrope"
-        self.rope_positions: int | None = (
-            rope.get("original_max_position_embeddings") if longrope else None
-        )
-        self._accepts = inspect.signature(base.forward).parameters.keys()
+        if rope.get("rope_type") == "longrope":
+            self.rope_positions = rope.get("original_max_position_embeddings")
 
     @property
     def device(self) -> torch.device:
-        """The device that token ids go to; the CPU for an offloaded model, whose hooks move them."""
+        """The device for token ids; the CPU for an offloaded model, whose hooks move them."""
         device = self.model.get_input_embeddings().weight.device
-        return torch.device("cpu") if device.type == "meta" else device
+        if device.type == "meta":
+            return torch.device("cpu")
+        return device
 
     @property
     def start_token(self) -> int | None:
-        """The token that a text begins with, if its config names one; not every tokenizer puts it there."""
+        """The token that a text begins with, by its config; not every tokenizer puts it there."""
         return getattr(self._config, "bos_token_id", None)
 
     @property
     def vocabulary(self) -> int:
+        """V, the number of rows of the input embeddings."""
         return self.model.get_input_embeddings().weight.shape[0]
 
     def logits(
-        self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs
+        self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs: Any
     ) -> Tensor:
-        """Return the logits [B, count, V] at the last `count` tokens of each row of `ids`, a LongTensor [B, n].
+        """Return the logits [B, count, V] at the last `count` tokens of each row.
 
-        `adapters` has an adapter's name for each row; None: the active ones. The forward gets the `kwargs` it takes.
+        Args:
+            ids: LongTensor [B, n].
+            count: how many tokens of a row have logits.
+            adapters: an adapter's name for each row; None: the active ones.
+            kwargs: passed to the model's forward, as far as it takes them.
         """
         logits = self.outputs(ids, count, adapters, **kwargs).logits
         # Slice only where needed: the backward pass of a slice fills all the logits with zeros.
-        return logits if logits.shape[1] == count else logits[:, -count:]
+        if logits.shape[1] == count:
+            return logits
+        return logits[:, -count:]
 
-    def outputs(self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs):
-        """Return what the model's forward returns, with the logits that `logits` describes or those of more tokens."""
-        # As a slice of several rows, or of one token, the last hidden states make torch copy the head's weights.
-        split = (
-            len(set(getattr(self.base, "hf_device_map", {}).values())) > 1
-        )  # indices would be on another device
-        keep = (
-            count
-            if split or (len(ids) == 1 and count > 1)
-            else torch.arange(-count, 0, device=ids.device)
-        )
-        kwargs = {
-            name: value
-            for name, value in {"logits_to_keep": keep, **kwargs}.items()
-            if name in self._accepts
-        }
+    def outputs(
+        self, ids: Tensor, count: int, adapters: Sequence[str] | None = None, **kwargs: Any
+    ) -> Any:
+        """Return what the model's forward returns, with the same logits or those of more tokens."""
+        options = {"logits_to_keep": self._logits_to_keep(ids, count), **kwargs}
+        options = {name: value for name, value in options.items() if name in self._accepts}
         if adapters is not None:
-            kwargs["adapter_names"] = list(adapters)
-        weight = self.model.get_input_embeddings().weight
-        # Elsewhere the context would only cost time: each torch function passes through it.
-        on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-        with CpuAttention() if on_cpu and self._cpu_attention else nullcontext():
-            return self.model(input_ids=ids, **kwargs)
+            options["adapter_names"] = list(adapters)
+        with self._attention():
+            return self.model(input_ids=ids, **options)
 
     def check_document(self, input_ids: Tensor, name: str = "input_ids") -> Tensor:
-        """Return a document, integers [T] or [1, T] with T >= 2 in the vocabulary, as LongTensor [T], or raise."""
+        """Return a document as LongTensor [T], or raise a `TypeError` or `ValueError`.
+
+        Args:
+            input_ids: integers [T] or [1, T] with T >= 2, in the vocabulary.
+            name: of the argument, for the message.
+        """
         if not isinstance(input_ids, Tensor):
             rule = f"{name} must be a LongTensor of shape [T] or [1, T]"
             raise TypeError(f"{rule}, got {type(input_ids).__name__}: make one with torch.tensor")
-        if input_ids.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise TypeError(
-                f"{name} must be integers, got {input_ids.dtype}: give token ids as a LongTensor"
-            )
-        if not (input_ids.ndim == 1 or (input_ids.ndim == 2 and input_ids.shape[0] == 1)):
+        if input_ids.dtype not in _INTEGERS:
+            rule = f"{name} must be integers, got {input_ids.dtype}"
+            raise TypeError(f"{rule}: give token ids as a LongTensor")
+        one_row = input_ids.ndim == 2 and input_ids.shape[0] == 1
+        if input_ids.ndim != 1 and not one_row:
             rule = f"{name} must have the shape [T] or [1, T], got {list(input_ids.shape)}"
             raise ValueError(f"{rule}: give one document at a time")
         ids = input_ids.detach().reshape(-1).long()
         if len(ids) < 2:
-            raise ValueError(
-                f"{name} must hold at least 2 tokens, got {len(ids)}: give a longer text"
-            )
+            rule = f"{name} must hold at least 2 tokens, got {len(ids)}"
+            raise ValueError(f"{rule}: give a longer text")
         self.check_tokens(ids, name, "use the model's own tokenizer")
         return ids
 
     def check_tokens(self, ids: Tensor, name: str, remedy: str) -> None:
         """Raise a `ValueError` for tokens outside the vocabulary."""
-        low, high = ids.min().item(), ids.max().item()
-        if low < 0 or high >= self.vocabulary:
-            rule = f"{name} must lie in [0, {self.vocabulary}), the model's vocabulary"
-            raise ValueError(f"{rule}, got {low if low < 0 else high}: {remedy}")
+        for token in (ids.min().item(), ids.max().item()):
+            if not 0 <= token < self.vocabulary:
+                rule = f"{name} must lie in [0, {self.vocabulary}), the model's vocabulary"
+                raise ValueError(f"{rule}, got {token}: {remedy}")
 
     def can_cache(self) -> bool:
-        """Return whether the model's context is nothing but keys and values, which can slide with a text."""
+        """Return whether the model's context is only keys and values, which can slide."""
         layer_types = set(getattr(self._config, "layer_types", None) or ())
-        slides = (
-            layer_types <= {"full_attention", "sliding_attention"}
-            and "past_key_values" in self._accepts
-        )
-        relative = self._config.model_type in (
-            "bloom",
-            "mpt",
-        )  # ALiBi: distances instead of positions
-        return slides and ("position_ids" in self._accepts or relative)
+        if not layer_types <= _SLIDING or "past_key_values" not in self._accepts:
+            return False
+        return "position_ids" in self._accepts or self._config.model_type in _RELATIVE
 
     def can_pad_inside(self, length: int) -> bool:
-        """Return whether padding may lie between the tokens of rows of `length`, padding included."""
-        # A sliding window that is shorter, and distances by index as in MPT, count it.
+        """Return whether padding may lie inside rows of `length` tokens, padding included."""
+        # A sliding window that is shorter, and distances by index as in MPT, count padding.
+        if self._config.model_type == "mpt":
+            return False
         window = getattr(self._config, "sliding_window", None)
-        return self._config.model_type != "mpt" and (
-            not isinstance(window, int) or length <= window
-        )
+        return not isinstance(window, int) or length <= window
 
     def has_adapter(self) -> bool:
-        modules = self.model.modules()
-        return isinstance(self.model, PeftModel) or any(
-            isinstance(module, ADAPTER_LAYERS) for module in modules
-        )
+        """Return whether the model has any adapter, active or not."""
+        if isinstance(self.model, PeftModel):
+            return True
+        return any(isinstance(module, ADAPTER_LAYERS) for module in self.model.modules())
+
+    def _logits_to_keep(self, ids: Tensor, count: int) -> int | Tensor:
+        # Of several rows, or of one token, a slice of the last hidden states makes torch copy the
+        # head's weights. Indices would be on another device where the model is split.
+        devices = set(getattr(self.base, "hf_device_map", {}).values())
+        if len(devices) > 1 or (len(ids) == 1 and count > 1):
+            return count
+        return torch.arange(-count, 0, device=ids.device)
+
+    def _attention(self) -> AbstractContextManager:
+        weight = self.model.get_input_embeddings().weight
+        # Elsewhere the context would only cost time: each torch function passes through it.
+        if self._cpu_attention and weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+            return CpuAttention()
+        return nullcontext()
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module) or not hasattr(model, "get_input_embeddings"):
+        rule = f"model must be a transformers causal language model, got {type(model).__name__}"
+        raise TypeError(f"{rule}: load one with AutoModelForCausalLM")
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        method = model.active_peft_config.peft_type.value
+        rule = f"model's adapter must lie in its layers, got the prompt method {method}"
+        raise ValueError(f"{rule}: use LOCAS, LoRA or another adapter made of weights")

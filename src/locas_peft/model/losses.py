@@ -1,77 +1,46 @@
-"""The losses of tokens, computed in pieces: a large vocabulary needs no float32 copy of all the logits.
+"""The losses of tokens, computed in pieces.
 
-Axes: N tokens, V vocabulary.
+A large vocabulary then needs no float32 copy of all the logits. Axes: N tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-PIECE = 2**23  # logits: 32 MiB in float32
+__all__ = ["divergences", "token_losses"]
+
+PIECE = 2**23
+"""The logits of a piece: 32 MiB in float32."""
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return each token's negative log-likelihood [N], in nats, float32 or wider; differentiable once.
+    """Return each token's negative log-likelihood [N], in nats, float32 or wider.
 
-    `logits` are [N, V] of any floating dtype, `targets` a LongTensor [N].
+    Args:
+        logits: [N, V] of any floating dtype; the result is differentiable by them once.
+        targets: LongTensor [N].
     """
     return _TokenLosses.apply(logits, targets.to(logits.device))
 
 
 def divergences(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return each token's KL divergence [N] from the teacher's next-token distribution to the student's, in nats.
+    """Return each token's KL divergence [N] from the teacher's distribution to the student's.
 
-    Both logits are [N, V] of any floating dtype. The result is float32 or wider, 0 where the two agree, and
-    differentiable once, by the student's logits.
+    In nats, float32 or wider, 0 where the two agree.
+
+    Args:
+        logits: the student's, [N, V] of any floating dtype; the result is differentiable by them
+            once.
+        teacher_logits: the teacher's, [N, V].
     """
     return _Divergences.apply(logits, teacher_logits.detach())
 
 
-def _pieces(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, PIECE // logits.shape[1])
-    return (slice(begin, begin + rows) for begin in range(0, max(1, len(logits)), rows))
-
-
-def _norms(logits: Tensor) -> Tensor:
-    """Return what log_softmax subtracts, [2, N, 1], in float32 or wider.
-
-    These are the greatest logit of each row, and the logarithm of the softmax's denominator after it was subtracted:
-    two steps, so that the rounding error does not grow with the logits.
-    """
-    dtype, norms = torch.promote_types(logits.dtype, torch.float32), []
-    for rows in _pieces(logits):
-        piece = logits[rows].to(dtype)
-        peaks = piece.amax(dim=-1, keepdim=True)
-        norms.append(torch.stack([peaks, (piece - peaks).exp_().sum(dim=-1, keepdim=True).log_()]))
-    return torch.cat(norms, dim=1)
-
-
-def _log_softmax(logits: Tensor, norms: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
-    peaks, log_sums = norms[:, rows]
-    return torch.sub(logits[rows], peaks, out=out).sub_(log_sums)
-
-
-def _gradient(logits: Tensor, norms: Tensor, subtract_target: Callable, outer: Tensor) -> Tensor:
-    """Return the gradient [N, V] by the logits, (softmax - target distribution) * outer; outer [N] is by the losses.
-
-    `subtract_target` subtracts the target distribution of some rows (a slice) from a piece, in place.
-    """
-    gradient = torch.empty_like(logits)
-    for rows in _pieces(logits):
-        # Work in the gradient's own memory where its dtype allows: new pages are expensive on a CPU.
-        out = gradient[rows] if gradient.dtype == norms.dtype else None
-        piece = _log_softmax(logits, norms, rows, out).exp_()
-        subtract_target(piece, rows)
-        piece.mul_(outer[rows].unsqueeze(1))
-        if out is None:
-            gradient[rows] = piece
-    return gradient
-
-
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         norms = _norms(logits)
         ctx.save_for_backward(logits, targets, norms)
         peaks, log_sums = norms
@@ -79,7 +48,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, outer: Tensor):
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:
         logits, targets, norms = ctx.saved_tensors
 
         def subtract_target(piece: Tensor, rows: slice) -> None:
@@ -90,22 +59,78 @@ class _TokenLosses(torch.autograd.Function):
 
 class _Divergences(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, teacher_logits: Tensor) -> Tensor:
-        norms, teacher_norms = _norms(logits), _norms(teacher_logits)
+    def forward(ctx: Any, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+        norms = _norms(logits)
+        teacher_norms = _norms(teacher_logits)
         ctx.save_for_backward(logits, teacher_logits, norms, teacher_norms)
-        divergences = []
+        sums = []
         for rows in _pieces(logits):
             log_teacher = _log_softmax(teacher_logits, teacher_norms, rows)
             log_ratio = log_teacher - _log_softmax(logits, norms, rows)
-            divergences.append((log_teacher.exp_() * log_ratio).sum(dim=-1))
-        return torch.cat(divergences)
+            sums.append((log_teacher.exp_() * log_ratio).sum(dim=-1))
+        return torch.cat(sums)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, outer: Tensor):
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor, None]:
         logits, teacher_logits, norms, teacher_norms = ctx.saved_tensors
 
         def subtract_target(piece: Tensor, rows: slice) -> None:
             piece.sub_(_log_softmax(teacher_logits, teacher_norms, rows).exp_())
 
         return _gradient(logits, norms, subtract_target, outer), None
+
+
+def _pieces(logits: Tensor) -> Iterator[slice]:
+    rows = max(1, PIECE // logits.shape[1])
+    for begin in range(0, max(1, len(logits)), rows):
+        yield slice(begin, begin + rows)
+
+
+def _norms(logits: Tensor) -> Tensor:
+    """Return what log_softmax subtracts, [2, N, 1], in float32 or wider.
+
+    These are the greatest logit of each row, and the logarithm of the softmax's denominator after
+    it was subtracted: two steps, so that the rounding error does not grow with the logits.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    norms = []
+    for rows in _pieces(logits):
+        piece = logits[rows].to(dtype)
+        peaks = piece.amax(dim=-1, keepdim=True)
+        log_sums = (piece - peaks).exp_().sum(dim=-1, keepdim=True).log_()
+        norms.append(torch.stack([peaks, log_sums]))
+    return torch.cat(norms, dim=1)
+
+
+def _log_softmax(logits: Tensor, norms: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
+    peaks, log_sums = norms[:, rows]
+    return torch.sub(logits[rows], peaks, out=out).sub_(log_sums)
+
+
+def _gradient(
+    logits: Tensor,
+    norms: Tensor,
+    subtract_target: Callable[[Tensor, slice], None],
+    outer: Tensor,
+) -> Tensor:
+    """Return the gradient [N, V] by the logits, (softmax - target distribution) * outer.
+
+    Args:
+        logits: [N, V].
+        norms: what `_norms` returned for them.
+        subtract_target: subtracts the target distribution of some rows from a piece, in place.
+        outer: the gradient by the losses, [N].
+    """
+    gradient = torch.empty_like(logits)
+    for rows in _pieces(logits):
+        # Work in the gradient's own memory where its dtype allows: new pages are expensive.
+        out = None
+        if gradient.dtype == norms.dtype:
+            out = gradient[rows]
+        piece = _log_softmax(logits, norms, rows, out).exp_()
+        subtract_target(piece, rows)
+        piece.mul_(outer[rows].unsqueeze(1))
+        if out is None:
+            gradient[rows] = piece
+    return gradient

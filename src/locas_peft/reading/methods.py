@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 from peft import LoraConfig, PeftConfig
 from torch import nn
@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from ..checks import check_choice, check_number, check_whole
 from ..slots import RidgeWriter, SlotWriter, ValueWriter, Writer
-from ..slots.writing import Normalization, Tokens
 from ..tuner import STRATEGIES, LocasConfig, find_ffns
 
 __all__ = [
@@ -33,7 +32,7 @@ __all__ = [
 
 PRESETS = ("paper", "tuned")
 UPDATES = ("bp", "nlsvd", "ridge")
-_WRITING = ("epsilon", "tokens", "slots_per_chunk", "normalization")
+_WRITING = ("epsilon", "slots_per_chunk")
 _TRAINED = ("learning_rate", "decay_steps", "anchor", "anchor_every")
 SHAPE = (
     "method",
@@ -47,9 +46,9 @@ SHAPE = (
 """The settings that a memory keeps when it goes on with another text."""
 _LEARNING = {"layers_to_transform": None, "anchor": None, "anchor_every": 4}
 # The values of all methods that learn. As in the paper: a constant rate.
-PAPER: dict[str, Any] = {**_LEARNING, "decay_steps": 0, "brake": False}
-# A falling rate, so that one rate serves texts of all lengths, and the brake.
-TUNED: dict[str, Any] = {**_LEARNING, "decay_steps": 100, "brake": True}
+PAPER: dict[str, Any] = {**_LEARNING, "decay_steps": 0}
+# A falling rate, so that one rate serves texts of all lengths.
+TUNED: dict[str, Any] = {**_LEARNING, "decay_steps": 100}
 
 
 def checked(check: Callable[[str, Any], None], **options: Any) -> Any:
@@ -295,18 +294,15 @@ class LocasMlp(Memory):
         "max_slot_norm": None,
         "update": "bp",
         "epsilon": 0.01,
-        "tokens": "highest-loss",
+        "slots_per_chunk": 8,
     }
-    _ROWS |= {"slots_per_chunk": 8, "normalization": "token"}
     presets = {
         # Written slot by slot as in the paper, but with tau undivided (`choose`) and a rate from our sweep.
         "paper": {**_PAPER, **_ROWS, **PAPER},
         "tuned": {**_TUNED, **_ROWS, **TUNED},
     }
     epsilon: float | None = checked(check_number)
-    tokens: str | None = checked(partial(check_choice, choices=get_args(Tokens)))
     slots_per_chunk: int | None = checked(partial(check_whole, least=1))
-    normalization: str | None = checked(partial(check_choice, choices=get_args(Normalization)))
 
     @classmethod
     def choose(cls, preset: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -322,8 +318,6 @@ class LocasMlp(Memory):
         unused = super().list_unused(values, given)
         if values["init"] != "write":
             return [("init", ("update", *_WRITING)), *unused]
-        if values["tokens"] == "all":
-            unused.append(("tokens", ("slots_per_chunk",)))
         untrained = {"nlsvd": _TRAINED, "ridge": (*_TRAINED, *_WRITING)}.get(values["update"])
         return unused if untrained is None else [("update", untrained), *unused]
 

@@ -28,7 +28,6 @@ from ..memories.loading import find_files
 from ..selfstudy import Exchange, save_exchanges
 from ..selfstudy.exchanges import EXCHANGES, PASSAGES, digest_exchanges
 from ..text import digest_ids, digest_json
-from ..ttt import perplexity
 from .settings import FIELDS, CompleteSettings, ReadingSettings
 
 __all__ = ["Reading", "describe_origin", "find_finished", "load_reading", "save_reading"]
@@ -41,7 +40,6 @@ _CARD_SETTINGS = (
     "window",
     "stride",
     "context",
-    "epochs",
     "readings",
 )
 _CARD_SETTINGS += ("anchor", "passes", "seed", "dtype")
@@ -63,8 +61,6 @@ class Reading:
         seconds: for scoring and learning all chunks, the anchor's texts included.
         peak_bytes: see `PeakMemory`; the base is included.
         skipped_chunks: chunks that were not learned because a loss or a gradient was not finite.
-        taken_back: the numbers of tokens read at which the brake took the adapter back to an earlier state.
-        final_nats, final_base_nats: the losses of adapter and base in the brake's last comparison, in nats a token.
         studied: of a self-study (see `SelfStudy.figures`), or None.
         stopped: whether a callback ended the reading before its end.
         origin: SHA-256 of another memory's tensors: `start`, which went on under another name.
@@ -84,9 +80,6 @@ class Reading:
     memory_dir: str | None = None
     perplexities: list[float] = field(default_factory=list)
     perplexity_between: dict[str, float] = field(default_factory=dict)
-    taken_back: list[int] = field(default_factory=list)
-    final_nats: float | None = None
-    final_base_nats: float | None = None
     studied: dict[str, Any] | None = None
     stopped: bool = False
     title: str | None = None
@@ -122,8 +115,6 @@ class Reading:
         optional = {
             "peak_bytes",
             "memory_dir",
-            "final_nats",
-            "final_base_nats",
             "studied",
             "stopped",
             "title",
@@ -250,14 +241,6 @@ def _make_card(config: PeftConfig, reading: Reading) -> str:
         "perplexity while reading, each token scored before it was learned": f"{reading.perplexity:.2f}",
         "time to read": f"{reading.seconds:,.0f} s",
     }
-    kept = reading.final_nats is not None and reading.final_nats <= reading.final_base_nats
-    if kept and reading.studied is None:  # the chunk was compared before a study
-        rows["perplexity of one chunk, without the memory"] = (
-            f"{perplexity(reading.final_base_nats, 1):.2f}"
-        )
-        rows["perplexity of the same chunk at the end, with the memory"] = (
-            f"{perplexity(reading.final_nats, 1):.2f}"
-        )
     if reading.studied is not None:
         seconds = reading.studied["writing_seconds"] + reading.studied["learning_seconds"]
         rows["self-study"] = f"{reading.studied['kept']} exchanges in {seconds:,.0f} s"

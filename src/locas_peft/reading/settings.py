@@ -15,7 +15,6 @@ from .. import backbone
 from ..checks import check_choice, check_whole
 from ..model import count_positions
 from ..model.causal_lm import CausalLM, check_window
-from ..text import find_start_token
 from ..ttt import TrainingSettings
 from .methods import METHOD_FIELDS, METHODS, PRESETS, Method, check_fields, checked
 
@@ -28,7 +27,7 @@ __all__ = [
     "parse_method",
 ]
 
-_SEEN = ("window", "stride", "context", "sinks", "start_token")
+_SEEN = ("window", "stride", "context")
 _TRAINING = tuple(field.name for field in dataclasses.fields(TrainingSettings))
 _AT_LEAST_1 = partial(check_whole, least=1)
 
@@ -161,14 +160,11 @@ class ReadingSettings(_Given):
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 2)
 
-    def complete(
-        self, base: PreTrainedModel | None = None, tokenizer: Any = None
-    ) -> CompleteSettings:
+    def complete(self, base: PreTrainedModel | None = None) -> CompleteSettings:
         """Return the settings of every part of a reading; a value that was given but has no meaning is a `ValueError`.
 
         Args:
             base: the model that reads; None where window, stride and context are given, or 512, 256 and "cache" fit.
-            tokenizer: of the base, for the start token; None where it is given, or there is none.
         """
         given, cls = self._list_given(), METHODS[self.method]
         values = cls.choose(
@@ -188,7 +184,6 @@ class ReadingSettings(_Given):
             "window": window,
             "stride": max(1, window // 2),
             "context": "cache" if base is None or CausalLM(base).can_cache() else "recompute",
-            "start_token": None if tokenizer is None else find_start_token(tokenizer),
         }
         training = {"learning_rate": None, **found, **given}
         training |= {name: value for name, value in values.items() if value is not None}
@@ -217,12 +212,11 @@ def complete_all(
     settings: ReadingSettings,
     methods: Sequence[str],
     base: PreTrainedModel | None = None,
-    tokenizer: Any = None,
 ) -> dict[str, CompleteSettings]:
     """Complete the settings for each of several methods, such as "lora@16:2e-3", by names such as "lora@16-lr2e-3".
 
     A value is used by the methods that have it. An unknown or repeated method, or a value that none of them has, is a
-    `ValueError`. For base and tokenizer see `ReadingSettings.complete`.
+    `ValueError`. For the base see `ReadingSettings.complete`.
     """
     completed, used = {}, set()
     for spec in methods:
@@ -238,7 +232,7 @@ def complete_all(
         if not has:  # a method that learns nothing
             values |= {"study": False, **dict.fromkeys(_STUDY)}
         each = dataclasses.replace(settings, method=name, **{**values, **own})
-        completed[label] = each.complete(base, tokenizer)
+        completed[label] = each.complete(base)
     for field in METHOD_FIELDS:
         if getattr(settings, field) is not None and field not in used:
             raise ValueError(

@@ -23,7 +23,9 @@ from ..text import digest_ids, digest_tokenizer
 from ..ttt import (
     Anchor,
     Chunk,
+    MeanOfReadings,
     OwnText,
+    Step,
     TestTimeTrainer,
     at_marks,
     choose_marks,
@@ -100,7 +102,7 @@ def memorize(
         raise ValueError(
             f"input_ids must be of shape [T] with T >= 2, got {list(input_ids.shape)}: give more text"
         )
-    settings = settings.complete(base, tokenizer)
+    settings = settings.complete(base)
     input_ids = input_ids[: settings.max_tokens]
     if settings.method.name == "none":
         out = checkpoint_dir = None
@@ -278,14 +280,16 @@ def _make_study(
 
 
 def make_trainer(model: nn.Module, settings: CompleteSettings) -> TestTimeTrainer:
-    """Return the trainer of a reading, with its writer and anchor."""
-    method, training, anchor = settings.method, settings.training, None
     if method.anchor:
-        texts = OwnText(
-            model, tokens=max(min(training.stride, ANCHOR_TOKENS), 2), seed=settings.seed
-        )
-        anchor = Anchor(texts, weight=method.anchor, every=method.anchor_every)
-    return TestTimeTrainer(model, training, writer=method.make_writer(model), anchor=anchor)
+        tokens = max(min(training.stride, ANCHOR_TOKENS), 2)
+        texts = OwnText(model, tokens=tokens, seed=settings.seed)
+        steps.append(Anchor(texts, weight=method.anchor, every=method.anchor_every))
+    writer = method.make_writer(model)
+    if writer is not None:
+        steps.append(writer)
+    elif training.readings > 1 and method.name != "none":
+        steps.append(MeanOfReadings())
+    return TestTimeTrainer(model, training, steps=steps)
 
 
 def _make_reading(
@@ -302,7 +306,6 @@ def _make_reading(
     nlls = [sum(chunk.nll_nats for chunk in chunks) for chunks in readings]
     counts = [sum(chunk.tokens for chunk in chunks) for chunks in readings]
     marks = choose_marks(len(input_ids))
-    final, final_base = trainer.final or (None, None)
     return Reading(
         settings=settings,
         text_sha256=digest_ids(input_ids),
@@ -318,9 +321,6 @@ def _make_reading(
         ),
         seconds=trainer.seconds,
         skipped_chunks=trainer.skipped_chunks,
-        taken_back=trainer.taken_back,
-        final_nats=final,
-        final_base_nats=final_base,
         **figures,
     )
 

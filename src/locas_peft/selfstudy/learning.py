@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..asking import begin_rows, encode_question, find_pad_token
 from ..model import CausalLM, compute_once
-from ..ttt.anchor import Anchor, OwnText
+from ..ttt import Anchor, OwnText
+from ..ttt.active import calibrate_empty
 from ..ttt.learner import Learner
-from ..ttt.loop import calibrate_empty
 from ..tuner import evaluating, trained_parameters
 from .discriminants import can_tell_apart, place_discriminants, upper_layers_trained
 from .exchanges import Exchange, Passage, correct, digest_exchanges, split_passages
@@ -314,9 +314,7 @@ class SelfStudy:
         loss = pulled = torch.cat(own).mean()
         if weight:
             text = self._free.text_of(self._step // PULL_EVERY)
-            pulled = loss + weight * (
-                torch.cat(pulls).mean() + self._free.losses(self._host, text).mean()
-            )
+            pulled = loss + weight * (torch.cat(pulls).mean() + self._free.loss(self._host, text))
         pulled.backward()
         # The rate falls to 0: at a constant one the batches of the last steps would count more than the others.
         if not self._learner.finish(step=bool(loss.isfinite()), rate_factor=rate * (1 - done)):

@@ -1,4 +1,4 @@
-"""What is done to the slots of a memory from outside: written in closed form, folded, resized, exported as LoRA."""
+"""What is done to a memory's slots from outside: written, folded, resized, exported as LoRA."""
 
 from .lora_export import to_lora, widen_base
 from .nlsvd import nl_svd

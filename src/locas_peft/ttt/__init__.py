@@ -1,6 +1,7 @@
-"""Test-time training: a document is read chunk by chunk; each chunk is scored first and learned second."""
+"""Test-time training: a document is read chunk by chunk; each chunk is scored first and learned
+second.
+"""
 
-from .anchor import Anchor, OwnText, write_own_text
 from .chunks import (
     Chunk,
     ChunkBounds,
@@ -12,11 +13,27 @@ from .chunks import (
     perplexity,
     perplexity_of,
 )
-from .many import ManyReading, read_many
 from .settings import TrainingSettings
+from .steps import Step
+from .steps.anchor import Anchor, OwnText, write_own_text
+from .steps.mean import MeanOfReadings
 from .trainer import TestTimeTrainer
 
 __all__ = [
-    "Anchor", "Chunk", "ChunkBounds", "ManyReading", "OwnText", "TestTimeTrainer", "TrainingSettings", "at_marks",
-    "choose_marks", "cumulative", "cut", "per_segment", "perplexity", "perplexity_of", "read_many", "write_own_text",
-]  # fmt: skip
+    "Anchor",
+    "Chunk",
+    "ChunkBounds",
+    "MeanOfReadings",
+    "OwnText",
+    "Step",
+    "TestTimeTrainer",
+    "TrainingSettings",
+    "at_marks",
+    "choose_marks",
+    "cumulative",
+    "cut",
+    "per_segment",
+    "perplexity",
+    "perplexity_of",
+    "write_own_text",
+]

@@ -1,6 +1,8 @@
-"""Chunks: the windows that a document is read in, the record of a chunk, and perplexity over records.
+"""Chunks: the windows that a document is read in, the record of a chunk, and perplexity over
+records.
 
-Perplexity is exp(sum of nll / number of scored tokens), in nats, never a mean of chunk perplexities.
+Perplexity is exp(sum of nll / number of scored tokens), in nats, never a mean of chunk
+perplexities.
 """
 
 import math
@@ -11,7 +13,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class ChunkBounds:
-    """The tokens of one chunk, [start, stop), and of its context, [begin, start), as indices into the document."""
+    """One chunk's tokens, [start, stop), and its context, [begin, start), in a document."""
 
     begin: int
     start: int
@@ -24,9 +26,11 @@ class ChunkBounds:
 
 
 def cut(tokens: int, window: int, stride: int, start: int = 0) -> Iterator[ChunkBounds]:
-    """Cut a document of some tokens, from `start` on, into chunks of `stride` tokens; the last one may be shorter.
+    """Cut a document, from the token `start` on, into chunks of `stride` tokens or fewer at its
+    end.
 
-    A chunk has up to `window - stride` tokens of context, and at least one, by which its first token is predicted.
+    A chunk has up to `window - stride` tokens of context, and at least one, by which its first
+    token is predicted.
     """
     for first in range(start, tokens, stride):
         yield ChunkBounds(
@@ -43,9 +47,12 @@ class Chunk:
         tokens: the number of its tokens that were scored; all but the document's first one.
         nll_nats: their summed negative log-likelihood, in nats, before the chunk was learned.
         seconds: wall time of scoring and learning together.
-        learned: False where nothing is trainable, a loss or gradient was not finite, or the adapter was taken back.
-        reading: the number of the reading, from 0; above 0 only where a document is read several times.
-        base_nll_nats: the same sum for the base without adapters, where the brake has compared the two.
+        learned: False where nothing is trainable, a loss or gradient was not finite, or the adapter
+            was taken back.
+        reading: the number of the reading, from 0; above 0 only where a document is read several
+            times.
+        base_nll_nats: the same sum for the base without adapters, where the brake has compared the
+            two.
         taken_back: whether the brake then took the adapter back to an earlier state.
     """
 
@@ -62,7 +69,11 @@ class Chunk:
 
 
 def perplexity(nll_nats: float, tokens: int) -> float:
-    """Return exp(nll_nats / tokens), or inf where it is too large; raise a `ValueError` where no token was scored."""
+    """Return exp(nll_nats / tokens), or inf where it is too large.
+
+    Raises:
+        ValueError: where no token was scored.
+    """
     if tokens < 1:
         raise ValueError(
             f"tokens must be at least 1, got {tokens}: score a token before asking for a perplexity"
@@ -81,7 +92,9 @@ def perplexity_of(chunks: Iterable[Chunk]) -> float:
 
 
 def cumulative(chunks: Iterable[Chunk]) -> list[tuple[int, float]]:
-    """Return (tokens read, perplexity so far) at the end of each chunk, from the first scored token on."""
+    """Return (tokens read, perplexity so far) at the end of each chunk with a scored token or
+    after.
+    """
     chunks = list(chunks)
     nlls = accumulate(chunk.nll_nats for chunk in chunks)
     tokens = accumulate(chunk.tokens for chunk in chunks)
@@ -90,9 +103,10 @@ def cumulative(chunks: Iterable[Chunk]) -> list[tuple[int, float]]:
 
 
 def choose_marks(tokens: int) -> list[int]:
-    """Choose the numbers of tokens at which the perplexity so far is reported: at most four, evenly spaced.
+    """Choose at most four numbers of tokens, evenly spaced, at which perplexity is reported.
 
-    Texts of 200,000 tokens and more have the protocol's 50K, 100K, 150K and 200K; shorter ones have smaller steps.
+    Texts of 200,000 tokens and more have the protocol's 50K, 100K, 150K and 200K; shorter ones have
+    smaller steps.
     """
     steps = (1_000, 2_500, 5_000, 10_000, 25_000, 50_000)
     step = next((step for step in steps if tokens <= 4 * step), steps[-1])
@@ -100,9 +114,11 @@ def choose_marks(tokens: int) -> list[int]:
 
 
 def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
-    """Return the cumulative perplexity at marks, numbers of tokens read: {"50000": perplexity, ...}, ascending.
+    """Return the cumulative perplexity at marks, numbers of tokens read: {"50000": perplexity,
+    ...}, ascending.
 
-    A mark inside a chunk takes the value at that chunk's end. Marks beyond the end of the document are left out.
+    A mark inside a chunk takes the value at that chunk's end. Marks beyond the end of the document
+    are left out.
     """
     points = cumulative(chunks)
     reached = {
@@ -112,10 +128,12 @@ def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
 
 
 def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
-    """Return the perplexity of each segment between the marks: {"0-50000": perplexity, "50000-100000": ...}.
+    """Return the perplexity of each segment between the marks: {"0-50000": perplexity,
+    "50000-100000": ...}.
 
-    A chunk that contains a mark belongs to the segment that the mark ends, as in `at_marks`. The tokens after the last
-    mark are one more segment, named after the document's end. A segment without a scored token is left out.
+    A chunk that contains a mark belongs to the segment that the mark ends, as in `at_marks`. The
+    tokens after the last mark are one more segment, named after the document's end. A segment
+    without a scored token is left out.
     """
     segments, segment, begin, ends = {}, [], 0, sorted(set(marks))
     for chunk in chunks:

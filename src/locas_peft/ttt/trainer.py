@@ -1,51 +1,71 @@
-"""Test-time training on one document, with any adapter in a model's layers (the paper's online memorisation)."""
+"""Test-time training on one document, with any adapter in a model's layers.
 
-from collections.abc import Iterator
+Paper, section "Memory Accumulation over Context": the model learns the document while it reads it,
+chunk by chunk; for whole books see the section "Whole-Book Online Language Modeling on PG-19".
+
+Axes: T tokens of the document, N tokens scored in a chunk, V vocabulary.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from ..model.causal_lm import CausalLM
-from ..slots import Writer
+from ..model import CausalLM, check_window, token_losses
 from ..text import digest_ids
-from ..tuner import trained_parameters, unwritten_memories
-from .anchor import Anchor
-from .chunks import Chunk, cut
+from ..tuner import unwritten_memories
+from .active import ActiveParts, calibrate_empty
+from .cache import SlidingCache
+from .chunks import Chunk, ChunkBounds, cut, perplexity_of
 from .learner import Learner, OptimizerFactory
-from .loop import Loop, Row
 from .model_state import model_state, restore_model_state
 from .settings import TrainingSettings
+from .steps import Step
+
+__all__ = ["TestTimeTrainer"]
 
 
 class TestTimeTrainer:
     """Train the active adapter on a document while scoring it (the paper's online memorisation).
 
-    A chunk of `stride` tokens is scored with up to `window - stride` tokens of context before it, by the adapter as it
-    is then; after that the adapter learns the chunk. The forward pass that scores is the one that is differentiated.
+    A chunk of `stride` tokens is scored with up to `window - stride` tokens of context before it,
+    by the adapter as it is then; after that the adapter learns the chunk. The forward pass that
+    scores is the one that is differentiated.
 
-    The adapter's parameters that require gradients are changed in place; the base is not. Scores are taken in
-    evaluation mode. Without an adapter, or with a disabled one, the model is only scored.
+    The adapter's parameters that require gradients are changed in place; the base is not. Scores
+    are taken in evaluation mode. Without an adapter, or with a disabled one, the model is only
+    scored. Where the document begins with the model's `bos_token_id`, each window and the cache
+    begin with it too.
 
     Args:
         model: a transformers causal language model, plain or with a PEFT adapter in its layers.
         settings: a `TrainingSettings`; None to make one of `fields`.
-        optimizer: makes the optimizer, from the list of parameters, at the first step; None for AdamW at
-            `learning_rate`, without weight decay.
-        writer: a `SlotWriter`, `RidgeWriter` or `ValueWriter`, which changes a LOCAS memory after each chunk, from the
-            scoring pass and its gradient, after the optimizer's step. With a writer, neither `learning_rate` nor
-            `optimizer` means that the memory is not trained as well.
-        anchor: limits how the adapter changes the base's output on other text.
+        optimizer: makes the optimizer, from the list of parameters, at the first step; None for
+            AdamW at `learning_rate`, without weight decay.
+        steps: what else happens in a reading, in this order (see `Step`): an `Anchor`,
+            `MeanOfReadings`, or a `SlotWriter`, `RidgeWriter` or `ValueWriter`. With such a writer,
+            neither `learning_rate` nor `optimizer` means that the memory is not trained as well.
         fields: fields of `TrainingSettings`, in place of those of `settings`.
 
-    An argument that does not fit is a `TypeError` or `ValueError` in one line, which names it and the remedy.
+    Attributes:
+        chunks: the records so far.
+        skipped_chunks: how many chunks were not learned because a loss or a gradient was not
+            finite.
+        host, learner: the model as the loop uses it, and the optimizer; for the steps.
+
+    Raises:
+        TypeError, ValueError: for an argument that does not fit, in one line that names it and the
+            remedy.
     """
 
     __test__ = False  # the name starts with Test: pytest would collect it
-    _text: str | None
 
     def __init__(
         self,
@@ -53,169 +73,344 @@ class TestTimeTrainer:
         settings: TrainingSettings | None = None,
         *,
         optimizer: OptimizerFactory | None = None,
-        writer: Writer | None = None,
-        anchor: Anchor | None = None,
+        steps: Iterable[Step] = (),
         **fields: Any,
     ):
-        self.model, self._host = model, CausalLM(model)
-        settings = TrainingSettings(**fields) if settings is None else replace(settings, **fields)
-        rates = settings.learning_rate, settings.warmup_steps, settings.decay_steps
-        self._learner = Learner(self._list_trained, *rates, optimizer)
-        if optimizer is not None and not callable(optimizer):
-            remedy = "give one, such as lambda parameters: torch.optim.SGD(parameters, lr=0.1), or None for AdamW"
-            raise TypeError(
-                f"optimizer must be a callable that takes the parameters, got {optimizer!r}: {remedy}"
-            )
-        if not self._learner.trains and writer is None and self._list_trained():
-            rule = "learning_rate must be a number above 0 where an adapter is trained"
-            raise ValueError(f"{rule}, got None: give one, 1e-3 say")
-        if anchor is not None:
-            if not self._learner.trains and writer is not None:
-                rule = "anchor must be None for a memory that is written and not trained, got one, which acts on"
-                raise ValueError(
-                    f"{rule} training steps: give a learning_rate, or leave the anchor out"
-                )
-            anchor.check(self._host)
-        self._loop = Loop(self._host, settings, writer, anchor)
+        self.model = model
+        self.host = CausalLM(model)
+        if settings is None:
+            self.settings = TrainingSettings(**fields)
+        else:
+            self.settings = replace(settings, **fields)
+        self.steps = list(steps)
+        self.learner = Learner(
+            lambda: self._active.parameters,
+            self.settings.learning_rate,
+            self.settings.warmup_steps,
+            self.settings.decay_steps,
+            optimizer,
+        )
         self._optimizer = optimizer
+        self._active = ActiveParts(self.host)
+        self._check_settings()
+        self._check_steps()
         self.rewind()
 
-    @property
-    def settings(self) -> TrainingSettings:
-        return self._loop.settings
+    # ------------------------------------------------------------------ the loop
 
-    @property
-    def anchor(self) -> Anchor | None:
-        return self._loop.anchor
+    def read(self, input_ids: Tensor) -> Iterator[Chunk]:
+        """Read a document from `position` on, and yield each chunk's record after it was learned.
 
-    @property
-    def chunks(self) -> list[Chunk]:
-        """The records so far."""
-        return self._row.chunks
+        The caller may stop at any record: adapter, optimizer and position are then as after that
+        chunk, and another `read` of the same document goes on with the next one.
 
-    @property
-    def skipped_chunks(self) -> int:
-        """How many chunks were not learned because a loss or a gradient was not finite."""
-        return self._row.skipped_chunks
+        Args:
+            input_ids: LongTensor [T] or [1, T], T >= 2, on any device.
 
-    @property
-    def seconds(self) -> float:
-        """Wall time of scoring and learning so far."""
-        return self._row.seconds
+        Raises:
+            TypeError, ValueError: at the call, for ids that are no document or not the one begun, a
+                merged memory, and a memory to be written without a writer.
+        """
+        ids = self.host.check_document(input_ids)
+        self._active.walk()
+        self._check_adapter()
+        self._begin(ids)
+        return self._read(ids.to(self.host.device))
 
-    @property
-    def taken_back(self) -> list[int]:
-        """The numbers of tokens read at which the brake took the adapter back."""
-        return self._row.taken_back
+    def _read(self, ids: Tensor) -> Iterator[Chunk]:
+        # The state tells what comes next: another `read`, or a loaded state, goes on here.
+        while self._reading < self.settings.readings:
+            start = self._start_of_next_chunk
+            if start < len(ids):
+                bounds = next(cut(len(ids), self.settings.window, self.settings.stride, start))
+                yield self._read_chunk(ids, bounds)
+            else:
+                self._end_reading()
 
-    @property
-    def final(self) -> tuple[float, float] | None:
-        """At the end, the losses of the brake's last comparison, the adapter's and the base's, in nats a token."""
-        return self._row.final
+    def _read_chunk(self, ids: Tensor, bounds: ChunkBounds) -> Chunk:
+        """Score a chunk, learn it, and return its record."""
+        began = time.perf_counter()
+        with self._in_chunk(ids, bounds):
+            losses = self._score(ids, bounds)
+            nll_nats = losses.detach().double().sum().item()
+            learned = math.isfinite(nll_nats) and self._learn(losses)
+        finite = learned or (math.isfinite(nll_nats) and not self._learns)
+        self._keep_context(finite)
+        return self._record(bounds, nll_nats, learned, time.perf_counter() - began)
+
+    def _score(self, ids: Tensor, bounds: ChunkBounds) -> Tensor:
+        """Return the losses [N] of a chunk's tokens, in nats, by the adapter as it is before it
+        learns them.
+        """
+        if not bounds.scored:
+            return torch.zeros(0)
+        # Token t is predicted where token t - 1 is fed.
+        fed = self._put_start(ids[bounds.begin : bounds.stop - 1], bounds.begin)
+        targets = ids[max(bounds.start, 1) : bounds.stop]
+        with torch.set_grad_enabled(self._learns):
+            return token_losses(self._logits(fed, len(targets)), targets)
+
+    def _learn(self, losses: Tensor) -> bool:
+        """Learn a chunk from its losses [N], by one step of the optimizer on their mean; return
+        whether it was learned.
+
+        A gradient that is not finite leaves the adapter and the optimizer as they were.
+        """
+        if not self._learns or not len(losses):
+            return False
+        if self.learner.trains:
+            self.learner.begin()
+            losses.mean().backward()
+            for step in self.steps:
+                step.before_optimizer_step(self)
+            learned = self.learner.finish(all(step.is_finite() for step in self.steps))
+        else:
+            losses.mean().backward()
+            for parameter in self._active.parameters:
+                parameter.grad = None
+            learned = all(step.is_finite() for step in self.steps)
+        if learned:
+            for step in self.steps:
+                step.after_chunk(self, losses.detach())
+        return learned
+
+    def _end_reading(self) -> None:
+        for step in self.steps:
+            step.after_reading(self, self._reading)
+        self._reading += 1
+        self._cache = self._make_cache()
+
+    # ------------------------------------------------------------------ where the reading is
 
     @property
     def position(self) -> int:
         """The number of tokens read so far."""
-        return self.chunks[-1].stop if self.chunks else 0
+        if not self.chunks:
+            return 0
+        return self.chunks[-1].stop
 
     @property
     def perplexity(self) -> float:
-        """exp(sum of nll / number of scored tokens) of the current reading; nan before the first scored token."""
-        return self._row.perplexity
-
-    def read(self, input_ids: Tensor) -> Iterator[Chunk]:
-        """Read a document from `position` on, and yield the record of each chunk after it was learned.
-
-        The caller may stop at any record: adapter, optimizer and position are then as after that chunk, and another
-        `read` of the same document goes on with the next one.
-
-        `input_ids` is a LongTensor [T] or [1, T], T >= 2, on any device. Ids that are no document or not the one
-        begun, or a merged memory, are a `TypeError` or `ValueError` at the call.
+        """exp(sum of nll / number of scored tokens) of the current reading; nan before the first
+        scored token.
         """
-        ids = self._host.check_document(input_ids)
-        trained = self._list_trained()
-        if trained and self._loop.writer is None and (unwritten := unwritten_memories(self.model)):
-            rule = f"writer must be given for the memory {unwritten[0]!r}, which has no slots to be trained"
-            raise ValueError(f"{rule}: give writer=SlotWriter(model), or another init_weights")
-        if trained and any(
-            module.merged for module in self.model.modules() if isinstance(module, BaseTunerLayer)
-        ):
-            what = "model must not have its adapter merged into the base, got a merged one, which cannot learn"
-            raise ValueError(f"{what}: call unmerge_adapter() first")
-        text = digest_ids(ids)
-        if self._text not in (None, text):
-            rule = f"input_ids must be the document begun here (sha256 {self._text[:12]}), got another one"
-            raise ValueError(
-                f"{rule} ({text[:12]}): call rewind() first, or make a new TestTimeTrainer"
-            )
-        self._text = text
         if not self.chunks:
-            self._loop.find_start_token([ids])
-            self._batch = self._loop.make_batch([self._row])
-        return self._read(ids.to(self._host.device))
+            return math.nan
+        current = self.chunks[-1].reading
+        return perplexity_of(chunk for chunk in self.chunks if chunk.reading == current)
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of scoring and learning so far, of all readings together."""
+        return sum(chunk.seconds for chunk in self.chunks)
+
+    @property
+    def is_only_written(self) -> bool:
+        """Whether a step changes the adapter and no optimizer does."""
+        return not self.learner.trains and any(step.learns for step in self.steps)
 
     def rewind(self) -> None:
-        """Forget the document, its records and its context; the adapter and the optimizer stay as they are."""
-        self._text, self._learner.mean = None, (0, [])
-        self._row = Row(torch.empty(0, dtype=torch.long), self._learner)
-        self._batch = self._loop.make_batch([self._row])
+        """Forget the document, its records and its context; the adapter and the optimizer stay as
+        they are.
+        """
+        self.chunks: list[Chunk] = []
+        self.skipped_chunks = 0
+        self._text: str | None = None
+        self._reading = 0
+        self._start_token: int | None = None
+        self._cache = self._make_cache()
 
-    def _read(self, ids: Tensor) -> Iterator[Chunk]:
-        self._row.ids = ids
-        while True:
-            position, reading = self.position, self.chunks[-1].reading if self.chunks else 0
-            if position == len(ids):
-                self._loop.end_reading(self._row, reading)
-                position, reading = 0, reading + 1
-                self._batch = self._loop.make_batch([self._row])
-            if reading == self.settings.readings:
-                return
-            bounds = next(cut(len(ids), self.settings.window, self.settings.stride, position))
-            (self._batch,) = self._loop.step(self._batch, bounds, reading)
-            yield self.chunks[-1]
+    @property
+    def _start_of_next_chunk(self) -> int:
+        if not self.chunks or self.chunks[-1].reading < self._reading:
+            return 0
+        return self.chunks[-1].stop
 
-    def _list_trained(self) -> list[nn.Parameter]:
-        """Return what is trained; nothing for a plain model, whose own weights all require gradients."""
-        return trained_parameters(self.model) if self._host.has_adapter() else []
+    @property
+    def _learns(self) -> bool:
+        return bool(self._active.parameters)
+
+    def _begin(self, ids: Tensor) -> None:
+        """Begin a document, or check that it is the one begun."""
+        text = digest_ids(ids)
+        if self._text not in (None, text):
+            rule = f"input_ids must be the document begun here (sha256 {self._text[:12]})"
+            remedy = "call rewind() first, or make a new TestTimeTrainer"
+            raise ValueError(f"{rule}, got another one ({text[:12]}): {remedy}")
+        self._text = text
+        if not self.chunks:
+            self._start_token = self._find_start_token(ids)
+            self._cache = self._make_cache()
+
+    def _find_start_token(self, ids: Tensor) -> int | None:
+        """Return the document's first token where it is the model's start token, else None."""
+        settings = self.settings
+        # A window of all positions without context has no room for it.
+        if settings.stride == settings.window == self.host.positions:
+            return None
+        token = self.host.start_token
+        if token is None or int(ids[0]) != token:
+            return None
+        return token
+
+    @contextmanager
+    def _in_chunk(self, ids: Tensor, bounds: ChunkBounds) -> Iterator[None]:
+        """Put the model in evaluation mode, calibrate an empty memory on this chunk, and let the
+        steps record.
+        """
+        self._active.update()
+        with ExitStack() as stack:
+            stack.enter_context(self._active.evaluating())
+            if self._learns and not self._active.calibrated:
+                chunk = self._put_start(ids[bounds.start : bounds.stop], bounds.start)
+                calibrate_empty(self.model, chunk)
+                self._active.calibrated = True
+            for step in self.steps:
+                stack.enter_context(step.recording())
+            yield
+
+    def _logits(self, fed: Tensor, count: int) -> Tensor:
+        """Return the logits [N, V] at the last `count` of the tokens that are fed, [1, n]."""
+        # Without other context than the start token there is nothing to keep.
+        settings = self.settings
+        alone = self._start_token is not None and settings.window - settings.stride <= 1
+        if settings.context == "cache" and not alone:
+            return self._cache.forward(fed, count)[0]
+        return self.host.logits(fed, count, use_cache=False)[0]
+
+    def _put_start(self, ids: Tensor, begin: int) -> Tensor:
+        """Return the document's tokens [n] from the index `begin` on, after the start token, if
+        any, as [1, n or n + 1].
+        """
+        if self._start_token is not None and begin > 0:
+            ids = torch.cat([ids.new_tensor([self._start_token]), ids])
+        return ids[None]
+
+    def _keep_context(self, finite: bool) -> None:
+        """Add the chunk to the context; where it may hold values that are not finite, feed the
+        context again.
+        """
+        if finite:
+            self._cache.advance()
+        else:
+            self._cache = self._make_cache()
+
+    def _make_cache(self) -> SlidingCache:
+        settings = self.settings
+        keep = max(settings.window - settings.stride, 1) - 1
+        restart = min(2 * settings.window, self.host.rope_positions or sys.maxsize)
+        return SlidingCache(self.host, keep, restart)
+
+    def _record(self, bounds: ChunkBounds, nll_nats: float, learned: bool, seconds: float) -> Chunk:
+        index = 0
+        if self.chunks and self.chunks[-1].reading == self._reading:
+            index = self.chunks[-1].index + 1
+        if self._learns and bounds.scored and not learned:
+            self.skipped_chunks += 1
+        chunk = Chunk(
+            index=index,
+            start=bounds.start,
+            stop=bounds.stop,
+            tokens=bounds.scored,
+            nll_nats=nll_nats,
+            seconds=seconds,
+            learned=learned,
+            reading=self._reading,
+        )
+        self.chunks.append(chunk)
+        return chunk
+
+    # ------------------------------------------------------------------ checks
+
+    def _check_settings(self) -> None:
+        settings = self.settings
+        host = self.host
+        if self._optimizer is not None and not callable(self._optimizer):
+            rule = "optimizer must be a callable that takes the parameters"
+            example = "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+            remedy = f"give one, such as {example}, or None for AdamW"
+            raise TypeError(f"{rule}, got {self._optimizer!r}: {remedy}")
+        check_window(settings.window, host.positions)
+        if settings.context == "recompute":
+            return
+        if not host.can_cache():
+            rule = f"context must be 'recompute' for {host.base.config.model_type}"
+            remedy = "its layers keep more than keys and values that slide"
+            raise ValueError(f"{rule}, got 'cache': {remedy}")
+        if host.rope_positions is not None and settings.window > host.rope_positions:
+            rule = f"context must be 'recompute' with a window above {host.rope_positions}"
+            reason = f"where {host.kind} changes its positions' frequencies"
+            remedy = "give it, or lower window"
+            raise ValueError(f"{rule}, {reason}, got 'cache' with {settings.window}: {remedy}")
+
+    def _check_steps(self) -> None:
+        names = [step.name for step in self.steps]
+        for name in names:
+            if names.count(name) > 1:
+                rule = f"steps must have one {name} at most"
+                raise ValueError(f"{rule}, got {names.count(name)}: leave out the others")
+        if not self.learner.trains and not self.is_only_written and self._learns:
+            rule = "learning_rate must be a number above 0 where an adapter is trained"
+            raise ValueError(f"{rule}, got None: give one, 1e-3 say")
+        for step in self.steps:
+            step.check(self)
+
+    def _check_adapter(self) -> None:
+        if not self._learns:
+            return
+        unwritten = unwritten_memories(self.model)
+        if unwritten and not any(step.learns for step in self.steps):
+            rule = f"steps must have a writer for the memory {unwritten[0]!r}"
+            reason = "which has no slots to be trained"
+            remedy = "give steps=[SlotWriter(model)], or another init_weights"
+            raise ValueError(f"{rule}, {reason}: {remedy}")
+        if self._active.merged:
+            rule = "model must not have its adapter merged into the base"
+            got = "got a merged one, which cannot learn"
+            raise ValueError(f"{rule}, {got}: call unmerge_adapter() first")
+
+    # ------------------------------------------------------------------ the state
 
     def describe(self) -> dict[str, Any]:
-        """Return, as plain values, what a trainer must share with this one to go on with its state."""
-        writer, anchor = self._loop.writer, self.anchor
-        named = (
-            self._optimizer if hasattr(self._optimizer, "__qualname__") else type(self._optimizer)
-        )
-        return {
-            **asdict(self.settings),
-            "optimizer": None
-            if self._optimizer is None
-            else f"{named.__module__}.{named.__qualname__}",
-            "writer": None if writer is None else writer.settings,
-            "anchor": None if anchor is None else anchor.settings,
-        }
+        """Return, as plain values, what a trainer must share to go on with this one's state."""
+        optimizer = None
+        if self._optimizer is not None:
+            named = self._optimizer
+            if not hasattr(named, "__qualname__"):
+                named = type(named)
+            optimizer = f"{named.__module__}.{named.__qualname__}"
+        steps = {step.name: step.settings for step in self.steps}
+        return {**asdict(self.settings), "optimizer": optimizer, **steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a bit-identical continuation needs: copies of tensors on the CPU, and plain values."""
-        state: dict[str, Any] = {
+        """Return all that a bit-identical continuation needs: copies of tensors on the CPU, and
+        plain values.
+        """
+        random = {"cpu": torch.get_rng_state()}
+        if self.host.device.type == "cuda":
+            random["cuda"] = torch.cuda.get_rng_state(self.host.device)
+        self._active.walk()
+        state = {
             "text": self._text,
-            "start_token": self._loop.start_token,
+            "start_token": self._start_token,
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
-            "final": self.final,
-            "model": model_state(self.model, self._list_trained()),
-            "learner": self._learner.state_dict(),
-            "writer": {} if self._loop.writer is None else self._loop.writer.state_dict(),
-            "cache": self._batch.cache.state_dict(),
-            "random": {"cpu": torch.get_rng_state()},
+            "reading": self._reading,
+            "model": model_state(self.model, self._active.parameters),
+            "learner": self.learner.state_dict(),
+            "steps": {step.name: step.state_dict() for step in self.steps},
+            "cache": self._cache.state_dict(),
+            "random": random,
         }
-        if self._host.device.type == "cuda":
-            state["random"]["cuda"] = torch.cuda.get_rng_state(self._host.device)
         return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, of a trainer whose model is the same and whose `describe` is equal.
+        """Load what `state_dict` returned, of a trainer whose model is the same and whose
+        `describe` is equal.
 
-        `read` of the same document then goes on where that trainer was. The adapter's weights and torch's random state
-        are replaced. A state that does not fit is an error, and both are as before.
+        `read` of the same document then goes on where that trainer was. The adapter's weights and
+        torch's random state are replaced. A state that does not fit is an error, and both are as
+        before.
         """
         before = self.state_dict()
         try:
@@ -226,34 +421,39 @@ class TestTimeTrainer:
 
     def _load(self, state: dict[str, Any]) -> None:
         chunks = [Chunk(**record) for record in state["chunks"]]
-        _check_records(chunks, self.settings)
-        restore_model_state(self.model, self._list_trained(), state["model"])
-        self._learner.load_state_dict(state["learner"])
-        if self._loop.writer is not None:
-            self._loop.writer.load_state_dict(state["writer"])
-        self._loop.start_token = state["start_token"]
-        self._batch = self._loop.make_batch([self._row])
-        self._batch.cache.load_state_dict(state["cache"])
-        self._row.chunks, self._row.skipped_chunks = chunks, int(state["skipped_chunks"])
-        # Compared again, an adapter that has studied since could be taken back to its state before.
-        self._row.final = (
-            None if state["final"] is None else (float(state["final"][0]), float(state["final"][1]))
-        )
+        reading = int(state["reading"])
+        _check_records(chunks, reading, self.settings)
+        restore_model_state(self.model, self._active.parameters, state["model"])
+        self.learner.load_state_dict(state["learner"])
+        for step in self.steps:
+            step.load_state_dict(state["steps"][step.name])
+        self._start_token = state["start_token"]
+        self._cache = self._make_cache()
+        self._cache.load_state_dict(state["cache"])
+        self.chunks = chunks
+        self.skipped_chunks = int(state["skipped_chunks"])
+        self._reading = reading
         self._text = state["text"]
         torch.set_rng_state(state["random"]["cpu"])
-        if "cuda" in state["random"] and self._host.device.type == "cuda":
-            torch.cuda.set_rng_state(state["random"]["cuda"], self._host.device)
+        if "cuda" in state["random"] and self.host.device.type == "cuda":
+            torch.cuda.set_rng_state(state["random"]["cuda"], self.host.device)
 
 
-def _check_records(chunks: list[Chunk], settings: TrainingSettings) -> None:
-    """Raise a `ValueError` where records do not continue each other."""
-    position, reading = 0, 0
+def _check_records(chunks: list[Chunk], last: int, settings: TrainingSettings) -> None:
+    """Raise a `ValueError` unless records continue each other, up to the reading `last`."""
+    position = 0
+    reading = 0
     for chunk in chunks:
         if chunk.reading == reading + 1:
-            position, reading = 0, chunk.reading
-        first = chunk.start == position and chunk.reading == reading < settings.readings
-        if not first or not 0 < chunk.stop - chunk.start <= settings.stride:
+            position = 0
+            reading = chunk.reading
+        continues = chunk.start == position and chunk.reading == reading
+        fits = 0 < chunk.stop - chunk.start <= settings.stride and reading < settings.readings
+        if not continues or not fits:
+            rule = "the record of tokens"
             raise ValueError(
-                f"the record of tokens {chunk.start} to {chunk.stop} does not continue the one before"
+                f"{rule} {chunk.start} to {chunk.stop} does not continue the one before"
             )
         position = chunk.stop
+    if last not in (reading, reading + 1):
+        raise ValueError(f"the records are of reading {reading}, got {last}")

@@ -1,0 +1,230 @@
+"""The anchor limits how learning one text changes the model's output on other texts.
+
+Some optimizer steps also minimise the KL divergence from the base to the model with its adapter, on
+n texts of L tokens that the base generated. This is our addition; the paper's only bound is the
+norm clip of the slots.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...asking import continue_rows, draw
+from ...checks import check_whole
+from ...model import CausalLM, compute_once, divergences
+from ...text import digest_ids
+from ...tuner import adapters_disabled, evaluating
+from . import Step
+
+if TYPE_CHECKING:
+    from ..trainer import TestTimeTrainer
+
+__all__ = ["Anchor", "OwnText", "write_own_text"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Anchor(Step):
+    """Keep an adapter in training close to the base, on texts of the base's own.
+
+    Args:
+        texts: LongTensor [n, L], L >= 2, or an `OwnText`; each pull uses one, in turns.
+        weight: of KL(base || with the adapter), the mean over L - 1 tokens in nats, beside the
+            chunk's loss.
+        every: every n-th step pulls, with n times the weight: two forward passes and a backward one
+            over L - 1 tokens.
+
+    Raises:
+        TypeError, ValueError: for texts of another kind or shape, and numbers out of range.
+    """
+
+    name = "anchor"
+
+    def __init__(self, texts: Tensor | OwnText, weight: float = 1.0, every: int = 4):
+        if not isinstance(texts, OwnText):
+            _check_texts(texts)
+        if not 0 < weight < math.inf:
+            rule = f"anchor weight must be a number above 0, got {weight}"
+            raise ValueError(f"{rule}: for none, give no anchor")
+        check_whole("anchor every", every, 1)
+        self.texts = texts
+        self.weight = weight
+        self.every = every
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        if isinstance(self.texts, OwnText):
+            texts = self.texts.settings
+        else:
+            texts = {"sha256": digest_ids(self.texts)}
+        return {"weight": self.weight, "every": self.every, "texts": texts}
+
+    def check(self, trainer: TestTimeTrainer) -> None:
+        if trainer.is_only_written:
+            rule = "steps must not have an Anchor for a memory that is written and not trained"
+            remedy = "give a learning_rate, or leave the anchor out"
+            raise ValueError(f"{rule}, got one, which acts on training steps: {remedy}")
+        host = trainer.host
+        if not isinstance(self.texts, OwnText):
+            host.check_tokens(self.texts, "anchor texts", "write them with this model")
+        length = self.texts.shape[1]
+        if host.positions is not None and length > host.positions:
+            rule = f"anchor texts must be within the model's {host.positions} positions"
+            raise ValueError(f"{rule}, got {length} tokens: write shorter ones")
+
+    def before_optimizer_step(self, trainer: TestTimeTrainer) -> None:
+        text = self.text_of(trainer.learner.steps)
+        if text is not None:
+            self.loss(trainer.host, text).backward()
+
+    def text_of(self, step: int) -> Tensor | None:
+        """Return the text [1, L] of optimizer step `step` (from 0), or None for a step without a
+        pull.
+        """
+        pull, remainder = divmod(step, self.every)
+        if remainder < self.every - 1:
+            return None
+        return self.texts[pull % len(self.texts)][None]
+
+    def loss(self, host: CausalLM, text: Tensor) -> Tensor:
+        """Return the loss of a pull, a scalar in nats: the weighted divergence from the base on a
+        text [1, L].
+        """
+        ids = text.to(host.device)[:, :-1]
+        count = ids.shape[1]
+        with torch.no_grad(), adapters_disabled(host.model):
+            base_logits = host.logits(ids, count, use_cache=False)[0]
+        logits = host.logits(ids, count, use_cache=False)[0]
+        return self.weight * self.every * divergences(logits, base_logits).mean()
+
+
+class OwnText:
+    """Texts of `write_own_text`, each written at its first use, and once in a process (see
+    `compute_once`).
+
+    Args:
+        model: a causal language model, plain or with adapters.
+        texts, tokens: n and L.
+        seed: of the first batch; each batch has the next one.
+        batch_size: texts that are written at once.
+
+    `shape` is (n, L), and `written` a LongTensor [k, L] of the texts so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        texts: int = 32,
+        tokens: int = 128,
+        seed: int = 0,
+        batch_size: int = 4,
+    ):
+        check_whole("texts", texts, 1)
+        check_whole("tokens", tokens, 2)
+        check_whole("batch_size", batch_size, 1)
+        host = CausalLM(model)
+        _find_first_token(host)
+        self.shape = torch.Size((texts, tokens))
+        self.written = torch.empty(0, tokens, dtype=torch.long, device=host.device)
+        self._model = model
+        self._seed = seed
+        self._batch_size = batch_size
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """The arguments but the model."""
+        texts, tokens = self.shape
+        return {
+            "texts": texts,
+            "tokens": tokens,
+            "seed": self._seed,
+            "batch_size": self._batch_size,
+        }
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Return a text, LongTensor [L]; write it, and those before it, where they are missing."""
+        while len(self.written) <= index:
+            self._write_next_batch()
+        return self.written[index]
+
+    def _write_next_batch(self) -> None:
+        begun = len(self.written)
+        texts, tokens = self.shape
+        count = min(self._batch_size, texts - begun)
+        seed = self._seed + begun // self._batch_size
+        # The first batch tells the user why nothing else happens for a while.
+        level = logging.DEBUG if begun else logging.INFO
+        batch = compute_once(self._model, _write_batch, count, tokens, seed, level)
+        self.written = torch.cat([self.written, batch.to(self.written.device)])
+
+
+@torch.no_grad()
+def write_own_text(model: nn.Module, texts: int = 32, tokens: int = 256, seed: int = 0) -> Tensor:
+    """Sample texts, LongTensor [n, L], from the base's own distribution.
+
+    They begin with its start-of-text token. The temperature is 1. Adapters are disabled during the
+    call; torch's random state is not used.
+
+    Args:
+        model: a causal language model, plain or with adapters.
+        texts: n; all are sampled in one batch, by `seed`.
+        tokens: L, the first token included; within the model's positions.
+
+    Raises:
+        ValueError: for a model whose config names no token that a text could start with.
+    """
+    check_whole("texts", texts, 1)
+    check_whole("tokens", tokens, 2)
+    base = CausalLM(model).base
+    host = CausalLM(base, cpu_attention=False)
+    first = _find_first_token(host)
+    choose = draw(1.0, torch.Generator(host.device).manual_seed(seed))
+    prompts = [[first]] * texts
+    with evaluating(base), adapters_disabled(model):
+        # No stop token: after the end of one sample, another one follows, as in training text.
+        written = continue_rows(host, prompts, tokens - 1, pad=first, choose=choose)
+    return torch.tensor([[first, *ids] for ids in written], device=host.device)
+
+
+def _write_batch(model: nn.Module, texts: int, tokens: int, seed: int, level: int) -> Tensor:
+    message = "the base writes texts for the anchor, %d of %d tokens at a time"
+    _logger.log(level, message, texts, tokens)
+    return write_own_text(model, texts, tokens, seed)
+
+
+def _find_first_token(host: CausalLM) -> int:
+    """Return the token that begins a text: a start token or, without one, an end token."""
+    for config in (host.base.config.get_text_config(), host.base.generation_config):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            token = getattr(config, name, None)
+            if isinstance(token, (list, tuple)) and token:
+                token = token[0]
+            # The config may be of a larger vocabulary.
+            if isinstance(token, int) and 0 <= token < host.vocabulary:
+                return token
+    rule = (
+        "model's config must name a bos_token_id, eos_token_id or pad_token_id to write text from"
+    )
+    remedy = "set one, or give Anchor texts of your own"
+    raise ValueError(f"{rule}, got none in its vocabulary: {remedy}")
+
+
+def _check_texts(texts: Any) -> None:
+    remedy = "make it with write_own_text(model)"
+    if not isinstance(texts, Tensor):
+        rule = "anchor texts must be a LongTensor of shape [n, L]"
+        raise TypeError(f"{rule}, got {type(texts).__name__}: {remedy}")
+    if texts.dtype != torch.int64:
+        rule = "anchor texts must be a LongTensor of shape [n, L]"
+        raise TypeError(f"{rule}, got {texts.dtype}: {remedy}")
+    if texts.ndim != 2 or not len(texts) or texts.shape[1] < 2:
+        rule = "anchor texts must have the shape [n, L] with n >= 1 and L >= 2"
+        raise ValueError(f"{rule}, got {list(texts.shape)}: make them with write_own_text(model)")
