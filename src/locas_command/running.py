@@ -86,7 +86,7 @@ def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]
 
 
 def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:
-    """Open a library that exists, and load the base model that the options name, or its memories."""
+    """Open a library that exists, and load the base that the options name, or its memories."""
     if not folder.is_dir():
         remedy = "make one with locas read TEXT --library"
         raise ValueError(f"--library must name a folder, got {str(folder)!r}: {remedy}")
