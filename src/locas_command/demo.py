@@ -12,8 +12,10 @@ from cyclopts import Parameter
 from cyclopts.validators import Number
 from rich.console import Console
 
+from locas_settings import ReadSettings, StudySettings
+
 from .console import open_consoles, printable, show_progress, write_result
-from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, ReadingOptions, Seed
+from .options import AtLeastTwo, BaseOptions, Count, JsonFile, NamedPath, Seed
 
 DEMO_JSON = "demo.json"
 METHODS = ("none", "locas-glu", "lora")
@@ -39,7 +41,7 @@ def demo(
         out: folder for JSON and memories.
         model: as for the other commands; where not given, smollm2 if it is installed, else the
             embedded one.
-        preset: where the settings come from: tuned or paper.
+        preset: where the settings of a reading come from: tuned or paper.
         r: memory width, or LoRA rank.
         max_tokens: tokens to read, for a model that answers no questions; 6,000 where not given,
             100,000 if embedded.
@@ -51,51 +53,49 @@ def demo(
     from locas_peft.asking import can_chat
     from locas_peft.files import check_output_directory, write_json
     from locas_peft.memories import check_vacant
-    from locas_peft.model import count_positions
-    from locas_peft.reading.settings import ReadingSettings, complete_all
 
-    from .running import load, make_settings
+    from .running import load
 
     stdout, stderr = open_consoles(json_file)
     name = model or page.choose_model()
     if max_tokens is None:
         # Either takes some minutes.
         max_tokens = 100_000 if backbone.is_embedded(name) else 6_000
-    options = ReadingOptions(preset=preset, r=r, seed=seed, max_tokens=max_tokens)
-    # Made for its checks, before the base is loaded.
-    ReadingSettings(**vars(options))
+    reading = ReadSettings(preset=preset, r=r, seed=seed, max_tokens=max_tokens)
     check_output_directory("--out", out)
     is_demo_folder = (out / DEMO_JSON).exists()
     for method in METHODS[1:]:
         check_vacant(out / method, overwrite=is_demo_folder)
     base = load(BaseOptions(model=name, device=device))
-    options = replace(options, window=min(512, count_positions(base.model) or 512), context="cache")
-    settings = complete_all(make_settings(options, base), METHODS, base.model, base.tokenizer)
     if not is_demo_folder:
         # After an interruption the same command may replace what this one wrote.
         out.mkdir(parents=True, exist_ok=True)
         write_json(out / DEMO_JSON, [])
-    learn = _learn_page if can_chat(base.tokenizer) else _read_reference
-    rows, following = learn(base, settings, out, stdout, stderr)
+    if can_chat(base.tokenizer):
+        rows, following = _learn_page(base, StudySettings(r=r, seed=seed), out, stdout, stderr)
+    else:
+        rows, following = _read_reference(base, reading, out, stdout, stderr)
     write_json(out / DEMO_JSON, rows)
     write_result(json_file, rows)
     stdout.print(f"Written: {', '.join(str(out / name) for name in sorted(os.listdir(out)))}")
     stdout.print(f"Next: {following} --memory {out / METHODS[1]}")
-    stdout.print("Or, on a text of yours: locas memorize TEXT --out my-memory")
+    stdout.print("Or, on a text of yours: locas read TEXT --out my-memory")
 
 
 def _learn_page(
-    base: Any, settings: dict[str, Any], out: Path, stdout: Console, stderr: Console
+    base: Any, settings: StudySettings, out: Path, stdout: Console, stderr: Console
 ) -> tuple[list[dict[str, Any]], str]:
     """Let a model learn the page and answer; return the rows, and a command that asks it."""
     from locas_peft import demo as page
+    from locas_peft.stages import complete_all
 
+    methods = complete_all(replace(settings, model=base.name), METHODS[1:], base.model)
     stderr.print(f"{base.name} is asked about a page on a lighthouse that does not exist.")
     stderr.print("It writes questions on the page and learns their answers, with locas-glu and")
     stderr.print("with lora. Then it answers without the page.")
     rows = []
     with show_progress(stderr) as progress:
-        recalls = page.recall(base.model, base.tokenizer, settings, out, progress=progress)
+        recalls = page.recall(base.model, base.tokenizer, methods, out, progress=progress)
         for recalled in recalls:
             progress.close()
             rows.append(page.describe(recalled))
@@ -110,14 +110,20 @@ def _learn_page(
 
 
 def _read_reference(
-    base: Any, settings: dict[str, Any], out: Path, stdout: Console, stderr: Console
+    base: Any, settings: ReadSettings, out: Path, stdout: Console, stderr: Console
 ) -> tuple[list[dict[str, Any]], str]:
     """Let a model read a text by each method; return the rows, and a command that continues it."""
     from locas_peft import backbone
     from locas_peft import demo as page
+    from locas_peft.model import count_positions
+    from locas_peft.stages import Place, complete_all, open_reading
     from locas_peft.text import python_reference
 
-    from .running import read, show_readings
+    from .running import follow_run, show_readings
+
+    window = min(512, count_positions(base.model) or 512)
+    settings = replace(settings, model=base.name, window=window, context="cache")
+    methods = complete_all(settings, METHODS, base.model)
 
     reason = f"{base.name} has no chat template, so it cannot answer questions"
     stderr.print(f"{reason}. {page.CHAT_MODEL} learns a page and is asked about it: {page.INSTALL}")
@@ -126,19 +132,16 @@ def _read_reference(
         trained = "It was trained on English books alone. "
     stderr.print(f"{trained}{base.name} now reads the Python language reference.")
     stderr.print("Each chunk is scored before it is learned. A lower perplexity is better.")
-    max_tokens = next(iter(settings.values())).max_tokens
-    input_ids = base.encode(python_reference(), max_tokens, unwrap=None)
+    input_ids = base.encode(python_reference(), settings.max_tokens, unwrap=None)
     readings = []
-    for method, method_settings in settings.items():
-        reading = read(
-            base,
-            input_ids,
-            method_settings,
-            stderr,
-            out=out / method,
-            overwrite=True,
-            title=REFERENCE,
+    for method, method_settings in methods.items():
+        place = Place(out=out / method, overwrite=True, title=REFERENCE)
+        opened = open_reading(
+            base.model, input_ids, method_settings, place, tokenizer=base.tokenizer
         )
+        with opened as run:
+            follow_run(run, method_settings, len(input_ids), stderr)
+            reading = run.finish()
         readings.append(reading)
         stdout.print(f"{method}: perplexity {reading.perplexity:.2f}, {reading.seconds:.0f} s")
     show_readings(readings, stdout, stderr, REFERENCE)

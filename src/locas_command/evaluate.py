@@ -4,7 +4,7 @@ The same command continues an interrupted run.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,9 +12,11 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from rich.console import Console
 
+from locas_settings import AdapterSettings, ReadSettings, StudySettings
+
 from . import options
 from .console import check_shared_device, open_consoles, show_progress
-from .options import BaseOptions, ReadingOptions, check_settings, split_names
+from .options import BaseOptions, split_names
 
 METHODS = (
     "separated by commas: none, lora, locas-glu, locas-mlp; "
@@ -51,11 +53,17 @@ class AskingOptions:
             separated by commas.
         wrong_memory: also ask each conversation with another one's memory.
         max_new_tokens: the most tokens of an answer.
+        study: the dialogues are studied (locas study) in place of being read.
+        exchanges: with --study, questions wanted about each sentence.
+        passes: with --study, the most times that each exchange is learned.
     """
 
     setting: str = "no-context,evidence,full-context"
     wrong_memory: Annotated[bool, Parameter(negative="--no-wrong-memory")] = True
     max_new_tokens: options.Count = 32
+    study: bool = False
+    exchanges: options.Count | None = None
+    passes: options.Count | None = None
 
 
 # The options of a dataclass stand beside those of the command.
@@ -75,7 +83,7 @@ def perplexity(
     limit_documents: options.Count | None = None,
     unwrap: options.Unwrap = None,
     run: RunGroup = RUN,
-    settings: options.ManyScored = options.READING,
+    settings: options.ManyMethods = options.READ,
     base: options.BaseGroup = options.BASE,
 ) -> None:
     """Online perplexity: each token scored before it is learned, a fresh memory for each document.
@@ -111,7 +119,7 @@ def locomo(
     limit_sessions: options.Count | None = None,
     asking: AskingGroup = ASKING,
     run: RunGroup = RUN,
-    settings: options.ManyMethods = options.READING,
+    settings: options.ManyMethods = options.READ,
     base: options.BaseGroup = options.BASE,
 ) -> None:
     """LoCoMo: questions about a dialogue, with its memory, another one's, and none.
@@ -143,7 +151,7 @@ def locomo(
         stderr.print(
             "no wrong-memory control: it needs a second conversation, whose memory is asked"
         )
-    loaded, methods = _load(base, settings, run.method)
+    loaded, methods = _load(base, _choose_stage(asking, settings), run.method)
     protocol = partial(run_locomo, conversations=chosen, plan=plan)
     common = {"data": data.name, "left_out": problems}
     _run(protocol, loaded, methods, run, consoles, **common)
@@ -158,7 +166,7 @@ def forgetting(
     own_answers: bool = False,
     unwrap: options.Unwrap = None,
     run: LearningRunGroup = LEARNING_RUN,
-    settings: options.ManyMethods = options.READING,
+    settings: options.ManyMethods = options.READ,
     base: options.BaseGroup = options.BASE,
 ) -> None:
     """Forgetting: drift on unread text, before and after a book, and with the memory off.
@@ -187,6 +195,20 @@ def forgetting(
     _run(protocol, loaded, methods, run, consoles)
 
 
+def _choose_stage(asking: AskingOptions, settings: ReadSettings) -> AdapterSettings:
+    """Return the settings of a reading, or those of a study where that is asked for."""
+    if asking.study:
+        shared = {field.name for field in fields(AdapterSettings)}
+        given = settings.list_given()
+        kept = {name: value for name, value in given.items() if name in shared}
+        return StudySettings(**kept, exchanges=asking.exchanges, passes=asking.passes)
+    for name in ("exchanges", "passes"):
+        value = getattr(asking, name)
+        if value is not None:
+            raise ValueError(f"--{name} has no meaning without --study, got {value}: leave it out")
+    return settings
+
+
 def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
     """Check the options that all protocols share; return the consoles of results and remarks."""
     from locas_peft.files import check_output_directory
@@ -196,17 +218,17 @@ def _open(out: Path, base: BaseOptions) -> tuple[Console, Console]:
     return open_consoles()
 
 
-def _load(base: BaseOptions, settings: ReadingOptions, method: str) -> tuple[Any, dict[str, Any]]:
+def _load(base: BaseOptions, settings: AdapterSettings, method: str) -> tuple[Any, dict[str, Any]]:
     """Load the base; return it and the settings of each method, by its name."""
-    from locas_peft.reading.settings import complete_all
+    from locas_peft.stages import complete_all, split_methods
 
-    from .running import load, make_settings
+    from .running import load
 
     names = split_names(method, "--method")
-    check_settings(settings, names)
+    # Values that contradict each other are refused before the base is loaded.
+    split_methods(settings, names)
     loaded = load(base)
-    given = make_settings(settings, loaded)
-    return loaded, complete_all(given, names, loaded.model, loaded.tokenizer)
+    return loaded, complete_all(replace(settings, model=loaded.name), names, loaded.model)
 
 
 def _run(

@@ -276,6 +276,6 @@ def _open_library(folder: Path) -> Any:
     from locas_peft.library import Library
 
     if not folder.is_dir():
-        remedy = "memorize --library makes one"
+        remedy = "locas read TEXT --library makes one"
         raise ValueError(f"a library must be a folder of memories, got {str(folder)!r}: {remedy}")
     return Library(folder)

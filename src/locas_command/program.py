@@ -1,4 +1,4 @@
-"""The `locas` command: memorize a text, ask, generate, merge, inspect, evaluate.
+"""The `locas` command: read or study a text, ask, generate, merge, inspect, evaluate.
 
 Results go to stdout, progress and remarks to stderr. Exit codes: 0; 2 for bad input, with one line
 on stderr; 130 for an interruption, 143 for a termination; 3 where documents of a table failed; 1
@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from traceback import walk_tb
 from typing import Any, NoReturn
@@ -31,8 +31,7 @@ from .memories import (
     push,
     resize,
 )
-from .options import ReadingOptions
-from .reading import memorize
+from .stages import memorize, read, study
 
 __all__ = ["app", "main"]
 
@@ -47,17 +46,33 @@ app = App(
     result_action="return_value",
     suppress_keyboard_interrupt=False,
 )
-_ABOUT_EVAL = "Measure memories: the protocols, resumable, shared by any number of processes."
+_ABOUT_EVAL = (
+    "Measure memories: the protocols, resumable, shared by the processes of accelerate launch."
+)
 eval_app = App(name="eval", help=_ABOUT_EVAL, sort_key=10)
 _COMMANDS = (
-    *(demo, open_page, memorize, ask, chat, generate, library, forget),
-    *(merge, export, resize, push, inspect),
+    demo,
+    open_page,
+    read,
+    study,
+    ask,
+    chat,
+    generate,
+    library,
+    forget,
+    merge,
+    export,
+    resize,
+    push,
+    inspect,
 )
 _PROTOCOLS = (perplexity, locomo, forgetting)
-for _parent, _functions in ((app, _COMMANDS), (eval_app, _PROTOCOLS)):
-    for _index, _function in enumerate(_functions):
-        _parent.command(_function, sort_key=_index)
+for _index, _function in enumerate(_COMMANDS):
+    app.command(_function, sort_key=_index)
+for _index, _function in enumerate(_PROTOCOLS):
+    eval_app.command(_function, sort_key=_index)
 app.command(eval_app)
+app.command(memorize, show=False)
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -83,7 +98,7 @@ def _run(args: list[str]) -> int:
         command, arguments, _ = app.parse_args(args, exit_on_error=False, print_error=False)
         # And not what prints help or the version.
         if command in (*_COMMANDS, *_PROTOCOLS):
-            _prepare(arguments.kwargs.values())
+            _import_package()
         code = command(*arguments.args, **arguments.kwargs)
         sys.stdout.flush()
         return code or 0
@@ -111,20 +126,14 @@ def _check_processes(args: list[str]) -> None:
     _, count = find_process()
     shares = args[0] == "eval" or any(arg.partition("=")[0] == "--manifest" for arg in args)
     if count > 1 and not shares and not args[0].startswith("-"):
-        can_share = "several processes can share locas eval and memorize --manifest"
+        can_share = "several processes can share locas eval, and read and study --manifest"
         remedy = f"start it without a launcher; {can_share}"
         raise ValueError(f"this command must run in one process, got {count}: {remedy}")
 
 
-def _prepare(values: Iterable[Any]) -> None:
-    """Import the package, and check the settings of a reading before a base is loaded."""
+def _import_package() -> None:
     with ended_at_once():
         import locas_peft  # noqa: F401
-    for options in values:
-        if isinstance(options, ReadingOptions):
-            from locas_peft.reading import ReadingSettings
-
-            ReadingSettings(**vars(options))
 
 
 def _report(error: Exception, line: str, args: list[str], index: int) -> None:
@@ -159,7 +168,7 @@ def _explain(error: Exception) -> str | None:
     # A TypeError from elsewhere is a defect, not an input.
     *_, (frame, _) = walk_tb(error.__traceback__)
     package = frame.f_globals.get("__name__", "").partition(".")[0]
-    is_ours = package in ("locas_command", "locas_peft")
+    is_ours = package in ("locas_command", "locas_peft", "locas_settings")
     if isinstance(error, ValueError) or (isinstance(error, TypeError) and is_ours):
         return printable(str(error)) or type(error).__name__
     return None

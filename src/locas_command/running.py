@@ -1,13 +1,12 @@
-"""What commands that run a model share: the base that the options name, and readings with progress and tables.
+"""What commands that run a model share: the base that the options name, progress, tables.
 
 Importing this module imports torch and PEFT: a command does it when it runs.
 """
 
 import atexit
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,21 +17,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from locas_peft import backbone, memories, text
 from locas_peft.bases import loading as base_models
 from locas_peft.library import Library
-from locas_peft.processes import join_processes
-from locas_peft.progress import follow, follow_study
-from locas_peft.reading import teaching
-from locas_peft.reading.record import Reading
-from locas_peft.reading.settings import CompleteSettings, ReadingSettings
+from locas_peft.progress import follow_steps
+from locas_peft.stages import ReadRecord, StageRun, StudyRecord
 from locas_peft.tables import Sheet, format_count, format_figure
+from locas_settings import AdapterSettings
 
-from .console import (
-    deferring_signals,
-    printable,
-    show_own_remarks,
-    show_progress,
-    warnings_as_lines,
-)
-from .options import BaseOptions, ReadingOptions
+from .console import deferring_signals, show_own_remarks, show_progress, warnings_as_lines
+from .options import BaseOptions
 
 
 @dataclass(frozen=True)
@@ -44,8 +35,13 @@ class Base:
     tokenizer: PreTrainedTokenizerBase
 
     def encode(self, content: str, max_tokens: int | None, unwrap: bool | None) -> torch.LongTensor:
-        """Return a text's token ids, LongTensor [T] on the CPU; unwrap None: unwrapped for an embedded backbone."""
-        if backbone.is_embedded(self.name) if unwrap is None else unwrap:
+        """Return a text's token ids, LongTensor [T] on the CPU.
+
+        With `unwrap` None, the text is unwrapped for an embedded backbone.
+        """
+        if unwrap is None:
+            unwrap = backbone.is_embedded(self.name)
+        if unwrap:
             content = text.unwrap(content)
         return text.tokenize(self.tokenizer, content, max_tokens)
 
@@ -53,8 +49,8 @@ class Base:
 def _prepare() -> None:
     """Set up what loading a model needs."""
     show_own_remarks()
-    join_processes()
-    atexit.register(Accelerator().end_training)  # it takes over what a launcher has set
+    # The accelerator takes over what a launcher has set.
+    atexit.register(Accelerator().end_training)
 
 
 def load(options: BaseOptions) -> Base:
@@ -75,108 +71,95 @@ def load_base_of(memory: Path, options: BaseOptions) -> Base:
 
 
 def open_with_base(memory: Path, options: BaseOptions) -> tuple[Base, PeftModel]:
-    """Load a memory on the base model that the options name, or else the memory (see `memories.open_memory`)."""
+    """Load a memory on the base model that the options name, or else the memory."""
     _prepare()
-    placing = {name: value for name, value in vars(options).items() if name != "model"}
     with warnings_as_lines():
-        base, tokenizer, model = memories.open_memory(memory, options.model, **placing)
+        base, tokenizer, model = memories.open_memory(
+            memory,
+            options.model,
+            dtype=options.dtype,
+            device=options.device,
+            quantize=options.quantize,
+        )
     name = options.model or model.peft_config["default"].base_model_name_or_path
     return Base(backbone.name_of(name), base, tokenizer), model
 
 
 def open_library(folder: Path, options: BaseOptions) -> tuple[Library, Base]:
-    """Open a library that exists, and load the base model that the options name, or else its memories."""
+    """Open a library that exists, and load the base that the options name, or its memories."""
     if not folder.is_dir():
-        raise ValueError(
-            f"--library must name a folder, got {str(folder)!r}: make one with memorize --library"
-        )
+        remedy = "make one with locas read TEXT --library"
+        raise ValueError(f"--library must name a folder, got {str(folder)!r}: {remedy}")
     library = Library(folder)
     name = options.model or library.name_base()
     if not name:
-        raise ValueError(
-            f"library {str(folder)!r} holds no memory that names its base: add one, or give --model"
-        )
+        what = f"library {str(folder)!r} holds no memory that names its base"
+        raise ValueError(f"{what}: add one, or give --model")
     return library, load(replace(options, model=name))
 
 
-def make_settings(options: ReadingOptions, base: Base) -> ReadingSettings:
-    """Return the settings of a reading, with the base's name for its record."""
-    return ReadingSettings(**vars(options), model=base.name)
-
-
-def read(
-    base: Base, input_ids: torch.LongTensor, settings: CompleteSettings, stderr: Console, **options
-) -> Reading:
-    """Read a text, LongTensor [T], with a progress bar (see `teaching.memorize`)."""
+def follow_run(run: StageRun, settings: AdapterSettings, tokens: int, stderr: Console) -> None:
+    """Take the steps of a stage with progress; Ctrl-C and SIGTERM end it between two steps."""
+    total = tokens * getattr(settings, "readings", 1)
     with show_progress(stderr) as progress, deferring_signals(stderr) as check:
-
-        def then_check(show: Callable[[Any], None]) -> Callable[[Any], None]:
-            return lambda step: (show(step), check())
-
-        advance = progress(settings.method.name, len(input_ids) * settings.training.readings)
-        options["tokenizer"] = base.tokenizer
-        if settings.study is not None:
-            options["on_study"] = then_check(follow_study(progress))
-        return teaching.memorize(
-            base.model, input_ids, settings, on_chunk=then_check(follow(advance)), **options
-        )
+        show = follow_steps(progress, settings.method, total)
+        for step in run:
+            show(step)
+            check()
 
 
-def show_study(studied: dict[str, Any] | None, stdout: Console, stderr: Console) -> None:
-    """Print how a self-study went, if there was one."""
-    if studied is None:
-        return
-    kept = "1 exchange" if studied["kept"] == 1 else f"{studied['kept']} exchanges"
-    wrote, learned = (f"{studied[name]:.0f} s" for name in ("writing_seconds", "learning_seconds"))
-    stdout.print(f"asked {studied['asked']}, kept {kept}; wrote {wrote}, learned {learned}")
-    if not studied["kept"]:
-        samples = " | ".join(printable(sample) for sample in studied["samples"])
-        what = (
-            f"the model wrote no usable exchange. Samples: {samples or 'none'}. The text was read"
-        )
-        remedy = "choose a larger model, one with a chat template, or give --exchanges-file"
-        stderr.print(f"nothing was studied: {what}; {remedy}")
+def show_study(record: StudyRecord, stdout: Console) -> None:
+    """Print how a study went."""
+    kept = "1 exchange" if record.kept == 1 else f"{record.kept} exchanges"
+    times = f"wrote {record.writing_seconds:.0f} s, learned {record.learning_seconds:.0f} s"
+    stdout.print(f"asked {record.asked}, kept {kept}; {times}")
 
 
 def show_readings(
-    readings: Sequence[Reading], stdout: Console, stderr: Console, title: str
+    readings: Sequence[ReadRecord], stdout: Console, stderr: Console, title: str
 ) -> None:
     """Print a table of readings of one text, and remarks on them."""
     stdout.print(tabulate_readings(readings, title).to_rich())
-    skipped = sum(each.skipped_chunks for each in readings)
+    skipped = sum(reading.skipped_chunks for reading in readings)
     if skipped:
-        stderr.print(
-            f"{skipped} chunks were scored but not learned: their loss or gradient was not finite"
-        )
+        reason = "their loss or gradient was not finite"
+        stderr.print(f"{skipped} chunks were scored but not learned: {reason}")
 
 
-def tabulate_readings(readings: Sequence[Reading], title: str = "") -> Sheet:
+def tabulate_readings(readings: Sequence[ReadRecord], title: str = "") -> Sheet:
     """Return the readings of one text, at least one, side by side, a row each.
 
-    Time is relative to the reading with the method "none", where there are others to compare it with.
+    Time is relative to the reading with the method "none", where there are others.
     """
     end = min(reading.curve[-1][0] for reading in readings)
-    marks = sorted(
-        {mark for reading in readings for mark in reading.perplexity_at if int(mark) < end}, key=int
-    )
-    alone = next(
-        (each.seconds for each in readings if each.method == "none" and len(readings) > 1), 0.0
-    )
+    marks: set[str] = set()
+    for reading in readings:
+        marks |= {mark for mark in reading.perplexity_at if int(mark) < end}
+    shown_marks = sorted(marks, key=int)
+    alone = 0.0
+    if len(readings) > 1:
+        alone = next((one.seconds for one in readings if one.method == "none"), 0.0)
     best = min(range(len(readings)), key=lambda row: readings[row].perplexity)
-    rows = [
-        [
-            reading.method,
-            "-" if reading.settings.method.r is None else str(reading.settings.method.r),
-            f"{reading.extra_parameters:,}",
-            *(format_figure(reading.perplexity_at.get(mark)) for mark in marks),
-            f"{reading.perplexity:.2f}",
-            f"{reading.seconds / alone:.2f}x" if alone else f"{reading.seconds:.1f} s",
-            f"{reading.tokens_per_second:,.0f}",
-        ]
-        for reading in readings
+    rows = [_make_row(reading, shown_marks, alone) for reading in readings]
+    columns = [f"ppl at {format_count(int(mark))}" for mark in shown_marks]
+    headers = ["method", "r", "parameters", *columns, "perplexity", "time", "tokens/s"]
+    if len(readings) == 1:
+        return Sheet(title, headers, rows)
+    return Sheet(title, headers, rows, (best, headers.index("perplexity")))
+
+
+def _make_row(reading: ReadRecord, marks: Sequence[str], alone: float) -> list[str]:
+    """Return the cells of a reading; `alone` are the seconds of the method "none", 0 for none."""
+    width = "-" if reading.settings.r is None else str(reading.settings.r)
+    time = f"{reading.seconds:.1f} s"
+    if alone:
+        time = f"{reading.seconds / alone:.2f}x"
+    return [
+        reading.method,
+        width,
+        f"{reading.extra_parameters:,}",
+        *(format_figure(reading.perplexity_at.get(mark)) for mark in marks),
+        f"{reading.perplexity:.2f}",
+        time,
+        f"{reading.tokens_per_second:,.0f}",
     ]
-    at_marks = [f"ppl at {format_count(int(mark))}" for mark in marks]
-    headers = ["method", "r", "parameters", *at_marks, "perplexity", "time", "tokens/s"]
-    return Sheet(
-        title, headers, rows, (best, headers.index("perplexity")) if len(readings) > 1 else None
-    )

@@ -1,4 +1,4 @@
-"""`locas memorize --manifest`: a table of documents, taught into a library."""
+"""`locas read --manifest` and `locas study --manifest`: a table, learned into a library."""
 
 import os
 import sys
@@ -13,7 +13,8 @@ from locas_peft import backbone
 from locas_peft.files import check_output_directory
 from locas_peft.library import Library
 from locas_peft.library.table import FAILURES, Document, load_table, teach_on_ray, teach_table
-from locas_peft.reading import ReadingSettings
+from locas_peft.stages import choose_values
+from locas_settings import AdapterSettings
 
 from .console import (
     check_shared_device,
@@ -23,40 +24,44 @@ from .console import (
     show_progress,
     write_result,
 )
-from .options import BaseOptions, ReadingOptions
+from .options import BaseOptions, PlaceOptions, TableOptions
 from .running import load
 
 MOST_SHOWN = 20
 
 
 def teach_manifest(
-    manifest: str,
-    folder: Path,
-    ray: bool | str,
+    table: TableOptions,
+    place: PlaceOptions,
     unwrap: bool | None,
     json_file: Path | None,
-    settings: ReadingOptions,
+    settings: AdapterSettings,
     base: BaseOptions,
-    **options: Any,
 ) -> int:
     """Teach a table, print what failed, and return the exit code: 3 where something did."""
     stdout, stderr = open_consoles(json_file)
     check_shared_device(base.device)
-    check_output_directory("--library", folder)
-    documents = load_table(manifest, ReadingSettings(**vars(settings)))
-    library = Library(folder)
+    check_output_directory("--library", place.library)
+    # Values that contradict each other are refused before the base is loaded.
+    choose_values(settings)
+    documents = load_table(table.manifest, settings)
+    library = Library(place.library)
     base = replace(base, model=base.model or library.name_base() or backbone.NAME)
     name = backbone.name_of(base.model)
     library.check_base(name)
     documents = [_record_model(document, name) for document in documents]
-    options["unwrapped"] = backbone.is_embedded(name) if unwrap is None else unwrap
-    if ray:
-        failures = _teach_on_ray(library, base, documents, ray, stderr, options)
+    options = {
+        "overwrite": place.overwrite,
+        "checkpoint_seconds": place.checkpoint_seconds,
+        "unwrapped": backbone.is_embedded(name) if unwrap is None else unwrap,
+    }
+    if table.ray:
+        failures = _teach_on_ray(library, base, documents, table, stderr, options)
     else:
         failures = _teach_here(library, base, documents, stderr, options)
-    _show_failures(failures, folder, stderr)
-    done = f"{len(documents) - len(failures)} of {len(documents)} are in {folder}"
-    stdout.print(f"{done}. Next: locas ask QUESTION --library {folder}")
+    _show_failures(failures, place.library, stderr)
+    done = f"{len(documents) - len(failures)} of {len(documents)} are in {place.library}"
+    stdout.print(f"{done}. Next: locas ask QUESTION --library {place.library}")
     write_result(json_file, {"documents": len(documents), "failures": failures})
     return 3 if failures else 0
 
@@ -70,7 +75,7 @@ def _teach_on_ray(
     library: Library,
     base: BaseOptions,
     documents: list[Document],
-    ray: bool | str,
+    table: TableOptions,
     stderr: Console,
     options: dict[str, Any],
 ) -> list[dict[str, Any]]:
@@ -82,11 +87,17 @@ def _teach_on_ray(
         "device": base.device,
         "quantize": base.quantize,
     }
-    address = None if ray is True else ray
+    address = None if table.ray is True else table.ray
     # Ray prints to stdout, which is for results.
     with show_progress(stderr) as progress, redirect_stdout(sys.stderr):
         return teach_on_ray(
-            library, loading, documents, address=address, progress=progress, **options
+            library,
+            loading,
+            documents,
+            address=address,
+            actors_per_node=table.actors,
+            progress=progress,
+            **options,
         )
 
 
@@ -109,8 +120,7 @@ def _teach_here(
             loaded.tokenizer,
             documents,
             progress=progress,
-            on_chunk=after_step,
-            on_study=after_step,
+            on_step=after_step,
             **options,
         )
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from .selfstudy import StudyStep
 from .ttt.chunks import Chunk, perplexity
 
-__all__ = ["Progress", "follow", "follow_study", "silent"]
+__all__ = ["Progress", "follow_steps", "silent"]
 
 Progress = Callable[[str, int], Callable[..., None]]
 """Opens a line of progress: (description, total steps) -> advance(steps, note="")."""
@@ -41,35 +42,40 @@ class _Totals:
         return note
 
 
-def follow(advance: Callable[..., None]) -> Callable[[Chunk], None]:
-    """Make an `on_chunk` for `memorize` that advances by a chunk's tokens.
+def follow_steps(progress: Progress, label: str, tokens: int) -> Callable[[Any], None]:
+    """Return a function that shows the steps of a stage, one after the other.
 
-    The note has the perplexity and the speed.
+    Args:
+        progress: opens lines of progress.
+        label: of the line of a reading. A study has a line for each phase.
+        tokens: of all passes over the text of a reading.
     """
+    advances: dict[str, Callable[..., None]] = {}
+    done: dict[str, int] = {}
     totals = _Totals()
 
-    def on_chunk(chunk: Chunk) -> None:
+    def show_chunk(chunk: Chunk) -> None:
         nonlocal totals
+        if label not in advances:
+            advances[label] = progress(label, tokens)
         if chunk.reading != totals.reading:
             totals = _Totals(chunk.reading)
         totals.add(chunk)
-        advance(chunk.stop - chunk.start, totals.describe())
+        advances[label](chunk.stop - chunk.start, totals.describe())
 
-    return on_chunk
-
-
-def follow_study(progress: Progress) -> Callable[[StudyStep], None]:
-    """Make an `on_study` for `memorize` with a line of progress for writing, one for learning."""
-    lines: dict[str, Callable[..., None]] = {}
-    done: dict[str, int] = {}
-
-    def on_study(step: StudyStep) -> None:
-        if step.phase not in lines:
-            lines[step.phase] = progress(step.phase, step.total)
+    def show_study_step(step: StudyStep) -> None:
+        if step.phase not in advances:
+            advances[step.phase] = progress(step.phase, step.total)
         note = f"{step.exchanges} exchanges"
         if step.loss_nats is not None:
             note += f", KL {step.loss_nats:.2f}"
-        lines[step.phase](step.done - done.get(step.phase, 0), note)
+        advances[step.phase](step.done - done.get(step.phase, 0), note)
         done[step.phase] = step.done
 
-    return on_study
+    def show(step: Chunk | StudyStep) -> None:
+        if isinstance(step, Chunk):
+            show_chunk(step)
+        else:
+            show_study_step(step)
+
+    return show

@@ -27,10 +27,22 @@ from ..asking.answers import Turns
 from ..library import Library, make_sample
 from ..memories import load_memory, load_memory_config, share_weights
 from ..model import count_positions
-from ..reading import CompleteSettings, ReadingSettings, StopReading, memorize
 from ..selfstudy import Exchange, StudyStep
+from ..stages import (
+    AdapterSettings,
+    Place,
+    ReadSettings,
+    Record,
+    StageRun,
+    StudySettings,
+    complete,
+    for_base,
+    make_trainer,
+    open_reading,
+    open_study,
+)
 from ..text import tokenize, unwrap
-from ..ttt import Chunk, TestTimeTrainer, cumulative
+from ..ttt import Chunk, cumulative
 from ..tuner import find_ffns
 
 __all__ = [
@@ -57,6 +69,10 @@ MOST_MEMORIES = 100
 ROUTED = "?"
 """In place of a name: the memory that the question is about."""
 _logger = logging.getLogger(__name__)
+
+
+class _Stopped(Exception):  # noqa: N818
+    """Raised to end a job after its step."""
 
 
 def explain(error: BaseException) -> str:
@@ -118,7 +134,7 @@ class Job:
         error = self.stopped.exception()
         if error is None:
             return "Stopped" if self.stopped.result() else "Done"
-        if isinstance(error, StopReading):
+        if isinstance(error, _Stopped):
             return "Stopped"
         return f"Not read: {explain(error)}"
 
@@ -136,14 +152,14 @@ class Job:
         return elapsed * (self.total - self.done) / self.done
 
     def advance(self, phase: str, done: int, total: int) -> None:
-        """Record a step; raise `StopReading` if the job shall stop."""
+        """Record a step; raise `_Stopped` if the job shall stop."""
         if phase != self.phase:
             self.began = time.monotonic()
         self.phase = phase
         self.done = done
         self.total = total
         if self.stop.is_set():
-            raise StopReading
+            raise _Stopped
 
 
 class SharedModel:
@@ -223,7 +239,7 @@ class SharedModel:
                 try:
                     return work()
                 except Exception as error:
-                    if not isinstance(error, ValueError | OSError | StopReading):
+                    if not isinstance(error, ValueError | OSError | _Stopped):
                         _logger.exception("the page's work failed")
                     # Its frames hold models.
                     raise error.with_traceback(None) from None
@@ -279,7 +295,7 @@ class SharedModel:
         return answers
 
     def _read(self, job: Job, shelf: Library) -> bool:
-        """Read a job's text without a memory and with one, which is saved.
+        """Read a job's text without a memory and with one, and study it, if that is asked for.
 
         Return whether the job was stopped.
         """
@@ -287,67 +303,84 @@ class SharedModel:
 
         def stop_study(*_: Any) -> None:
             if job.stop.is_set() and job.phase in ("write", "learn"):
-                raise StopReading
+                raise _Stopped
 
         # Called before each forward pass: a step of a study takes up to a minute.
         base.get_input_embeddings().register_forward_pre_hook(stop_study)
         text = unwrap(job.text) if backbone.is_embedded(self.name) else job.text
         input_ids = tokenize(self._tokenizer, text)
-        settings = self._choose_settings(base, len(input_ids), job.questions)
-
-        def follow(phase: str) -> Callable[[Chunk], None]:
-            job.advance(phase, 0, len(input_ids))
-
-            def on_chunk(chunk: Chunk) -> None:
-                job.chunks[phase].append(chunk)
-                job.advance(phase, chunk.stop, len(input_ids))
-                if phase == "read" and job.questions and chunk.stop == len(input_ids):
-                    # The first exchanges take long.
-                    job.advance("write", 0, 1)
-                self._answer_waiting()
-
-            return on_chunk
-
-        def on_study(step: StudyStep) -> None:
-            job.exchanges += step.written
-            job.advance(step.phase, step.done, step.total)
-            if step.phase == "write" and step.done == step.total:
-                job.advance("learn", 0, 1)
-            self._answer_waiting()
-
-        on_chunk = follow("score")
-        for chunk in TestTimeTrainer(base, settings.for_base().training).read(input_ids):
-            on_chunk(chunk)
-        on_chunk = follow("read")
+        reading = self._choose_settings(base, len(input_ids))
+        job.advance("score", 0, len(input_ids))
+        for chunk in make_trainer(base, for_base(reading)).read(input_ids):
+            self._note_chunk(job, "score", chunk, len(input_ids))
         with shelf.new(job.name) as folder:
-            reading = memorize(
-                base,
-                input_ids,
-                settings,
-                out=folder,
-                tokenizer=self._tokenizer,
-                on_chunk=on_chunk,
-                on_study=on_study,
-                sample=make_sample(text),
-            )
+            place = Place(out=folder, sample=make_sample(text))
+            job.advance("read", 0, len(input_ids))
+            opened = open_reading(base, input_ids, reading, place, tokenizer=self._tokenizer)
+            with opened as run:
+                record = self._take_steps(job, run, len(input_ids))
             job.memory = folder.name
-        return reading.stopped
+            if record.stopped or not job.questions:
+                return record.stopped
+            # The first exchanges take long.
+            job.advance("write", 0, 1)
+            opened = open_study(
+                base,
+                self._tokenizer,
+                input_ids,
+                self._choose_study(reading, job.questions),
+                replace(place, overwrite=True),
+                start=folder,
+            )
+            with opened as run:
+                record = self._take_steps(job, run, len(input_ids))
+        return record.stopped
 
-    def _choose_settings(
-        self, base: PreTrainedModel, tokens: int, questions: int
-    ) -> CompleteSettings:
+    def _take_steps(self, job: Job, run: StageRun, tokens: int) -> Record:
+        """Take the steps of a stage, and save what was learned; questions wait for one step."""
+        try:
+            for step in run:
+                if isinstance(step, StudyStep):
+                    self._note_study_step(job, step)
+                else:
+                    self._note_chunk(job, "read", step, tokens)
+        except _Stopped:
+            # What was learned so far is saved all the same.
+            pass
+        return run.finish()
+
+    def _note_chunk(self, job: Job, phase: str, chunk: Chunk, tokens: int) -> None:
+        job.chunks[phase].append(chunk)
+        job.advance(phase, chunk.stop, tokens)
+        self._answer_waiting()
+
+    def _note_study_step(self, job: Job, step: StudyStep) -> None:
+        job.exchanges += step.written
+        job.advance(step.phase, step.done, step.total)
+        if step.phase == "write" and step.done == step.total:
+            job.advance("learn", 0, 1)
+        self._answer_waiting()
+
+    def _choose_settings(self, base: PreTrainedModel, tokens: int) -> ReadSettings:
         is_gated = all(ffn.gated for ffn in find_ffns(base).values())
         window = min(WINDOW, count_positions(base) or WINDOW)
         stride = min(tokens // LEAST_CHUNKS, window // 2)
-        settings = ReadingSettings(
+        settings = ReadSettings(
             method="locas-glu" if is_gated else "locas-mlp",
             model=self.name,
             window=window,
             stride=max(stride, window // 16),
-            study=questions > 0,
-            exchanges=questions or None,
         )
-        return settings.complete(base, self._tokenizer)
+        return complete(settings, base)
+
+    def _choose_study(self, reading: AdapterSettings, questions: int) -> StudySettings:
+        return StudySettings(
+            method=reading.method,
+            model=self.name,
+            dtype=reading.dtype,
+            window=reading.window,
+            exchanges=questions,
+        )
 
 
 @dataclass

@@ -5,7 +5,7 @@ with the page.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,10 @@ from .. import backbone
 from ..asking import Answer, Answerer, Question, count_right, load_questions
 from ..bases.gguf import PACKAGES, is_installed
 from ..memories.loading import memory_attached
-from ..progress import Progress, follow, follow_study
-from ..reading.record import Reading
-from ..reading.settings import CompleteSettings, StudySettings
-from ..reading.teaching import memorize
+from ..progress import Progress, follow_steps
 from ..selfstudy import Exchange, split_passages, write_exchanges
 from ..selfstudy.learning import PER_PASSAGE
+from ..stages import Place, StudyRecord, StudySettings, study
 from ..text import load_text, tokenize
 
 __all__ = [
@@ -50,11 +48,11 @@ _FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Recall:
-    """The answers of one method to the questions about the page; `reading` made the memory."""
+    """The answers of one method to the questions about the page; `record` is of its memory."""
 
     method: str
     answers: list[Answer]
-    reading: Reading | None = None
+    record: StudyRecord | None = None
 
 
 def choose_model() -> str:
@@ -75,35 +73,25 @@ def load_page_questions() -> list[Question]:
 def teach_page(
     base: PreTrainedModel,
     tokenizer: Any,
-    settings: CompleteSettings,
+    settings: StudySettings,
     exchanges: list[Exchange],
     out: Path,
     progress: Progress,
-) -> Reading:
+) -> StudyRecord:
     """Teach the page, with these exchanges, to a fresh adapter, and save it in `out`.
 
     A memory there is replaced. `base` is restored at the end.
     """
     input_ids = tokenize(tokenizer, load_page())
-    advance = progress(settings.method.name, len(input_ids))
-    return memorize(
-        base,
-        input_ids,
-        replace(settings, max_tokens=None, study=StudySettings()),
-        out=out,
-        overwrite=True,
-        tokenizer=tokenizer,
-        exchanges=exchanges,
-        title="lighthouse.txt",
-        on_chunk=follow(advance),
-        on_study=follow_study(progress),
-    )
+    place = Place(out=out, overwrite=True, title="lighthouse.txt")
+    show = follow_steps(progress, settings.method, len(input_ids))
+    return study(base, tokenizer, input_ids, settings, place, exchanges=exchanges, on_step=show)
 
 
 def recall(
     base: PreTrainedModel,
     tokenizer: Any,
-    settings: dict[str, CompleteSettings],
+    settings: dict[str, StudySettings],
     out: Path,
     *,
     progress: Progress,
@@ -122,13 +110,11 @@ def recall(
     # Written once for all methods: no adapter takes part in it.
     exchanges = _write_exchanges(base, tokenizer, next(iter(settings.values())).seed, progress)
     for method, method_settings in settings.items():
-        if method_settings.method.name == "none":
-            continue
         folder = out / method
-        reading = teach_page(base, tokenizer, method_settings, exchanges, folder, progress=progress)
+        record = teach_page(base, tokenizer, method_settings, exchanges, folder, progress=progress)
         with memory_attached(base, folder) as model:
             answers = _ask(method, Answerer(model, tokenizer), progress)
-        yield Recall(method, answers, reading)
+        yield Recall(method, answers, record)
 
 
 def _ask(method: str, answerer: Answerer, progress: Progress) -> list[Answer]:
@@ -158,20 +144,18 @@ def describe_recall(recalled: Recall) -> str:
         IN_CONTEXT: "in-context (the page before each question)",
     }
     line = titles.get(recalled.method, recalled.method)
-    reading = recalled.reading
-    if reading is not None:
-        seconds = reading.seconds
-        if reading.studied is not None:
-            seconds += reading.studied["learning_seconds"]
-        line += f" ({reading.extra_parameters:,} parameters, learned in {seconds:.0f} s)"
+    record = recalled.record
+    if record is not None:
+        seconds = record.learning_seconds
+        line += f" ({record.extra_parameters:,} parameters, learned in {seconds:.0f} s)"
     return f"{line}: {count_right(recalled.answers)} of {len(recalled.answers)} right"
 
 
 def describe(recalled: Recall) -> dict[str, Any]:
-    """Return a method's row of `demo.json`: its reading, if any, and how many are right."""
+    """Return a method's row of `demo.json`: its study, if any, and how many are right."""
     fields: dict[str, Any] = {"method": recalled.method}
-    if recalled.reading is not None:
-        fields = recalled.reading.to_json()
+    if recalled.record is not None:
+        fields = recalled.record.to_json()
     fields["recall_right"] = count_right(recalled.answers)
     fields["recall_asked"] = len(recalled.answers)
     return fields

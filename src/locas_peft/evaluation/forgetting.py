@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from ..memories.loading import memory_attached
-from ..reading.settings import CompleteSettings
+from ..stages import ReadSettings, for_base
 from ..tables import Sheet, format_figure, format_mean
 from .drift import OWN_ANSWERS, Piece, cut_text, measure_drift, write_own_answers
 from .intervals import mean_interval, rise_interval
-from .runs import Run, describe_text, summarize_reading
+from .runs import Run, describe_text, summarize_stage
 from .units import Unit
 
 __all__ = ["NAME", "ForgettingPlan", "run_forgetting", "tabulate"]
@@ -65,15 +65,15 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
     window, stride = _find_window(run.methods)
     folder = run.out / NAME
     # The base reads the book too: the memories' gain is measured against it.
-    readers = {BASE: next(iter(run.methods.values())).for_base()}
+    readers = {BASE: for_base(next(iter(run.methods.values())))}
     for name, settings in run.methods.items():
-        if settings.method.name != "none":
+        if settings.method != "none":
             readers[name] = settings
     load_texts = cache(partial(_load_texts, run, plan, window, stride))
     readings, states = {}, {}
     for name, settings in readers.items():
         is_base = name == BASE
-        reading = run.reading(
+        reading = run.learning(
             book,
             settings,
             folder / "memories" / f"{name}.json",
@@ -94,7 +94,7 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
     head = run.make(NAME, [*readings.values(), *states.values()], **shared)
     found = {}
     for name in readers:
-        found[name] = {"teaching": summarize_reading(readings[name].load()), **states[name].load()}
+        found[name] = {"teaching": summarize_stage(readings[name].load()), **states[name].load()}
     before = found.pop(BASE)
     figures = {
         **head,
@@ -105,11 +105,11 @@ def run_forgetting(run: Run, book: Tensor, plan: ForgettingPlan) -> dict[str, An
     return figures
 
 
-def _find_window(methods: dict[str, CompleteSettings]) -> tuple[int, int]:
+def _find_window(methods: dict[str, ReadSettings]) -> tuple[int, int]:
     """Return the window and the stride that all methods share."""
     windows = set()
     for settings in methods.values():
-        windows.add((settings.training.window, settings.training.stride))
+        windows.add((settings.window, settings.stride))
     if len(windows) != 1:
         raise ValueError(
             f"methods must share window and stride, got {sorted(windows)}: give them the same"

@@ -25,7 +25,7 @@ from .conversations import Conversation, LocomoQuestion, dialogue_lines
 from .f1 import ADVERSARIAL, CATEGORIES, abstains, answer_f1, load_stemmer
 from .intervals import Interval, mean_interval
 from .prompts import ANSWERED, PROMPTS, make_prompts
-from .runs import Run, summarize_reading
+from .runs import Run, summarize_stage
 from .units import Unit
 
 __all__ = ["NAME", "LocomoPlan", "f1_by_category", "run_locomo", "tabulate"]
@@ -89,7 +89,7 @@ def run_locomo(run: Run, conversations: Sequence[Conversation], plan: LocomoPlan
     head = run.make(NAME, units, conversations=digests, plan=shared)
     teachings = {}
     for method, row in readings.items():
-        teachings[method] = {name: summarize_reading(unit.load()) for name, unit in row.items()}
+        teachings[method] = {name: summarize_stage(unit.load()) for name, unit in row.items()}
     figures = {
         **head,
         "conversations": list(digests),
@@ -107,13 +107,13 @@ def _list_readings(run: Run, conversations: Sequence[Conversation]) -> dict[str,
         texts[talk.sample_id] = tokenize(run.tokenizer, "\n".join(dialogue_lines(talk)))
     readings: dict[str, dict[str, Unit]] = {}
     for method, settings in run.methods.items():
-        if settings.method.name == "none":
+        if settings.method == "none":
             continue
         folder = run.out / NAME / "memories" / method
         readings[method] = {}
         for name, ids in texts.items():
-            label = f"{method} reads {name}"
-            readings[method][name] = run.reading(ids, settings, folder / f"{name}.json", label)
+            label = f"{method} learns {name}"
+            readings[method][name] = run.learning(ids, settings, folder / f"{name}.json", label)
     return readings
 
 

@@ -40,7 +40,7 @@ def run_perplexity(run: Run, documents: dict[str, Tensor]) -> dict[str, Any]:
         for name, ids in documents.items():
             path = run.out / NAME / method / f"{name}.json"
             label = f"{method}: {name}"
-            units[method][name] = run.reading(ids, settings, path, label, keep_memory=False)
+            units[method][name] = run.learning(ids, settings, path, label, keep_memory=False)
     every_unit = [unit for row in units.values() for unit in row.values()]
     described = {name: describe_text(ids) for name, ids in documents.items()}
     head = run.make(NAME, every_unit, documents=described)

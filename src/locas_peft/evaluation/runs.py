@@ -15,14 +15,21 @@ from ..files import load_json, write_json
 from ..memories.checkpoint import has_checkpoint, held
 from ..memories.folder import FILES
 from ..processes import in_first_process
-from ..progress import Progress, follow, follow_study, silent
-from ..reading.record import Reading
-from ..reading.settings import AnySettings, CompleteSettings
-from ..reading.teaching import memorize
+from ..progress import Progress, follow_steps, silent
+from ..stages import (
+    AdapterSettings,
+    Place,
+    ReadRecord,
+    ReadSettings,
+    complete,
+    parse_record,
+    read,
+    study,
+)
 from ..text import digest_ids
 from .units import Unit, add_needed, remove_unit, run_units
 
-__all__ = ["Run", "describe_text", "summarize_reading"]
+__all__ = ["Run", "describe_text", "summarize_stage"]
 
 LOCK = "run.lock"
 
@@ -45,7 +52,7 @@ class Run:
 
     base: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    methods: dict[str, AnySettings]
+    methods: dict[str, AdapterSettings]
     out: Path
     common: dict[str, Any] = field(default_factory=dict)
     overwrite: bool = False
@@ -54,7 +61,7 @@ class Run:
     def __post_init__(self) -> None:
         completed = {}
         for name, settings in self.methods.items():
-            completed[name] = settings.complete(self.base, self.tokenizer)
+            completed[name] = complete(settings, self.base)
         self.methods = completed
 
     def make(self, name: str, units: Sequence[Unit], **shared: Any) -> dict[str, Any]:
@@ -77,7 +84,7 @@ class Run:
         folder = self.out / name
         folder.mkdir(parents=True, exist_ok=True)
         common = {**self.common, **shared}
-        methods = {method: settings.to_json() for method, settings in self.methods.items()}
+        methods = {method: vars(settings) for method, settings in self.methods.items()}
         files = [unit.path.relative_to(folder).as_posix() for unit in add_needed(units)]
         record = {"study": name, "common": common, "methods": methods, "files": files}
         with ExitStack() as stack:
@@ -94,41 +101,42 @@ class Run:
         """Write a protocol's figures into `out/NAME.json`, in the first process."""
         in_first_process(lambda: write_json(self.out / f"{name}.json", figures))
 
-    def reading(
+    def learning(
         self,
         input_ids: Tensor,
-        settings: CompleteSettings,
+        settings: AdapterSettings,
         path: Path,
         label: str = "",
         *,
         keep_memory: bool = True,
     ) -> Unit:
-        """Return the unit of one reading, whose result is a `Reading` as JSON.
+        """Return the unit of one reading or study, whose result is its record as JSON.
+
+        A stage that was interrupted goes on inside its text.
 
         Args:
             input_ids: LongTensor [T].
-            settings: how the text is read.
+            settings: complete ones; their class says whether the text is read or studied.
             path: the file of the result.
             label: of the line of progress.
             keep_memory: whether the memory is saved in the unit's `memory`.
-
-        A reading that was interrupted goes on inside its text.
         """
-        tokens = len(input_ids) * settings.training.readings
+        tokens = len(input_ids) * getattr(settings, "readings", 1)
 
         def make() -> dict[str, Any]:
-            reading = memorize(
-                self.base,
-                input_ids,
-                settings,
-                tokenizer=self.tokenizer,
+            place = Place(
                 out=unit.memory if keep_memory else None,
                 checkpoint_dir=unit.checkpoint,
                 resume=True,
-                on_chunk=follow(self.progress(label, tokens)),
-                on_study=follow_study(self.progress),
             )
-            return reading.to_json()
+            show = follow_steps(self.progress, label, tokens)
+            if isinstance(settings, ReadSettings):
+                record = read(
+                    self.base, input_ids, settings, place, tokenizer=self.tokenizer, on_step=show
+                )
+            else:
+                record = study(self.base, self.tokenizer, input_ids, settings, place, on_step=show)
+            return record.to_json()
 
         unit = Unit(path, make, size=tokens)
         return unit
@@ -173,16 +181,15 @@ def describe_text(input_ids: Tensor) -> dict[str, Any]:
     return {"tokens": len(input_ids), "sha256": digest_ids(input_ids)}
 
 
-def summarize_reading(record: dict[str, Any]) -> dict[str, Any]:
-    """Return figures of a `Reading`, as JSON; `perplexity` has a value for each pass."""
-    reading = Reading.from_json(record)
-    summary = {
-        "parameters": reading.extra_parameters,
-        "perplexity": reading.perplexities,
-        "scored_tokens": reading.scored_tokens * reading.settings.training.readings,
-        "seconds": reading.seconds,
-        "skipped_chunks": reading.skipped_chunks,
+def summarize_stage(record: dict[str, Any]) -> dict[str, Any]:
+    """Return figures of a stage's record, as JSON; `perplexity` has a value for each pass."""
+    stage = parse_record(record)
+    summary = {"parameters": stage.extra_parameters, "seconds": stage.seconds}
+    if not isinstance(stage, ReadRecord):
+        return {**summary, "kept": stage.kept, "asked": stage.asked}
+    return {
+        **summary,
+        "perplexity": stage.perplexities,
+        "scored_tokens": stage.scored_tokens * len(stage.perplexities),
+        "skipped_chunks": stage.skipped_chunks,
     }
-    if reading.studied is not None:
-        summary["studied"] = reading.studied
-    return summary

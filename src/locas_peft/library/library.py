@@ -24,8 +24,7 @@ from ..files import finish_replacement, staged
 from ..memories import FILES, MEMORY_CONFIG, load_memory_config, memory_attached
 from ..memories.checkpoint import CHECKPOINT_FOLDER, locked
 from ..memories.folder import unpack
-from ..reading import Reading, memorize
-from ..reading.settings import AnySettings
+from ..stages import AdapterSettings, Place, ReadSettings, Record, complete, read, study
 from ..text import tokenize
 from .routing import list_passages, make_sample, route
 
@@ -159,21 +158,46 @@ class Library:
         tokenizer: Any,
         text: str,
         name: str,
-        settings: AnySettings,
-        **options: Any,
-    ) -> Reading:
-        """Read a text into a memory; settings, options and errors are those of `reading.memorize`.
+        settings: AdapterSettings,
+        *,
+        start: str | Path | None = None,
+        on_step: Callable[[Any], None] | None = None,
+        **place: Any,
+    ) -> Record:
+        """Read or study a text into a memory; errors are those of `stages.read` and `stages.study`.
 
-        `start` may be the folder of a memory here, whose name may stay the same.
+        Args:
+            base: a causal LM without adapters; mutated meanwhile.
+            tokenizer: of the base.
+            text: what is learned.
+            name: of the memory.
+            settings: of a reading or of a study.
+            start: the folder of a memory that goes on; one of this library may keep its name.
+            on_step: called after each step.
+            place: fields of `stages.Place`, in place of those that the library chooses.
         """
         folder = self.choose_folder(name)
-        settings = settings.complete(base, tokenizer)
+        settings = complete(settings, base)
         self.check_base(settings.model)
         input_ids = tokenize(tokenizer, text, settings.max_tokens)
-        options.setdefault("title", name)
-        options.setdefault("sample", make_sample(text, options.get("start")))
-        options.setdefault("checkpoint_dir", folder / CHECKPOINT_FOLDER)
-        return memorize(base, input_ids, settings, out=folder, tokenizer=tokenizer, **options)
+        fields = {
+            "title": name,
+            "sample": make_sample(text, start),
+            "checkpoint_dir": folder / CHECKPOINT_FOLDER,
+            **place,
+        }
+        where = Place(out=folder, **fields)
+        if isinstance(settings, ReadSettings):
+            return read(
+                base,
+                input_ids,
+                settings,
+                where,
+                tokenizer=tokenizer,
+                start=start,
+                on_step=on_step,
+            )
+        return study(base, tokenizer, input_ids, settings, where, start=start, on_step=on_step)
 
     def rename(self, name: str, new_name: str) -> str:
         """Give a memory another name, which is returned: the next free one where it is taken."""

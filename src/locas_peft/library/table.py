@@ -26,7 +26,7 @@ from ..files import is_disk_full, parse_json_lines, staged_file
 from ..memories.checkpoint import InUse, held
 from ..processes import in_first_process, take_share, wait_for_others
 from ..progress import Progress, silent
-from ..reading import ReadingSettings
+from ..stages import AdapterSettings, ReadSettings
 from ..text import load_text, unwrap
 from .library import FAILURES, Library, check_name
 from .routing import make_sample
@@ -37,9 +37,9 @@ LOCK = ".table.lock"
 POLL_SECONDS = 1.0
 # Of a document whose actor ended: one that needs too much memory would end all of them.
 RETRIES = 3
-SETTINGS = tuple(name for name in vars(ReadingSettings()) if name not in ("model", "dtype"))
 _OPTIONS = {"lr": "learning_rate", "layers": "layers_to_transform", "width": "r"}
 _COLUMNS = ("name", "text", "path")
+_OF_THE_BASE = ("model", "dtype")
 _FORMATS = {".csv": "csv", ".json": "json", ".parquet": "parquet"}
 
 
@@ -51,14 +51,14 @@ class Document:
         line: of the row, from 1.
         name: of the memory.
         text: what is read, or its file.
-        settings: how it is read.
+        settings: how it is read or studied.
         error: why the row cannot be used; empty for one that can.
     """
 
     line: int
     name: str | None
     text: str | Path = ""
-    settings: ReadingSettings = ReadingSettings()
+    settings: AdapterSettings = ReadSettings()
     error: str = ""
 
     def load(self) -> str:
@@ -76,20 +76,20 @@ class Document:
         return 0
 
 
-def load_table(source: str, settings: ReadingSettings) -> list[Document]:
+def load_table(source: str, settings: AdapterSettings) -> list[Document]:
     """Load a table of documents; one that cannot be read, or has no rows, is a `ValueError`.
 
     Args:
         source: a JSON Lines file (.jsonl), or another table (see `load_rows`). A row has `name`,
             and `text` or `path`, which is relative to the table's folder. Its other values are its
-            own settings, by the names of `ReadingSettings` or of the command's options. In other
-            tables than JSON Lines, other columns are ignored.
+            own settings, by the names of the settings' fields or of the command's options. In
+            other tables than JSON Lines, other columns are ignored.
         settings: for what a row does not set.
     """
     if Path(source).suffix == ".jsonl":
         rows = parse_json_lines(load_text(source).split("\n"), dict)
     else:
-        known = {*_COLUMNS, *SETTINGS, *_OPTIONS}
+        known = {*_COLUMNS, *_list_fields(settings), *_OPTIONS}
         rows = enumerate((_keep(row, known) for row in load_rows(source)), 1)
     documents = []
     for line, row in rows:
@@ -109,7 +109,7 @@ def _keep(row: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def _parse_row(
-    line: int, row: dict[str, Any] | None, folder: Path, settings: ReadingSettings
+    line: int, row: dict[str, Any] | None, folder: Path, settings: AdapterSettings
 ) -> Document:
     """Return the document of a row; one that cannot be used is a `ValueError` or `TypeError`."""
     values = {}
@@ -122,15 +122,20 @@ def _parse_row(
         raise ValueError(
             "each row must be an object with name and either path or text, not empty: correct it"
         )
-    unknown = sorted(values.keys() - set(SETTINGS))
+    unknown = sorted(values.keys() - _list_fields(settings))
     if unknown:
         raise ValueError(
-            f"settings must be those of locas memorize, got {unknown[0]!r}: see its --help"
+            f"settings must be those of the command, got {unknown[0]!r}: see its --help"
         )
     if values.get("method") == "none":
         raise ValueError("method must be one that learns, got 'none': choose another")
     content = text or folder / file
     return Document(line, check_name(str(name)), content, replace(settings, **values))
+
+
+def _list_fields(settings: AdapterSettings) -> set[str]:
+    """Return the settings that a row can have of its own."""
+    return set(vars(settings)) - set(_OF_THE_BASE)
 
 
 def _refuse_repeated_names(documents: list[Document]) -> list[Document]:
@@ -188,8 +193,8 @@ def teach_table(
         documents: of `load_table`.
         unwrapped: whether hard-wrapped lines are joined to paragraphs first.
         progress: opens lines of progress.
-        options: the others of `reading.memorize`; `overwrite` replaces what was made of other texts
-            or settings.
+        options: the others of `Library.add`; `overwrite` replaces what was made of other texts or
+            settings.
 
     Raises:
         InUse: another command teaches a table into this library.

@@ -32,6 +32,7 @@ __all__ = [
     "MEMORY_CONFIG",
     "MOST_BYTES",
     "READING",
+    "RECORD",
     "SAMPLE",
     "SIGNATURE",
     "TEXT_SIGNATURE",
@@ -46,9 +47,11 @@ __all__ = [
 ]
 
 # In a memory's folder: PEFT's config; the model card, which the Hugging Face hub renders; the
-# record of the reading that made it; pieces of its text, by which a library finds it.
+# record of the stages that made it, and the one that version 0.2.0 wrote; pieces of its text, by
+# which a library finds it.
 MEMORY_CONFIG = "adapter_config.json"
 CARD = "README.md"
+RECORD = "record.json"
 READING = "reading.json"
 SAMPLE = "sample.txt"
 # A signature by the program model_signing (docs/howto/signing.md), and one that version 0.2.0 wrote
@@ -59,6 +62,7 @@ FILES = (
     MEMORY_CONFIG,
     SAFETENSORS_WEIGHTS_NAME,
     CARD,
+    RECORD,
     READING,
     EXCHANGES,
     PASSAGES,
@@ -67,7 +71,7 @@ FILES = (
     TEXT_SIGNATURE,
 )
 """The files of a memory; no other is packed, unpacked or deleted."""
-_PUSHED = (CARD, MEMORY_CONFIG, "adapter_model.*", READING, SIGNATURE)
+_PUSHED = (CARD, MEMORY_CONFIG, "adapter_model.*", RECORD, READING, SIGNATURE)
 MOST_BYTES = 2**30
 """The most that an archive unpacks to."""
 _MOST_LISTED_BYTES = 2**20
@@ -89,7 +93,8 @@ def check_vacant(
     folder = Path(directory)
     holds = f"--out {str(directory)!r} holds"
     finish_replacement(folder)
-    is_memory = (folder / MEMORY_CONFIG).exists() and (folder / READING).exists()
+    has_record = (folder / RECORD).exists() or (folder / READING).exists()
+    is_memory = has_record and (folder / MEMORY_CONFIG).exists()
     if not is_memory:
         for name in FILES:
             if os.path.lexists(folder / name):

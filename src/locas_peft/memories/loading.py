@@ -23,7 +23,7 @@ from ..tuner import LocasConfig
 from ..tuner.memory_file import PREFIX, SCALES, split_tensors
 from ..tuner.modules import remember_modules
 from .base_sample import may_be_same_weights, sample_weights
-from .folder import MEMORY_CONFIG, READING
+from .folder import MEMORY_CONFIG, READING, RECORD
 from .guards import guard_memory, load_memory_file
 from .tensor_file import find_tensor_file, load_tensors
 
@@ -167,7 +167,7 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         JSON values: `memory_dir`, `base`, `peft_type`, `r`, `init`, `scaling`, `dtype`,
         `parameters`, `bytes` (of the tensors' file), `host`, `replaces` (the tensors of a LOCAS
         memory's file that replace weights of the base, by name), `learned` (False for a LOCAS
-        memory without an output; None for other adapters), `digests` (of the reading's record),
+        memory without an output; None for other adapters), `digests` (of the last stage's record),
         `layers`: for a LOCAS memory an entry for each FFN with `name`, `r`, `tau`, `input_scale`,
         `slots` (None where no host slots were cloned) and, for `gate` (None in a two-layer memory),
         `up` and `down`, `mean` and `max` of the slots' norms.
@@ -176,7 +176,7 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         ValueError: there is no memory, or its files hold something that loading refuses.
     """
     config, path = find_files(directory)
-    reading = _load_reading(path.with_name(READING))
+    record = _load_last_stage(path.parent)
     layers = []
     others = []
     learned = None
@@ -205,7 +205,7 @@ def describe_memory(directory: str | Path) -> dict[str, Any]:
         "parameters": sum(tensor.numel() for tensor in tensors.values()),
         "bytes": path.stat().st_size,
         "host": host,
-        "digests": {key: value for key, value in reading.items() if key.endswith("_sha256")},
+        "digests": {key: value for key, value in record.items() if key.endswith("_sha256")},
         "replaces": [key.removeprefix(PREFIX) for key in others],
         "learned": learned,
         "layers": layers,
@@ -233,14 +233,19 @@ def tabulate_memory(memory: dict[str, Any]) -> Sheet:
     return Sheet(title, headers, rows)
 
 
-def _load_reading(path: Path) -> dict[str, Any]:
-    """Load the record of the reading that made a memory; empty where there is none."""
-    if not path.is_file():
-        return {}
-    reading = load_json(path)
-    if not isinstance(reading, dict):
-        raise ValueError(f"{path} must be the record of a reading: {_SAVE_AGAIN}")
-    return reading
+def _load_last_stage(directory: Path) -> dict[str, Any]:
+    """Load the record of the last stage that made a memory; empty where there is none."""
+    path = directory / RECORD
+    if path.is_file():
+        content = load_json(path)
+        stages = content.get("stages") if isinstance(content, dict) else None
+        record = stages[-1] if isinstance(stages, list) and stages else None
+    else:
+        path = directory / READING
+        record = load_json(path) if path.is_file() else {}
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} must be the record of a memory: {_SAVE_AGAIN}")
+    return record
 
 
 def _describe_layer(

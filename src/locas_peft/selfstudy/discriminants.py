@@ -60,7 +60,7 @@ def place_discriminants(
 ) -> None:
     """Give up to half of a memory's slots, in the upper two thirds of its layers, rows that tell passages apart.
 
-    It is the memory that is trained; it has no norm clip (`CompleteSettings.separates`). A slot's gate row is open
+    It is the memory that is trained; it has no norm clip (`stages.stage.separates`). A slot's gate row is open
     at the tokens of one passage and closed at all others; in a memory without gates its up row is. The passages take
     the slots in turns, at most `SLOTS_EACH` each. The slots' values become zero; others stay.
 

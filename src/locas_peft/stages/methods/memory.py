@@ -1,0 +1,49 @@
+"""What the methods with a LOCAS memory share: its configuration, and the kind of host it fits."""
+
+from typing import ClassVar
+
+from transformers import PreTrainedModel
+
+from locas_settings import AdapterSettings
+
+from ...checks import check_choice
+from ...tuner import STRATEGIES, LocasConfig, find_ffns
+from .method import Method, find_layers
+
+__all__ = ["TRAINED", "MemoryMethod"]
+
+TRAINED = ("learning_rate", "decay_steps", "anchor", "anchor_every")
+"""The settings that have no meaning for a memory that is written and not trained."""
+
+
+class MemoryMethod(Method):
+    """A LOCAS memory beside gated or two-layer FFNs."""
+
+    gated: ClassVar[bool]
+    other_method: ClassVar[str]
+
+    def make_config(self, settings: AdapterSettings, base: PreTrainedModel) -> LocasConfig:
+        check_choice("init", settings.init, STRATEGIES)
+        self._check_host(base)
+        fields = {}
+        if settings.max_slot_norm is not None:
+            # 0 stands for no clip.
+            fields["max_slot_norm"] = settings.max_slot_norm or None
+        return LocasConfig(
+            r=settings.r,
+            init_weights=settings.init,
+            output_scale=settings.output_scale,
+            scaling=settings.scaling,
+            layers_to_transform=find_layers(settings, base),
+            seed=settings.seed,
+            task_type="CAUSAL_LM",
+            **fields,
+        )
+
+    def _check_host(self, base: PreTrainedModel) -> None:
+        kinds = {ffn.gated for ffn in find_ffns(base).values()}
+        if kinds != {not self.gated}:
+            return
+        needed, present = ("gated", "two-layer") if self.gated else ("two-layer", "gated")
+        what = f"method {self.name!r} needs {needed} FFNs, got {type(base).__name__}"
+        raise ValueError(f"{what} with {present} ones: use {self.other_method!r}")

@@ -1,0 +1,563 @@
+"""Run a stage: attach its adapter, take its steps with checkpoints, save what was learned.
+
+settings -> adapter -> stage -> steps -> memory's folder
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from locas_settings import AdapterSettings, ReadSettings, StudySettings
+from locas_settings.adapter import SHAPE
+
+from ..checks import describe_difference
+from ..memories import checkpoint
+from ..memories.folder import check_vacant
+from ..memories.loading import load_memory
+from ..model import fingerprint
+from ..selfstudy import Exchange, load_exchanges
+from ..selfstudy.exchanges import EXCHANGES, correct, digest_exchanges
+from ..text import digest_ids, digest_tokenizer
+from ..ttt import TestTimeTrainer
+from ..ttt.model_state import active_configs
+from ..tuner.modules import remember_modules
+from .complete import complete, for_base, training_settings
+from .methods import METHODS
+from .peak import PeakMemory
+from .record import ReadRecord, Record, StudyRecord, describe_origin, load_records
+from .saving import find_finished, save_stages
+from .stage import Reading, Stage, Study, separates
+
+__all__ = ["Place", "StageRun", "attached", "open_reading", "open_study", "read", "score", "study"]
+
+_logger = logging.getLogger(__name__)
+# "record" describes the base, which is compared by its fingerprint, and what calibration chose.
+_NO_ARITHMETIC = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "peft_version",
+    "record",
+    "revision",
+    "task_type",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a stage puts what it learns.
+
+    Args:
+        out: the memory's folder, written whole or not at all; None to save nothing.
+        checkpoint_dir: a folder for the unfinished state, removed after the memory was saved;
+            without `out` the caller removes it. It is locked for the whole stage. Where it cannot
+            be written, a warning is logged and the stage goes on.
+        checkpoint_seconds: time between two checkpoints.
+        resume: take the finished memory of `out`, if it is this one; else go on from the
+            checkpoint; from the start where there is none.
+        overwrite: replace the memory in `out`, and a checkpoint; with `resume`, only those of
+            other stages.
+        title: of the text, for the record and the model card.
+        sample: of the text, saved beside the memory: a `Library` finds it by this.
+    """
+
+    out: str | Path | None = None
+    checkpoint_dir: str | Path | None = None
+    checkpoint_seconds: float = 30.0
+    resume: bool = False
+    overwrite: bool = False
+    title: str | None = None
+    sample: str | None = None
+
+
+class StageRun:
+    """A stage that is under way. Iterate over it, then call `finish`.
+
+    The iterator yields the record of each step, those of a checkpoint first. Leaving the loop
+    early stops the stage: `finish` then saves what was learned so far. An exception in the loop's
+    body saves a checkpoint.
+    """
+
+    def __init__(self, stage: Stage, place: Place, folder: Path | None, shared: dict[str, Any]):
+        self.stage = stage
+        self._place = place
+        self._folder = folder
+        self._shared = shared
+        self._saved_at = time.monotonic()
+        self._failed = False
+        # A state that is saved between two steps is whole; within a step it is not.
+        self.is_between_steps = True
+        self.is_complete = False
+        self.record: Record | None = None
+        self._save: Callable[[StageRun], Record] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.record is not None:
+            return
+        yield from self.stage.earlier_steps()
+        self.is_between_steps = False
+        for step in self.stage.steps():
+            self.is_between_steps = True
+            yield step
+            if self._is_due(step):
+                self.save_checkpoint()
+            self.is_between_steps = False
+        self.is_between_steps = True
+        self.is_complete = True
+
+    def finish(self) -> Record:
+        """Save what was learned; return the record of the stage."""
+        if self.record is None:
+            self.record = self._save(self)
+        return self.record
+
+    def _is_due(self, step: Any) -> bool:
+        # The exchanges of a block of passages take long to write.
+        written = getattr(step, "phase", None) == "write"
+        return written or time.monotonic() - self._saved_at >= self._place.checkpoint_seconds
+
+    def save_checkpoint(self) -> None:
+        """Save the state of the stage, where there is a folder for it."""
+        if self._folder is None:
+            return
+        state = {"run": self._shared, "stage": self.stage.kind, **self.stage.state_dict()}
+        try:
+            checkpoint.save(self._folder, state)
+        except OSError as failure:
+            if not self._failed:
+                reason = failure.strerror or failure
+                _logger.warning("no checkpoint can be saved (%s); the stage goes on", reason)
+            self._failed = True
+        self._saved_at = time.monotonic()
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Load a checkpoint's state.
+
+        A checkpoint that is damaged, or of another stage, model, adapter, setting or text, is a
+        `ValueError`; the stage, its model and torch's random state are then as before.
+        """
+        try:
+            difference = self._find_difference(state)
+            if difference is None:
+                self.stage.load_state_dict(state)
+        except Exception as error:
+            # Entries of another kind or shape than we write.
+            raise checkpoint.damaged(self._folder, error) from None
+        if difference is not None:
+            raise ValueError(difference)
+
+    def _find_difference(self, state: dict[str, Any]) -> str | None:
+        """Return the message for the first difference between this run and a checkpoint's."""
+        where = f"the checkpoint in {str(self._folder)!r}"
+        remedy = "give the former value, or choose another folder"
+        ours = self._shared
+        theirs = state["run"]
+        for part in ("settings", "trainer"):
+            difference = describe_difference(ours[part], theirs[part], where, remedy)
+            if difference is not None:
+                return difference
+        recorded = theirs["adapters"]
+        for name, config in ours["adapters"].items():
+            other = recorded.get(name, config)
+            prefix = f"adapter {name!r}: "
+            difference = describe_difference(config, other, where, remedy, prefix)
+            if difference is not None:
+                return difference
+        if ours["adapters"].keys() != recorded.keys():
+            names = f"{sorted(recorded)} as in {where}, got {sorted(ours['adapters'])}"
+            return f"active adapters must be {names}: activate those, or choose another folder"
+        if ours["base"] != theirs["base"]:
+            what = f"model must be the one of {where}, got other base weights"
+            return f"{what}: load that model in the same dtype, or choose another folder"
+        begun = state["text"]
+        if begun not in (None, self.stage.text_sha256):
+            rule = f"the text must be the one begun in {where} (sha256 {begun[:12]})"
+            got = f"got another one ({self.stage.text_sha256[:12]})"
+            return f"{rule}, {got}: give that text, or choose another folder"
+        return None
+
+
+def read(
+    base: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    settings: ReadSettings,
+    place: Place | None = None,
+    *,
+    tokenizer: Any = None,
+    start: str | Path | None = None,
+    on_step: Callable[[Any], None] | None = None,
+) -> ReadRecord:
+    """Read a text with one method, from a fresh adapter to the figures and the saved memory.
+
+    `base` is mutated while this runs and restored at the end (see `attached`).
+
+    Args:
+        base: a causal LM without adapters.
+        input_ids: LongTensor [T], T >= 2; the first `settings.max_tokens` are read.
+        settings: completed here, where they are not.
+        place: where the memory goes; None to save nothing. The method "none" saves nothing.
+        tokenizer: of the base, for the record.
+        start: a saved memory to go on with, in place of a fresh adapter: its slots and a fresh
+            optimizer. `place.out` may be its folder.
+        on_step: called with the record of each chunk; a checkpoint is saved where it raises.
+
+    A text that is too short, a method or a memory that does not fit the base, an `out` that is not
+    vacant, and a checkpoint of another stage or in use (`InUse`) are `ValueError`s; a folder that
+    cannot be written is an `OSError`.
+    """
+    with open_reading(base, input_ids, settings, place, tokenizer=tokenizer, start=start) as run:
+        return _run_to_the_end(run, on_step)
+
+
+def study(
+    base: PreTrainedModel,
+    tokenizer: Any,
+    input_ids: torch.LongTensor,
+    settings: StudySettings,
+    place: Place | None = None,
+    *,
+    start: str | Path | None = None,
+    exchanges: Sequence[Exchange] | None = None,
+    on_step: Callable[[Any], None] | None = None,
+) -> StudyRecord:
+    """Study a text: the model asks itself about it, and the adapter learns the answers.
+
+    Args:
+        base, input_ids, place, on_step: as for `read`.
+        tokenizer: of the base.
+        settings: completed here, where they are not.
+        start: a saved memory to go on with: a study that follows a reading keeps what was read.
+            The exchanges that it has learned before are learned again as far as they are lost.
+        exchanges: studied in place of those that the model would write.
+
+    Errors are those of `read`; a study that keeps no exchange is a `ValueError`, and nothing is
+    saved.
+    """
+    opened = open_study(
+        base, tokenizer, input_ids, settings, place, start=start, exchanges=exchanges
+    )
+    with opened as run:
+        return _run_to_the_end(run, on_step)
+
+
+def _run_to_the_end(run: StageRun, on_step: Callable[[Any], None] | None) -> Any:
+    for step in run:
+        if on_step is not None:
+            on_step(step)
+    return run.finish()
+
+
+@contextmanager
+def open_reading(
+    base: PreTrainedModel,
+    input_ids: torch.LongTensor,
+    settings: ReadSettings,
+    place: Place | None = None,
+    *,
+    tokenizer: Any = None,
+    start: str | Path | None = None,
+) -> Iterator[StageRun]:
+    """Open a reading for the duration of the context; arguments and errors are those of `read`."""
+    settings = complete(settings, base)
+    place = place or Place()
+    if settings.method == "none":
+        place = Place(title=place.title)
+    input_ids = _check_text(input_ids, settings)
+    expected = {**_list_shared(settings), "text_sha256": digest_ids(input_ids)}
+
+    def make_stage(model: nn.Module) -> Reading:
+        return Reading(model, input_ids, settings)
+
+    setup = _Setup(base, settings, place, start, tokenizer)
+    with _open(setup, expected, make_stage, []) as run:
+        yield run
+
+
+@contextmanager
+def open_study(
+    base: PreTrainedModel,
+    tokenizer: Any,
+    input_ids: torch.LongTensor,
+    settings: StudySettings,
+    place: Place | None = None,
+    *,
+    start: str | Path | None = None,
+    exchanges: Sequence[Exchange] | None = None,
+) -> Iterator[StageRun]:
+    """Open a study for the duration of the context; arguments and errors are those of `study`."""
+    settings = complete(settings, base)
+    input_ids = _check_text(input_ids, settings)
+    earlier = _load_earlier(start)
+    expected = {**_list_shared(settings), "text_sha256": digest_ids(input_ids)}
+    expected["given"] = exchanges is not None
+    if exchanges is not None:
+        expected["exchanges_sha256"] = digest_exchanges(exchanges)
+
+    def make_stage(model: nn.Module) -> Study:
+        return Study(
+            model,
+            tokenizer,
+            input_ids,
+            settings,
+            given=exchanges,
+            earlier=earlier,
+            is_fresh=start is None,
+        )
+
+    setup = _Setup(base, settings, place or Place(), start, tokenizer)
+    with _open(setup, expected, make_stage, earlier) as run:
+        yield run
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What both stages need to be opened."""
+
+    base: PreTrainedModel
+    settings: AdapterSettings
+    place: Place
+    start: str | Path | None
+    tokenizer: Any
+
+    @property
+    def goes_on_in_place(self) -> bool:
+        """Whether the memory that the stage goes on with is replaced."""
+        out = self.place.out
+        return out is not None and self.start is not None and Path(out) == Path(self.start)
+
+
+@contextmanager
+def _open(
+    setup: _Setup,
+    expected: dict[str, Any],
+    make_stage: Callable[[nn.Module], Stage],
+    earlier: Sequence[Exchange],
+) -> Iterator[StageRun]:
+    place = setup.place
+    with ExitStack() as stack:
+        folder = None
+        if place.checkpoint_dir is not None:
+            folder = stack.enter_context(checkpoint.locked(place.checkpoint_dir))
+        origin = describe_origin(None if setup.goes_on_in_place else setup.start)
+        finished = _check_out(setup, {**expected, "origin": origin})
+        if finished is not None:
+            run = StageRun(Stage(), place, folder, {})
+            run.record = finished
+            yield run
+            return
+        former = _load_former(setup)
+        digests = {
+            "base_sha256": fingerprint(setup.base),
+            "tokenizer_sha256": digest_tokenizer(setup.tokenizer),
+        }
+        model = stack.enter_context(attached(setup.base, setup.settings, setup.start))
+        peak = PeakMemory(setup.base.device)
+        stage = make_stage(model)
+        shared = _describe_run(model, stage, setup.settings, origin)
+        run = StageRun(stage, place, folder, shared)
+
+        def save(run: StageRun) -> Record:
+            figures = {"origin": origin, "peak_bytes": peak.read(), **digests}
+            return _save(run, setup, model, [*former], earlier, figures)
+
+        run._save = save
+        _resume(run, setup)
+        try:
+            yield run
+        except BaseException:
+            if run.is_between_steps and run.record is None:
+                run.save_checkpoint()
+            raise
+
+
+def _check_out(setup: _Setup, expected: dict[str, Any]) -> Record | None:
+    """Return the finished memory to be taken, if any; refuse an `out` that is not vacant."""
+    place = setup.place
+    if place.out is None:
+        return None
+    replaces = place.overwrite or setup.goes_on_in_place
+    if place.resume:
+        try:
+            finished = find_finished(place.out, expected)
+        except ValueError:
+            if not replaces:
+                raise
+            finished = None
+        if finished is not None:
+            return finished
+    check_vacant(place.out, resume=place.resume, overwrite=place.overwrite, goes_on=replaces)
+    return None
+
+
+def _resume(run: StageRun, setup: _Setup) -> None:
+    """Load the checkpoint of a stage, where it is to be resumed and there is one."""
+    if not setup.place.resume or run._folder is None:
+        return
+    state = checkpoint.load(run._folder)
+    if state is None:
+        return
+    try:
+        run.resume(state)
+    except ValueError:
+        if not setup.place.overwrite:
+            raise
+
+
+def _save(
+    run: StageRun,
+    setup: _Setup,
+    model: nn.Module,
+    records: list[Record],
+    earlier: Sequence[Exchange],
+    figures: dict[str, Any],
+) -> Record:
+    """Save the memory of a stage; return the stage's record."""
+    place = setup.place
+    parameters = [weight for weight in model.parameters() if weight.requires_grad]
+    common = {
+        "settings": setup.settings,
+        "text_sha256": run.stage.text_sha256,
+        "extra_parameters": sum(weight.numel() for weight in parameters),
+        "memory_dir": None if place.out is None else str(place.out),
+        "title": place.title,
+        "stopped": not run.is_complete,
+        **figures,
+        **run.stage.figures(),
+    }
+    exchanges = list(earlier)
+    record: Record
+    if isinstance(run.stage, Study):
+        exchanges = correct(earlier, run.stage.study.exchanges)
+        record = StudyRecord(**common)
+        if not record.kept and run.is_complete:
+            raise ValueError(_explain_empty_study(record))
+    else:
+        record = ReadRecord(**common)
+    if place.out is not None:
+        save_stages(model, place.out, [*records, record], exchanges, place.sample)
+        if run._folder is not None:
+            checkpoint.remove(run._folder)
+    return record
+
+
+def _explain_empty_study(record: StudyRecord) -> str:
+    samples = " | ".join(" ".join(sample.split()) for sample in record.samples) or "none"
+    what = f"nothing was studied: the model wrote no usable exchange (samples: {samples})"
+    return f"{what}: choose a larger model, one with a chat template, or give exchanges"
+
+
+@contextmanager
+def attached(
+    base: PreTrainedModel, settings: AdapterSettings, start: str | Path | None = None
+) -> Iterator[nn.Module]:
+    """Attach a method's fresh adapter, or a saved memory, to a base within the context.
+
+    Torch's seed is set first. `base`, a causal LM without adapters, is mutated. Afterwards its
+    modules, weights, `requires_grad` flags and mode are as before. A method that does not fit is a
+    `ValueError`.
+    """
+    restore_modules = remember_modules(base)
+    torch.manual_seed(settings.seed)
+    try:
+        if start is not None:
+            yield load_memory(base, start, trainable=True)
+            return
+        config = METHODS[settings.method].make_config(settings, base)
+        if config is None:
+            yield base.requires_grad_(False)
+            return
+        if isinstance(settings, StudySettings) and separates(settings):
+            config.max_slot_norm = None
+        yield get_peft_model(base, config)
+    finally:
+        restore_modules()
+        base.zero_grad(set_to_none=True)
+
+
+def score(model: nn.Module, input_ids: torch.LongTensor, settings: ReadSettings) -> float:
+    """Return the perplexity of a text, LongTensor [T], under a frozen model.
+
+    The windows are those of the settings, which are complete. A parameter that requires gradients
+    is a `ValueError`.
+    """
+    learning = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    if learning:
+        got = f"got {len(learning)} trainable parameters"
+        raise ValueError(f"model must be frozen, {got}: freeze them first")
+    trainer = TestTimeTrainer(model, training_settings(for_base(settings)))
+    for _ in trainer.read(input_ids):
+        pass
+    return trainer.perplexity
+
+
+def _check_text(input_ids: Tensor, settings: AdapterSettings) -> Tensor:
+    if input_ids.dim() != 1 or input_ids.numel() < 2:
+        rule = "input_ids must be of shape [T] with T >= 2"
+        raise ValueError(f"{rule}, got {list(input_ids.shape)}: give more text")
+    return input_ids[: settings.max_tokens]
+
+
+def _list_shared(settings: AdapterSettings) -> dict[str, Any]:
+    """Return the settings as JSON values."""
+    return json.loads(json.dumps(vars(settings)))
+
+
+def _load_former(setup: _Setup) -> list[Record]:
+    """Return the records of the memory that a stage goes on with.
+
+    A `ValueError` where it is of another method or width.
+    """
+    if setup.start is None:
+        return []
+    records = load_records(setup.start)
+    former = records[-1].settings
+    wanted = {name: getattr(setup.settings, name) for name in SHAPE}
+    had = {name: getattr(former, name) for name in SHAPE}
+    where = f"the memory {str(setup.start)!r} to go on with"
+    difference = describe_difference(wanted, had, where, "leave it out")
+    if difference is not None:
+        raise ValueError(difference)
+    return records
+
+
+def _load_earlier(start: str | Path | None) -> list[Exchange]:
+    """Return the exchanges that a memory has learned."""
+    if start is None:
+        return []
+    with suppress(FileNotFoundError):
+        return load_exchanges(os.path.join(start, EXCHANGES))
+    return []
+
+
+def _describe_run(
+    model: nn.Module, stage: Stage, settings: AdapterSettings, origin: str | None
+) -> dict[str, Any]:
+    """Return what a checkpoint must share with the run that goes on from it, as plain values."""
+    adapters = {}
+    for name, config in active_configs(model).items():
+        fields = config.to_dict()
+        compared = {field: fields[field] for field in fields.keys() - _NO_ARITHMETIC}
+        adapters[name] = json.loads(json.dumps(compared, default=_to_plain, sort_keys=True))
+    return {
+        "settings": {**_list_shared(settings), "origin": origin},
+        "trainer": stage.describe(),
+        "adapters": adapters,
+        "base": fingerprint(model),
+    }
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, set):
+        return sorted(value)
+    return str(value)

@@ -1,0 +1,154 @@
+"""Save what a stage made: the memory, its records, its exchanges, its card."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from peft import PeftConfig, PeftModel
+
+from ..checks import describe_difference
+from ..files import finish_replacement, write_json
+from ..memories.checkpoint import CHECKPOINT_FOLDER, InUse, has_checkpoint, locked
+from ..memories.folder import (
+    MEMORY_CONFIG,
+    READING,
+    RECORD,
+    SAMPLE,
+    escape,
+    make_card,
+    save_memory,
+)
+from ..selfstudy import Exchange, save_exchanges
+from ..selfstudy.exchanges import EXCHANGES
+from .record import ReadRecord, Record, StudyRecord, load_records, records_to_json
+
+__all__ = ["find_finished", "save_stages"]
+
+_CARD_SETTINGS = (
+    "preset",
+    "r",
+    "init",
+    "learning_rate",
+    "window",
+    "stride",
+    "context",
+    "readings",
+    "anchor",
+    "passes",
+    "seed",
+    "dtype",
+)
+
+
+def save_stages(
+    model: PeftModel,
+    directory: str | Path,
+    records: Sequence[Record],
+    exchanges: Sequence[Exchange] = (),
+    sample: str | None = None,
+) -> None:
+    """Write a memory into a folder, whole or not at all.
+
+    Args:
+        model: the model whose active adapter is the memory.
+        directory: the folder; files of a memory that this one replaces are removed.
+        records: of the stages that made it, the last one last.
+        exchanges: what the memory has studied.
+        sample: pieces of its text, by which a library finds it.
+    """
+
+    def add_files(folder: Path) -> None:
+        write_json(folder / RECORD, records_to_json(records))
+        if exchanges:
+            save_exchanges(folder / EXCHANGES, exchanges)
+        if sample is not None:
+            (folder / SAMPLE).write_text(sample, encoding="utf-8")
+
+    card = _make_card(model.peft_config[model.active_adapter], records)
+    save_memory(model, directory, records[-1].settings.model, card, add_files=add_files)
+    # Files of the memory that this one replaces.
+    stale = [READING]
+    if not exchanges:
+        stale.append(EXCHANGES)
+    if sample is None:
+        stale.append(SAMPLE)
+    for name in stale:
+        (Path(directory) / name).unlink(missing_ok=True)
+
+
+def find_finished(directory: str | Path, expected: dict[str, Any]) -> Record | None:
+    """Return the record of a finished memory; None where there is none, or an unfinished stage.
+
+    A memory of another text, of other settings, exchanges or origin is a `ValueError`.
+
+    Args:
+        directory: the memory's folder.
+        expected: fields of the record that the stage would have, as JSON values.
+    """
+    folder = Path(directory)
+    finish_replacement(folder)
+    unfinished = folder / CHECKPOINT_FOLDER
+    if has_checkpoint(unfinished) or not (folder / MEMORY_CONFIG).exists():
+        return None
+    if unfinished.is_dir():
+        # Afterwards the lock is gone, and the folder where it is empty.
+        with suppress(InUse, OSError), locked(unfinished):
+            pass
+    remedy = "choose another folder, or give --overwrite"
+    held = f"--out {str(folder)!r} holds"
+    if not (folder / RECORD).exists() and not (folder / READING).exists():
+        raise ValueError(f"{held} a memory that no reading here made: {remedy}")
+    record = load_records(folder)[-1]
+    if record.stopped:
+        raise ValueError(f"{held} the memory of a stage that was stopped early: {remedy}")
+    recorded = record.to_json()
+    if expected.get("given") is False and recorded.get("given"):
+        raise ValueError(f"{held} the memory of exchanges that were given: {remedy}")
+    digests = {"text_sha256": "text", "exchanges_sha256": "exchanges"}
+    for field, name in digests.items():
+        if field in expected and field in recorded and expected[field] != recorded[field]:
+            raise ValueError(f"{held} the memory of another {name}: {remedy}")
+    shared = {name: recorded.get(name) for name in expected}
+    where = f"the memory in {str(folder)!r}"
+    difference = describe_difference(expected, shared, where, remedy)
+    if difference is not None:
+        raise ValueError(difference)
+    return record
+
+
+def _make_card(config: PeftConfig, records: Sequence[Record]) -> str:
+    """Return the model card of a memory."""
+    last = records[-1]
+    settings = last.settings
+    title = escape(last.title or "a text")
+    rows = {
+        "text": title,
+        "base": escape(settings.model),
+        "method": f"{last.method}, {last.extra_parameters:,} parameters",
+    }
+    made = []
+    for record in records:
+        rows |= _describe_stage(record)
+        made.append("reading" if record.kind == "read" else "studying")
+    for name in _CARD_SETTINGS:
+        value = getattr(settings, name, None)
+        if value is not None:
+            rows[name] = f"`{value}`"
+    how = f"trained by {' and '.join(dict.fromkeys(made))} one text"
+    note = f"The perplexities are of this text alone. All settings and figures are in `{RECORD}`."
+    return make_card(settings.model, config.peft_type, title, how, rows, note)
+
+
+def _describe_stage(record: Record) -> dict[str, str]:
+    """Return the rows of a card that describe one stage."""
+    if isinstance(record, ReadRecord):
+        scored = "perplexity while reading, each token scored before it was learned"
+        return {
+            "tokens": f"{record.curve[-1][0]:,}",
+            scored: f"{record.perplexity:.2f}",
+            "time to read": f"{record.seconds:,.0f} s",
+        }
+    if isinstance(record, StudyRecord):
+        return {"study": f"{record.kept} exchanges in {record.seconds:,.0f} s"}
+    return {}
