@@ -196,6 +196,9 @@ def _name_options(line: str, args: list[str]) -> str:
     named as they are.
     """
     _, apps, _ = app.parse_commands(args)
+    # An unknown command has none.
+    if apps[-1].default_command is None:
+        return line
     options = {}
     for argument in apps[-1].assemble_argument_collection():
         field = argument.field_info.name
