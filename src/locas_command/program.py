@@ -6,11 +6,11 @@ for other errors, with the traceback.
 """
 
 import os
+import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
-from inspect import BoundArguments
 from traceback import walk_tb
 from typing import Any, NoReturn
 
@@ -40,10 +40,8 @@ __all__ = ["app", "main"]
 
 app = App(
     name="locas",
-    help=(
-        "A memory made of weights for language models: "
-        "read a text, keep what was learned in a small file."
-    ),
+    help="A memory made of weights for language models: read a text, keep what was learned in a "
+    "small file.",
     help_epilogue="LOCAS_TRACEBACK=1 shows the traceback behind an error's one line.",
     help_format="plaintext",
     version=lambda: version("locas_peft"),
@@ -101,21 +99,20 @@ def _run(args: list[str]) -> int:
     try:
         _check_processes(args)
         command, arguments, _ = app.parse_args(args, exit_on_error=False, print_error=False)
-        # Help and the version are commands too, and import nothing.
-        if command in _COMMANDS or command in _PROTOCOLS:
-            _prepare(arguments)
+        # And not what prints help or the version.
+        if command in (*_COMMANDS, *_PROTOCOLS):
+            _prepare(arguments.kwargs.values())
         code = command(*arguments.args, **arguments.kwargs)
         sys.stdout.flush()
         return code or 0
-    except _Terminated:
-        _print_error("terminated", index)
-        return 143
-    except KeyboardInterrupt:
-        _print_error("interrupted", index)
-        return 130
+    except KeyboardInterrupt as error:
+        terminated = isinstance(error, _Terminated)
+        _print_error("terminated" if terminated else "interrupted", index)
+        return 143 if terminated else 130
     except CycloptsError as error:
         command = " ".join(("locas", *(error.command_chain or ())))
         _print_error(f"error: {printable(str(error)).rstrip('.')}: see {command} --help", index)
+        return 2
     except BrokenPipeError:
         _give_up_stdout()
         return 1
@@ -123,37 +120,43 @@ def _run(args: list[str]) -> int:
         line = _explain(error)
         if line is None or os.environ.get("LOCAS_TRACEBACK"):
             raise
-        if isinstance(error, ValueError):
-            # An input that all processes share: one of them names it.
-            _print_error(f"error: {line}", index)
-        else:
-            process = f" in process {index}" if index else ""
-            print(f"error{process}: {line}", file=sys.stderr)
-        if isinstance(error, OSError):
-            _give_up_stdout()
-    return 2
+        _report(error, line, args, index)
+        return 2
 
 
 def _check_processes(args: list[str]) -> None:
-    """Raise a `ValueError` for several processes of a command that runs in one."""
+    """Raise a `ValueError` where a launcher started several processes of a command for one."""
     _, count = find_process()
     shares = args[0] == "eval" or any(arg.partition("=")[0] == "--manifest" for arg in args)
     if count > 1 and not shares and not args[0].startswith("-"):
-        raise ValueError(
-            f"this command must run in one process, got {count}: start it without a launcher; "
-            "several processes can share locas eval and memorize --manifest"
-        )
+        can_share = "several processes can share locas eval and memorize --manifest"
+        remedy = f"start it without a launcher; {can_share}"
+        raise ValueError(f"this command must run in one process, got {count}: {remedy}")
 
 
-def _prepare(arguments: BoundArguments) -> None:
+def _prepare(values: Iterable[Any]) -> None:
     """Import the package, and check the settings of a reading before a base is loaded."""
     with ended_at_once():
         import locas_peft  # noqa: F401
-    for options in arguments.kwargs.values():
+    for options in values:
         if isinstance(options, ReadingOptions):
             from locas_peft.reading import ReadingSettings
 
             ReadingSettings(**vars(options))
+
+
+def _report(error: Exception, line: str, args: list[str], index: int) -> None:
+    """Print the line of an error that a user or the machine caused."""
+    if isinstance(error, ValueError | TypeError):
+        line = _name_options(line, args)
+    # A ValueError is of an input that all processes share: the first one prints it.
+    if isinstance(error, ValueError):
+        _print_error(f"error: {line}", index)
+    else:
+        where = f" in process {index}" if index else ""
+        print(f"error{where}: {line}", file=sys.stderr)
+    if isinstance(error, OSError):
+        _give_up_stdout()
 
 
 def _print_error(line: str, index: int) -> None:
@@ -162,37 +165,66 @@ def _print_error(line: str, index: int) -> None:
 
 
 def _explain(error: Exception) -> str | None:
-    """Return one line for an error that input or machine can cause; None for a defect."""
-    from locas_peft.files import is_disk_full, is_out_of_memory
+    """Return one line for an error of input or machine; None for a defect of the program."""
+    from locas_peft.files import is_out_of_memory
 
     if is_out_of_memory(error):
         place = "device" if type(error).__name__ == "OutOfMemoryError" else "machine"
         remedy = "lower the width or the window, or choose another model, dtype or device"
         return f"the {place} is out of memory: {remedy}"
     if isinstance(error, OSError):
-        where = repr(str(error.filename)) if error.filename else ""
-        if is_disk_full(error):
-            while_writing = f" while writing {where}" if where else ""
-            remedy = "free some space or choose another folder; nothing was left half-written"
-            return f"the disk is full{while_writing}: {remedy}"
-        if where:
-            remedy = "check the path and its permissions"
-            return f"{where} cannot be read or written ({error.strerror}): {remedy}"
-        return printable(error.strerror or str(error))
-    if isinstance(error, ValueError) or (isinstance(error, TypeError) and _is_raised_by_us(error)):
+        return _explain_os_error(error)
+    # A TypeError from elsewhere is a defect, not an input.
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    is_ours = package in ("locas_command", "locas_peft")
+    if isinstance(error, ValueError) or (isinstance(error, TypeError) and is_ours):
         return printable(str(error)) or type(error).__name__
     return None
 
 
-def _is_raised_by_us(error: Exception) -> bool:
-    """Return whether an error was raised in our modules: one from elsewhere may be a defect."""
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    package = frame.f_globals.get("__name__", "").partition(".")[0]
-    return package in ("locas_command", "locas_peft")
+def _explain_os_error(error: OSError) -> str:
+    from locas_peft.files import is_disk_full
+
+    name = repr(str(error.filename)) if error.filename else ""
+    if is_disk_full(error):
+        where = f" while writing {name}" if name else ""
+        remedy = "free some space or choose another folder; nothing was left half-written"
+        return f"the disk is full{where}: {remedy}"
+    if name:
+        remedy = "check the path and its permissions"
+        return f"{name} cannot be read or written ({error.strerror}): {remedy}"
+    return printable(error.strerror or str(error))
+
+
+def _name_options(line: str, args: list[str]) -> str:
+    """Return an error's line with the command's options in place of the settings' fields.
+
+    Fields are the words with an underscore that the command's settings have, such as
+    `learning_rate`. Words in quotes are the user's own. Fields of one word, such as `window`, are
+    named as they are.
+    """
+    _, apps, _ = app.parse_commands(args)
+    # An unknown command, or a group of commands, has no options.
+    if apps[-1].default_command is None:
+        return line
+    options = {}
+    for argument in apps[-1].assemble_argument_collection():
+        field = argument.field_info.name
+        if "_" in field and argument.name.startswith("--"):
+            options[field] = argument.name
+    return re.sub(
+        r"(?<![\w'\"./-])[a-z]+(?:_[a-z]+)+(?![\w'\"./-])",
+        lambda match: options.get(match[0], match[0]),
+        line,
+    )
 
 
 def _give_up_stdout() -> None:
-    """Discard stdout's buffer if it cannot be written: Python would try again at its end."""
+    """Discard the rest of stdout's buffer if it cannot be written.
+
+    Python would try again at its end.
+    """
     try:
         sys.stdout.flush()
     except OSError:
