@@ -397,7 +397,7 @@ REFUSALS = [
     ),
     (
         "memorize text.txt --out m --layers 5,6",
-        "layers_to_transform must lie below 6, the layers of Qwen3ForCausalLM",
+        "--layers must lie below 6, the layers of Qwen3ForCausalLM",
     ),
     (
         "memorize text.txt --out m --epsilon 0.1",
@@ -426,7 +426,7 @@ REFUSALS = [
     ),
     (
         "merge memory --out m --pad-to-multiple-of 100000000000",
-        "pad_to_multiple_of must be from 1 to 65536, got 1000",
+        "--pad-to-multiple-of must be from 1 to 65536, got 1000",
     ),
     (
         "demo --seed 9999999999999999999999",

@@ -165,7 +165,7 @@ def test_a_folder_of_another_run_is_refused(locomo_run, run, tmp_path):
     assert ": readings must be 1 as in the results in " in err.splitlines()[-1]
     assert err.endswith("got 2: choose another folder, or give --overwrite\n")
     code, _, err = run(*args[1:], "--lr", "0.5")
-    assert code == 2 and "learning_rate must be" in err
+    assert code == 2 and "--lr must be" in err
 
 
 def test_broken_records_are_named_and_the_rest_is_kept(run, tmp_path):
@@ -473,13 +473,13 @@ def test_a_checkpoint_stands_until_its_result_does(run, tmp_path, monkeypatch):
 def test_a_run_that_failed_at_once_binds_nobody(run, tmp_path):
     args = ["perplexity", "book.txt", "--out", "o", "--method", "locas-glu", *FAST]
     code, _, err = run(*args, "--layers", "9")
-    assert code == 2 and "layers_to_transform must lie below 6" in err
+    assert code == 2 and "--layers must lie below 6" in err
     killed = tmp_path / "o" / "perplexity" / "locas-glu" / "book" / "checkpoint" / "checkpoint.lock"
     killed.parent.mkdir(parents=True)
     killed.touch()
     assert run(*args)[0] == 0
     code, _, err = run(*args, "--layers", "3")
-    assert code == 2 and "layers_to_transform must be None as in the results in 'o', got [3]" in err
+    assert code == 2 and "--layers must be None as in the results in 'o', got [3]" in err
 
 
 def test_the_report_has_tables_and_plots_of_all_runs(locomo_run, run, write_report, tmp_path):
