@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import hashlib
 import json
 import os
@@ -504,6 +505,44 @@ def test_the_page_shows_the_memory_that_gave_an_answer():
 
     turns = [*chat("Who?"), {"role": "assistant", "content": "Peder.", "head": "[brine]\n"}]
     assert _show_chat(turns) == [*chat("Who?"), {"role": "assistant", "content": "[brine]\nPeder."}]
+
+
+# gradio leaves event loops open.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_happens_at_the_events_of_the_page(model, visitors, monkeypatch):
+    pytest.importorskip("gradio")
+    from locas_peft.app.page import _Page
+
+    monkeypatch.setattr(sessions, "ANSWER_TOKENS", 3)
+    page, one = _Page(model, visitors), visitors.find(None)
+    assert len(page._open(one)) == 1 + len(page._shelf_view) + len(page._job_view)
+    page._begin(one, TEXT[:450], "lamp", 0)
+    wait(one.job)
+    shown = page._tick(one, None, None, None)
+    assert len(shown) == len(page._job_view) + len(page._shelf_view)
+    assert "Done. The memory is on the shelf: lamp." in shown[4]
+    texts = {}
+    for name in (None, "lamp", ROUTED):
+        steps = list(page._ask(one, name, "Who lit the lamps?", [[], []]))
+        assert steps[0][0] == "" and len(steps[-1][3][0]) == 2
+        texts[name] = [chat[-1]["content"] for chat in steps[-1][1:3]]
+    assert texts[None][1] == "Choose a memory to see its answer."
+    assert texts[ROUTED] == [texts["lamp"][0], f"[lamp]\n{texts['lamp'][1]}"]
+    with pytest.raises(ValueError, match="question must not be empty: ask something"):
+        next(page._ask(one, None, " ", [[], []]))
+    steps = page._ask(one, "gone", "Who?", [[], []])
+    with pytest.raises(ValueError, match="there is no memory 'gone'"):
+        for shown in steps:
+            pass
+    assert shown[0] == "Who?", "the question stays in its field"
+    page._rename(one, "lamp", "light")
+    assert one.shelf.list() == ["light"]
+    page._pack(one, "light")
+    assert [file.name for file in one.downloads.iterdir()] == ["light.zip"]
+    page._forget(one, None, "light")
+    assert one.shelf.list() == []
+    del page, steps
+    gc.collect()
 
 
 # ------------------------------------------------------------------------------------------------------ in a browser

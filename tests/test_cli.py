@@ -1366,15 +1366,6 @@ def test_demo_of_a_model_that_is_not_installed_is_one_line(run, tmp_path, monkey
     assert names(tmp_path) == before
 
 
-def test_demo_without_the_package_that_finds_by_words_writes_nothing(
-    run, tmp_path, monkeypatch, chat_model
-):
-    monkeypatch.setitem(sys.modules, "bm25s", None)
-    line = "what is found by words needs bm25s: install the extra with pip install 'locas_peft[library]'"
-    assert refused(run, "demo", "--model", chat_model, "--out", "demo", "--device", "cpu") == line
-    assert not (tmp_path / "demo").exists()
-
-
 def test_demo_takes_the_chat_model_where_it_is_installed(monkeypatch):
     for installed, name in ((True, "smollm2"), (False, backbone.NAME)):
         monkeypatch.setattr(demo, "is_installed", lambda name, installed=installed: installed)
