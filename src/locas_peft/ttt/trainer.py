@@ -139,9 +139,7 @@ class TestTimeTrainer:
         return self._record(bounds, nll_nats, learned, time.perf_counter() - began)
 
     def _score(self, ids: Tensor, bounds: ChunkBounds) -> Tensor:
-        """Return the losses [N] of a chunk's tokens, in nats, by the adapter as it is before it
-        learns them.
-        """
+        """Return the losses [N] of a chunk's tokens, in nats, before the adapter learns them."""
         if not bounds.scored:
             return torch.zeros(0)
         # Token t is predicted where token t - 1 is fed.
@@ -151,24 +149,18 @@ class TestTimeTrainer:
             return token_losses(self._logits(fed, len(targets)), targets)
 
     def _learn(self, losses: Tensor) -> bool:
-        """Learn a chunk from its losses [N], by one step of the optimizer on their mean; return
-        whether it was learned.
+        """Take one step on the mean of a chunk's losses [N]; return whether it was learned.
 
         A gradient that is not finite leaves the adapter and the optimizer as they were.
         """
         if not self._learns or not len(losses):
             return False
-        if self.learner.trains:
-            self.learner.begin()
-            losses.mean().backward()
-            for step in self.steps:
-                step.before_optimizer_step(self)
-            learned = self.learner.finish(all(step.is_finite() for step in self.steps))
-        else:
-            losses.mean().backward()
-            for parameter in self._active.parameters:
-                parameter.grad = None
-            learned = all(step.is_finite() for step in self.steps)
+        self.learner.begin()
+        losses.mean().backward()
+        for step in self.steps:
+            step.before_optimizer_step(self)
+        finite = all(step.is_finite() for step in self.steps)
+        learned = self.learner.finish(finite)
         if learned:
             for step in self.steps:
                 step.after_chunk(self, losses.detach())
@@ -191,8 +183,9 @@ class TestTimeTrainer:
 
     @property
     def perplexity(self) -> float:
-        """exp(sum of nll / number of scored tokens) of the current reading; nan before the first
-        scored token.
+        """exp(sum of nll / number of scored tokens) of the current reading.
+
+        It is nan before the first scored token.
         """
         if not self.chunks:
             return math.nan
@@ -210,8 +203,9 @@ class TestTimeTrainer:
         return not self.learner.trains and any(step.learns for step in self.steps)
 
     def rewind(self) -> None:
-        """Forget the document, its records and its context; the adapter and the optimizer stay as
-        they are.
+        """Forget the document, its records and its context.
+
+        The adapter and the optimizer stay as they are.
         """
         self.chunks: list[Chunk] = []
         self.skipped_chunks = 0
@@ -255,9 +249,7 @@ class TestTimeTrainer:
 
     @contextmanager
     def _in_chunk(self, ids: Tensor, bounds: ChunkBounds) -> Iterator[None]:
-        """Put the model in evaluation mode, calibrate an empty memory on this chunk, and let the
-        steps record.
-        """
+        """Prepare the model and the steps for a chunk: evaluation mode, calibration, recording."""
         self._active.update()
         with ExitStack() as stack:
             stack.enter_context(self._active.evaluating())
@@ -279,17 +271,16 @@ class TestTimeTrainer:
         return self.host.logits(fed, count, use_cache=False)[0]
 
     def _put_start(self, ids: Tensor, begin: int) -> Tensor:
-        """Return the document's tokens [n] from the index `begin` on, after the start token, if
-        any, as [1, n or n + 1].
+        """Return tokens [n] of the document after its start token, if any, as [1, n + 1].
+
+        `begin` is the index of the first of them; at 0, it is the start token itself.
         """
         if self._start_token is not None and begin > 0:
             ids = torch.cat([ids.new_tensor([self._start_token]), ids])
         return ids[None]
 
     def _keep_context(self, finite: bool) -> None:
-        """Add the chunk to the context; where it may hold values that are not finite, feed the
-        context again.
-        """
+        """Add the chunk to the context, or feed the context again where it may not be finite."""
         if finite:
             self._cache.advance()
         else:
@@ -383,8 +374,9 @@ class TestTimeTrainer:
         return {**asdict(self.settings), "optimizer": optimizer, **steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a bit-identical continuation needs: copies of tensors on the CPU, and
-        plain values.
+        """Return all that a bit-identical continuation needs.
+
+        These are copies of tensors on the CPU, and plain values.
         """
         random = {"cpu": torch.get_rng_state()}
         if self.host.device.type == "cuda":
@@ -405,8 +397,9 @@ class TestTimeTrainer:
         return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, of a trainer whose model is the same and whose
-        `describe` is equal.
+        """Load what `state_dict` returned.
+
+        The other trainer's model must be the same, and its `describe` equal.
 
         `read` of the same document then goes on where that trainer was. The adapter's weights and
         torch's random state are replaced. A state that does not fit is an error, and both are as
