@@ -147,7 +147,7 @@ def test_a_memory_is_calibrated_after_the_start_token(monkeypatch):
     late = TestTimeTrainer(memory, window=16, stride=8, learning_rate=1e-3)
     late.chunks = trainer.chunks[:2]
     late._text = state["text"]
-    late._start_token = 1
+    late._scorer.begin(ids)
     next(late.read(ids))
     (first,) = seen
     assert first.tolist() == [[1, *ids[16:24].tolist()]]

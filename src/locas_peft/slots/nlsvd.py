@@ -8,8 +8,9 @@ memory is
 so slot i is column i of K and row i of V. f does not change when a slot's key is divided and its
 value multiplied by one factor (phi = ReLU), which leaves one norm for each slot:
 
-    alpha_i = |column i of K|,  beta_i = |row i of V|,  s_i = alpha_i beta_i,  K~ = K diag(s_i /
-    alpha_i) K~ = U Sigma W^T;  the probes p_1 ... p_n are the first n columns of U;  v_j = f(p_j)
+    alpha_i = |column i of K|,  beta_i = |row i of V|,  s_i = alpha_i beta_i
+    K~ = K diag(s_i / alpha_i) = U Sigma W^T
+    the probes p_1 ... p_n are the first n columns of U;  v_j = f(p_j)
 
 Departures from the text:
 - Sign. An eigenvector's sign is arbitrary, but f(p) and f(-p) differ. The sign is chosen at which
@@ -58,8 +59,9 @@ def nl_svd(
     probe_norm: float = 1.0,
     threshold: float = 0.0,
 ) -> ReducedMemory:
-    """Reduce a two-layer memory to `rank` slots whose output equals the memory's at `rank`
-    orthonormal probes.
+    """Reduce a two-layer memory to `rank` slots.
+
+    Its output equals the memory's at `rank` orthonormal probes.
 
     Args:
         key, value: K `[..., D, R]` and V `[..., R, D]`, both float32 or float64.
@@ -110,8 +112,7 @@ def _choose_signs(products: Tensor, value: Tensor, activation: Activation) -> Te
 
 
 def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return the first left singular vectors `[..., D, n]` of K~, and which of them are significant
-    `[..., n]`.
+    """Return the first left singular vectors of K~ `[..., D, n]`, and which are significant.
 
     A Gram matrix does not resolve singular values below the square root of the dtype's precision,
     relative to the
@@ -144,9 +145,7 @@ def _leading_directions(weighted: Tensor, rank: int, threshold: float) -> tuple[
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """Run LAPACK on one thread of the CPU: on busy cores, several threads take up to ten times as
-    long.
-    """
+    """Run LAPACK on one thread of the CPU: several take up to ten times as long on busy cores."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -157,9 +156,7 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 
 def check_rank(rank: int, width: int) -> None:
-    """Raise a `TypeError` or `ValueError` unless a memory of `width` slots can be reduced to
-    `rank`.
-    """
+    """Raise a `TypeError` or `ValueError` unless `width` slots can be reduced to `rank`."""
     check_whole("rank", rank, 1)
     if rank > width:
         raise ValueError(f"rank must be at most the memory's width {width}, got {rank}: lower it.")

@@ -1,5 +1,4 @@
-"""Record a memory's inputs and gradients while a chunk is scored and learned, for the rules that
-write it.
+"""Record a memory's inputs and gradients in a chunk, for the rules that write it.
 
 Axes: L layers, N tokens, D hidden size, R slots.
 """
@@ -22,9 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Moves", "Writer"]
 
 Moves = dict[nn.Parameter, tuple[int, Tensor]]
-"""By weight: the dimension of its slots, and the former index of each (LongTensor [R], -1 for a new
-slot).
-"""
+"""By weight: the dimension of its slots, and their former indices, LongTensor [R] (-1 for new)."""
 
 
 class Writer(Step):
@@ -59,8 +56,9 @@ class Writer(Step):
         return self._layers[0].locas_up[self.adapter_name].out_features
 
     def write(self, losses: Tensor) -> Moves:
-        """Learn the recorded passes. Return where the slots went, so that an optimizer's state can
-        follow.
+        """Learn the recorded passes.
+
+        Return where the slots went, so that an optimizer's state can follow.
 
         Args:
             losses: [N], the nll of the last N tokens that the passes predicted, whose sum or mean
@@ -123,8 +121,7 @@ class Writer(Step):
             )
 
     def _take_inputs(self, count: int, chosen: Tensor | None = None) -> Tensor:
-        """Return A of the last `count` recorded tokens, or of those of them that are chosen,
-        float32 `[L, N, D]`.
+        """Return A of the last `count` recorded tokens, float32 `[L, N, D]`.
 
         Args:
             count: how many of the recorded tokens count; the ones before them are context.
@@ -142,9 +139,7 @@ class Writer(Step):
         self._gradients = []
 
     def _weights(self) -> list[tuple[LocasLayer, nn.Parameter, nn.Parameter]]:
-        """Return each layer with its up `[R, D]`, the keys, and its down `[D, R]`, the stored
-        values.
-        """
+        """Return each layer with its keys, up `[R, D]`, and its stored values, down `[D, R]`."""
         weights = []
         for layer in self._layers:
             up, down = layer.projections(self.adapter_name)[-2:]
@@ -152,9 +147,7 @@ class Writer(Step):
         return weights
 
     def _clip_values(self, layer: LocasLayer, values: Tensor) -> None:
-        """Clip stored values, columns of a layer's down `[D, n]`, in place, as the layer's norm
-        clip does.
-        """
+        """Clip stored values, columns of a down `[D, n]`, in place, by the layer's norm clip."""
         radius = layer.locas_config[self.adapter_name].max_slot_norm
         if radius is not None:
             clip_norms_([values], [-2], radius)

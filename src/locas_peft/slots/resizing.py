@@ -1,5 +1,4 @@
-"""Change how many slots a memory has: compress it to fewer, or grow it by slots that are still
-empty.
+"""Change how many slots a memory has: compress it, or grow it by slots that are still empty.
 
 NL-SVD (`nl_svd`) compresses memories of two layers without a text. To keep n slots and refit their
 values on a text, by least squares, suits every memory, since the output is linear in the values.

@@ -1,5 +1,4 @@
-"""Learn a text in closed form: a linear map beside each two-layer FFN, by ridge regression, as
-slots of its memory.
+"""Learn a text in closed form, by ridge regression: a linear map beside each two-layer FFN.
 
 With A `[N, D]` an FFN's inputs of all N tokens so far, and G `[N, D]` the gradients of their
 log-likelihood at its output, a layer's map is
@@ -12,8 +11,9 @@ first in the singular value decomposition of C^(1/2) M, with p scaled so that p 
 of 1. All inputs share a direction m, with m A about 1. It keeps the slot of each term on, and one
 more slot takes the constant away again:
 
-    sum_j f((p_j + SHIFT m) A) v_j - f(m A) SHIFT sum_j v_j = sum_j (p_j A) v_j    where f(x) = x
-    for x > 0
+    sum_j f((p_j + SHIFT m) A) v_j - f(m A) SHIFT sum_j v_j = sum_j (p_j A) v_j
+
+where f(x) = x for x > 0.
 
 Keys times SHARPNESS and values divided by it let GELU and SiLU act as ReLU. Such keys are far
 longer than the norm clip allows. The memory's scales k and tau are free: the rows and columns are
@@ -38,19 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["RidgeWriter", "ValueWriter"]
 
 SHIFT = 5.0
-"""Above it, fewer terms fall off (0.1% on text of one kind); below it, less precision is lost in
-bfloat16.
-"""
+"""Above it, fewer terms fall off (0.1% on text of one kind); below it, bfloat16 loses less."""
 SHARPNESS = 32.0
 MARGIN = 1.01
-"""By which rows are shorter than the clip's radius at least: rounding to bfloat16 may lengthen
-them.
-"""
+"""By which rows are shorter than the radius at least: rounding to bfloat16 may lengthen them."""
 
 Sums = dict[str, Tensor]
-"""A'A [L, D, D], A'G [L, D, D]; the sums over tokens of A [L, D], of mean(G^2) [L], and of 1; the
-rate; S [L, D, D].
-"""
+"""A'A, A'G [L, D, D]; sums of A [L, D], of mean(G^2) [L] and of 1; the rate; S [L, D, D]."""
 
 
 class Regression(Writer):
@@ -99,8 +93,9 @@ class Regression(Writer):
         return {}
 
     def add(self, counted: Tensor) -> bool:
-        """Add the recorded passes, of one text or of several rows, to the sums alone. `solve`
-        writes their map.
+        """Add the recorded passes, of one text or of several rows, to the sums.
+
+        `solve` writes their map.
 
         Args:
             counted: BoolTensor of N elements, tells which of the last N recorded tokens predict one
@@ -115,8 +110,9 @@ class Regression(Writer):
 
     @torch.no_grad()
     def solve(self) -> bool:
-        """Write the map of the sums in place of the former one; return False, without a change, if
-        not finite.
+        """Write the map of the sums in place of the former one.
+
+        Return False, without a change, if it is not finite.
         """
         slots = self._solve(self._sums)
         finite = all_finite(slots)
@@ -226,8 +222,9 @@ class RidgeWriter(Regression):
 
     @torch.no_grad()
     def _read_map(self) -> Tensor:
-        """Return the linear map of the slots `[L, D, D]`; a `ValueError` where they hold none or
-        cannot hold one.
+        """Return the linear map of the slots `[L, D, D]`.
+
+        A `ValueError` where they hold none, or cannot hold one.
         """
         act = self._layers[0].ffn.act
         probe = torch.linspace(-4.0, 4.0, 9)

@@ -1,5 +1,4 @@
-"""Write tokens into a two-layer memory in closed form, and fold the memory when it is full
-(Locas-MLP).
+"""Write tokens into a two-layer memory in closed form; fold it when it is full (Locas-MLP).
 
 Paper, section "Memory Initialization for Locas-MLP". For a token t and layer i,
 
@@ -132,8 +131,9 @@ class SlotWriter(Writer):
             self._clip_values(layer, down[:, start:stop])
 
     def _fold(self, inputs: Tensor) -> Moves:
-        """Fold the memory in place; return the moves of its slots. `inputs` is the chunk's A `[L,
-        N, D]`.
+        """Fold the memory in place; return the moves of its slots.
+
+        `inputs` is the chunk's A `[L, N, D]`.
         """
         device = inputs.device
         weights = self._weights()
@@ -173,9 +173,7 @@ class SlotWriter(Writer):
         return reduced.key, reduced.value
 
     def _refit(self, values: Tensor, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the slots that are kept, LongTensor `[L, n]`, and their values, refitted on the
-        chunk, `[L, n, D]`.
-        """
+        """Return the slots that are kept `[L, n]`, and their refitted values `[L, n, D]`."""
         activations = []
         for (layer, up, _), layer_inputs in zip(self._weights(), inputs, strict=True):
             activation = layer.activate([self.adapter_name], layer_inputs.to(up.device))
@@ -186,8 +184,7 @@ class SlotWriter(Writer):
 
 
 def make_slots(inputs: Tensor, gradients: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Return unit keys, and values of length epsilon over all layers of a token together, both `[L,
-    N, D]`.
+    """Return unit keys, and values of length epsilon over all layers of a token, both `[L, N, D]`.
 
     Paper: k = Normalize(A), v = epsilon GlobalNormalize(G), over the hidden size and the layers.
 

@@ -1,6 +1,4 @@
-"""Test-time training: a document is read chunk by chunk; each chunk is scored first and learned
-second.
-"""
+"""Test-time training: each chunk of a document is scored first and learned second."""
 
 from .chunks import (
     Chunk,

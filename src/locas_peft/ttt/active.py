@@ -1,5 +1,6 @@
-"""The parts of a model that a reading uses: listed once, and again only after adapters were
-switched.
+"""The parts of a model that a reading uses.
+
+They are listed once, and again only after adapters were switched.
 """
 
 from collections.abc import Iterator
@@ -56,8 +57,9 @@ class ActiveParts:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Put the model in evaluation mode within the context. Each module's own mode is restored
-        afterwards.
+        """Put the model in evaluation mode within the context.
+
+        Each module's own mode is restored afterwards.
         """
         training = [module for module in self._modules if module.training]
         for module in training:

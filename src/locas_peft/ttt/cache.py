@@ -41,8 +41,7 @@ class SlidingCache:
         self._fed: tuple[Layers, int] | None = None
 
     def forward(self, ids: Tensor, count: int) -> Tensor:
-        """Feed the last `count` tokens of `ids` [1, n] after the kept context, and return their
-        logits [1, count, V].
+        """Feed the last `count` tokens of `ids` [1, n]; return their logits [1, count, V].
 
         The tokens before them are the context, which is fed where it is not kept. The same tokens
         may be fed again.
@@ -74,8 +73,9 @@ class SlidingCache:
         return {"layers": self._layers, "position": self._position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; raise a `ValueError` where keys and values do not belong
-        together.
+        """Load what `state_dict` returned.
+
+        Keys and values that do not belong together are a `ValueError`.
         """
         device = self._host.device
         layers = [(keys.to(device), values.to(device)) for keys, values in state["layers"]]

@@ -1,5 +1,4 @@
-"""Chunks: the windows that a document is read in, the record of a chunk, and perplexity over
-records.
+"""The windows that a document is read in, the record of a chunk, and perplexity over records.
 
 Perplexity is exp(sum of nll / number of scored tokens), in nats, never a mean of chunk
 perplexities.
@@ -26,8 +25,9 @@ class ChunkBounds:
 
 
 def cut(tokens: int, window: int, stride: int, start: int = 0) -> Iterator[ChunkBounds]:
-    """Cut a document, from the token `start` on, into chunks of `stride` tokens or fewer at its
-    end.
+    """Cut a document, from the token `start` on, into chunks of `stride` tokens.
+
+    The last chunk may be shorter.
 
     A chunk has up to `window - stride` tokens of context, and at least one, by which its first
     token is predicted.
@@ -92,8 +92,9 @@ def perplexity_of(chunks: Iterable[Chunk]) -> float:
 
 
 def cumulative(chunks: Iterable[Chunk]) -> list[tuple[int, float]]:
-    """Return (tokens read, perplexity so far) at the end of each chunk with a scored token or
-    after.
+    """Return (tokens read, perplexity so far) at the end of each chunk.
+
+    Chunks before the first scored token are left out.
     """
     chunks = list(chunks)
     nlls = accumulate(chunk.nll_nats for chunk in chunks)
@@ -114,8 +115,9 @@ def choose_marks(tokens: int) -> list[int]:
 
 
 def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
-    """Return the cumulative perplexity at marks, numbers of tokens read: {"50000": perplexity,
-    ...}, ascending.
+    """Return the cumulative perplexity at marks, numbers of tokens read.
+
+    The result is {"50000": perplexity, ...}, ascending.
 
     A mark inside a chunk takes the value at that chunk's end. Marks beyond the end of the document
     are left out.
@@ -128,8 +130,9 @@ def at_marks(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
 
 
 def per_segment(chunks: Iterable[Chunk], marks: Sequence[int]) -> dict[str, float]:
-    """Return the perplexity of each segment between the marks: {"0-50000": perplexity,
-    "50000-100000": ...}.
+    """Return the perplexity of each segment between the marks.
+
+    The result is {"0-50000": perplexity, "50000-100000": ...}.
 
     A chunk that contains a mark belongs to the segment that the mark ends, as in `at_marks`. The
     tokens after the last mark are one more segment, named after the document's end. A segment

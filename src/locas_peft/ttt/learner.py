@@ -25,7 +25,8 @@ class Learner:
         beta: AdamW's decay of the squared gradients.
 
     Attributes:
-        trains: whether there are steps: False where neither a rate nor an optimizer was given.
+        trains: whether there are steps. False where neither a rate nor an optimizer was given: then
+            `begin` does nothing, and `finish` clears the gradients.
         steps: how many steps were taken.
     """
 
@@ -51,6 +52,8 @@ class Learner:
 
     def begin(self) -> None:
         """Clear the gradients for a step; make the optimizer for the first one."""
+        if not self.trains:
+            return
         parameters = self.parameters()
         if self.optimizer is None:
             self._start(parameters)
@@ -61,9 +64,14 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def finish(self, step: bool = True, rate_factor: float = 1.0) -> bool:
-        """Take the step at `rate_factor` of its rate, unless a gradient is not finite; return
-        whether it was taken.
+        """Take the step at `rate_factor` of its rate; return whether it was taken.
+
+        It is not taken where a gradient is not finite, or where `step` is False.
         """
+        if not self.trains:
+            for parameter in self.parameters():
+                parameter.grad = None
+            return step
         gradients = [parameter.grad for parameter in self._held() if parameter.grad is not None]
         finite = step and bool(torch.isfinite(nn.utils.get_total_norm(gradients)))
         if finite:
@@ -75,8 +83,9 @@ class Learner:
 
     @torch.no_grad()
     def move_slots(self, moved: dict[nn.Parameter, tuple[int, Tensor]]) -> None:
-        """Move the optimizer's state along with the slots of a memory (see `Moves`); it is zero for
-        new slots.
+        """Move the optimizer's state along with the slots of a memory (see `Moves`).
+
+        The state of new slots is zero.
         """
         if self.optimizer is None:
             return
@@ -95,8 +104,9 @@ class Learner:
         return {"steps": self.steps, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned; raise a `ValueError` where it does not fit the
-        parameters.
+        """Load what `state_dict` returned.
+
+        A state that does not fit the parameters is a `ValueError`.
         """
         self.steps = int(state["steps"])
         self.optimizer = None

@@ -1,6 +1,4 @@
-"""What training changes in a model: parameters, buffers of adapters, and fields that calibration
-fills in.
-"""
+"""What training changes in a model: parameters, adapters' buffers, what calibration fills in."""
 
 from collections.abc import Iterable
 from typing import Any

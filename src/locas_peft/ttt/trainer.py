@@ -3,11 +3,10 @@
 Paper, section "Memory Accumulation over Context": the model learns the document while it reads it,
 chunk by chunk; for whole books see the section "Whole-Book Online Language Modeling on PG-19".
 
-Axes: T tokens of the document, N tokens scored in a chunk, V vocabulary.
+Axes: T tokens of the document, N tokens scored in a chunk.
 """
 
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,14 +17,14 @@ import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 
-from ..model import CausalLM, check_window, token_losses
+from ..model import CausalLM
 from ..text import digest_ids
 from ..tuner import unwritten_memories
 from .active import ActiveParts, calibrate_empty
-from .cache import SlidingCache
 from .chunks import Chunk, ChunkBounds, cut, perplexity_of
 from .learner import Learner, OptimizerFactory
 from .model_state import model_state, restore_model_state
+from .scoring import Scorer
 from .settings import TrainingSettings
 from .steps import Step
 
@@ -92,7 +91,8 @@ class TestTimeTrainer:
         )
         self._optimizer = optimizer
         self._active = ActiveParts(self.host)
-        self._check_settings()
+        self._check_optimizer()
+        self._scorer = Scorer(self.host, self.settings)
         self._check_steps()
         self.rewind()
 
@@ -128,47 +128,33 @@ class TestTimeTrainer:
                 self._end_reading()
 
     def _read_chunk(self, ids: Tensor, bounds: ChunkBounds) -> Chunk:
-        """Score a chunk, learn it, and return its record."""
+        """Score a chunk, by the adapter as it is; learn it; return its record."""
         began = time.perf_counter()
         with self._in_chunk(ids, bounds):
-            losses = self._score(ids, bounds)
+            with torch.set_grad_enabled(self._learns):
+                losses = self._scorer.score(ids, bounds)  # [N]
             nll_nats = losses.detach().double().sum().item()
             learned = math.isfinite(nll_nats) and self._learn(losses)
-        finite = learned or (math.isfinite(nll_nats) and not self._learns)
-        self._keep_context(finite)
+        if learned or (math.isfinite(nll_nats) and not self._learns):
+            self._scorer.keep_context()
+        else:
+            # The context may hold values that are not finite.
+            self._scorer.forget_context()
         return self._record(bounds, nll_nats, learned, time.perf_counter() - began)
 
-    def _score(self, ids: Tensor, bounds: ChunkBounds) -> Tensor:
-        """Return the losses [N] of a chunk's tokens, in nats, by the adapter as it is before it
-        learns them.
-        """
-        if not bounds.scored:
-            return torch.zeros(0)
-        # Token t is predicted where token t - 1 is fed.
-        fed = self._put_start(ids[bounds.begin : bounds.stop - 1], bounds.begin)
-        targets = ids[max(bounds.start, 1) : bounds.stop]
-        with torch.set_grad_enabled(self._learns):
-            return token_losses(self._logits(fed, len(targets)), targets)
-
     def _learn(self, losses: Tensor) -> bool:
-        """Learn a chunk from its losses [N], by one step of the optimizer on their mean; return
-        whether it was learned.
+        """Take one step on the mean of a chunk's losses [N]; return whether it was learned.
 
         A gradient that is not finite leaves the adapter and the optimizer as they were.
         """
         if not self._learns or not len(losses):
             return False
-        if self.learner.trains:
-            self.learner.begin()
-            losses.mean().backward()
-            for step in self.steps:
-                step.before_optimizer_step(self)
-            learned = self.learner.finish(all(step.is_finite() for step in self.steps))
-        else:
-            losses.mean().backward()
-            for parameter in self._active.parameters:
-                parameter.grad = None
-            learned = all(step.is_finite() for step in self.steps)
+        self.learner.begin()
+        losses.mean().backward()
+        for step in self.steps:
+            step.before_optimizer_step(self)
+        finite = all(step.is_finite() for step in self.steps)
+        learned = self.learner.finish(finite)
         if learned:
             for step in self.steps:
                 step.after_chunk(self, losses.detach())
@@ -178,7 +164,7 @@ class TestTimeTrainer:
         for step in self.steps:
             step.after_reading(self, self._reading)
         self._reading += 1
-        self._cache = self._make_cache()
+        self._scorer.forget_context()
 
     # ------------------------------------------------------------------ where the reading is
 
@@ -191,8 +177,9 @@ class TestTimeTrainer:
 
     @property
     def perplexity(self) -> float:
-        """exp(sum of nll / number of scored tokens) of the current reading; nan before the first
-        scored token.
+        """exp(sum of nll / number of scored tokens) of the current reading.
+
+        It is nan before the first scored token.
         """
         if not self.chunks:
             return math.nan
@@ -210,15 +197,15 @@ class TestTimeTrainer:
         return not self.learner.trains and any(step.learns for step in self.steps)
 
     def rewind(self) -> None:
-        """Forget the document, its records and its context; the adapter and the optimizer stay as
-        they are.
+        """Forget the document, its records and its context.
+
+        The adapter and the optimizer stay as they are.
         """
         self.chunks: list[Chunk] = []
         self.skipped_chunks = 0
         self._text: str | None = None
         self._reading = 0
-        self._start_token: int | None = None
-        self._cache = self._make_cache()
+        self._scorer.forget_context()
 
     @property
     def _start_of_next_chunk(self) -> int:
@@ -239,67 +226,21 @@ class TestTimeTrainer:
             raise ValueError(f"{rule}, got another one ({text[:12]}): {remedy}")
         self._text = text
         if not self.chunks:
-            self._start_token = self._find_start_token(ids)
-            self._cache = self._make_cache()
-
-    def _find_start_token(self, ids: Tensor) -> int | None:
-        """Return the document's first token where it is the model's start token, else None."""
-        settings = self.settings
-        # A window of all positions without context has no room for it.
-        if settings.stride == settings.window == self.host.positions:
-            return None
-        token = self.host.start_token
-        if token is None or int(ids[0]) != token:
-            return None
-        return token
+            self._scorer.begin(ids)
 
     @contextmanager
     def _in_chunk(self, ids: Tensor, bounds: ChunkBounds) -> Iterator[None]:
-        """Put the model in evaluation mode, calibrate an empty memory on this chunk, and let the
-        steps record.
-        """
+        """Prepare the model and the steps for a chunk: evaluation mode, calibration, recording."""
         self._active.update()
         with ExitStack() as stack:
             stack.enter_context(self._active.evaluating())
             if self._learns and not self._active.calibrated:
-                chunk = self._put_start(ids[bounds.start : bounds.stop], bounds.start)
+                chunk = self._scorer.put_start(ids, bounds.start, bounds.stop)
                 calibrate_empty(self.model, chunk)
                 self._active.calibrated = True
             for step in self.steps:
                 stack.enter_context(step.recording())
             yield
-
-    def _logits(self, fed: Tensor, count: int) -> Tensor:
-        """Return the logits [N, V] at the last `count` of the tokens that are fed, [1, n]."""
-        # Without other context than the start token there is nothing to keep.
-        settings = self.settings
-        alone = self._start_token is not None and settings.window - settings.stride <= 1
-        if settings.context == "cache" and not alone:
-            return self._cache.forward(fed, count)[0]
-        return self.host.logits(fed, count, use_cache=False)[0]
-
-    def _put_start(self, ids: Tensor, begin: int) -> Tensor:
-        """Return the document's tokens [n] from the index `begin` on, after the start token, if
-        any, as [1, n or n + 1].
-        """
-        if self._start_token is not None and begin > 0:
-            ids = torch.cat([ids.new_tensor([self._start_token]), ids])
-        return ids[None]
-
-    def _keep_context(self, finite: bool) -> None:
-        """Add the chunk to the context; where it may hold values that are not finite, feed the
-        context again.
-        """
-        if finite:
-            self._cache.advance()
-        else:
-            self._cache = self._make_cache()
-
-    def _make_cache(self) -> SlidingCache:
-        settings = self.settings
-        keep = max(settings.window - settings.stride, 1) - 1
-        restart = min(2 * settings.window, self.host.rope_positions or sys.maxsize)
-        return SlidingCache(self.host, keep, restart)
 
     def _record(self, bounds: ChunkBounds, nll_nats: float, learned: bool, seconds: float) -> Chunk:
         index = 0
@@ -322,26 +263,12 @@ class TestTimeTrainer:
 
     # ------------------------------------------------------------------ checks
 
-    def _check_settings(self) -> None:
-        settings = self.settings
-        host = self.host
+    def _check_optimizer(self) -> None:
         if self._optimizer is not None and not callable(self._optimizer):
             rule = "optimizer must be a callable that takes the parameters"
             example = "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
             remedy = f"give one, such as {example}, or None for AdamW"
             raise TypeError(f"{rule}, got {self._optimizer!r}: {remedy}")
-        check_window(settings.window, host.positions)
-        if settings.context == "recompute":
-            return
-        if not host.can_cache():
-            rule = f"context must be 'recompute' for {host.base.config.model_type}"
-            remedy = "its layers keep more than keys and values that slide"
-            raise ValueError(f"{rule}, got 'cache': {remedy}")
-        if host.rope_positions is not None and settings.window > host.rope_positions:
-            rule = f"context must be 'recompute' with a window above {host.rope_positions}"
-            reason = f"where {host.kind} changes its positions' frequencies"
-            remedy = "give it, or lower window"
-            raise ValueError(f"{rule}, {reason}, got 'cache' with {settings.window}: {remedy}")
 
     def _check_steps(self) -> None:
         names = [step.name for step in self.steps]
@@ -383,8 +310,9 @@ class TestTimeTrainer:
         return {**asdict(self.settings), "optimizer": optimizer, **steps}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a bit-identical continuation needs: copies of tensors on the CPU, and
-        plain values.
+        """Return all that a bit-identical continuation needs.
+
+        These are copies of tensors on the CPU, and plain values.
         """
         random = {"cpu": torch.get_rng_state()}
         if self.host.device.type == "cuda":
@@ -392,21 +320,21 @@ class TestTimeTrainer:
         self._active.walk()
         state = {
             "text": self._text,
-            "start_token": self._start_token,
             "chunks": [asdict(chunk) for chunk in self.chunks],
             "skipped_chunks": self.skipped_chunks,
             "reading": self._reading,
             "model": model_state(self.model, self._active.parameters),
             "learner": self.learner.state_dict(),
             "steps": {step.name: step.state_dict() for step in self.steps},
-            "cache": self._cache.state_dict(),
+            "scorer": self._scorer.state_dict(),
             "random": random,
         }
         return recursively_apply(lambda tensor: tensor.detach().cpu().clone(), state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, of a trainer whose model is the same and whose
-        `describe` is equal.
+        """Load what `state_dict` returned.
+
+        The other trainer's model must be the same, and its `describe` equal.
 
         `read` of the same document then goes on where that trainer was. The adapter's weights and
         torch's random state are replaced. A state that does not fit is an error, and both are as
@@ -427,9 +355,7 @@ class TestTimeTrainer:
         self.learner.load_state_dict(state["learner"])
         for step in self.steps:
             step.load_state_dict(state["steps"][step.name])
-        self._start_token = state["start_token"]
-        self._cache = self._make_cache()
-        self._cache.load_state_dict(state["cache"])
+        self._scorer.load_state_dict(state["scorer"])
         self.chunks = chunks
         self.skipped_chunks = int(state["skipped_chunks"])
         self._reading = reading

@@ -3,11 +3,15 @@
 A `TestTimeTrainer` takes a list of steps and calls each of them, in the order of the list, at fixed
 points:
 
-    with step.recording():            # while a chunk is scored and learned
-        score the chunk, differentiate its mean loss step.before_optimizer_step()  # adds gradients
-        of its own the optimizer's step          # unless a gradient is not finite, or
-        `step.is_finite()` is false step.after_chunk()            # changes the adapter itself
-    step.after_reading()              # once the whole document was read
+    with step.recording():
+        score the chunk, differentiate its mean loss
+        step.before_optimizer_step()
+        the optimizer's step
+        step.after_chunk()
+    step.after_reading()
+
+Where a gradient, or what a step has recorded, is not finite, the chunk is not learned: the
+optimizer's step and `after_chunk` are left out.
 
 The steps are `Anchor` and `MeanOfReadings` here, and `SlotWriter`, `RidgeWriter` and `ValueWriter`
 in `slots/`.
@@ -47,25 +51,23 @@ class Step:
         """Raise a `ValueError` where the step does not fit a trainer, which is being made."""
 
     def recording(self) -> AbstractContextManager[None]:
-        """Return the context in which one chunk is scored and learned; nothing of it may outlast
-        the chunk.
+        """Return the context in which one chunk is scored and learned.
+
+        Nothing of it may outlast the chunk.
         """
         return nullcontext()
 
     def before_optimizer_step(self, trainer: TestTimeTrainer) -> None:
-        """Add gradients of the step's own to those of the chunk. Not called where nothing is
-        trained.
-        """
+        """Add gradients of the step's own to those of the chunk."""
 
     def is_finite(self) -> bool:
-        """Return whether what the step has recorded of the chunk is finite; otherwise the chunk is
-        not learned.
-        """
+        """Return whether what the step has recorded is finite, so that the chunk can be learned."""
         return True
 
     def after_chunk(self, trainer: TestTimeTrainer, losses: Tensor) -> None:
-        """Follow the optimizer's step, if any, on a chunk with finite losses `[N]`, in nats, and
-        gradients.
+        """Follow the optimizer's step on a chunk, or act in its place.
+
+        Its losses `[N]`, in nats, and its gradients are finite.
         """
 
     def after_reading(self, trainer: TestTimeTrainer, reading: int) -> None:

@@ -83,18 +83,14 @@ class Anchor(Step):
             self.loss(trainer.host, text).backward()
 
     def text_of(self, step: int) -> Tensor | None:
-        """Return the text [1, L] of optimizer step `step` (from 0), or None for a step without a
-        pull.
-        """
+        """Return the text [1, L] of optimizer step `step`, from 0; None for no pull."""
         pull, remainder = divmod(step, self.every)
         if remainder < self.every - 1:
             return None
         return self.texts[pull % len(self.texts)][None]
 
     def loss(self, host: CausalLM, text: Tensor) -> Tensor:
-        """Return the loss of a pull, a scalar in nats: the weighted divergence from the base on a
-        text [1, L].
-        """
+        """Return the weighted divergence from the base on a text [1, L], a scalar in nats."""
         ids = text.to(host.device)[:, :-1]
         count = ids.shape[1]
         with torch.no_grad(), adapters_disabled(host.model):
@@ -104,8 +100,7 @@ class Anchor(Step):
 
 
 class OwnText:
-    """Texts of `write_own_text`, each written at its first use, and once in a process (see
-    `compute_once`).
+    """Texts of `write_own_text`, each written at its first use, once in a process.
 
     Args:
         model: a causal language model, plain or with adapters.

@@ -1,5 +1,4 @@
-"""The mean of readings: an adapter that has read a document several times becomes the mean of its
-weights after each.
+"""The mean of readings: an adapter becomes the mean of its weights after each reading.
 
 The weights of the last reading alone lose what carries over to other text. This is our addition to
 the paper.
