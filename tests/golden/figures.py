@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 RECORD = Path(__file__).with_name("figures.json")
 THREADS = 2
-READ = "memorize"
+READ = "read"
 COMMON = ["--max-tokens", "4096", "--dtype", "float32", "--device", "cpu"]
 READINGS = {
     "locas-glu": [],
