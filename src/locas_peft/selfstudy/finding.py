@@ -194,7 +194,9 @@ def _load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}
     except SafetensorError as error:
-        raise ValueError(f"{path} is no safetensors file ({error}): copy it again.") from None
+        raise ValueError(
+            f"{path} is truncated or not a safetensors file ({error}): copy it again."
+        ) from None
 
 
 def _load_moments(folder: Path, exchanges: Sequence[Exchange], model: nn.Module) -> Moments | None:
