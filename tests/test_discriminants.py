@@ -199,7 +199,7 @@ def test_a_study_places_them_in_a_memory_with_default_rows_and_lifts_its_clip(
     config = json.loads((tmp_path / "m" / "adapter_config.json").read_text())
     if "method" not in fields:
         assert (config["max_slot_norm"] is None) == placed
-        assert (config["slots"] is None) == placed
+        assert (config["record"]["slots"] is None) == placed
 
 
 def test_the_trained_memory_gets_them_where_others_are_active_beside_it(loaded):

@@ -582,6 +582,39 @@ def test_a_hostile_memory_is_refused_and_leaves_the_base(
     assert_refused(tmp_path, message, make_host("llama"))
 
 
+# What PEFT's own verbs refuse too: the tensors are compared with the model's own.
+CHECKED_BY_THE_TUNER = [
+    "other r",
+    "not finite",
+    "layer missing",
+    "layer too many",
+    "int8",
+    "norm",
+    "embedding",
+    "weights absurd",
+    "product absurd",
+    "head of another shape",
+    "saved embeddings of another shape",
+    "norm as an embedding",
+]
+
+
+@pytest.mark.parametrize("attack", CHECKED_BY_THE_TUNER)
+def test_peft_s_own_verbs_check_the_tensors(attack, tmp_path):
+    made_with, change, fields, _ = ATTACKS[attack]
+    make_model(**made_with).save_pretrained(tmp_path)
+    rewrite(tmp_path, change)
+    change_config(tmp_path, **fields)
+    host = make_host("llama")
+    before = snapshot(host)
+    with pytest.raises(ValueError, match="^the memory does not fit the model: ") as error:
+        PeftModel.from_pretrained(host, tmp_path)
+    assert "\n" not in str(error.value)
+    after = [tensor for key, tensor in host.state_dict().items() if ".locas_" not in key]
+    kept = list(before.values())
+    assert all(any(torch.equal(tensor, own) for own in after) for tensor in kept)
+
+
 def test_a_damaged_file_is_refused(memory):
     path = memory / TENSORS
     for content in (path.read_bytes()[:-40], b"not a memory"):

@@ -129,23 +129,33 @@ def check_tensors(
     """
     state = model.state_dict(keep_vars=True)
     loadable = select_loadable(model, adapter_name, config)
-    renamed = {}
+    named = {}
     for key, tensor in tensors.items():
-        name = key if key in state else key.removeprefix(PREFIX)
-        renamed[name] = tensor
-        if name in loadable:
-            continue
-        if name in state and ".locas_" not in name:
-            remedy = (
-                "get the file from a trusted source, or name the embedding in the config's record"
-            )
-            problem = f"{one_line(name)} is a weight of the base and no part of a memory; {remedy}"
-        else:
-            problem = f"the model has no layer for {one_line(name)}; {LOAD_THE_BASE}"
-        raise ValueError(f"the memory does not fit the model: {problem}.")
-    problem = find_problem(renamed, loadable, config)
+        own_key = key if key in state else key.removeprefix(PREFIX)
+        if own_key not in loadable:
+            problem = _describe_stranger(own_key, is_of_base=own_key in state)
+            raise ValueError(f"the memory does not fit the model: {problem}.")
+        named[_remove_adapter_name(own_key, adapter_name)] = tensor
+    expected = {}
+    for key, tensor in loadable.items():
+        expected[_remove_adapter_name(key, adapter_name)] = tensor
+    problem = find_problem(named, expected, config)
     if problem is not None:
         raise ValueError(f"the memory does not fit the model: {problem}.")
+
+
+def _describe_stranger(key: str, is_of_base: bool) -> str:
+    if is_of_base and ".locas_" not in key:
+        remedy = "get the file from a trusted source, or name the embedding in the config's record"
+        return f"{one_line(key)} is a weight of the base and no part of a memory; {remedy}"
+    return f"the model has no layer for {one_line(key)}; {LOAD_THE_BASE}"
+
+
+def _remove_adapter_name(key: str, adapter_name: str) -> str:
+    """Return the name of a memory's tensor in a file; other names stay."""
+    if ".locas_" not in key:
+        return key
+    return re.sub(rf"\.{re.escape(adapter_name)}(\.weight)?$", r"\1", key)
 
 
 def check_tokens(config: LocasConfig, model: nn.Module) -> None:
