@@ -27,7 +27,7 @@ from locas_peft.memories import checkpoint
 from locas_peft.text import python_reference, tokenize, unwrap
 from locas_peft.ttt import Chunk
 from locas_peft.ttt.brake import LONGEST, NOISE, TOLERANCE, is_due, is_worse
-from locas_peft.tuner import empty_memories
+from locas_peft.tuner import uncalibrated_memories
 
 CHUNK = Chunk(0, 0, 8, tokens=8, nll_nats=24.0, seconds=0.0, learned=True)
 SMALL = {"window": 96, "stride": 48}
@@ -216,10 +216,10 @@ def test_an_adapter_that_is_enabled_later_learns_as_if_the_text_began_there(kind
     trainer.model.enable_adapter_layers()
     fresh = trained_weights(trainer.model)
     if kind == "locas":
-        assert empty_memories(trainer.model) == ["default"]
+        assert uncalibrated_memories(trainer.model) == ["default"]
     after = list(reading)
     assert all(chunk.learned or chunk.taken_back for chunk in after) and after[0].learned
-    assert not empty_memories(trainer.model)
+    assert not uncalibrated_memories(trainer.model)
     assert any(
         not torch.equal(value, fresh[name])
         for name, value in trained_weights(trainer.model).items()

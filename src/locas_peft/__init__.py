@@ -14,7 +14,7 @@ from .ttt import (
     read_many,
     write_own_text,
 )
-from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, empty_memories, rescale
+from .tuner import LocasConfig, LocasLayer, LocasModel, calibrate, rescale, uncalibrated_memories
 
 register()
 
@@ -36,7 +36,7 @@ __all__ += [
     "ValueWriter",
     "calibrate",
     "compress",
-    "empty_memories",
+    "uncalibrated_memories",
     "grow",
 ]
 __all__ += ["read_many", "rescale", "to_lora", "widen_base", "write_own_text"]

@@ -193,6 +193,8 @@ def refit_slots(gram: Tensor, value: Tensor, rank: int) -> tuple[Tensor, Tensor]
 
 
 def _check_whole(name: str, layers: list[LocasLayer], change: str) -> None:
+    for layer in layers:
+        layer.clip_(name)
     if any(name in layer.merged_adapters for layer in layers):
         raise ValueError(
             f"the memory '{name}' is merged: call unmerge_adapter() before it {change}."

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 
 from ..model import CausalLM, check_window, token_losses
 from ..slots import Writer
-from ..tuner import adapters_disabled, calibrate, empty_memories, evaluating
+from ..tuner import (
+    adapters_disabled,
+    calibrate,
+    clip_memories,
+    evaluating,
+    keep_weights,
+    uncalibrated_memories,
+)
 from .anchor import Anchor
 from .brake import RATE_FACTOR, is_due, is_worse
 from .cache import SlidingCache
@@ -217,7 +224,9 @@ class Loop:
             and not written
             and len(row.ids) > (AVERAGED - 1) * self.settings.stride
         ):
+            clip_memories(self.host.model, row.adapter)
             row.learner.average(reading + 1, last)
+            keep_weights(self.host.model, row.adapter)
         if last:
             self.finish(row)
 
@@ -250,6 +259,7 @@ class Loop:
 
     def _take_back(self, row: Row) -> None:
         row.learner.take_back(RATE_FACTOR)
+        keep_weights(self.host.model, row.adapter)
         if self.writer is not None:
             self.writer.take_back(RATE_FACTOR)
 
@@ -385,5 +395,5 @@ class Loop:
 
 def calibrate_empty(model: nn.Module, input_ids: Tensor, adapter_name: str | None = None) -> None:
     """Calibrate empty memories, or one, on their first chunk, a LongTensor [B, N]: later tokens leak into scores."""
-    for name in empty_memories(model, adapter_name):
+    for name in uncalibrated_memories(model, adapter_name):
         calibrate(model, [input_ids], name, across_processes=False)

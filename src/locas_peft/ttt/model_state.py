@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..tuner import clip_memories, keep_weights
 from ..tuner.modules import ADAPTER_LAYERS
 
 
@@ -19,6 +20,7 @@ def active_configs(model: nn.Module) -> dict[str, Any]:
 
 def model_state(model: nn.Module, trained: Iterable[nn.Parameter]) -> dict[str, Any]:
     """Return the trained parameters, the active adapters' buffers, and the field that calibration fills in."""
+    clip_memories(model)
     trained = {id(parameter) for parameter in trained}
     active = active_configs(model)
     inactive = (getattr(model, "peft_config", None) or {}).keys() - active.keys()
@@ -58,6 +60,7 @@ def restore_model_state(
                     f"{name} is {list(value.shape)} {value.dtype}, expected {expected}"
                 )
             tensor.copy_(value)
+    keep_weights(model)
     for name, fields in state["filled"].items():
         for field, value in fields.items():
             setattr(model.peft_config[name], field, value)

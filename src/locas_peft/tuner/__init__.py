@@ -1,6 +1,13 @@
 """The PEFT tuner: config, layer, model and their parts. Nothing here imports from outside this folder."""
 
-from .attached import empty_memories, list_layers, rescale, unwritten_memories
+from .attached import (
+    clip_memories,
+    keep_weights,
+    list_layers,
+    rescale,
+    uncalibrated_memories,
+    unwritten_memories,
+)
 from .calibration import calibrate
 from .config import LocasConfig
 from .ffn import KNOWN_PARTS, FFNParts
@@ -12,6 +19,6 @@ from .modules import adapters_disabled, evaluating, trained_parameters
 
 __all__ = [
     "KNOWN_PARTS", "STRATEGIES", "FFNParts", "LocasConfig", "LocasLayer", "LocasModel", "Rows", "Strategy",
-    "adapters_disabled", "calibrate", "empty_memories", "evaluating", "find_ffns", "list_layers", "rescale",
-    "trained_parameters", "unwritten_memories",
+    "adapters_disabled", "calibrate", "clip_memories", "evaluating", "find_ffns", "keep_weights", "list_layers",
+    "rescale", "trained_parameters", "uncalibrated_memories", "unwritten_memories",
 ]  # fmt: skip

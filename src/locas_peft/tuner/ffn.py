@@ -202,6 +202,13 @@ class HostFFN:
         )
         return self.find_other_adapter() or next(filter(None, obstacles), None)
 
+    def fit_neurons(
+        self, gate: Tensor | None, up: Tensor, down: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return R neurons as `widen` appends them, in the host's dtype."""
+        dtype = self.down.weight.dtype
+        return None if gate is None else gate.to(dtype), up.to(dtype), down.to(dtype)
+
     @torch.no_grad()
     def widen(self, gate: Tensor | None, up: Tensor, down: Tensor) -> None:
         """Append R neurons: gate `[R, D]` (`None` for a two-layer FFN), up `[R, D]`, down `[D, R]` with its scale.

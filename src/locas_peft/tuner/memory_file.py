@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 WEIGHTS = ("locas_gate", "locas_up", "locas_down")
-SCALES = ("locas_tau", "locas_input_scale")
+SCALES = ("locas_tau", "locas_input_scale", "locas_calibrated")
 PREFIX = "base_model.model."  # PEFT puts it before each name in a file
 DIGEST = "locas_digest"  # the key of the digest in the metadata of a safetensors file
 # The limit of a layer's gain, the product of its largest numbers, and of any other number in a memory's files: outputs

@@ -210,16 +210,26 @@ class HostMixture:
             return None
         return 1.0 if abs(mean - 1) <= tolerance else mean
 
+    def fit_neurons(
+        self, gate: Tensor, up: Tensor, down: Tensor
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return R neurons as `widen` appends them, which then add what they add beside the block.
+
+        Gate and up are `[R, D]`, down `[D, R]`; the result is in the host's dtype.
+        """
+        if self.widens_shared:
+            return self.shared.fit_neurons(gate, up, down)
+        dtype = self.experts.down_proj.dtype
+        down = (down.float() / self.routing_sum()).to(down.dtype)
+        return gate.to(dtype), up.to(dtype), down.to(dtype)
+
     @torch.no_grad()
     def widen(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
-        """Append R neurons that add what they would add beside the block: gate and up `[R, D]`, down `[D, R]`.
-
-        `narrow` restores the block bit for bit.
-        """
+        """Append R neurons of `fit_neurons`; `narrow` restores the block bit for bit."""
         if self.widens_shared:
             self.shared.widen(gate, up, down)
         else:
-            self._append(gate, up, (down.float() / self.routing_sum()).to(down.dtype))
+            self._append(gate, up, down)
 
     def _append(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
         gate_up, columns = self.experts.gate_up_proj, self.experts.down_proj

@@ -23,10 +23,12 @@ from .combination import combined_config, fill_combined
 from .config import LocasConfig
 from .ffn import describe_children, forbid_packing
 from .finding import AnyFFN, find_ffns, find_unknown_experts
+from .host_hooks import HostHooks
 from .initialization import STRATEGIES
 from .layer import LocasLayer
 from .memory_file import one_line
 from .modules import remember_modules
+from .norm_clip import COLUMNS, ROWS, exceeds
 from .widths import WidthGroup, widen_to, widened_config, width_step
 
 
@@ -43,7 +45,7 @@ class LocasModel(BaseTuner):
     target_module_mapping: dict[str, list[str]] = {}
 
     _ffns: dict[str, AnyFFN] = {}  # the model's FFNs, found at the start of an injection
-    _mask_hook = None
+    _hooks: HostHooks | None = None
 
     # ---------------------------------------------------------------- injection
 
@@ -196,8 +198,9 @@ class LocasModel(BaseTuner):
             reason = one_line(f"{type(error).__name__}: {error}")
             what = f"the memory does not fit the model ({reason})"
             raise ValueError(f"{what}: load the base that it was made for.") from error
-        if self._mask_hook is None:
-            self._mask_hook = model.register_forward_pre_hook(_set_token_mask, with_kwargs=True)
+        if self._hooks is not None:
+            self._hooks.remove()
+        self._hooks = HostHooks(model)
 
     # ------------------------------------------------------------- mixed batches
 
@@ -257,8 +260,8 @@ class LocasModel(BaseTuner):
                 merge=merge, safe_merge=safe_merge, adapter_names=adapter_names, **kwargs
             )
         widen_to(groups, model, config)
-        self._mask_hook.remove()
-        self._mask_hook = None
+        self._hooks.remove()
+        self._hooks = None
         return model
 
     def _plan_widths(self) -> tuple[list[WidthGroup], dict[str, str] | None]:
@@ -374,11 +377,7 @@ class LocasModel(BaseTuner):
             raise ValueError(
                 f"the memory '{adapter_name}' has diverged and cannot be saved: {problem}."
             )
-        if not any(
-            tensor.is_meta or tensor.any()
-            for key, tensor in selected.items()
-            if ".locas_up." in key
-        ):
+        if _is_empty(selected, config):
             what = f"the memory '{adapter_name}' is saved empty: it has learned nothing yet"
             warnings.warn(
                 f"{what}, and calibrates itself at its first training step.", stacklevel=2
@@ -403,21 +402,51 @@ class LocasModel(BaseTuner):
                 }
             )
             config.output_scale = "paper"
+        _add_calibrated_flags(remapped)
+        _keep_long_rows(remapped, config)
         problem = load_checks.find_misfit(model, adapter_name, config, remapped)
         if problem:
             raise ValueError(f"the memory does not fit the model: {problem}.")
         return remapped
 
 
-def _set_token_mask(module: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Give the memories the padding mask before a training-mode forward of the host, which may calibrate them."""
-    if module.training:
-        two_texts = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
-        for layer in list_layers(module):
-            decoding = two_texts and "decoder" in layer.name.split(".")
-            layer.token_mask = kwargs.get(
-                "decoder_attention_mask" if decoding else "attention_mask"
-            )
+def _is_empty(tensors: dict[str, Tensor], config: LocasConfig) -> bool:
+    """Return whether a memory that is saved still waits for its rows, or for its first slot."""
+    flags = [tensor for key, tensor in tensors.items() if ".locas_calibrated." in key]
+    ups = [tensor for key, tensor in tensors.items() if ".locas_up." in key]
+    if any(tensor.is_meta for tensor in (*flags, *ups)):
+        return False
+    waits = STRATEGIES[config.init_strategy].needs_calibration and not any(map(bool, flags))
+    return waits or not any(up.any() for up in ups)
+
+
+def _add_calibrated_flags(tensors: dict[str, Tensor]) -> None:
+    """Add the flags that files of 0.2.0 lack: set where there are rows and an input scale."""
+    for key in [key for key in tensors if ".locas_up." in key]:
+        flag = key.replace(".locas_up.", ".locas_calibrated.").removesuffix(".weight")
+        up, scale = tensors[key], tensors.get(flag.replace("calibrated", "input_scale"))
+        if flag in tensors or scale is None:
+            continue
+        is_calibrated = up.is_meta or bool(up.any() and scale.any())
+        tensors[flag] = torch.tensor(float(is_calibrated), device=up.device)
+
+
+def _keep_long_rows(tensors: dict[str, Tensor], config: LocasConfig) -> None:
+    """Switch the norm clip off where a file's rows are longer than its radius: they keep their function."""
+    max_norm = config.max_slot_norm
+    if max_norm is None:
+        return
+    dims = {".locas_gate.": ROWS, ".locas_up.": ROWS, ".locas_down.": COLUMNS}
+    for key, tensor in tensors.items():
+        dim = next((dim for part, dim in dims.items() if part in key), None)
+        if dim is None or tensor.is_meta or tensor.dim() != 2:
+            continue
+        if exceeds(tensor, dim, max_norm):
+            config.max_slot_norm = None
+            problem = f"the memory has rows that are longer than its max_slot_norm of {max_norm:g}"
+            remedy = "it is loaded with max_slot_norm=None, so that it keeps its function."
+            warnings.warn(f"{problem}: {remedy}", stacklevel=2)
+            return
 
 
 def _pass_adapter_names(
