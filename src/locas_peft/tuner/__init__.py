@@ -1,4 +1,4 @@
-"""The PEFT tuner: config, layer, model and their parts. Nothing here imports from outside this folder."""
+"""The PEFT tuner: config, layer, model and their parts. It imports nothing from elsewhere."""
 
 from .attached import (
     clip_memories,
@@ -18,7 +18,23 @@ from .model import LocasModel
 from .modules import adapters_disabled, evaluating, trained_parameters
 
 __all__ = [
-    "KNOWN_PARTS", "STRATEGIES", "FFNParts", "LocasConfig", "LocasLayer", "LocasModel", "Rows", "Strategy",
-    "adapters_disabled", "calibrate", "clip_memories", "evaluating", "find_ffns", "keep_weights", "list_layers",
-    "rescale", "trained_parameters", "uncalibrated_memories", "unwritten_memories",
-]  # fmt: skip
+    "KNOWN_PARTS",
+    "STRATEGIES",
+    "FFNParts",
+    "LocasConfig",
+    "LocasLayer",
+    "LocasModel",
+    "Rows",
+    "Strategy",
+    "adapters_disabled",
+    "calibrate",
+    "clip_memories",
+    "evaluating",
+    "find_ffns",
+    "keep_weights",
+    "list_layers",
+    "rescale",
+    "trained_parameters",
+    "uncalibrated_memories",
+    "unwritten_memories",
+]

@@ -11,12 +11,10 @@ from .modules import used_modules
 
 def list_layers(model: nn.Module, adapter_name: str | None = None) -> list[LocasLayer]:
     """Return the model's LocasLayers, lowest first; with a name those that have that memory."""
-    layers = []
-    for module in used_modules(model):
-        if isinstance(module, LocasLayer):
-            if adapter_name is None or adapter_name in module.locas_up:
-                layers.append(module)
-    return layers
+    layers = [module for module in used_modules(model) if isinstance(module, LocasLayer)]
+    if adapter_name is None:
+        return layers
+    return [layer for layer in layers if adapter_name in layer.locas_up]
 
 
 def names_or_active(model: nn.Module, adapter_name: str | None) -> list[str]:

@@ -118,7 +118,8 @@ def to_inputs(model: nn.Module, batch: Tensor | Mapping[str, Tensor]) -> dict[st
 
     Args:
         model: the model.
-        batch: `LongTensor [B, T]`, or a mapping; other entries than `input_ids` and `attention_mask`
+        batch: `LongTensor [B, T]`, or a mapping; other entries than `input_ids` and
+        `attention_mask`
             are left out.
     """
     inputs = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}

@@ -1,7 +1,7 @@
 """One memory that adds what the weighted sum of several memories adds: their slots side by side.
 
-With the memories m, their weights w, scales k and tau (`layer.py`), the combined memory has all their
-slots, the largest k and the largest |w| tau, and for the slots of m
+With the memories m, their weights w, scales k and tau (`layer.py`), the combined memory has all
+their slots, the largest k and the largest |w| tau, and for the slots of m
 
     gate, up   times  k_m / k             down   times  w_m tau_m / tau
 

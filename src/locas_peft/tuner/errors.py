@@ -2,7 +2,7 @@
 
 
 def invalid(field: str, rule: str, got: object, remedy: str = "") -> ValueError:
-    """Return a `ValueError` that names a field, the rule that its value breaks, the value and the remedy."""
+    """Return an error with a field, the rule that its value breaks, the value and the remedy."""
     message = f"{field} must {rule}, got {got}"
     if remedy:
         message = f"{message}: {remedy}"

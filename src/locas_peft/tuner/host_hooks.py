@@ -1,4 +1,4 @@
-"""What memories need around each forward of their host: the padding mask, and the clip of shards."""
+"""What memories need around a forward of their host: the padding mask, and the clip of shards."""
 
 import inspect
 from typing import Any

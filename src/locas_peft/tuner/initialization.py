@@ -1,8 +1,9 @@
-"""How a memory's gate and up rows are initialised: calibration collects statistics, a strategy chooses.
+"""How a memory's gate and up rows are initialised.
 
-Paper, section "Memory Initialization for Locas-GLU", and its table on initialisation: alpha_j = mean
-over tokens of |M_j| measures how active the host's slot j is. The value matrix starts at zero, so that a
-fresh memory changes no output. A new strategy is one function and one row of `STRATEGIES`.
+Calibration collects statistics, and a strategy makes the rows. Paper, section "Memory
+Initialization for Locas-GLU", and its table on initialisation: alpha_j = mean over tokens of |M_j|
+measures how active the host's slot j is. The value matrix starts at zero, so that a fresh memory
+changes no output. A new strategy is one function and one row of `STRATEGIES`.
 """
 
 import zlib
@@ -62,7 +63,8 @@ class Calibration:
             ffn_input: A, `[..., D]`.
             sum_activity: returns the sum of their |M|.
             output: FFN(A), `[..., D]`.
-            token_mask: `[B, T]`, nonzero where a token is no padding; ignored if its size is not that
+            token_mask: `[B, T]`, nonzero where a token is no padding; ignored if its size is not
+            that
                 of the batch.
         """
         inputs = ffn_input.flatten(0, -2)
@@ -206,6 +208,6 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def make_generator(seed: int, name: str) -> torch.Generator:
-    """Return a generator for one purpose, such as one FFN: reproducible, different for each name."""
+    """Return a generator for one purpose, such as one FFN: another one for each name."""
     # Hashed together, since PyTorch's generator uses only 32 bits of a seed.
     return torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))

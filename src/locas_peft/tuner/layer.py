@@ -1,14 +1,14 @@
 """LocasLayer: one FFN of the host with its memories.
 
 Axes used throughout the tuner: B batch, T tokens, D hidden size, F host FFN width, R memory width.
-With A `[B, T, D]` the FFN's input, after its norm, and k and tau one number each per layer and memory
-(paper, sections "Two Variants" and "Output Scaling Factor"):
+With A `[B, T, D]` the FFN's input, after its norm, and k and tau one number each per layer and
+memory (paper, sections "Two Variants" and "Output Scaling Factor"):
 
     gated      output = FFN(A) + tau * Wdown M,  M = act(k Wgate A) * (k Wup A)
     two-layer  output = FFN(A) + tau * Wdown M,  M = act(k Wup A)
 
-`scale.py` measures k and tau. In the paper k is 1. A memory has the host's structure and its activation
-`act`: only then is a merged memory exactly R more neurons of the host.
+`scale.py` measures k and tau. In the paper k is 1. A memory has the host's structure and its
+activation `act`: only then is a merged memory exactly R more neurons of the host.
 """
 
 import math
@@ -43,7 +43,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
     """One FFN of the host with its memories.
 
     Args:
-        base_layer: the module that this one replaces: the FFN, or the down projection of a flat FFN,
+        base_layer: the module that this one replaces: the FFN, or the down projection of a flat
+        FFN,
             whose parts are attributes of the decoder layer.
         ffn: the FFN, with its parts by their roles.
         name: the name of `base_layer` in the model.
@@ -98,8 +99,9 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         # While set, called with A and the layer's output in each forward with gradients.
         self.recorder: Callable[[Tensor, Tensor], None] | None = None
         self._norm_clips: dict[str, NormClip] = {}
-        # Of each memory the flag's identity and version when it was read last, and what it said.
-        self._flags: dict[str, tuple[tuple, bool]] = {}
+        # Whether a memory waits for its calibration: read once, or each forward would wait for the
+        # accelerator.
+        self._waits: dict[str, bool] = {}
         # Copies of the rows that calibrations in a forward made, until the next forward.
         self._made_rows: dict[str, Tensor] = {}
         self._is_sharded = False
@@ -185,26 +187,19 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         super().delete_adapter(adapter_name)
 
     def _forget(self, adapter_name: str) -> None:
-        """Forget what was known of a memory's weights and flag, which were replaced."""
+        """Forget what is known of a memory's weights and flag, which are replaced."""
         self._norm_clips.pop(adapter_name, None)
-        self._flags.pop(adapter_name, None)
+        self._waits.pop(adapter_name, None)
         self._made_rows.pop(adapter_name, None)
 
     # -------------------------------------------------------------- calibration
 
     def needs_calibration(self, adapter_name: str) -> bool:
         """Return whether a memory waits for its rows or for its scale."""
-        flag = self.locas_calibrated[adapter_name]
-        if torch.compiler.is_compiling() and adapter_name in self._flags:
-            return self._flags[adapter_name][1]
-        version = None if flag.is_inference() else flag._version
-        identity = (id(flag), version)
-        known = self._flags.get(adapter_name)
-        if known is None or known[0] != identity or version is None:
-            # Read once: an accelerator would have to be waited for in each forward.
-            known = (identity, not flag.is_meta and not flag.any())
-            self._flags[adapter_name] = known
-        return known[1]
+        if adapter_name not in self._waits:
+            flag = self.locas_calibrated[adapter_name]
+            self._waits[adapter_name] = not (flag.is_meta or flag.any())
+        return self._waits[adapter_name]
 
     def may_calibrate(self) -> bool:
         """Return whether the next forward with gradients may calibrate an active memory."""
@@ -249,7 +244,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         self._forget(adapter_name)
 
     def _set_rows(self, adapter_name: str, rows: Rows) -> None:
-        """Load rows, set the values to zero, and record which host slots the rows were cloned from."""
+        """Load rows, set the values to zero, and record the host slots that were cloned."""
         if adapter_name in self.locas_gate:
             self.locas_gate[adapter_name].weight.copy_(rows.gate)
         self.locas_up[adapter_name].weight.copy_(rows.up)
@@ -261,7 +256,7 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             slots[self.name] = rows.slots.tolist()
         config.slots = slots or None
 
-    def _calibrate(self, ffn_input: Tensor, names: list[str], *args: Any, **kwargs: Any) -> Tensor:
+    def _calibrate(self, names: list[str], ffn_input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's FFN and calibrate memories on this forward.
 
         Their values are zero, so that their outputs are zero before and after.
@@ -303,13 +298,15 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             if self.has_learned(name):
                 # Calibrating would lose what it has learned: the rows and the scale stay.
                 self.locas_calibrated[name].fill_(1.0)
+                self._waits[name] = False
             else:
                 waiting.append(name)
         return waiting
 
     def _check_made_rows(self, adapter_name: str) -> None:
         # Within a forward, FSDP and ZeRO-3 show gathered copies of the parameters: what is written
-        # there is lost. An optimizer's step cannot turn the rows away: values of zero give them none.
+        # there is lost. An optimizer's step cannot turn the rows away: values of zero give them
+        # none.
         made = self._made_rows.pop(adapter_name)
         up = self.locas_up[adapter_name].weight.detach()
         if torch.cosine_similarity(up.float(), made.float(), dim=-1).mean() < 0.5:
@@ -338,8 +335,8 @@ class LocasLayer(nn.Module, BaseTunerLayer):
             self._norm_clip(adapter_name).clip_(weights, _list_dims(weights), max_norm)
 
     def keep_weights(self, adapter_name: str) -> None:
-        """Take a memory's weights, which were restored, as clipped ones."""
-        self._norm_clip(adapter_name).forget()
+        """Take a memory's weights as clipped ones, after they were written back in place."""
+        self._forget(adapter_name)
 
     def clip_before_use(self, adapter_name: str) -> None:
         """Clip a memory before a forward, unless its weights cannot have changed since the last."""
@@ -401,29 +398,19 @@ class LocasLayer(nn.Module, BaseTunerLayer):
         adapter_names = kwargs.pop("adapter_names", None)
         ffn_input = self._ffn_input if self.ffn.is_flat else hidden_states
         self._ffn_input = None
-        if getattr(self, "_is_replica", False):
-            self._check_replica()
         if self.calibration is not None:
             return self._observe([self.calibration], ffn_input, hidden_states, *args, **kwargs)
-        if self.disable_adapters:
-            if self.merged:
-                self.unmerge()
+        memories = self._choose_memories(adapter_names, ffn_input)
+        if not memories:
             return self.base_layer(hidden_states, *args, **kwargs)
-        if adapter_names is not None:
-            check_adapter_names(self, adapter_names, ffn_input)
-        elif self.merged:
-            return self.base_layer(hidden_states, *args, **kwargs)
-
-        used = self.active_adapters if adapter_names is None else dict.fromkeys(adapter_names)
-        memories = self._select_memories(used)
-        is_mixed = adapter_names is not None and len(used) > 1
+        is_mixed = adapter_names is not None and len(set(adapter_names)) > 1
         waiting = [] if is_mixed else self._list_waiting(memories)
         if waiting:
-            result = self._calibrate(ffn_input, waiting, hidden_states, *args, **kwargs)
+            result = self._calibrate(waiting, ffn_input, hidden_states, *args, **kwargs)
         else:
             result = self.base_layer(hidden_states, *args, **kwargs)
-        if not self._is_sharded:
-            for name in memories:
+        for name in memories:
+            if not self._is_sharded:
                 self.clip_before_use(name)
         if is_mixed:
             return add_by_row(self, adapter_names, ffn_input, result)
@@ -434,6 +421,19 @@ class LocasLayer(nn.Module, BaseTunerLayer):
                 result = result.detach().requires_grad_()
             self.recorder(ffn_input, result)
         return result
+
+    def _choose_memories(self, adapter_names: list[str] | None, ffn_input: Tensor) -> list[str]:
+        """Return the memories that take part in a forward, each once."""
+        if getattr(self, "_is_replica", False):
+            self._check_replica()
+        if self.disable_adapters:
+            if self.merged:
+                self.unmerge()
+            return []
+        if adapter_names is not None:
+            check_adapter_names(self, adapter_names, ffn_input)
+            return self._select_memories(dict.fromkeys(adapter_names))
+        return [] if self.merged else self._select_memories(self.active_adapters)
 
     def _select_memories(self, adapter_names: Iterable[str]) -> list[str]:
         return [name for name in adapter_names if name in self.locas_up]
@@ -633,8 +633,5 @@ def _is_shard(weight: Tensor) -> bool:
 
 def _scale(tensor: Tensor, scales: list[Tensor]) -> Tensor:
     """Multiply by one memory's scale, or `[N, T, ...]` by those of N memories; the dtype stays."""
-    if len(scales) == 1:
-        factor = scales[0]
-    else:
-        factor = torch.stack(scales).reshape(-1, 1, 1)
+    factor = scales[0] if len(scales) == 1 else torch.stack(scales).reshape(-1, 1, 1)
     return (tensor * factor).to(tensor.dtype)

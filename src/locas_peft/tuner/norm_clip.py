@@ -1,9 +1,9 @@
 """The norm clip: project each slot's gate row, up row and down column into a ball.
 
-Paper, section "Weight Norm Clipping for Implicit KL Constraint": w <- w / max(norm(w), 1). The paper
-clips "during inference". A layer projects its parameters instead, where they are used: this computes
-the same function, and the memory can be saved and merged as it is. It holds for every trainer,
-optimizer and bare loop, without a call.
+Paper, section "Weight Norm Clipping for Implicit KL Constraint": w <- w / max(norm(w), 1). The
+paper clips "during inference". A layer projects its parameters instead, where they are used: this
+computes the same function, and the memory can be saved and merged as it is. It holds for every
+trainer, optimizer and bare loop, without a call.
 
 A memory is clipped
 - before each forward with gradients in which it is trained, whatever changed its weights,
@@ -11,14 +11,14 @@ A memory is clipped
   counter, another parameter, another storage,
 - before it is saved (`state_dict`), merged, exported, combined or resized.
 
-Not promised: weights that are written through `.data` or by a fused optimizer, without a forward with
-gradients in between, are clipped at the next forward with gradients or at the next save only; and a
-forward without gradients that `torch.compile` has traced clips nothing.
+Not promised: weights that are written through `.data` or by a fused optimizer, without a forward
+with gradients in between, are clipped at the next forward with gradients or at the next save only;
+and a forward without gradients that `torch.compile` has traced clips nothing.
 
 The clip writes through `.data`: no version counter moves, so that autograd does not object to two
-forwards before one backward. It is idempotent: rows whose norms are those that the last clip left are
-not touched, although rounding may have left a norm above the radius. Rows that were initialized or
-loaded may exceed the radius by as much.
+forwards before one backward. It is idempotent: rows whose norms are those that the last clip left
+are not touched, although rounding may have left a norm above the radius. Rows that were initialized
+or loaded may exceed the radius by as much.
 """
 
 from collections.abc import Sequence
@@ -51,19 +51,15 @@ def exceeds(weight: Tensor, dim: int, max_norm: float) -> bool:
 
 
 class NormClip:
-    """Keeps the weights of one memory in one layer within the ball, and knows when to look at them."""
+    """Keeps the weights of one memory in one layer within the ball."""
 
     def __init__(self) -> None:
-        # The norms that the last clip left; None where the weights were initialized or loaded since.
+        # The norms that the last clip left; None where the weights were initialized or loaded
+        # since.
         self._norms: list[Tensor] | None = None
         self._max_norm: float | None = None
         self._signature: list[tuple] = []
         # Whether a forward with gradients was the last one: optimizers may step unseen after it.
-        self._may_have_changed = True
-
-    def forget(self) -> None:
-        """Take the weights as they are, but for rows that exceed the radius by more than rounding."""
-        self._norms = None
         self._may_have_changed = True
 
     def is_due(self, weights: Sequence[Tensor]) -> bool:
@@ -115,7 +111,7 @@ def _scale_(
     known: Sequence[Tensor] | None,
     max_norm: float,
 ) -> None:
-    """Scale the rows above the radius; without known norms only those above it by more than rounding.
+    """Scale rows above the radius; without known norms, above it by more than rounding.
 
     A change of one row clips all rows of the memory, as a clip after each optimizer step does.
     """
@@ -175,7 +171,7 @@ def _fit(known: Sequence[Tensor] | None, norms: Sequence[Tensor]) -> bool:
 
 
 def _sign(weight: Tensor) -> tuple:
-    """Return what changes when a weight is written or replaced; never equal for inference tensors."""
+    """Return what changes when a weight is written; never equal for inference tensors."""
     if weight.is_inference():
         return (object(),)
     if isinstance(weight, DTensor):
