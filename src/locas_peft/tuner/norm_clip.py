@@ -16,9 +16,9 @@ with gradients in between, are clipped at the next forward with gradients or at 
 and a forward without gradients that `torch.compile` has traced clips nothing.
 
 The clip writes through `.data`: no version counter moves, so that autograd does not object to two
-forwards before one backward. It is idempotent: rows whose norms are those that the last clip left
-are not touched, although rounding may have left a norm above the radius. Rows that were initialized
-or loaded may exceed the radius by as much.
+forwards before one backward. It is idempotent. After a step of training it scales every row above
+the radius, as a clip after each optimizer step does. Rows whose norms are those that the last clip
+left, and rows that were initialized, loaded or restored, may exceed the radius by rounding.
 """
 
 from collections.abc import Sequence
@@ -54,17 +54,17 @@ class NormClip:
     """Keeps the weights of one memory in one layer within the ball."""
 
     def __init__(self) -> None:
-        # The norms that the last clip left; None where the weights were initialized or loaded
-        # since.
+        # The norms that the last clip left.
         self._norms: list[Tensor] | None = None
         self._max_norm: float | None = None
         self._signature: list[tuple] = []
-        # Whether a forward with gradients was the last one: optimizers may step unseen after it.
-        self._may_have_changed = True
+        # Whether the last clip was in a forward with gradients: optimizers may step unseen after
+        # it.
+        self._is_trained = True
 
     def is_due(self, weights: Sequence[Tensor]) -> bool:
         """Return whether the weights may have changed since the last clip."""
-        if _is_trained(weights) or self._may_have_changed:
+        if _is_trained(weights) or self._is_trained:
             return True
         return self._signature != [_sign(weight) for weight in weights]
 
@@ -72,12 +72,13 @@ class NormClip:
         """Clip weights that have changed, in place; the arguments are those of `clip_norms_`."""
         if not all(map(_is_writable, weights)):
             return
+        was_trained = self._is_trained
         has_gradient = any(weight.grad is not None for weight in weights)
-        self._may_have_changed = has_gradient or _is_trained(weights)
+        self._is_trained = has_gradient or _is_trained(weights)
         with torch.no_grad():
             norms = [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
             known = self._norms
-            if max_norm != self._max_norm or not _fit(known, norms):
+            if not was_trained or max_norm != self._max_norm or not _fit(known, norms):
                 known = None
             _scale_(weights, norms, known, max_norm)
             norms = [_norm(weight, dim) for weight, dim in zip(weights, dims, strict=True)]
